@@ -1,0 +1,15 @@
+"""Qwen2 and Qwen2.5: the llama table with biases on the query, key and value projections."""
+
+from dataclasses import replace
+
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm, Qwen2RotaryEmbedding
+
+from models.architectures import llama
+
+FAMILY = replace(
+    llama.FAMILY,
+    name="qwen2",
+    decoder_layer=Qwen2DecoderLayer,
+    norm=Qwen2RMSNorm,
+    rotary=Qwen2RotaryEmbedding,
+)

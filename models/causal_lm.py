@@ -1,0 +1,91 @@
+"""The whole model in one process: the same layers as in the pipeline, one after the other.
+
+Tests, demo.py and evaluation use it. It is the reference that every pipeline is compared with.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from models.checkpoint import layout
+from models.checkpoint.source import open_source
+from models.layers import Block, Embedding, Head, Positions
+from models.loading import LayerStates, build_layer, tie_weights
+from models.spec import ModelSpec
+
+
+class CausalLM(nn.Module):
+    """Embedding, blocks and head as one module.
+
+    Attributes:
+        spec: the architecture.
+        layers: N+2 layers, numbered as in the pipeline; parameter names are `layers.<layer>.<name>`.
+    """
+
+    def __init__(self, spec: ModelSpec, states: LayerStates, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.spec = spec
+        positions = Positions(spec.family, spec.config)
+        self.layers = nn.ModuleList(
+            build_layer(spec, layer, states, positions, dtype, device) for layer in range(spec.n_layers)
+        )
+        if spec.tied:
+            tie_weights(spec, self.embedding, self.head)
+
+    @property
+    def embedding(self) -> Embedding:
+        layer = self.layers[0]
+        assert isinstance(layer, Embedding)
+        return layer
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [layer for layer in self.layers if isinstance(layer, Block)]
+
+    @property
+    def head(self) -> Head:
+        layer = self.layers[-1]
+        assert isinstance(layer, Head)
+        return layer
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        """Logits [B, S, V] for `input_ids` [B, S].
+
+        Args:
+            position_ids: [B, S]; 0 .. S-1 (after what the cache holds) where absent. They restart at 0 with each document
+                of a packed row, which keeps the documents apart.
+            cache: keys and values of the tokens before, extended in place; for generation.
+        """
+        return self.head((self.hidden_states(input_ids, position_ids, cache), input_ids))
+
+    def hidden_states(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, cache: Cache | None = None
+    ) -> Tensor:
+        """What the last block gives, before the final norm: [B, S, H]."""
+        if position_ids is None:
+            seen = cache.get_seq_length() if cache is not None else 0
+            position_ids = torch.arange(seen, seen + input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        stream = self.embedding((input_ids, position_ids))
+        for block in self.blocks:
+            stream = block(stream, cache)
+        return stream[0]
+
+
+def load_model(path: str | Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> CausalLM:
+    """The model in a folder of either layout, in evaluation mode.
+
+    Args:
+        path: a HuggingFace folder, a pipeline-layout folder, a checkpoint of a run, or a run's `save_path`.
+        dtype: the dtype to hold the weights in; as stored where absent.
+
+    Raises:
+        CheckpointError: the folder is damaged, incomplete or of an unknown family.
+    """
+    folder = layout.resolve(path)
+    spec = ModelSpec.from_folder(folder)
+    source = open_source(folder, spec)
+    return CausalLM(spec, source, dtype or source.dtype(), torch.device(device)).eval()

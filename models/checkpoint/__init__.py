@@ -1,0 +1,1 @@
+"""Model folders: reading both layouts, writing both, converting between them."""

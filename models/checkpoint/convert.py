@@ -1,0 +1,207 @@
+"""HuggingFace layout <-> pipeline layout, one layer at a time.
+
+Both directions stream: at most one layer is in memory, and the target folder appears whole or not at all. Every tensor
+comes back bit for bit under its own name and dtype, in the file it came from; tokenizer and config files byte for byte.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from models.architectures import Slot
+from models.checkpoint.layout import (
+    CARRIED,
+    Layout,
+    Manifest,
+    layer_file,
+    layout_of,
+    resolve,
+    side_files,
+)
+from models.checkpoint.publish import publish_folder
+from models.checkpoint.safetensors_writer import DTYPE_NAMES, DTYPES, SafetensorsWriter, TensorInfo
+from models.checkpoint.source import HuggingFaceSource, PipelineSource
+from models.checkpoint.tensor_files import open_tensors
+from models.errors import CheckpointError
+from models.spec import ModelSpec
+
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+def hg_to_pp(input_path: str | Path, save_path: str | Path, overwrite: bool = False) -> None:
+    """Write the pipeline layout of a HuggingFace folder.
+
+    Raises:
+        CheckpointError: the input is damaged or unknown, or the target cannot be written.
+    """
+    folder = resolve(input_path)
+    if layout_of(folder) is not Layout.HUGGINGFACE:
+        raise CheckpointError(f"{folder}: already in the pipeline layout; hg_to_pp expects a HuggingFace folder")
+    spec = ModelSpec.from_folder(folder)
+    source = HuggingFaceSource(folder, spec)
+    with publish_folder(Path(save_path), overwrite) as target:
+        dtypes: dict[str, str] = {}
+        for layer in tqdm(range(spec.n_layers), desc="hg_to_pp", unit="layer"):
+            state = source.read_layer(layer)
+            for name, tensor in state.items():
+                dtypes[spec.weight_map.disk_name(Slot(layer, name))] = DTYPE_NAMES[tensor.dtype]
+            torch.save({name: tensor.clone() for name, tensor in state.items()}, target / layer_file(layer))
+        _write_carried(source, target, dtypes)
+        copied = [path.name for path in side_files(folder)]
+        copy_files(folder, target, copied)
+        files = {_safetensors_name(file): names for file, names in source.files.items()}
+        Manifest(files, dtypes, copied).write(target)
+
+
+def pp_to_hg(input_path: str | Path, save_path: str | Path, overwrite: bool = False) -> None:
+    """Write the HuggingFace folder of a pipeline-layout folder or of a run's checkpoint, as safetensors.
+
+    The names, dtypes and division into files are those of the folder that the layout once came from; where another tool
+    wrote the layers, the family's names, the layers' dtype and shards of at most 5 GB.
+
+    Raises:
+        CheckpointError: the input is damaged or unknown, or the target cannot be written.
+    """
+    folder = resolve(input_path)
+    if layout_of(folder) is not Layout.PIPELINE:
+        raise CheckpointError(f"{folder}: not in the pipeline layout; pp_to_hg expects layer_*-model_states.pt files")
+    spec = ModelSpec.from_folder(folder)
+    source = PipelineSource(folder, spec)
+    manifest = Manifest.read(folder) or _default_manifest(source, folder)
+    carried = open_tensors(folder / CARRIED) if (folder / CARRIED).is_file() else {}
+    infos = _tensor_infos(spec, manifest, {name: tensor.shape for name, tensor in carried.items()})
+    with publish_folder(Path(save_path), overwrite) as target:
+        with SafetensorsWriter(target, manifest.files, infos) as writer:
+            for name, tensor in tqdm(_tensors_on_disk(source, infos), desc="pp_to_hg", unit="tensor", total=len(infos)):
+                writer.write(name, tensor)
+            for name in carried:
+                writer.write(name, carried[name])
+        copy_files(folder, target, manifest.side_files)
+        if len(manifest.files) > 1:
+            _write_index(target, manifest, infos)
+
+
+def copy_files(source: Path, target: Path, names: list[str]) -> None:
+    """Copy files byte for byte.
+
+    Raises:
+        CheckpointError: one is missing.
+    """
+    for name in names:
+        try:
+            shutil.copyfile(source / name, target / name)
+        except FileNotFoundError:
+            raise CheckpointError(f"{source / name}: not found; the folder is incomplete") from None
+
+
+def copy_side_files(source: Path, target: Path) -> None:
+    """Make a folder of freshly trained layer files a complete pipeline folder: config, tokenizer, manifest, carried.
+
+    Args:
+        source: the folder, of either layout, that the training started from.
+        target: the checkpoint's folder.
+    """
+    if layout_of(source) is Layout.PIPELINE:
+        manifest = Manifest.read(source)
+        names = manifest.side_files if manifest else [path.name for path in side_files(source)]
+        copy_files(source, target, names)
+        copy_files(source, target, [name for name in (CARRIED,) if (source / name).is_file()])
+    else:
+        spec = ModelSpec.from_folder(source)
+        weights = HuggingFaceSource(source, spec)
+        names = [path.name for path in side_files(source)]
+        copy_files(source, target, names)
+        dtypes = {name: DTYPE_NAMES[weights.read(name).dtype] for files in weights.files.values() for name in files}
+        _write_carried(weights, target, dtypes)
+        manifest = Manifest({_safetensors_name(f): names for f, names in weights.files.items()}, dtypes, names)
+    if manifest:
+        manifest.write(target)
+
+
+def _tensors_on_disk(source: PipelineSource, infos: dict[str, TensorInfo]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the layers that belongs on disk, layer by layer, under its name there."""
+    weight_map = source.spec.weight_map
+    for layer in range(source.spec.n_layers):
+        for name, tensor in source.read_layer(layer).items():
+            disk_name = weight_map.disk_name(Slot(layer, name))
+            if disk_name in infos:  # a tied head that the original left out stays out
+                yield disk_name, tensor
+
+
+def _tensor_infos(spec: ModelSpec, manifest: Manifest, carried: dict[str, torch.Size]) -> dict[str, TensorInfo]:
+    weight_map = spec.weight_map
+    shapes = {
+        weight_map.disk_name(Slot(layer, name)): shape
+        for layer in range(spec.n_layers)
+        for name, shape in spec.shapes(layer).items()
+    }
+    shapes |= carried
+    names = [name for names in manifest.files.values() for name in names]
+    if lacking := [name for name in names if name not in shapes or name not in manifest.dtypes]:
+        raise CheckpointError(f"the manifest names {lacking[0]}, which neither a layer nor {CARRIED} holds")
+    return {name: TensorInfo(DTYPES[manifest.dtypes[name]], shapes[name]) for name in names}
+
+
+def _default_manifest(source: PipelineSource, folder: Path) -> Manifest:
+    """The layout for layers that came without a manifest."""
+    spec = source.spec
+    dtypes: dict[str, str] = {}
+    shards: list[list[str]] = [[]]
+    filled = 0
+    tied_head = Slot(spec.n_layers - 1, spec.family.tie.head) if spec.tied else None
+    for layer in range(spec.n_layers):
+        for name, tensor in source.read_layer(layer).items():
+            slot = Slot(layer, name)
+            if slot == tied_head:
+                continue
+            if filled and filled + tensor.nbytes > MAX_SHARD_BYTES:
+                shards.append([])
+                filled = 0
+            filled += tensor.nbytes
+            disk_name = spec.weight_map.disk_name(slot)
+            shards[-1].append(disk_name)
+            dtypes[disk_name] = DTYPE_NAMES[tensor.dtype]
+    count = len(shards)
+    files = (
+        {"model.safetensors": shards[0]}
+        if count == 1
+        else {f"model-{number:05d}-of-{count:05d}.safetensors": names for number, names in enumerate(shards, start=1)}
+    )
+    return Manifest(files, dtypes, [path.name for path in side_files(folder)])
+
+
+def _write_carried(source: HuggingFaceSource, target: Path, dtypes: dict[str, str]) -> None:
+    names = source.carried()
+    if not names:
+        return
+    infos = {}
+    for name in names:
+        tensor = source.read(name)
+        infos[name] = TensorInfo(tensor.dtype, tensor.shape)
+        dtypes[name] = DTYPE_NAMES[tensor.dtype]
+    with SafetensorsWriter(target, {CARRIED: names}, infos) as writer:
+        for name in names:
+            writer.write(name, source.read(name))
+
+
+def _write_index(target: Path, manifest: Manifest, infos: dict[str, TensorInfo]) -> None:
+    index = {
+        "metadata": {"total_size": sum(info.nbytes for info in infos.values())},
+        "weight_map": {name: file for file, names in manifest.files.items() for name in names},
+    }
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    (target / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _safetensors_name(file: str) -> str:
+    """pytorch_model-00001-of-00002.bin -> model-00001-of-00002.safetensors."""
+    if file.endswith(".safetensors"):
+        return file
+    return file.removeprefix("pytorch_").removesuffix(".bin") + ".safetensors"

@@ -1,0 +1,132 @@
+"""What lies in a model folder: which layout, which weight files, which files are only carried along.
+
+Two layouts exist. The HuggingFace layout is config.json with safetensors or .bin files, single or sharded. The pipeline
+layout is config.json with one `layer_XX-model_states.pt` a layer, the files that DeepSpeed itself writes for a
+PipelineModule; a run's checkpoint folder is one. Beside the layers lie `pipetune.json`, which remembers how the original
+was laid out so that an export can give it back, and `carried.safetensors`, tensors that no layer owns.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from models.errors import CheckpointError
+
+MANIFEST = "pipetune.json"
+CARRIED = "carried.safetensors"
+LATEST = "latest"
+
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf"}
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+
+class Layout(Enum):
+    HUGGINGFACE = "HuggingFace"
+    PIPELINE = "pipeline"
+
+
+def layer_file(layer: int) -> str:
+    """The name that DeepSpeed gives to a layer's state dict."""
+    return f"layer_{layer:02d}-model_states.pt"
+
+
+def resolve(folder: str | Path) -> Path:
+    """The folder that holds the model: `folder` itself, or the newest checkpoint of a run whose folder it is.
+
+    Raises:
+        CheckpointError: there is no such folder.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: not found; expected a model folder")
+    latest = path / LATEST
+    if latest.is_file() and not (path / "config.json").is_file():
+        path = path / latest.read_text(encoding="utf-8").strip()
+    return path
+
+
+def layout_of(folder: Path) -> Layout:
+    """Which layout a resolved folder has.
+
+    Raises:
+        CheckpointError: it has neither, or no config.json.
+    """
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder}: no config.json; expected a HuggingFace or a pipeline-layout folder")
+    if any(folder.glob("layer_*-model_states.pt")):
+        return Layout.PIPELINE
+    if any((folder / index).is_file() for index in _INDEXES) or weight_files(folder):
+        return Layout.HUGGINGFACE
+    raise CheckpointError(f"{folder}: no weights; expected *.safetensors, pytorch_model*.bin or layer_*-model_states.pt")
+
+
+def weight_index(folder: Path) -> dict[str, str] | None:
+    """The weight map (tensor name -> file name) of a sharded HuggingFace folder, or None for a single file.
+
+    Raises:
+        CheckpointError: the index cannot be read.
+    """
+    for name in _INDEXES:
+        path = folder / name
+        if path.is_file():
+            try:
+                weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+                return {str(tensor): str(file) for tensor, file in weight_map.items()}
+            except (ValueError, KeyError, AttributeError, TypeError):
+                raise CheckpointError(f"{path}: expected a JSON object with a weight_map") from None
+    return None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """A HuggingFace folder's weight files: safetensors where there are any, else .bin.
+
+    Only transformers' own names count: repositories also ship other files with tensors in them.
+    """
+    for pattern in ("model.safetensors", "model-*.safetensors", "pytorch_model.bin", "pytorch_model-*.bin"):
+        if files := sorted(folder.glob(pattern)):
+            return files
+    return []
+
+
+def side_files(folder: Path) -> list[Path]:
+    """Everything in a HuggingFace folder that is not weights: config, tokenizer, chat template, licence."""
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.is_file()
+        and path.suffix not in _WEIGHT_SUFFIXES
+        and path.name not in (*_INDEXES, MANIFEST, LATEST)
+        and not path.name.startswith(".")
+    )
+
+
+@dataclass
+class Manifest:
+    """How the HuggingFace folder was laid out that a pipeline folder came from.
+
+    Attributes:
+        files: the folder's weight files in order, each with its tensors' names on disk in order.
+        dtypes: the dtype of each tensor, under its name on disk, as safetensors spells it ("BF16").
+        side_files: the names of the files that were copied byte for byte.
+    """
+
+    files: dict[str, list[str]] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    side_files: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest | None:
+        """The manifest of a pipeline folder, or None where another tool wrote the folder."""
+        path = folder / MANIFEST
+        if not path.is_file():
+            return None
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError):
+            raise CheckpointError(f"{path}: damaged; expected the manifest that hg_to_pp writes") from None
+
+    def write(self, folder: Path) -> None:
+        (folder / MANIFEST).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")

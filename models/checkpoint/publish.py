@@ -1,0 +1,65 @@
+"""Folders that appear whole or not at all.
+
+A writer works in a hidden sibling of its target and renames it last, so a killed conversion leaves nothing that looks
+like a model. What a killed process left behind is removed by the next one on the same host.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from models.errors import CheckpointError
+
+
+@contextmanager
+def publish_folder(target: Path, overwrite: bool = False) -> Iterator[Path]:
+    """Give an empty folder to write into; on success it becomes `target`, on any error it is removed.
+
+    Args:
+        target: the folder to be; its parents are made.
+        overwrite: replace an existing folder, which stays in place until the new one is whole.
+
+    Raises:
+        CheckpointError: `target` exists and may not be replaced, or the disk is full or read-only.
+    """
+    if not overwrite and target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target}: exists and is not empty; choose another --save-path or add --overwrite")
+    prefix = f".{target.name}.partial-{socket.gethostname()}-"
+    partial = target.parent / f"{prefix}{os.getpid()}"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for stale in target.parent.glob(f"{prefix}*"):
+            if not _is_running(stale.name.removeprefix(prefix)):
+                shutil.rmtree(stale, ignore_errors=True)
+        partial.mkdir()
+        yield partial
+        _replace(partial, target)
+    except OSError as error:
+        raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}; nothing was changed") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _replace(partial: Path, target: Path) -> None:
+    if not target.exists():
+        partial.rename(target)
+        return
+    old = partial.with_name(partial.name + "-old")
+    target.rename(old)
+    partial.rename(target)
+    shutil.rmtree(old)
+
+
+def _is_running(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, ValueError):
+        return False
+    except PermissionError:
+        return True
+    return True

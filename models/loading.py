@@ -1,0 +1,79 @@
+"""Building layers with weights in them: from a checkpoint of either layout, or from a seed.
+
+A layer is laid out on the meta device, which allocates nothing, and then takes the loaded tensors as they are, cast and
+moved one by one. So a process holds its own layers once, in the dtype they train in, and never a whole model.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from models.layers import Positions
+from models.spec import ModelSpec
+
+
+class LayerStates(Protocol):
+    """Gives the complete state dict of a layer; checkpoint sources and `SeededStates` do."""
+
+    def read_layer(self, layer: int) -> dict[str, Tensor]: ...
+
+
+class SeededStates:
+    """Fresh weights, a pure function of (seed, layer): the same whatever the number of stages.
+
+    Matrices are normal with the standard deviation `initializer_range` of config.json, as transformers initialises them;
+    norms start at one and biases at zero. The head of a tied model starts as the embedding.
+    """
+
+    def __init__(self, spec: ModelSpec, seed: int) -> None:
+        self.spec = spec
+        self.seed = seed
+
+    def read_layer(self, layer: int) -> dict[str, Tensor]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed + layer)
+            module = self.spec.build(layer)
+            _initialise(module, float(getattr(self.spec.config, "initializer_range", 0.02)))
+        state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+        if self.spec.tied and layer == self.spec.n_layers - 1:
+            tie = self.spec.family.tie
+            state[tie.head] = self.read_layer(0)[tie.embedding]
+        return state
+
+
+def build_layer(
+    spec: ModelSpec, layer: int, states: LayerStates, positions: Positions, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """Layer number `layer`, holding its weights in `dtype` on `device`.
+
+    Raises:
+        CheckpointError: the weights are not those of the layer.
+    """
+    with torch.device("meta"):
+        module = spec.build(layer, positions)
+    state = {
+        name: tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+        for name, tensor in states.read_layer(layer).items()
+    }
+    module.load_state_dict(state, strict=True, assign=True)
+    return module
+
+
+def tie_weights(spec: ModelSpec, embedding: nn.Module, head: nn.Module) -> None:
+    """Make the two ends of a tied model, when one process holds both, one parameter."""
+    tie = spec.family.tie
+    owner, _, name = tie.head.rpartition(".")
+    setattr(head.get_submodule(owner), name, embedding.get_parameter(tie.embedding))
+
+
+def _initialise(module: nn.Module, std: float) -> None:
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=std)
+    for child in module.modules():
+        bias = getattr(child, "bias", None)
+        if isinstance(bias, nn.Parameter):
+            nn.init.zeros_(bias)

@@ -1,0 +1,106 @@
+"""A model before it has weights: its family, its config.json and its layers' shapes.
+
+Reading a spec touches config.json only, so the converters, the planner and every training rank can afford it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from models.architectures import Family, WeightMap, family_of
+from models.errors import CheckpointError
+from models.layers import Block, Embedding, Head, Positions
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One concrete architecture: a family at a given size.
+
+    Attributes:
+        family: the declaration that config.json's `model_type` names.
+        config: transformers' configuration object, read from old and new field names alike.
+    """
+
+    family: Family
+    config: PreTrainedConfig
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> ModelSpec:
+        """Read `folder`/config.json.
+
+        Raises:
+            CheckpointError: no such file, not JSON, no `model_type`, or values that transformers refuses.
+        """
+        raw = _read_json(folder / "config.json")
+        model_type = raw.get("model_type")
+        if not isinstance(model_type, str):
+            raise CheckpointError(f"{folder / 'config.json'}: no model_type; expected a name such as \"llama\"")
+        try:
+            family = family_of(model_type)
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
+        try:
+            config = CONFIG_MAPPING[model_type].from_dict(raw)
+        except Exception as error:  # transformers raises many kinds for a config that makes no sense
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"{folder / 'config.json'}: {reason}") from None
+        config._attn_implementation = "sdpa"
+        return cls(family, config)
+
+    @property
+    def n_blocks(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def n_layers(self) -> int:
+        """Embedding, blocks, head: the number that `parts` sums to."""
+        return self.n_blocks + 2
+
+    @property
+    def tied(self) -> bool:
+        return bool(self.config.tie_word_embeddings)
+
+    @property
+    def weight_map(self) -> WeightMap:
+        return WeightMap(self.family, self.n_blocks)
+
+    def build(self, layer: int, positions: Positions | None = None) -> Embedding | Block | Head:
+        """Layer number `layer`, with uninitialised or freshly constructed weights, on torch's default device.
+
+        Args:
+            layer: 0 for the embedding, 1..N for the blocks, N+1 for the head.
+            positions: what the blocks of one process share; a block built only for its shapes needs none.
+        """
+        if layer == 0:
+            return Embedding(self.config)
+        if layer == self.n_blocks + 1:
+            return Head(self.family, self.config)
+        return Block(self.family, self.config, layer - 1, positions)
+
+    def shapes(self, layer: int) -> dict[str, torch.Size]:
+        """Name and shape of every tensor in a layer's state dict. Allocates nothing."""
+        with torch.device("meta"):
+            module: nn.Module = self.build(layer)
+        return {name: tensor.shape for name, tensor in module.state_dict().items()}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: not found; expected a model folder with a config.json") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from None
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path}: line {error.lineno}, column {error.colno}: {error.msg}") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(raw).__name__}")
+    return raw
