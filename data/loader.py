@@ -1,0 +1,118 @@
+"""Global batches: which samples a step trains on, and how they are spread over micro-batches and replicas.
+
+The order is a pure function of (seed, epoch, position), so a run with other processes sees the same samples at the same
+step. Within a global batch the samples are sorted by length before they are cut into micro-batches: the loss does not
+depend on who sits beside whom (contract 4), and a micro-batch is padded only to its own longest sample. Micro-batch j
+goes to replica j mod replicas, so that the replicas work on equal lengths at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy
+import torch
+from torch import Tensor
+
+from data.dataset import supervised_count
+from data.tokenize import IGNORED, Sample
+
+PAD_MULTIPLE = 8  # lengths are rounded up: kernels like multiples of eight, and shapes repeat more often
+
+MicroBatch = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """What one optimizer step trains on.
+
+    Attributes:
+        micro_batches: for each replica, its micro-batches, each a list of sample numbers; as many for every replica.
+        tokens: tokens without padding, over all replicas.
+        supervised: how many of them bear loss: the denominator of the loss.
+    """
+
+    micro_batches: list[list[list[int]]]
+    tokens: int
+    supervised: int
+
+    @property
+    def n_micro_batches(self) -> int:
+        """Micro-batches per replica."""
+        return len(self.micro_batches[0])
+
+
+class Loader:
+    """Cuts a shuffled dataset into global batches and these into tensors.
+
+    Args:
+        samples: the tokenized records.
+        batch_size: samples in a global batch.
+        micro_batch_size: samples in a micro-batch.
+        replicas: data-parallel size.
+        seed: of the shuffling.
+        drop_last: leave out an epoch's last samples when they do not fill a global batch; else the last batch is smaller.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        batch_size: int,
+        micro_batch_size: int,
+        replicas: int,
+        seed: int,
+        drop_last: bool = False,
+    ) -> None:
+        self.samples = samples
+        self.batch_size = batch_size
+        self.micro_batch_size = micro_batch_size
+        self.replicas = replicas
+        self.seed = seed
+        whole, rest = divmod(len(samples), batch_size)
+        self.steps_per_epoch = whole + (1 if rest and not drop_last else 0)
+
+    def batch(self, step: int) -> GlobalBatch:
+        """The global batch of a step, counted from 0 over all epochs."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        first = position * self.batch_size
+        chosen = self._order(epoch)[first : first + self.batch_size]
+        longest_first = sorted(chosen, key=lambda number: (-len(self.samples[number]["input_ids"]), number))
+        size = self.micro_batch_size
+        groups = [longest_first[start : start + size] for start in range(0, len(chosen), size)]
+        groups += [[] for _ in range(-len(groups) % self.replicas)]  # a replica without samples still takes part
+        return GlobalBatch(
+            micro_batches=[groups[replica :: self.replicas] for replica in range(self.replicas)],
+            tokens=sum(len(self.samples[number]["input_ids"]) for number in chosen),
+            supervised=sum(supervised_count(self.samples[number]) for number in chosen),
+        )
+
+    def tensors(self, batch: GlobalBatch, replica: int) -> Iterator[MicroBatch]:
+        """A replica's micro-batches as `((input_ids, position_ids), (labels, scale))`; [B, S] int64 and [] fp32.
+
+        DeepSpeed averages the micro-batches' losses over micro-batches and replicas, so each one's token sum is scaled
+        by their number over the tokens of the global batch.
+        """
+        scale = torch.tensor(batch.n_micro_batches * self.replicas / max(batch.supervised, 1), dtype=torch.float32)
+        for numbers in batch.micro_batches[replica]:
+            input_ids, labels = self._collate(numbers)
+            position_ids = torch.arange(input_ids.shape[1]).expand_as(input_ids).contiguous()
+            yield (input_ids, position_ids), (labels, scale)
+
+    def _collate(self, numbers: list[int]) -> tuple[Tensor, Tensor]:
+        samples = [self.samples[number] for number in numbers]
+        longest = max((len(sample["input_ids"]) for sample in samples), default=1)
+        shape = (max(len(samples), 1), -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE)
+        # Padding stands on the right, where no real token attends to it; any id will do.
+        input_ids = torch.zeros(shape, dtype=torch.int64)
+        labels = torch.full(shape, IGNORED, dtype=torch.int64)
+        for row, sample in enumerate(samples):
+            length = len(sample["input_ids"])
+            input_ids[row, :length] = torch.tensor(sample["input_ids"])
+            labels[row, :length] = torch.tensor(sample["labels"])
+        return input_ids, labels
+
+    def _order(self, epoch: int) -> list[int]:
+        generator = numpy.random.Generator(numpy.random.PCG64([self.seed, epoch]))
+        order: list[int] = generator.permutation(len(self.samples)).tolist()
+        return order

@@ -1,0 +1,241 @@
+"""Every prompt text, and how a record becomes pieces of text with and without loss.
+
+A record is first made a `Dialogue`: turns of one user's words and one answer. A dialogue is then written in one of two
+formats: the tokenizer's own chat template, or the plain format below (the well-known instruction prompt). demo.py asks
+through the same functions, so that a model is asked exactly as it was trained.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from data.errors import DataError
+from data.records import ApiAnswer, ConverHasApi, Conversation, Instruct, Pretrain, Record, RefQA
+
+PromptFormat = Literal["chat_template", "plain"]
+
+PLAIN_HEADER = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+)
+PLAIN_HEADER_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+)
+PLAIN_CONTEXT = "### {title}:\n{text}\n\n"
+PLAIN_ASK = "### Instruction:\n{ask}\n\n### Response:\n"
+PLAIN_ASK_WITH_INPUT = "### Instruction:\n{ask}\n\n### Input:\n{input}\n\n### Response:\n"
+
+CHAT_CONTEXT = "{title}:\n{text}\n\n"
+CHAT_INPUT = "{ask}\n\n{input}"
+
+REFERENCE_TITLE = "Reference"
+API_TITLE = "APIs"
+API_CALL = "Thought: {thought}\nAction: {name}\nAction Input: {param}\nObservation:"
+API_RESULT = " {result}\n"
+API_FINAL = "Final Answer: {ans}"
+
+
+class Span(NamedTuple):
+    """A piece of text; `supervised` pieces bear loss."""
+
+    text: str
+    supervised: bool
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the user says and what the model is to answer; an empty answer is still to be given."""
+
+    ask: str
+    answer: tuple[Span, ...] = ()
+    input: str | None = None
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """A record of any kind but pretrain, ready to be written.
+
+    Attributes:
+        turns: in order.
+        context: title and text of what the answers may rest on, put before the first question.
+    """
+
+    turns: tuple[Turn, ...]
+    context: tuple[str, str] | None = None
+
+
+def default_format(tokenizer: PreTrainedTokenizerBase) -> PromptFormat:
+    """The tokenizer's own chat template when it ships one, else plain."""
+    return "chat_template" if tokenizer.chat_template else "plain"
+
+
+def write(record: Record, tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat) -> list[Span]:
+    """The whole text of a record, in pieces with and without loss, end-of-sequence included.
+
+    Raises:
+        DataError: the format cannot hold the record (no chat template, a template that refuses or rewrites it).
+    """
+    if isinstance(record, Pretrain):
+        return [Span(record.text, True), Span(_end_of_sequence(tokenizer), True)]
+    dialogue = as_dialogue(record)
+    if prompt_format == "plain":
+        return _write_plain(dialogue, tokenizer)
+    return _write_chat(dialogue, tokenizer)
+
+
+def write_question(dialogue: Dialogue, tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat) -> str:
+    """The text up to where the answer to the last turn begins: what a model is asked with."""
+    if prompt_format == "plain":
+        return "".join(span.text for span in _write_plain(dialogue, tokenizer, open_end=True))
+    text: str = _render(tokenizer, _messages(dialogue)[:-1], add_generation_prompt=True)
+    return text
+
+
+def as_dialogue(record: Instruct | Conversation | ConverHasApi | RefQA) -> Dialogue:
+    """The turns of a record. Asks that follow each other become one question, answers one answer."""
+    if isinstance(record, Instruct):
+        return Dialogue((Turn(record.instruct, (Span(record.output, True),), record.input or None),))
+    context = None
+    if isinstance(record, RefQA):
+        context = (REFERENCE_TITLE, record.reference)
+    elif isinstance(record, ConverHasApi):
+        context = (API_TITLE, record.api_desc)
+    turns: list[Turn] = []
+    asks: list[str] = []
+    for role, content in record.rounds:
+        if role == "ask":
+            asks.append(str(content))
+            continue
+        answer = _api_spans(content) if isinstance(content, ApiAnswer) else (Span(content, True),)
+        if asks:
+            turns.append(Turn("\n".join(asks), answer))
+            asks = []
+        else:
+            turns[-1] = Turn(turns[-1].ask, (*turns[-1].answer, Span("\n", True), *answer))
+    return Dialogue(tuple(turns), context)
+
+
+def _api_spans(answer: ApiAnswer) -> tuple[Span, ...]:
+    spans = []
+    for action in answer.actions:
+        param = json.dumps(action.api_param, ensure_ascii=False)
+        call = API_CALL.format(thought=action.inner_thought, name=action.api_name, param=param)
+        result = action.api_res
+        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+        spans += [Span(call, True), Span(API_RESULT.format(result=text), False)]
+    return (*spans, Span(API_FINAL.format(ans=answer.ans), True))
+
+
+def _end_of_sequence(tokenizer: PreTrainedTokenizerBase) -> str:
+    if not tokenizer.eos_token:
+        raise DataError("the tokenizer has no eos_token; expected one in tokenizer_config.json")
+    return str(tokenizer.eos_token)
+
+
+def _write_plain(dialogue: Dialogue, tokenizer: PreTrainedTokenizerBase, open_end: bool = False) -> list[Span]:
+    end = _end_of_sequence(tokenizer)
+    prompt = PLAIN_HEADER_WITH_INPUT if dialogue.turns[0].input else PLAIN_HEADER
+    if dialogue.context:
+        title, text = dialogue.context
+        prompt += PLAIN_CONTEXT.format(title=title, text=text)
+    spans: list[Span] = []
+    for turn in dialogue.turns:
+        if turn.input:
+            prompt += PLAIN_ASK_WITH_INPUT.format(ask=turn.ask, input=turn.input)
+        else:
+            prompt += PLAIN_ASK.format(ask=turn.ask)
+        spans += [Span(prompt, False), *turn.answer, Span(end, True)]
+        prompt = "\n\n"
+    return spans[:-1] if open_end else spans
+
+
+def _messages(dialogue: Dialogue) -> list[dict[str, str]]:
+    messages = []
+    for number, turn in enumerate(dialogue.turns):
+        ask = CHAT_INPUT.format(ask=turn.ask, input=turn.input) if turn.input else turn.ask
+        if number == 0 and dialogue.context:
+            title, text = dialogue.context
+            ask = CHAT_CONTEXT.format(title=title, text=text) + ask
+        answer = "".join(span.text for span in turn.answer)
+        messages += [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]
+    return messages
+
+
+def _write_chat(dialogue: Dialogue, tokenizer: PreTrainedTokenizerBase) -> list[Span]:
+    """Find the answers in the rendered text by rendering once more with a mark in the place of each.
+
+    What the template writes between the marks is scaffolding and bears no loss, but for two pieces that the model has to
+    produce itself: what follows the generation prompt (an empty thinking block, say) and the end-of-turn token.
+    """
+    messages = _messages(dialogue)
+    rendered = _render(tokenizer, messages)
+    marked = [dict(message) for message in messages]
+    for number, message in enumerate(marked[1::2]):
+        message["content"] = _mark(number)
+    scaffold = _render(tokenizer, marked)
+    generation_prompt = _generation_prompt(tokenizer, messages[:1])
+    for answers in ([turn.answer for turn in dialogue.turns], [_stripped(turn.answer) for turn in dialogue.turns]):
+        spans = _fill(scaffold, answers, generation_prompt, tokenizer)
+        if spans is not None and "".join(span.text for span in spans).startswith(rendered):
+            return spans
+    raise DataError("the chat template changes the words of an answer; use prompt_format: plain")
+
+
+def _mark(number: int) -> str:
+    return f"\ue000{number}\ue001"  # private-use characters: no template looks for them
+
+
+def _fill(
+    scaffold: str, answers: list[tuple[Span, ...]], generation_prompt: str, tokenizer: PreTrainedTokenizerBase
+) -> list[Span] | None:
+    """The scaffold with the answers in the place of their marks; None where a mark did not come through."""
+    spans: list[Span] = []
+    rest = scaffold
+    for number, answer in enumerate(answers):
+        before, mark, rest = rest.partition(_mark(number))
+        if not mark:
+            return None
+        begin = before.rfind(generation_prompt) + len(generation_prompt) if generation_prompt in before else len(before)
+        end = _end_of_turn(rest, tokenizer)
+        last = number == len(answers) - 1
+        if not end and last:
+            rest = _end_of_sequence(tokenizer) + rest
+            end = len(_end_of_sequence(tokenizer))
+        spans += [Span(before[:begin], False), Span(before[begin:], True), *answer, Span(rest[:end], True)]
+        rest = rest[end:]
+    spans.append(Span(rest, False))
+    return [span for span in spans if span.text]
+
+
+def _end_of_turn(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Length of the special token that `text` begins with, 0 where there is none."""
+    return max((len(token) for token in tokenizer.all_special_tokens if text.startswith(token)), default=0) or max(
+        (len(token) for token in tokenizer.get_added_vocab() if text.startswith(token)), default=0
+    )
+
+
+def _generation_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
+    """What the template adds when the model is to speak next, such as `<|im_start|>assistant` and a line's end."""
+    with_prompt = _render(tokenizer, messages, add_generation_prompt=True)
+    return with_prompt.removeprefix(_render(tokenizer, messages))
+
+
+def _stripped(answer: tuple[Span, ...]) -> tuple[Span, ...]:
+    """An answer without white space around it, as some templates write it."""
+    spans = list(answer)
+    spans[0] = Span(spans[0].text.lstrip(), spans[0].supervised)
+    spans[-1] = Span(spans[-1].text.rstrip(), spans[-1].supervised)
+    return tuple(spans)
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], **options: Any) -> str:
+    if not tokenizer.chat_template:
+        raise DataError("the tokenizer has no chat template; use prompt_format: plain")
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except Exception as error:  # a template may raise anything
+        raise DataError(f"the chat template refuses the record: {' '.join(str(error).split())}") from None

@@ -1,0 +1,191 @@
+"""The five kinds of record, and reading a file of them.
+
+A JSON file holds a list of objects; kinds may be mixed and fields that Pipetune does not know (ids, sources) are left
+alone. Every record is checked before anything is trained, and what is wrong is said in one line with the file, the number
+of the record (from 1) and the field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, field_validator
+
+from data.errors import DataError
+
+
+class Pretrain(BaseModel):
+    """Plain text; loss on every token."""
+
+    type: Literal["pretrain"]
+    text: str = Field(min_length=1)
+
+
+class Instruct(BaseModel):
+    """One instruction and its answer; loss on the answer."""
+
+    type: Literal["instruct"]
+    instruct: str = Field(min_length=1)
+    input: str | None = None
+    output: str
+
+
+class ApiCall(BaseModel):
+    """One step of a tool-using answer; loss on all but the result."""
+
+    inner_thought: str
+    api_name: str
+    api_param: dict[str, Any]
+    api_res: str | dict[str, Any] | list[Any]
+
+    @field_validator("api_param", mode="before")
+    @classmethod
+    def _parse(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError:
+            raise ValueError("expected an object or a JSON string of one") from None
+
+
+class ApiAnswer(BaseModel):
+    """An answer that was found by calling tools."""
+
+    actions: list[ApiCall]
+    ans: str
+
+
+Ask = tuple[Literal["ask"], str]
+Ans = tuple[Literal["ans"], str]
+AnsApi = tuple[Literal["ans-api"], ApiAnswer]
+
+
+class _Dialogue(BaseModel):
+    @field_validator("rounds", mode="before", check_fields=False)
+    @classmethod
+    def _check_rounds(cls, rounds: Any) -> Any:
+        roles = ("ask", "ans", "ans-api") if cls is ConverHasApi else ("ask", "ans")
+        if not isinstance(rounds, list):
+            return rounds  # pydantic says what is wrong
+        for number, entry in enumerate(rounds):
+            if not isinstance(entry, (list, tuple)) or len(entry) != 2:
+                raise ValueError(f"rounds[{number}]: expected a pair of role and text")
+            if entry[0] not in roles:
+                raise ValueError(f"rounds[{number}][0]: expected one of {', '.join(roles)}, found {entry[0]!r}")
+        if rounds and rounds[0][0] != "ask":
+            raise ValueError(f"rounds[0][0]: expected the first round to be an ask, found {rounds[0][0]!r}")
+        if rounds and not any(entry[0] != "ask" for entry in rounds):
+            raise ValueError("rounds: expected at least one answer, found asks only")
+        return rounds
+
+
+class Conversation(_Dialogue):
+    """Several rounds; loss on every answer."""
+
+    type: Literal["conversation"]
+    rounds: list[Ask | Ans] = Field(min_length=1)
+
+
+class ConverHasApi(_Dialogue):
+    """A dialogue whose answers may call tools; loss on thoughts, calls and answers."""
+
+    type: Literal["conver_has_api"]
+    api_desc: str
+    rounds: list[Annotated[Ask | Ans | AnsApi, Field(union_mode="left_to_right")]] = Field(min_length=1)
+
+
+class RefQA(_Dialogue):
+    """Questions about a text; loss on the answers."""
+
+    type: Literal["ref_qa"]
+    reference: str
+    rounds: list[Ask | Ans] = Field(min_length=1)
+
+
+Record = Pretrain | Instruct | Conversation | ConverHasApi | RefQA
+KINDS: dict[str, type[BaseModel]] = {
+    "pretrain": Pretrain,
+    "instruct": Instruct,
+    "conversation": Conversation,
+    "conver_has_api": ConverHasApi,
+    "ref_qa": RefQA,
+}
+_ADAPTERS: dict[str, TypeAdapter[Any]] = {kind: TypeAdapter(model) for kind, model in KINDS.items()}
+
+
+def parse_record(raw: Any) -> Record:
+    """One record from its JSON object.
+
+    Raises:
+        DataError: an unknown type, a missing field or a value of the wrong type; the text names the field.
+    """
+    if not isinstance(raw, dict):
+        raise DataError(f"expected an object with a type, found {_json_type(raw)}")
+    kind = raw.get("type")
+    if kind is None:
+        raise DataError(f"field type: missing; expected one of {', '.join(KINDS)}")
+    if kind not in KINDS:
+        raise DataError(f"field type: expected one of {', '.join(KINDS)}, found {kind!r}")
+    try:
+        record: Record = _ADAPTERS[kind].validate_python(raw)
+    except ValidationError as error:
+        raise DataError(_explain(error)) from None
+    return record
+
+
+def read_records(paths: str | Path | Sequence[str | Path]) -> list[Record]:
+    """All the records of one or several JSON files, in order.
+
+    Raises:
+        DataError: a file is missing, is not JSON, holds no list or an empty one, or a record is wrong.
+    """
+    files = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    return [record for file in files for record in _read_file(Path(file))]
+
+
+def _read_file(path: Path) -> list[Record]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise DataError(f"{path}: not found; expected a JSON file with a list of records") from None
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}: line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: byte {error.start}: not UTF-8; expected a JSON file in UTF-8") from None
+    except (OSError, RecursionError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(raw, list):
+        raise DataError(f"{path}: expected a list of records, found {_json_type(raw)}")
+    if not raw:
+        raise DataError(f"{path}: expected at least one record, found an empty list")
+    records = []
+    for number, entry in enumerate(raw, start=1):
+        try:
+            records.append(parse_record(entry))
+        except DataError as error:
+            raise DataError(f"{path}: record {number}: {error}") from None
+    return records
+
+
+def _explain(error: ValidationError) -> str:
+    """pydantic's first complaint as `field rounds[2][1]: what was expected`."""
+    first = error.errors()[0]
+    steps = [step for step in first["loc"] if not str(step).startswith("tuple[")]
+    place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).lstrip(".")
+    if first["type"] == "missing":
+        return f"field {place}: missing"
+    if first["type"] == "value_error":
+        reason = str(first["ctx"]["error"])
+        return f"field {reason}" if reason.startswith("rounds") else f"field {place}: {reason}"
+    found = f", found {_json_type(first['input'])}" if first["type"].endswith("_type") else ""
+    reason = first["msg"].replace("Input should be a valid ", "expected a ").replace("Input should be ", "expected ")
+    return f"field {place}: {reason}{found}"
+
+
+def _json_type(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")

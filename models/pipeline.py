@@ -1,0 +1,125 @@
+"""The same layers, split over the stages of a DeepSpeed pipeline.
+
+`PipelineModel` is DeepSpeed's PipelineModule with three things done differently:
+
+* `parts` is a list (how many layers each stage holds), not a heuristic.
+* Each process builds and loads only its own layers, straight into their dtype and device.
+* A tied model is an embedding and a head that each own a copy of the weight; where both ends lie in one process they
+  share one parameter. DeepSpeed's own TiedLayerSpec builds one module a key, so a head that also has a norm loses it
+  when both ends share a rank, and the head writes no layer file of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from itertools import accumulate
+from typing import Any
+
+import torch
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.topology import ProcessTopology
+from torch import Tensor, nn
+
+from models.layers import Block, Head, Positions
+from models.loading import LayerStates, build_layer, tie_weights
+from models.loss import token_loss
+from models.spec import ModelSpec
+
+TIE_KEY = "embedding"
+
+
+class _LoadedLayer(LayerSpec):
+    """A layer that is built and loaded when its stage asks for it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(nn.Module, *arguments)
+
+    def build(self, log: bool = False) -> nn.Module:
+        return build_layer(*self.module_args)
+
+
+class PipelineModel(PipelineModule):
+    """One stage's share of a model, and the loss on the last stage.
+
+    Args:
+        spec: the architecture.
+        states: where the weights come from.
+        topology: the grid of processes, with the axes `pipe` and `data`.
+        parts: layers per stage; one entry a stage, summing to `spec.n_layers`.
+        dtype: the dtype to train in.
+        recompute: recompute the activations of every block in the backward pass.
+        z_loss_weight: see `models.loss.token_loss`.
+
+    A micro-batch is `((input_ids, position_ids), (labels, scale))`; the loss of one is its token sum times its scale.
+
+    Raises:
+        CheckpointError: the weights are not those of the layers that this stage builds.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        states: LayerStates,
+        topology: ProcessTopology,
+        parts: list[int],
+        dtype: torch.dtype,
+        recompute: bool = False,
+        z_loss_weight: float = 0.0,
+    ) -> None:
+        self.spec = spec
+        self._bounds = [0, *accumulate(parts)]
+        self._z_loss_weight = z_loss_weight
+        positions = Positions(spec.family, spec.config)
+        device = torch.device(get_accelerator().current_device_name())
+        layers = [_LoadedLayer(spec, layer, states, positions, dtype, device) for layer in range(spec.n_layers)]
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its seed settings, which mean nothing here
+            super().__init__(layers, topology=topology, loss_fn=self.loss, dynamic_shape=True)
+        for layer in self.forward_funcs:
+            if isinstance(layer, Block):
+                layer.recompute = recompute
+            elif isinstance(layer, Head):
+                layer.project_in_loss = True
+
+    def loss(self, hidden: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+        """The loss of one micro-batch, in fp32: [B, S, H] and (labels [B, S], scale []) -> []."""
+        targets, scale = labels
+        head = self.forward_funcs[-1]
+        return token_loss(hidden, targets, head.project, self._z_loss_weight) * scale
+
+    def get_tied_weights_and_groups(self) -> list[tuple[Tensor, Any]]:
+        """The tied weight that this process holds with the group to sum its gradient over; the engine asks for it."""
+        return [(tied["weight"], tied["group"]) for tied in self.tied_comms.values()]
+
+    def _partition_layers(self, method: str = "parts") -> None:
+        self.parts = self._bounds
+        self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
+
+    def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
+        if not self.spec.tied:
+            return {}
+        first, last = self.stage_owner(0), self.stage_owner(self.spec.n_layers - 1)
+        if first == last:
+            if self.stage_id == first:
+                tie_weights(self.spec, self.forward_funcs[0], self.forward_funcs[-1])
+            return {}
+        return self._join_tied_ends(first, last)
+
+    def _join_tied_ends(self, first: int, last: int) -> dict[str, dict[str, Any]]:
+        tied: dict[str, dict[str, Any]] = {}
+        for replica in range(self._grid.data_parallel_size):
+            ranks = [self._grid.stage_to_global(stage_id=stage, data=replica) for stage in (first, last)]
+            group = comm.new_group(ranks=ranks)  # every process makes every group, in the same order
+            if self.global_rank not in ranks:
+                continue
+            holds_embedding = self.global_rank == ranks[0]
+            module = self.forward_funcs[0 if holds_embedding else -1]
+            tie = self.spec.family.tie
+            weight = module.get_parameter(tie.embedding if holds_embedding else tie.head)
+            weight.ds_pipe_replicated = not holds_embedding  # so that the gradient norm counts it once
+            owner = nn.Module()
+            owner.register_parameter("weight", weight)
+            tied[TIE_KEY] = {"ranks": ranks, "group": group, "weight": weight, "weight_attr": ["weight"], "module": owner}
+        return tied
