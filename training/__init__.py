@@ -1,0 +1,1 @@
+"""What a run is: config, processes, engine, optimizer, loop, metrics, checkpoints."""

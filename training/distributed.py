@@ -1,0 +1,125 @@
+"""The processes of a run: where each stands, how they start, and how they give up together.
+
+Every launcher (deepspeed, torchrun) says in the environment which process this is. A door that finds nothing there starts
+the deepspeed launcher itself, with as many processes as the config's `dims` ask for.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from training.config import ModelTopo
+from training.errors import EXIT_CODE, USER_ERRORS, ConfigError, RunRefused
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among the others."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+
+    @classmethod
+    def from_environment(cls) -> Place | None:
+        """What the launcher says, or None where no launcher started this process."""
+        environment = os.environ
+        if "RANK" not in environment or "WORLD_SIZE" not in environment:
+            return None
+        world_size = int(environment["WORLD_SIZE"])
+        local_size = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or world_size
+        return cls(int(environment["RANK"]), world_size, int(environment.get("LOCAL_RANK", 0)), int(local_size))
+
+
+def launch(topology: ModelTopo, arguments: list[str]) -> None:
+    """Replace this process by a launcher that runs the same command in as many processes as the topology has.
+
+    Raises:
+        ConfigError: this machine has GPUs, but fewer than that.
+    """
+    gpus = torch.cuda.device_count()
+    if 0 < gpus < topology.processes:
+        raise ConfigError(
+            f"model_topo.process_topology.dims: {topology.process_topology.dims} ask for {topology.processes} processes, "
+            f"but this machine has {gpus} GPUs; start several machines with deepspeed --hostfile"
+        )
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(topology.processes)]
+    os.execv(sys.executable, [*launcher, "--master_port", str(_free_port()), *arguments])
+
+
+def start(place: Place, topology: ModelTopo) -> None:
+    """Join the other processes: NCCL where there are GPUs, gloo elsewhere.
+
+    Raises:
+        ConfigError: the launcher started another number of processes than `dims` asks for.
+    """
+    if place.world_size != topology.processes:
+        raise ConfigError(
+            f"model_topo.process_topology.dims: {topology.process_topology.dims} ask for {topology.processes} processes, "
+            f"but {place.world_size} were started; expected --num_gpus {topology.processes}"
+        )
+    if not torch.cuda.is_available():
+        # Two ranks that each use every core take turns instead of working side by side.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_size))
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    deepspeed.utils.logger.setLevel("WARNING")
+    if get_accelerator().device_name() == "cpu":
+        # On a CPU DeepSpeed compiles a shared-memory collective at first use, for 100 s; gloo never calls it.
+        vars(deepspeed.ops)["__compatible_ops__"] = {}
+    else:
+        get_accelerator().set_device(place.local_rank)
+    deepspeed.init_distributed(verbose=False)
+
+
+def stop() -> None:
+    """Leave the process group, where there is one."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def agreed() -> Iterator[None]:
+    """Let all ranks do something that may fail on some of them, without communication inside.
+
+    Raises:
+        RunRefused: on every rank, with the text of the lowest rank that failed; so nobody waits for somebody who left.
+    """
+    failure: str | None = None
+    try:
+        yield
+    except USER_ERRORS as error:
+        failure = str(error)
+    failures: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(failures, failure)
+    first = next((text for text in failures if text is not None), None)
+    if first is not None:
+        raise RunRefused(first)
+
+
+@contextmanager
+def exit_on_user_error(rank: int = 0) -> Iterator[None]:
+    """Turn a mistake of the user's into one line on one rank's standard error and exit code 2 on all."""
+    try:
+        yield
+    except (*USER_ERRORS, RunRefused) as error:
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_CODE)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,108 @@
+"""From a checked config to a DeepSpeed pipeline engine that is ready for its first step."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.topology import ProcessTopology
+
+from models.checkpoint.source import open_source
+from models.loading import LayerStates, SeededStates
+from models.pipeline import PipelineModel
+from models.spec import ModelSpec
+from training.config import TrainConfig
+from training.distributed import agreed
+from training.optim import build_optimizer, build_scheduler
+
+
+def build_engine(config: TrainConfig, spec: ModelSpec, folder: Any, total_steps: int) -> PipelineEngine:
+    """Build this process's stage, load its weights and wrap it in DeepSpeed's engine.
+
+    Args:
+        folder: the resolved `model_path`.
+        total_steps: optimizer steps of the whole run, for the schedule.
+
+    Raises:
+        RunRefused: on every rank, when some rank's weights or settings are unusable.
+    """
+    topo = config.model_topo
+    topology = ProcessTopology(axes=list(topo.process_topology.axes), dims=list(topo.process_topology.dims))
+    with agreed():
+        parts = config.parts_for(spec.n_layers)
+        states: LayerStates = SeededStates(spec, config.seed) if config.from_scratch else open_source(folder, spec)
+        stage = topology.get_coord(torch.distributed.get_rank()).pipe
+        # Building a stage communicates, so every rank looks at its weights before any begins.
+        for layer in range(sum(parts[:stage]), sum(parts[: stage + 1])):
+            states.read_layer(layer)
+    torch.manual_seed(config.seed + torch.distributed.get_rank())  # dropout differs from rank to rank
+    model = PipelineModel(
+        spec,
+        states,
+        topology,
+        parts,
+        training_dtype(config),
+        recompute=config.use_grad_ckpt,
+        z_loss_weight=config.aux_max_z_loss.weight,
+    )
+    with agreed():
+        optimizer = build_optimizer(config, model.named_parameters())
+    engine: PipelineEngine
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=build_scheduler(config, optimizer, total_steps),
+        config=deepspeed_config(config),
+    )
+    if config.zero_optimization.stage == 0 and engine.gradient_clipping() > 0:
+        engine.clip_fp32_gradients = MethodType(_clip_by_global_norm, engine)
+    return engine
+
+
+def training_dtype(config: TrainConfig) -> torch.dtype:
+    """bf16 or fp16 where the config enables it, else fp32."""
+    if config.bf16.enabled:
+        return torch.bfloat16
+    return torch.float16 if config.fp16.enabled else torch.float32
+
+
+def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
+    """DeepSpeed's part of the config.
+
+    bf16 accumulates gradients in fp32 unless `data_types` says otherwise: summing a hundred micro-batches with 8 bits of
+    mantissa loses the small ones.
+    """
+    resolved: dict[str, Any] = {
+        "train_batch_size": config.train_batch_size,
+        "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu,
+        "gradient_clipping": config.gradient_clipping,
+        "zero_optimization": config.zero_optimization.model_dump(exclude_none=True),
+        "zero_allow_untested_optimizer": config.zero_allow_untested_optimizer,
+        "zero_force_ds_cpu_optimizer": False,  # build_optimizer already chose
+        "steps_per_print": None,  # Pipetune reports progress itself
+    }
+    for name, precision in (("bf16", config.bf16), ("fp16", config.fp16)):
+        if precision.enabled:
+            resolved[name] = precision.model_dump()
+    if config.bf16.enabled:
+        resolved["data_types"] = {"grad_accum_dtype": "fp32"}
+    return resolved | {
+        key: value for key, value in (config.model_extra or {}).items() if key != "zero_force_ds_cpu_optimizer"
+    }
+
+
+@torch.no_grad()
+def _clip_by_global_norm(engine: PipelineEngine) -> None:
+    """Clip by the norm over all stages. Without ZeRO, DeepSpeed clips each stage of an fp32 run by its own norm."""
+    parameters = [parameter for parameter in engine.module.parameters() if parameter.grad is not None]
+    counted = [parameter for parameter in parameters if not parameter.ds_pipe_replicated]
+    squares = torch.stack([parameter.grad.float().square().sum() for parameter in counted]).sum()
+    torch.distributed.all_reduce(squares, group=engine.grid.get_pipe_parallel_group())
+    norm = squares.sqrt()
+    engine._global_grad_norm = norm
+    scale = torch.clamp(engine.gradient_clipping() / (norm + 1e-6), max=1.0)
+    for parameter in parameters:
+        parameter.grad.mul_(scale)
