@@ -1,0 +1,100 @@
+"""Talk to a model in either layout: a HuggingFace folder, a pipeline folder, a run's checkpoint.
+
+    python demo.py --model DIR --prompt TEXT [--max-new-tokens N] [--greedy]
+    python demo.py --model DIR          an interactive chat
+
+A model is asked with the prompts it was trained with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from data.errors import DataError
+from data.prompts import Dialogue, PromptFormat, Span, Turn
+from data.tokenize import encode_question, load_tokenizer
+from models import CausalLM, CheckpointError, load_model
+from models.checkpoint.layout import resolve
+from models.generate import GREEDY, Sampling, generate, stop_ids
+
+
+class Chat:
+    """A dialogue with a model; it remembers the turns so far."""
+
+    def __init__(self, folder: str | Path, prompt_format: PromptFormat | None = None) -> None:
+        resolved = resolve(folder)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model: CausalLM = load_model(resolved, device=device)
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(resolved)
+        self.stop = stop_ids(resolved, self.tokenizer.eos_token_id)
+        self.prompt_format = prompt_format
+        self.turns: tuple[Turn, ...] = ()
+
+    def ask(self, text: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
+        """Yield the answer in pieces as it is written, and remember it."""
+        asked = Dialogue((*self.turns, Turn(text)))
+        prompt = encode_question(asked, self.tokenizer, self.prompt_format)
+        ids: list[int] = []
+        answer = ""
+        for token in generate(self.model, prompt, max_new_tokens, self.stop, sampling):
+            ids.append(token)
+            longer = self.tokenizer.decode(ids)
+            if not longer.endswith("\ufffd"):  # the middle of a character of several tokens
+                yield longer[len(answer) :]
+                answer = longer
+        self.turns = (*self.turns, Turn(text, (Span(answer, True),)))
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    sampling = GREEDY if arguments.greedy else Sampling()
+    try:
+        chat = Chat(arguments.model, arguments.prompt_format)
+        if arguments.prompt is not None:
+            say(chat, arguments.prompt, arguments.max_new_tokens, sampling)
+        else:
+            converse(chat, arguments.max_new_tokens, sampling)
+    except (CheckpointError, DataError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def say(chat: Chat, text: str, max_new_tokens: int, sampling: Sampling) -> None:
+    """Ask once and print the answer while it comes."""
+    for piece in chat.ask(text, max_new_tokens, sampling):
+        print(piece, end="", flush=True)
+    print()
+
+
+def converse(chat: Chat, max_new_tokens: int, sampling: Sampling) -> None:
+    """Ask what is typed, until an empty line, the end of the input or Ctrl-C."""
+    print("An empty line ends the chat.")
+    while True:
+        try:
+            text = input("> ").strip()
+            if not text:
+                return
+            say(chat, text, max_new_tokens, sampling)
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Talk to a model in either layout.")
+    parser.add_argument("--model", required=True, help="model folder, checkpoint or a run's save_path")
+    parser.add_argument("--prompt", help="ask this and leave; an interactive chat where absent")
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
+    parser.add_argument("--greedy", action="store_true", help="always take the likeliest token")
+    parser.add_argument("--prompt-format", choices=("chat_template", "plain"), help="as in the training config")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

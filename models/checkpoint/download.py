@@ -1,0 +1,35 @@
+"""Fetching a model from the HuggingFace hub: weights, config and tokenizer, and nothing that could run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+
+from models.errors import CheckpointError
+
+SIDE_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "README.md"]
+
+
+def download(model_name: str, save_path: Path) -> None:
+    """Download a repository's files into `save_path`; an interrupted download goes on where it stopped.
+
+    Safetensors are preferred; .bin files are fetched only where a repository has nothing else.
+
+    Raises:
+        CheckpointError: no such model, no access, or no network.
+    """
+    try:
+        names = HfApi().list_repo_files(model_name)
+        has_safetensors = any(name.endswith(".safetensors") and "/" not in name for name in names)
+        weights = ["model*.safetensors"] if has_safetensors else ["pytorch_model*.bin"]
+        snapshot_download(
+            model_name,
+            local_dir=save_path,
+            allow_patterns=[*SIDE_PATTERNS, *weights],
+            ignore_patterns=["*/*"],
+        )
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"{model_name}: cannot be downloaded: {reason}") from None

@@ -1,0 +1,71 @@
+"""Writing a continuation, token by token, with a key-value cache.
+
+Any model that `load_model` gives can be asked this way, in either layout and without a line of remote code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from models.causal_lm import CausalLM
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+        temperature: 0 takes the likeliest token each time (greedy).
+        top_p: sample from the smallest set of tokens that holds this much of the probability (arXiv:1904.09751).
+    """
+
+    temperature: float = 0.7
+    top_p: float = 0.9
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@torch.inference_mode()
+def generate(
+    model: CausalLM, prompt: list[int], max_new_tokens: int, stop: set[int], sampling: Sampling = GREEDY
+) -> Iterator[int]:
+    """Yield the ids that follow `prompt`, up to `max_new_tokens` or until one of `stop`, which is not yielded."""
+    device = next(model.parameters()).device
+    cache = DynamicCache(config=model.spec.config)
+    ids = torch.tensor([prompt], device=device)
+    for _ in range(max_new_tokens):
+        hidden = model.hidden_states(ids, cache=cache)[:, -1:]
+        logits = model.head((hidden, ids))[0, -1].float()
+        token = choose(logits, sampling)
+        if token in stop:
+            return
+        yield token
+        ids = torch.tensor([[token]], device=device)
+
+
+def choose(logits: Tensor, sampling: Sampling) -> int:
+    """The next token from logits [V]."""
+    if sampling.temperature == 0.0:
+        return int(logits.argmax())
+    probabilities, tokens = torch.softmax(logits / sampling.temperature, dim=-1).sort(descending=True)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    probabilities[before >= sampling.top_p] = 0.0
+    return int(tokens[torch.multinomial(probabilities, 1)])
+
+
+def stop_ids(folder: Path, eos_token_id: int | None) -> set[int]:
+    """The tokenizer's end of sequence and whatever generation_config.json adds (Llama 3 lists several)."""
+    ids = set() if eos_token_id is None else {eos_token_id}
+    path = folder / "generation_config.json"
+    if path.is_file():
+        extra = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        ids |= set(extra if isinstance(extra, list) else [] if extra is None else [extra])
+    return ids
