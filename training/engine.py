@@ -7,6 +7,8 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
@@ -16,6 +18,7 @@ from models.pipeline import PipelineModel
 from models.spec import ModelSpec
 from training.config import TrainConfig
 from training.distributed import agreed
+from training.errors import ConfigError
 from training.optim import build_optimizer, build_scheduler
 
 
@@ -32,6 +35,8 @@ def build_engine(config: TrainConfig, spec: ModelSpec, folder: Any, total_steps:
     topo = config.model_topo
     topology = ProcessTopology(axes=list(topo.process_topology.axes), dims=list(topo.process_topology.dims))
     with agreed():
+        if config.fp16.enabled and not get_accelerator().is_fp16_supported():
+            raise ConfigError("fp16.enabled: this device does not compute in fp16; expected bf16 or neither")
         parts = config.parts_for(spec.n_layers)
         states: LayerStates = SeededStates(spec, config.seed) if config.from_scratch else open_source(folder, spec)
         stage = topology.get_coord(torch.distributed.get_rank()).pipe
@@ -57,6 +62,7 @@ def build_engine(config: TrainConfig, spec: ModelSpec, folder: Any, total_steps:
         lr_scheduler=build_scheduler(config, optimizer, total_steps),
         config=deepspeed_config(config),
     )
+    engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {schedule.ReduceTiedGrads: _sum_tied_gradients}
     if config.zero_optimization.stage == 0 and engine.gradient_clipping() > 0:
         engine.clip_fp32_gradients = MethodType(_clip_by_global_norm, engine)
     return engine
@@ -73,7 +79,8 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
     """DeepSpeed's part of the config.
 
     bf16 accumulates gradients in fp32 unless `data_types` says otherwise: summing a hundred micro-batches with 8 bits of
-    mantissa loses the small ones.
+    mantissa loses the small ones. It does so parameter by parameter, as gradients arrive: DeepSpeed's other way collects
+    them when the last stage's module has run backward, and misses the head, which the loss uses outside the module.
     """
     resolved: dict[str, Any] = {
         "train_batch_size": config.train_batch_size,
@@ -88,10 +95,23 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
         if precision.enabled:
             resolved[name] = precision.model_dump()
     if config.bf16.enabled:
-        resolved["data_types"] = {"grad_accum_dtype": "fp32"}
+        resolved["bf16"]["immediate_grad_update"] = True
+        if config.zero_optimization.stage == 1:
+            resolved["data_types"] = {"grad_accum_dtype": "fp32"}
     return resolved | {
         key: value for key, value in (config.model_extra or {}).items() if key != "zero_force_ds_cpu_optimizer"
     }
+
+
+def _sum_tied_gradients(engine: PipelineEngine) -> None:
+    """Add up the gradients of the two ends of a tied model, wherever the optimizer keeps them.
+
+    DeepSpeed looks only where its bf16 optimizer or torch keeps them; ZeRO with fp32 accumulation (CPU offload) uses
+    `grad_accum`, and the ends would drift apart.
+    """
+    for weight, group in engine.module.get_tied_weights_and_groups():
+        gradient = weight._hp_grad if engine.using_bf16_optimizer else getattr(weight, "grad_accum", None)
+        torch.distributed.all_reduce(weight.grad if gradient is None else gradient, group=group)
 
 
 @torch.no_grad()

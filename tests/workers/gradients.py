@@ -1,0 +1,74 @@
+"""Run one training step per case and keep every gradient: started by the real launcher with the processes of one `dims`.
+
+usage: gradients.py CASES.json, a list of {"name", "config": {...}}; writes <folder>/<name>.stage<k>.safetensors with the
+gradient of every parameter under `<layer>.<name>`, and <folder>/<name>.json with the step's loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from deepspeed.utils import safe_get_full_grad
+from safetensors.torch import save_file
+
+from data.loader import Loader
+from models.spec import ModelSpec
+from training import distributed
+from training.config import TrainConfig
+from training.engine import build_engine
+from training.loop import train_step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cases", type=Path)
+    parser.add_argument("--local_rank", type=int)
+    arguments = parser.parse_args()
+    cases = json.loads(arguments.cases.read_text())
+    place = distributed.Place.from_environment()
+    started = False
+    for case in cases:
+        config = TrainConfig.model_validate(case["config"])
+        if not started:
+            distributed.start(place, config.model_topo)
+            started = True
+        run_case(case["name"], config, arguments.cases.parent)
+    distributed.stop()
+
+
+def run_case(name: str, config: TrainConfig, folder: Path) -> None:
+    samples = json.loads(Path(config.data_path).read_text())
+    loader = Loader(
+        samples,
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+        config.model_topo.replicas,
+        config.seed,
+    )
+    model_folder = Path(config.model_path)
+    engine = build_engine(config, ModelSpec.from_folder(model_folder), model_folder, total_steps=2)
+    gradients: dict[str, torch.Tensor] = {}
+    take_step = engine._take_model_step
+
+    def keep_gradients(lr_kwargs: object) -> None:
+        for parameter_name, parameter in engine.module.named_parameters():
+            gradient = safe_get_full_grad(parameter) if config.zero_optimization.stage else parameter.grad
+            gradients[parameter_name] = gradient.detach().float().clone().contiguous()
+        take_step(lr_kwargs)
+
+    engine._take_model_step = keep_gradients
+    loss = train_step(engine, loader, loader.batch(0))
+    if engine.grid.get_data_parallel_id() == 0:
+        save_file(gradients, folder / f"{name}.stage{engine.stage_id}.safetensors")
+    if engine.global_rank == 0:
+        outcome = {"loss": loss, "grad_norm": float(engine.get_global_grad_norm() or 0)}
+        (folder / f"{name}.json").write_text(json.dumps(outcome))
+    torch.distributed.barrier()
+    engine.destroy()
+
+
+if __name__ == "__main__":
+    main()
