@@ -1,8 +1,8 @@
 """Move weights between the HuggingFace layout and the pipeline layout, or fetch them.
 
-    python convert_model.py hg_to_pp --input-path DIR --save-path DIR
-    python convert_model.py pp_to_hg --input-path DIR --save-path DIR
-    python convert_model.py download --model-name NAME --save-path DIR
+python convert_model.py hg_to_pp --input-path DIR --save-path DIR
+python convert_model.py pp_to_hg --input-path DIR --save-path DIR
+python convert_model.py download --model-name NAME --save-path DIR
 """
 
 from __future__ import annotations

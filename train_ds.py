@@ -1,9 +1,9 @@
 """Fine-tune a model with DeepSpeed pipeline parallelism.
 
-    deepspeed --num_gpus 2 train_ds.py --config configs/quickstart.yml [key.sub=value ...]
-    deepspeed --hostfile ./hostfile train_ds.py --config configs/ds_config_pp.yml
-    python train_ds.py --config FILE          starts its own launcher
-    python train_ds.py --config FILE --inspect 3
+deepspeed --num_gpus 2 train_ds.py --config configs/quickstart.yml [key.sub=value ...]
+deepspeed --hostfile ./hostfile train_ds.py --config configs/ds_config_pp.yml
+python train_ds.py --config FILE          starts its own launcher
+python train_ds.py --config FILE --inspect 3
 """
 
 from __future__ import annotations

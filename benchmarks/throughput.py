@@ -1,10 +1,10 @@
 """How much of the ideal speed-up a pipeline of two stages reaches on two cores: `python -m benchmarks.throughput`.
 
-The same model, batch and optimizer run three times through Pipetune's own engine: one process with one thread, one process
-with two threads, and two stages with one thread each. With m micro-batches and p stages a pipeline without any cost of its
-own would reach m / (m + p - 1) x p times the one-thread speed; `pipeline_vs_ideal` is the share of that which is measured.
-The runs are repeated in turn, and the fastest step of each counts: what other programs do to the machine only ever slows a
-step down.
+The same model, batch and optimizer run three times through Pipetune's own engine: one process with one thread, one
+process with two threads, and two stages with one thread each. With m micro-batches and p stages a pipeline without
+any cost of its own would reach m / (m + p - 1) x p times the one-thread speed; `pipeline_vs_ideal` is the share of
+that which is measured. The runs are repeated in turn, and the fastest step of each counts: what other programs do to
+the machine only ever slows a step down.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from rich.table import Table
 
 MICRO_BATCHES = 16
 LENGTH = 512
+VOCABULARY = 1024
 MODEL = {
     "model_type": "llama",
     "hidden_size": 256,
@@ -31,7 +32,7 @@ MODEL = {
     "num_hidden_layers": 12,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
-    "vocab_size": 1024,
+    "vocab_size": VOCABULARY,
     "max_position_embeddings": LENGTH,
     "tie_word_embeddings": False,
 }
@@ -130,7 +131,7 @@ def measure(setting: Setting, folder: Path, steps: int) -> None:
     assert place is not None
     distributed.start(place, config.model_topo)
     torch.set_num_threads(setting.threads)
-    ids = torch.randint(0, MODEL["vocab_size"], (MICRO_BATCHES, LENGTH)).tolist()
+    ids = torch.randint(0, VOCABULARY, (MICRO_BATCHES, LENGTH)).tolist()
     loader = Loader([{"input_ids": row, "labels": row} for row in ids], MICRO_BATCHES, 1, 1, seed=0)
     engine = build_engine(config, ModelSpec.from_folder(folder), folder, total_steps=steps + 1)
     seconds = []

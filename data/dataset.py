@@ -1,7 +1,7 @@
 """The tokenized records of a run, and what happened to them on the way.
 
-Every sample is tokenized once, before training; too long ones are cut and counted. A sample that bears no loss after the
-cut cannot teach anything: it is counted as well and left out.
+Every sample is tokenized once, before training; too long ones are cut and counted. A sample that bears no loss after
+the cut cannot teach anything: it is counted as well and left out.
 """
 
 from __future__ import annotations

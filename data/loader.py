@@ -52,7 +52,7 @@ class Loader:
         micro_batch_size: samples in a micro-batch.
         replicas: data-parallel size.
         seed: of the shuffling.
-        drop_last: leave out an epoch's last samples when they do not fill a global batch; else the last batch is smaller.
+        drop_last: leave out the samples that do not fill an epoch's last global batch; else that batch is smaller.
     """
 
     def __init__(

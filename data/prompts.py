@@ -168,8 +168,8 @@ def _messages(dialogue: Dialogue) -> list[dict[str, str]]:
 def _write_chat(dialogue: Dialogue, tokenizer: PreTrainedTokenizerBase) -> list[Span]:
     """Find the answers in the rendered text by rendering once more with a mark in the place of each.
 
-    What the template writes between the marks is scaffolding and bears no loss, but for two pieces that the model has to
-    produce itself: what follows the generation prompt (an empty thinking block, say) and the end-of-turn token.
+    What the template writes between the marks is scaffolding and bears no loss, but for two pieces that the model has
+    to produce itself: what follows the generation prompt (an empty thinking block, say) and the end-of-turn token.
     """
     messages = _messages(dialogue)
     rendered = _render(tokenizer, messages)

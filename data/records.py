@@ -1,8 +1,8 @@
 """The five kinds of record, and reading a file of them.
 
 A JSON file holds a list of objects; kinds may be mixed and fields that Pipetune does not know (ids, sources) are left
-alone. Every record is checked before anything is trained, and what is wrong is said in one line with the file, the number
-of the record (from 1) and the field.
+alone. Every record is checked before anything is trained, and what is wrong is said in one line with the file, the
+number of the record (from 1) and the field.
 """
 
 from __future__ import annotations

@@ -41,7 +41,9 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         reason = " ".join(str(error).split())[:160]
         raise DataError(f"{folder}: no usable tokenizer: {reason}") from None
     if not tokenizer.is_fast:
-        raise DataError(f"{folder}: the tokenizer cannot tell where its tokens lie in the text; expected a tokenizer.json")
+        raise DataError(
+            f"{folder}: the tokenizer cannot tell where its tokens lie in the text; expected a tokenizer.json"
+        )
     return tokenizer
 
 

@@ -56,8 +56,8 @@ class CausalLM(nn.Module):
         """Logits [B, S, V] for `input_ids` [B, S].
 
         Args:
-            position_ids: [B, S]; 0 .. S-1 (after what the cache holds) where absent. They restart at 0 with each document
-                of a packed row, which keeps the documents apart.
+            position_ids: [B, S]; 0 .. S-1 (after what the cache holds) where absent. They restart at 0 with each
+                document of a packed row, which keeps the documents apart.
             cache: keys and values of the tokens before, extended in place; for generation.
         """
         return self.head((self.hidden_states(input_ids, position_ids, cache), input_ids))

@@ -1,9 +1,9 @@
 """The three kinds of layer and what flows between them.
 
-A micro-batch flows through every stage as the tuple `(hidden [B, S, H], position_ids [B, S] int64)`; the embedding takes
-`(input_ids [B, S], position_ids)`. Position ids restart at 0 with each document of a packed row, and everything that
-depends on who may see whom (causal masks, rotary angles) is derived from them on each stage, so that no S x S mask ever
-crosses a stage boundary. The layers wrap transformers' modules and add nothing to their arithmetic.
+A micro-batch flows through every stage as the tuple `(hidden [B, S, H], position_ids [B, S] int64)`; the embedding
+takes `(input_ids [B, S], position_ids)`. Position ids restart at 0 with each document of a packed row, and everything
+that depends on who may see whom (causal masks, rotary angles) is derived from them on each stage, so that no S x S
+mask ever crosses a stage boundary. The layers wrap transformers' modules and add nothing to their arithmetic.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Attention(NamedTuple):
 class Positions:
     """Turns position ids into masks and rotary angles, once per micro-batch for all the blocks of a process.
 
-    It remembers the last micro-batch only: the blocks of a stage run one after the other on the same position ids. It is
-    no nn.Module on purpose: the rotary frequencies stay fp32 when the model is cast to bf16.
+    It remembers the last micro-batch only: the blocks of a stage run one after the other on the same position ids. It
+    is no nn.Module on purpose: the rotary frequencies stay fp32 when the model is cast to bf16.
     """
 
     def __init__(self, family: Family, config: PreTrainedConfig) -> None:

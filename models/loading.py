@@ -24,8 +24,8 @@ class LayerStates(Protocol):
 class SeededStates:
     """Fresh weights, a pure function of (seed, layer): the same whatever the number of stages.
 
-    Matrices are normal with the standard deviation `initializer_range` of config.json, as transformers initialises them;
-    norms start at one and biases at zero. The head of a tied model starts as the embedding.
+    Matrices are normal with the standard deviation `initializer_range` of config.json, as transformers initialises
+    them; norms start at one and biases at zero. The head of a tied model starts as the embedding.
     """
 
     def __init__(self, spec: ModelSpec, seed: int) -> None:

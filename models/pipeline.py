@@ -121,5 +121,11 @@ class PipelineModel(PipelineModule):
             weight.ds_pipe_replicated = not holds_embedding  # so that the gradient norm counts it once
             owner = nn.Module()
             owner.register_parameter("weight", weight)
-            tied[TIE_KEY] = {"ranks": ranks, "group": group, "weight": weight, "weight_attr": ["weight"], "module": owner}
+            tied[TIE_KEY] = {
+                "ranks": ranks,
+                "group": group,
+                "weight": weight,
+                "weight_attr": ["weight"],
+                "module": owner,
+            }
         return tied

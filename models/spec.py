@@ -42,7 +42,7 @@ class ModelSpec:
         raw = _read_json(folder / "config.json")
         model_type = raw.get("model_type")
         if not isinstance(model_type, str):
-            raise CheckpointError(f"{folder / 'config.json'}: no model_type; expected a name such as \"llama\"")
+            raise CheckpointError(f'{folder / "config.json"}: no model_type; expected a name such as "llama"')
         try:
             family = family_of(model_type)
         except CheckpointError as error:

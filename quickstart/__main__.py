@@ -1,6 +1,6 @@
 """The whole main job on a real small model, with its effect shown: `make quickstart`.
 
-    HuggingFace folder -> questions -> pipeline layout -> fine-tuning in 2 stages -> HuggingFace folder -> the same questions
+    HuggingFace folder -> questions -> pipeline layout -> training in 2 stages -> HuggingFace folder -> questions
 
 Each step runs the command that a user would type. Everything lies under runs/quickstart/; a second run reuses what is
 still valid: the base model always, the rest as long as the config, the records and Pipetune's own code are the same.
@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import yaml
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from demo import Chat
@@ -60,7 +61,9 @@ def main() -> int:
     after = ask(TUNED, questions)
     right_before, right_after = compare(questions, before, after)
     minutes, seconds = divmod(int(time.monotonic() - begin), 60)
-    console.print(f"right answers: {right_before} before, {right_after} after, of {len(questions)}; {minutes} min {seconds} s")
+    console.print(
+        f"right answers: {right_before} before, {right_after} after, of {len(questions)}; {minutes} min {seconds} s"
+    )
     console.print(f"talk to it: .venv/bin/python demo.py --model {TUNED}")
     return 0 if right_after > max(right_before, len(questions) // 2) else 1
 
@@ -78,7 +81,8 @@ def training_arguments() -> list[str]:
 def run(*command: str | Path) -> None:
     """Run a command and show it; stop where it fails."""
     words = [str(word) for word in command]
-    console.print(f"[bold]$ {' '.join(words)}[/]".replace(sys.executable, "python").replace("-m deepspeed.launcher.runner", "-m deepspeed.launcher.runner"))
+    shown = " ".join(words).replace(f"{sys.executable} -m deepspeed.launcher.runner", "deepspeed")
+    console.print(f"[bold]$ {escape(shown.replace(sys.executable, 'python'))}[/]")
     subprocess.run(words, check=True)
 
 
@@ -89,7 +93,7 @@ def ask(folder: Path, questions: list[dict[str, str]]) -> list[str]:
     for question in questions:
         chat.turns = ()
         answers.append("".join(chat.ask(question["ask"], max_new_tokens=64, sampling=GREEDY)).strip())
-        console.print(f"  [bold]{question['ask']}[/]\n    {shorten(answers[-1])}", markup=True)
+        console.print(f"  [bold]{escape(question['ask'])}[/]\n    {shorten(answers[-1])}", markup=True)
     return answers
 
 
@@ -112,8 +116,8 @@ def compare(questions: list[dict[str, str]], before: list[str], after: list[str]
 
 def shorten(text: str, most: int = 160) -> str:
     """The beginning of an answer on one line, safe to print in a table."""
-    line = " ".join(text.split()).replace("[", "\\[")
-    return line if len(line) <= most else line[: most - 1] + "…"
+    line = " ".join(text.split())
+    return escape(line if len(line) <= most else line[: most - 1] + "…")
 
 
 def describe_inputs() -> str:

@@ -211,8 +211,9 @@ class TrainConfig(BaseModel):
         unit = self.train_micro_batch_size_per_gpu * self.model_topo.replicas
         if self.train_batch_size % unit:
             raise ValueError(
-                f"train_batch_size: {self.train_batch_size} is not a multiple of {unit} (train_micro_batch_size_per_gpu "
-                f"{self.train_micro_batch_size_per_gpu} x {self.model_topo.replicas} replicas)"
+                f"train_batch_size: {self.train_batch_size} is not a multiple of {unit} "
+                f"(train_micro_batch_size_per_gpu {self.train_micro_batch_size_per_gpu} x "
+                f"{self.model_topo.replicas} replicas)"
             )
         steps = (self.model_extra or {}).get("gradient_accumulation_steps", self.train_batch_size // unit)
         if steps != self.train_batch_size // unit:

@@ -78,9 +78,10 @@ def training_dtype(config: TrainConfig) -> torch.dtype:
 def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
     """DeepSpeed's part of the config.
 
-    bf16 accumulates gradients in fp32 unless `data_types` says otherwise: summing a hundred micro-batches with 8 bits of
-    mantissa loses the small ones. It does so parameter by parameter, as gradients arrive: DeepSpeed's other way collects
-    them when the last stage's module has run backward, and misses the head, which the loss uses outside the module.
+    bf16 accumulates gradients in fp32 unless `data_types` says otherwise: summing a hundred micro-batches with 8 bits
+    of mantissa loses the small ones. It does so parameter by parameter, as gradients arrive: DeepSpeed's other way
+    collects them when the last stage's module has run backward, and misses the head, which the loss uses outside the
+    module.
     """
     resolved: dict[str, Any] = {
         "train_batch_size": config.train_batch_size,

@@ -1,7 +1,7 @@
 """Optimizers and learning-rate schedules, by name.
 
-Parameters whose name matches one of `no_wd_kws` form a group without weight decay. Under CPU offload DeepSpeed's own CPU
-optimizers take the place of torch's (compiled at first use), unless `zero_force_ds_cpu_optimizer` is false.
+Parameters whose name matches one of `no_wd_kws` form a group without weight decay. Under CPU offload DeepSpeed's own
+CPU optimizers take the place of torch's (compiled at first use), unless `zero_force_ds_cpu_optimizer` is false.
 """
 
 from __future__ import annotations

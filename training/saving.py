@@ -1,7 +1,7 @@
 """Saving a run: a checkpoint folder is also a pipeline-layout folder.
 
-DeepSpeed writes one file a layer and the optimizer's shards; config, tokenizer and manifest are laid beside them, so that
-`pp_to_hg`, `demo.py` and `model_path` take the folder as it is. `latest` moves only when all of that is there.
+DeepSpeed writes one file a layer and the optimizer's shards; config, tokenizer and manifest are laid beside them, so
+that `pp_to_hg`, `demo.py` and `model_path` take the folder as it is. `latest` moves only when all of that is there.
 """
 
 from __future__ import annotations

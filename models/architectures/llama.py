@@ -1,7 +1,7 @@
 """Llama, and the naming table that mistral, qwen2 and qwen3 share with it.
 
-Grouped-query attention, tied or untied heads and the rope scaling of Llama 3 are all transformers' own: they follow from
-config.json. Checkpoints of 2023 also store `rotary_emb.inv_freq` in every block, which is computed, not learned.
+Grouped-query attention, tied or untied heads and the rope scaling of Llama 3 are all transformers' own: they follow
+from config.json. Checkpoints of 2023 also store `rotary_emb.inv_freq` in every block, which is computed, not learned.
 """
 
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding

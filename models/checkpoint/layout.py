@@ -1,9 +1,9 @@
 """What lies in a model folder: which layout, which weight files, which files are only carried along.
 
-Two layouts exist. The HuggingFace layout is config.json with safetensors or .bin files, single or sharded. The pipeline
-layout is config.json with one `layer_XX-model_states.pt` a layer, the files that DeepSpeed itself writes for a
-PipelineModule; a run's checkpoint folder is one. Beside the layers lie `pipetune.json`, which remembers how the original
-was laid out so that an export can give it back, and `carried.safetensors`, tensors that no layer owns.
+Two layouts exist. The HuggingFace layout is config.json with safetensors or .bin files, single or sharded. The
+pipeline layout is config.json with one `layer_XX-model_states.pt` a layer, the files that DeepSpeed itself writes for
+a PipelineModule; a run's checkpoint folder is one. Beside the layers lie `pipetune.json`, which remembers how the
+original was laid out so that an export can give it back, and `carried.safetensors`, tensors that no layer owns.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def layout_of(folder: Path) -> Layout:
         return Layout.PIPELINE
     if any((folder / index).is_file() for index in _INDEXES) or weight_files(folder):
         return Layout.HUGGINGFACE
-    raise CheckpointError(f"{folder}: no weights; expected *.safetensors, pytorch_model*.bin or layer_*-model_states.pt")
+    raise CheckpointError(
+        f"{folder}: no weights; expected *.safetensors, pytorch_model*.bin or layer_*-model_states.pt"
+    )
 
 
 def weight_index(folder: Path) -> dict[str, str] | None:

@@ -117,7 +117,9 @@ class HuggingFaceSource:
             else:
                 layers[slot.layer][slot.name] = name
         if unexpected:
-            raise CheckpointError(f"{self.folder}: unexpected weights for {self.spec.family.name}: {_listed(unexpected)}")
+            raise CheckpointError(
+                f"{self.folder}: unexpected weights for {self.spec.family.name}: {_listed(unexpected)}"
+            )
         if self.spec.tied:
             # Tied checkpoints leave the head's copy out, or repeat it: the embedding is the one that counts.
             tie = self.spec.family.tie
@@ -133,9 +135,7 @@ def open_source(folder: Path, spec: ModelSpec) -> PipelineSource | HuggingFaceSo
     return HuggingFaceSource(folder, spec)
 
 
-def check_layer(
-    spec: ModelSpec, layer: int, state: Mapping[str, Tensor], where: str, told: NameFor
-) -> None:
+def check_layer(spec: ModelSpec, layer: int, state: Mapping[str, Tensor], where: str, told: NameFor) -> None:
     """Refuse a state dict that is not exactly the layer's.
 
     Args:

@@ -1,7 +1,7 @@
-"""Run one training step per case and keep every gradient: started by the real launcher with the processes of one `dims`.
+"""One training step per case, every gradient kept: started by the real launcher with the processes of one `dims`.
 
-usage: gradients.py CASES.json, a list of {"name", "config": {...}}; writes <folder>/<name>.stage<k>.safetensors with the
-gradient of every parameter under `<layer>.<name>`, and <folder>/<name>.json with the step's loss.
+usage: gradients.py CASES.json, a list of {"name", "config": {...}}; writes <folder>/<name>.stage<k>.safetensors with
+the gradient of every parameter under `<layer>.<name>`, and <folder>/<name>.json with the step's loss.
 """
 
 from __future__ import annotations
@@ -53,9 +53,11 @@ def run_case(name: str, config: TrainConfig, folder: Path) -> None:
     gradients: dict[str, torch.Tensor] = {}
     take_step = engine._take_model_step
 
+    torch_keeps_them = config.zero_optimization.stage == 0 and not config.bf16.enabled
+
     def keep_gradients(lr_kwargs: object) -> None:
         for parameter_name, parameter in engine.module.named_parameters():
-            gradient = safe_get_full_grad(parameter) if config.zero_optimization.stage else parameter.grad
+            gradient = parameter.grad if torch_keeps_them else safe_get_full_grad(parameter)
             gradients[parameter_name] = gradient.detach().float().clone().contiguous()
         take_step(lr_kwargs)
 

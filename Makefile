@@ -1,0 +1,44 @@
+# `make quickstart` and `make test` do their own set-up; all they need is Python 3.10 or newer, make and a C++ compiler.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help quickstart test test-slow lint format clean
+
+help:
+	@echo "make quickstart   fine-tune a real small model and see the effect (about 8 minutes on two cores)"
+	@echo "make test         lint, type check and tests"
+	@echo "make test-slow    the long tests"
+	@echo "make lint         ruff and mypy alone"
+
+quickstart: $(VENV)/installed
+	$(BIN)/python -m quickstart
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m slow || [ $$? -eq 5 ]
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .ruff_cache .mypy_cache
+
+$(VENV)/installed: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Pipetune needs Python 3.10 or newer")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+$(VENV)/installed-dev: requirements-dev.txt $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	touch $@

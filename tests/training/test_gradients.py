@@ -1,0 +1,150 @@
+"""Every parameter's gradient through the real launcher equals that of one process without Pipetune's engine.
+
+The reference runs each sample by itself, without padding, micro-batches or DeepSpeed, and divides by the number of
+supervised tokens. The workers run 4 micro-batches of samples that differ much in length (contract 4).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from models import load_model
+from tests.launching import deepspeed, topology
+
+pytestmark = pytest.mark.launched
+
+PARTS = {1: [5], 2: [3, 2], 4: [1, 2, 1, 1]}
+DIMS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2)]
+OFFLOAD = {
+    "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+    "zero_force_ds_cpu_optimizer": False,
+}
+# What the gradients must not depend on; the last number is the relative tolerance.
+VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
+    "fp32": ({}, 1e-5),
+    "recompute": ({"use_grad_ckpt": True}, 1e-5),
+    "without_zero": ({"zero_optimization": {"stage": 0}}, 1e-5),
+    "offload": (OFFLOAD, 1e-5),
+    "bf16": ({"bf16": {"enabled": True}}, 4e-2),
+    "bf16_offload": ({"bf16": {"enabled": True}} | OFFLOAD, 4e-2),
+    "bf16_without_zero": ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}, 4e-2),
+}
+MODELS = ("tied", "untied")
+
+
+class Case(NamedTuple):
+    model: str
+    variant: str
+    dims: tuple[int, int]
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.variant}-{self.dims[0]}x{self.dims[1]}"
+
+
+CASES = [Case(model, "fp32", dims) for model in MODELS for dims in DIMS]
+CASES += [Case(model, variant, (2, 1)) for model in MODELS for variant in VARIANTS if variant != "fp32"]
+
+
+class Outcome(NamedTuple):
+    loss: float
+    gradients: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gradients")
+
+
+@pytest.fixture(scope="module")
+def samples(folder: Path) -> list[dict[str, list[int]]]:
+    """Eight samples of 5 to 60 tokens, the first third of each without loss."""
+    generator = random.Random(0)
+    samples = []
+    for length in (5, 60, 17, 8, 41, 23, 55, 12):
+        ids = [generator.randrange(3, 512) for _ in range(length)]
+        samples.append({"input_ids": ids, "labels": [-100] * (length // 3) + ids[length // 3 :]})
+    (folder / "samples.json").write_text(json.dumps(samples))
+    return samples
+
+
+@pytest.fixture(scope="module")
+def checkpoints(make_checkpoint: Callable[..., Path]) -> dict[str, Path]:
+    return {model: make_checkpoint("llama", tie_word_embeddings=model == "tied") for model in MODELS}
+
+
+@pytest.fixture(scope="module")
+def references(checkpoints: dict[str, Path], samples: list[dict[str, list[int]]]) -> dict[str, Outcome]:
+    return {model: reference(path, samples) for model, path in checkpoints.items()}
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path, checkpoints: dict[str, Path], samples: list[dict[str, list[int]]]) -> dict[str, Outcome]:
+    """All cases, in one launch for each number of processes."""
+    del samples  # already on disk
+    for processes in (1, 2, 4):
+        cases = [case for case in CASES if case.dims[0] * case.dims[1] == processes]
+        described = [{"name": case.name, "config": config(case, checkpoints[case.model], folder)} for case in cases]
+        (folder / "cases.json").write_text(json.dumps(described))
+        result = deepspeed(processes, "tests/workers/gradients.py", folder / "cases.json")
+        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return {case.name: read(folder, case) for case in CASES}
+
+
+def config(case: Case, model_path: Path, folder: Path) -> dict[str, Any]:
+    stages, replicas = case.dims
+    return {
+        "model_path": str(model_path),
+        "data_path": str(folder / "samples.json"),
+        "save_path": str(folder),
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2 // replicas,
+        "gradient_clipping": 0.0,
+        "model_topo": topology(case.dims, PARTS[stages]),
+        **VARIANTS[case.variant][0],
+    }
+
+
+def read(folder: Path, case: Case) -> Outcome:
+    gradients: dict[str, torch.Tensor] = {}
+    for stage in range(case.dims[0]):
+        gradients |= load_file(folder / f"{case.name}.stage{stage}.safetensors")
+    return Outcome(json.loads((folder / f"{case.name}.json").read_text())["loss"], gradients)
+
+
+def reference(path: Path, samples: list[dict[str, list[int]]]) -> Outcome:
+    model = load_model(path, torch.float32)
+    supervised = sum(label != -100 for sample in samples for label in sample["labels"][1:])
+    total = 0.0
+    for sample in samples:
+        logits = model(torch.tensor([sample["input_ids"]]))[0, :-1]
+        loss = F.cross_entropy(logits, torch.tensor(sample["labels"][1:]), reduction="sum") / supervised
+        loss.backward()
+        total += loss.item()
+    gradients = {name.removeprefix("layers."): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Outcome(total, gradients)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_gradient_equals_one_process(
+    case: Case, outcomes: dict[str, Outcome], references: dict[str, Outcome]
+) -> None:
+    expected, found = references[case.model], outcomes[case.name]
+    tolerance = VARIANTS[case.variant][1]
+    assert abs(found.loss - expected.loss) < tolerance
+    tied_copy = {"4.lm_head.weight"} if case.model == "tied" and case.dims[0] > 1 else set()
+    assert found.gradients.keys() == expected.gradients.keys() | tied_copy
+    for name, gradient in found.gradients.items():
+        # The two copies of a tied weight on different stages both hold the whole gradient.
+        twin = expected.gradients["0.embed_tokens.weight" if name in tied_copy else name]
+        error = (gradient - twin).norm() / twin.norm()
+        assert error < tolerance, f"{name} differs by {error:.2e}"
