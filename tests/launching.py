@@ -47,7 +47,7 @@ def write_config(path: Path, **keys: Any) -> Path:
     defaults: dict[str, Any] = {
         "save_path": str(path.with_suffix("")),
         "train_batch_size": 8,
-        "max_seq_len": 96,
+        "max_seq_len": 256,
         "optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3, "eps": 1.0e-6}},
     }
     path.write_text(yaml.safe_dump(defaults | keys), encoding="utf-8")

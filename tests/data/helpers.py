@@ -1,0 +1,103 @@
+"""What the tests of the data wing share: a record of each type, and a sample's text cut where the loss begins."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from data.prompts import Dialogue, PromptFormat, Turn, as_dialogue
+from data.records import Pretrain, parse_record
+from data.tokenize import Sample, encode, encode_question
+
+Runs = list[tuple[bool, str]]
+
+ACTION = {
+    "inner_thought": "先查层数 🤔.",
+    "api_name": "count_layers",
+    "api_param": {"blocks": 30, "名": "块"},
+    "api_res": "32 层 ✅",
+}
+SECOND_ACTION = {"inner_thought": "Now the sum.", "api_name": "sum", "api_param": {}, "api_res": {"sum": [32]}}
+RECORDS: dict[str, dict[str, Any]] = {
+    "pretrain": {"type": "pretrain", "text": "雪 falls 🤗 on 8 GPUs.\n\nThe end."},
+    "instruct": {"type": "instruct", "instruct": "Name a family.", "output": "llama, 也有 qwen3 🦙."},
+    "instruct with input": {"type": "instruct", "instruct": "Translate.", "input": "你好 🤗", "output": "Hello!"},
+    "conversation": {
+        "type": "conversation",
+        "rounds": [
+            ["ask", "I have 8 GPUs."],
+            ["ask", "怎样划分？"],
+            ["ans", "Set dims to [8, 1]."],
+            ["ask", "Why 34?"],
+            ["ans", "32 blocks + 2 🎉"],
+            ["ans", "So parts sum to 34."],
+        ],
+    },
+    "api_param as an object": {
+        "type": "conver_has_api",
+        "api_desc": "count_layers(blocks)",
+        "rounds": [["ask", "几层？"], ["ans-api", {"actions": [ACTION, SECOND_ACTION], "ans": "32 层。"}]],
+    },
+    "api_param as a string": {
+        "type": "conver_has_api",
+        "api_desc": "count_layers(blocks)",
+        "rounds": [
+            ["ask", "Hi."],
+            ["ans", "Ask me."],
+            ["ask", "几层？"],
+            ["ans-api", {"actions": [ACTION | {"api_param": json.dumps(ACTION["api_param"])}], "ans": "32 层。"}],
+        ],
+    },
+    "ref_qa": {
+        "type": "ref_qa",
+        "reference": "Lion keeps one state.",
+        "rounds": [["ask", "How many?"], ["ans", "One."], ["ask", "And AdamW?"], ["ans", "两个。"]],
+    },
+}
+
+
+def runs(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat | None = None) -> Runs:
+    """The encoded record as (supervised, decoded text), cut where supervision changes."""
+    return runs_of(encode(record, tokenizer, 100_000, prompt_format), tokenizer)
+
+
+def runs_of(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Runs:
+    pairs = zip(sample["input_ids"], sample["labels"], strict=True)
+    return [
+        (supervised, text_of([token for token, _ in run], tokenizer))
+        for supervised, run in groupby(pairs, key=lambda pair: pair[1] != -100)
+    ]
+
+
+def supervised_texts(
+    record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat | None = None
+) -> list[str]:
+    """The supervised pieces of an encoded record, in order."""
+    return [text for supervised, text in runs(record, tokenizer, prompt_format) if supervised]
+
+
+def text_of(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The exact text of some tokens, with the white space that sentencepiece's own decoding drops."""
+    if "▁" not in tokenizer.get_vocab():
+        return str(tokenizer.decode(ids))
+    pieces = [str(piece) for piece in tokenizer.convert_ids_to_tokens(ids)]
+    raw = b"".join(
+        bytes([int(piece[3:5], 16)]) if piece.startswith("<0x") else piece.replace("▁", " ").encode()
+        for piece in pieces
+    )
+    return raw.decode("utf-8")  # fails where a character is cut
+
+
+def question_ids(
+    record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat, turns: int = 1
+) -> list[int]:
+    """What a model is asked with to get the record's answer number `turns`."""
+    parsed = parse_record(record)
+    assert not isinstance(parsed, Pretrain)
+    dialogue = as_dialogue(parsed)
+    last = dialogue.turns[turns - 1]
+    asked = Dialogue((*dialogue.turns[: turns - 1], Turn(last.ask, (), last.input)), dialogue.context)
+    return encode_question(asked, tokenizer, prompt_format)

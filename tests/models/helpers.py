@@ -1,0 +1,135 @@
+"""What the tests of the models wing share: reading and rewriting checkpoint folders, the oracle, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from models import CausalLM, CheckpointError
+from models.architectures import Slot
+from models.checkpoint.convert import hg_to_pp
+
+ROOT = Path(__file__).parents[2]
+LAYOUTS = ["huggingface", "pipeline"]
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+BIN_INDEX = "pytorch_model.bin.index.json"
+
+WeightFiles = dict[str, dict[str, Tensor]]  # file name -> name on disk -> tensor
+
+
+def oracle(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The model as transformers itself loads and runs it."""
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    return model
+
+
+def in_layout(folder: Path, layout: str, target: Path) -> Path:
+    """A HuggingFace folder as it is, or its pipeline layout written to `target`."""
+    if layout == "huggingface":
+        return folder
+    hg_to_pp(folder, target)
+    return target
+
+
+def random_ids(rows: int, length: int, seed: int = 1) -> Tensor:
+    """Token ids [rows, length] of the tiny models' vocabulary, without the special ones."""
+    return torch.randint(3, 512, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def shifted_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean cross-entropy as transformers defines it, written out."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+
+
+def gradients(model: CausalLM) -> dict[str, Tensor]:
+    """The gradient of every parameter under its name on disk."""
+    named: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        _, layer, rest = name.split(".", 2)
+        assert parameter.grad is not None, name
+        named[model.spec.weight_map.disk_name(Slot(int(layer), rest))] = parameter.grad
+    return named
+
+
+def read_weights(folder: Path) -> WeightFiles:
+    """Every weight file of a HuggingFace folder, read by the libraries that define the formats."""
+    files = {path.name: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+    return files | {path.name: torch.load(path, weights_only=True) for path in sorted(folder.glob("*.bin"))}
+
+
+def write_weights(folder: Path, files: WeightFiles, index: bool | None = None) -> None:
+    """Replace a HuggingFace folder's weights, with an index where there are several files (or as `index` says)."""
+    for pattern in ("*.safetensors", "*.bin", "*.index.json"):
+        for path in folder.glob(pattern):
+            path.unlink()
+    for file, tensors in files.items():
+        if file.endswith(".bin"):
+            torch.save(tensors, folder / file)
+        else:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+    if index if index is not None else len(files) > 1:
+        weight_map = {name: file for file, tensors in files.items() for name in tensors}
+        total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
+        name = BIN_INDEX if next(iter(files)).endswith(".bin") else SAFETENSORS_INDEX
+        (folder / name).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Apply `change` to the tensors of every weight file of a HuggingFace folder in turn."""
+    files = read_weights(folder)
+    indexed = any(folder.glob("*.index.json"))
+    for tensors in files.values():
+        change(tensors)
+    write_weights(folder, files, indexed)
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    """Set fields of config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def copy_of(folder: Path, target: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(folder, target))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, hidden ones too."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Same names, dtypes, shapes and bits: NaN equals NaN here, and -0.0 differs from 0.0."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        found = actual[name]
+        assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(found.contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
+
+
+def error_line(call: Callable[[], object]) -> str:
+    """The text of the CheckpointError that `call` raises, which must be one line."""
+    with pytest.raises(CheckpointError) as caught:
+        call()
+    text = str(caught.value)
+    assert text.strip()
+    assert len(text.splitlines()) == 1, text
+    return text
+
+
+def run_convert_model(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """`python convert_model.py <words>` as a user runs it."""
+    command = [sys.executable, "convert_model.py", *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)

@@ -1,0 +1,151 @@
+"""What a user can get wrong: one clear line on one rank, exit code 2, and nobody left waiting.
+
+The reader of the message is told the file or key, and what was expected. Mistakes that only one rank can see (a layer
+file that only the second stage reads) end all ranks as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.checkpoint.convert import hg_to_pp
+from tests.conftest import FAQ
+from tests.launching import deepspeed, error_lines, run, topology, torchrun, write_config
+
+pytestmark = pytest.mark.launched
+
+TWO_STAGES = topology((2, 1), [3, 2])
+
+
+@pytest.fixture(scope="module")
+def model(make_checkpoint: Callable[..., Path]) -> Path:
+    return make_checkpoint("llama")
+
+
+@pytest.fixture
+def pipeline_model(model: Path, tmp_path: Path) -> Path:
+    hg_to_pp(model, tmp_path / "pp")
+    return tmp_path / "pp"
+
+
+def config(tmp_path: Path, model: Path, **keys: Any) -> Path:
+    data = tmp_path / "data.json"
+    if not data.exists():
+        data.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:16]), encoding="utf-8")
+    defaults: dict[str, Any] = {"model_path": str(model), "data_path": str(data), "model_topo": TWO_STAGES}
+    return write_config(tmp_path / "run.yml", **(defaults | keys))
+
+
+def assert_refused(result: subprocess.CompletedProcess[str], *words: str, code: int = 2) -> None:
+    assert result.returncode == code, result.stdout + result.stderr
+    lines = error_lines(result)
+    assert len(lines) == 1, result.stdout + result.stderr
+    for word in words:
+        assert word in lines[0]
+    assert "Traceback" not in result.stdout + result.stderr
+
+
+class RunsCode:
+    """Unpickled, it would run a command."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.marker}",)
+
+
+def plant_pickle(layer_file: Path, marker: Path) -> None:
+    """Replace the pickle inside a torch archive by one that runs code."""
+    with zipfile.ZipFile(layer_file) as archive:
+        contents = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(layer_file, "w") as archive:
+        for name, data in contents.items():
+            archive.writestr(name, pickle.dumps(RunsCode(marker)) if name.endswith("data.pkl") else data)
+
+
+def test_unknown_key_with_the_nearest_name(tmp_path: Path, model: Path) -> None:
+    path = config(tmp_path, model, modle_path="x")
+    assert_refused(deepspeed(2, "train_ds.py", "--config", path), "run.yml", "modle_path", "model_path?")
+
+
+def test_dims_that_do_not_match_the_processes(tmp_path: Path, model: Path) -> None:
+    path = config(tmp_path, model, model_topo=topology((4, 1)))
+    assert_refused(deepspeed(2, "train_ds.py", "--config", path), "dims", "[4, 1]", "2 were started")
+
+
+def test_parts_that_do_not_sum(tmp_path: Path, model: Path) -> None:
+    path = config(tmp_path, model, model_topo=topology((2, 1), [3, 3]))
+    assert_refused(deepspeed(2, "train_ds.py", "--config", path), "parts", "sums to 6", "5 layers")
+
+
+def test_a_wrong_record_names_file_number_and_field(tmp_path: Path, model: Path) -> None:
+    path = config(tmp_path, model)
+    records = json.loads(FAQ.read_text(encoding="utf-8"))[:3]
+    records[1] = {"type": "conversation", "rounds": [["ask", "?"], ["answer", "!"]]}
+    (tmp_path / "data.json").write_text(json.dumps(records))
+    result = deepspeed(2, "train_ds.py", "--config", path)
+    assert_refused(result, "data.json", "record 2", "rounds[1][0]", "ask, ans", "'answer'")
+
+
+def test_a_layer_that_only_the_second_stage_misses(tmp_path: Path, pipeline_model: Path) -> None:
+    (pipeline_model / "layer_04-model_states.pt").unlink()
+    path = config(tmp_path, pipeline_model)
+    assert_refused(deepspeed(2, "train_ds.py", "--config", path), "layer_04-model_states.pt", "not found")
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, pipeline_model: Path) -> None:
+    plant_pickle(pipeline_model / "layer_03-model_states.pt", tmp_path / "ran")
+    path = config(tmp_path, pipeline_model)
+    assert_refused(deepspeed(2, "train_ds.py", "--config", path), "layer_03-model_states.pt", "refused")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_torchrun_tells_it_once_too(tmp_path: Path, model: Path) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"\x08")
+    path = config(tmp_path, tmp_path / "model")
+    result = torchrun(2, "train_ds.py", "--config", path)
+    assert result.returncode != 0  # torchrun reports its own code, and a summary of its own
+    assert len(error_lines(result)) == 1
+    assert "model.safetensors" in error_lines(result)[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"data_path": "absent.json"}, ("absent.json", "not found")),
+        ({"model_path": "absent"}, ("absent", "not found")),
+        ({"dataloader_drop_last": True, "train_batch_size": 32}, ("train_batch_size", "32", "16 samples")),
+        ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}, ("optimizer.params", "learning_rate")),
+        ({"fp16": {"enabled": True}}, ("fp16.enabled", "bf16")),
+    ],
+    ids=["data file", "model folder", "no whole batch", "optimizer option", "fp16 on a CPU"],
+)
+def test_mistakes_found_by_a_run_that_starts_itself(
+    tmp_path: Path, model: Path, keys: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    path = config(tmp_path, model, **({"model_topo": topology((1, 1))} | keys))
+    assert_refused(run(sys.executable, "train_ds.py", "--config", path), *words)
+
+
+def test_inspect_needs_no_launcher(tmp_path: Path, model: Path) -> None:
+    path = config(tmp_path, model)
+    result = run(sys.executable, "train_ds.py", "--config", path, "--inspect", "2")
+    assert result.returncode == 0, result.stderr
+    assert "sample 1" in result.stdout and "sample 2" in result.stdout and "sample 3" not in result.stdout
+    assert "What is Pipetune?" in result.stdout
+    (tmp_path / "data.json").write_text('[{"type": "instruct",\n "instruct": 1 2}]')
+    broken = run(sys.executable, "train_ds.py", "--config", path, "--inspect", "2")
+    assert_refused(broken, "data.json", "line 2, column 16")

@@ -1,0 +1,196 @@
+"""Whole runs of train_ds.py through every launcher: the loss does not depend on the topology, the results are whole.
+
+The records differ much in length, an epoch's last batch is smaller, and there are two epochs. Each run is made once and
+shared by the tests.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from models import load_model
+from models.checkpoint.convert import hg_to_pp, pp_to_hg
+from tests.conftest import FAQ
+from tests.launching import deepspeed, metrics, run, topology, torchrun, write_config
+
+pytestmark = pytest.mark.launched
+
+PARTS = {(1, 1): [5], (2, 1): [2, 3], (1, 2): [5], (2, 2): [3, 2], (4, 1): [2, 1, 1, 1]}
+DIMS = list(PARTS)
+STEPS = 6  # two epochs of 20 records in batches of 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def records(folder: Path) -> Path:
+    """Twenty records of the FAQ, of all types."""
+    everything = json.loads(FAQ.read_text(encoding="utf-8"))
+    path = folder / "records.json"
+    path.write_text(json.dumps(everything[::5][:20]), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def tied(make_checkpoint: Callable[..., Path]) -> Path:
+    return make_checkpoint("llama", tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path, records: Path, tied: Path) -> dict[tuple[int, int], Path]:
+    """The same training on every topology, each through another way of starting it where there is one."""
+    runs = {}
+    for dims, parts in PARTS.items():
+        path = write_config(
+            folder / f"run{dims[0]}x{dims[1]}.yml",
+            model_path=str(tied),
+            data_path=str(records),
+            n_epoches=2,
+            gradient_clipping=0.5,
+            model_topo=topology(dims, parts),
+        )
+        command = ("train_ds.py", "--config", path)
+        processes = dims[0] * dims[1]
+        if dims == (1, 1):
+            result = run(sys.executable, *command)
+        elif dims == (1, 2):
+            result = torchrun(processes, *command)
+        else:
+            result = deepspeed(processes, *command)
+        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+        runs[dims] = path.with_suffix("")
+    return runs
+
+
+@pytest.mark.parametrize("dims", DIMS[1:], ids=str)
+def test_losses_agree_over_all_steps(dims: tuple[int, int], runs: dict[tuple[int, int], Path]) -> None:
+    one_process = [line["loss"] for line in metrics(runs[1, 1])]
+    found = [line["loss"] for line in metrics(runs[dims])]
+    assert len(found) == STEPS
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(one_process), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dims", DIMS[1:], ids=str)
+def test_gradient_norms_agree(dims: tuple[int, int], runs: dict[tuple[int, int], Path]) -> None:
+    one_process = [line["grad_norm"] for line in metrics(runs[1, 1])]
+    found = [line["grad_norm"] for line in metrics(runs[dims])]
+    assert min(one_process) > 0.5, "nothing was clipped"
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(one_process), atol=0, rtol=1e-4)
+
+
+def test_metrics_describe_the_steps(runs: dict[tuple[int, int], Path]) -> None:
+    lines = metrics(runs[2, 2])
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["epoch"] for line in lines] == [1, 1, 1, 2, 2, 2]
+    assert [line["samples"] for line in lines] == [8, 8, 4] * 2
+    assert sum(line["tokens"] for line in lines[:3]) == sum(line["tokens"] for line in lines[3:])
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_a_run_is_a_valid_input_of_pp_to_hg(
+    dims: tuple[int, int], runs: dict[tuple[int, int], Path], tied: Path, tmp_path: Path
+) -> None:
+    pp_to_hg(runs[dims], tmp_path / "hg")
+    assert load_file(tmp_path / "hg" / "model.safetensors").keys() == load_file(tied / "model.safetensors").keys()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "hg" / name).read_bytes() == (tied / name).read_bytes()
+    ids = torch.arange(3, 43).view(2, 20)
+    with torch.no_grad():
+        trained = load_model(runs[dims])(ids)
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hg", dtype=torch.float32)(ids).logits
+        untrained = load_model(tied)(ids)
+    torch.testing.assert_close(exported, trained, atol=1e-5, rtol=0)
+    assert (trained - untrained).abs().max() > 1e-2
+
+
+def test_the_weights_after_training_agree(runs: dict[tuple[int, int], Path], tmp_path: Path) -> None:
+    for dims in DIMS:
+        pp_to_hg(runs[dims], tmp_path / str(dims))
+    expected = load_file(tmp_path / "(1, 1)" / "model.safetensors")
+    for dims in DIMS[1:]:
+        for name, tensor in load_file(tmp_path / str(dims) / "model.safetensors").items():
+            torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=0)
+
+
+def test_round_trip_after_training_is_bit_for_bit(runs: dict[tuple[int, int], Path], tmp_path: Path) -> None:
+    pp_to_hg(runs[4, 1], tmp_path / "hg")
+    hg_to_pp(tmp_path / "hg", tmp_path / "pp")
+    pp_to_hg(tmp_path / "pp", tmp_path / "hg2")
+    first = (tmp_path / "hg" / "model.safetensors").read_bytes()
+    assert (tmp_path / "hg2" / "model.safetensors").read_bytes() == first
+
+
+def test_the_resolved_config_runs_again(runs: dict[tuple[int, int], Path], tmp_path: Path) -> None:
+    again = ("train_ds.py", "--config", runs[2, 1] / "config.yml", f"save_path={tmp_path / 'again'}")
+    result = deepspeed(2, *again)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert [line["loss"] for line in metrics(tmp_path / "again")] == [line["loss"] for line in metrics(runs[2, 1])]
+
+
+OPTIONS: dict[str, Any] = {
+    "from_scratch": True,
+    "n_epochs": 3,
+    "optimizer": {"type": "Lion", "params": {"lr": 3.0e-4, "weight_decay": 0.1}, "no_wd_kws": ["norm", "embed"]},
+    "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 2, "cos_min_ratio": 0.1}},
+    "aux_max_z_loss": {"weight": 1.0e-2},
+    "use_grad_ckpt": True,
+    "prompt_format": "plain",
+    "dataloader_drop_last": True,
+    "zero_optimization": {"stage": 0},
+    "gradient_clipping": 0.05,
+}
+
+
+def test_every_option_at_once_agrees_between_one_and_two_stages(folder: Path, records: Path, tied: Path) -> None:
+    """Fresh weights, Lion, z-loss, recomputation, clipping without ZeRO, from the pipeline layout."""
+    hg_to_pp(tied, folder / "tied_pp")
+    losses = {}
+    for dims in ((1, 1), (2, 1)):
+        path = write_config(
+            folder / f"options{dims[0]}.yml",
+            model_path=str(folder / "tied_pp"),
+            data_path=[str(records), str(records)],
+            model_topo=topology(dims),
+            **OPTIONS,
+        )
+        result = deepspeed(dims[0], "train_ds.py", "--config", path, "max_seq_len=160")
+        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+        assert "cut to max_seq_len 160" in result.stdout
+        lines = metrics(path.with_suffix(""))
+        losses[dims] = torch.tensor([line["loss"] for line in lines])
+        lrs = [line["lr"] for line in lines]
+        assert 0 < lrs[0] < lrs[1] == pytest.approx(3.0e-4)
+        assert lrs[-1] == pytest.approx(3.0e-5)
+    torch.testing.assert_close(losses[2, 1], losses[1, 1], atol=1e-4, rtol=0)
+    assert losses[1, 1][-1] < losses[1, 1][0]
+
+
+def test_bf16_on_two_stages_learns(folder: Path, records: Path, tied: Path) -> None:
+    path = write_config(
+        folder / "bf16.yml",
+        model_path=str(tied),
+        data_path=str(records),
+        n_epoches=4,
+        bf16={"enabled": True},
+        model_topo=topology((2, 1), [3, 2]),
+    )
+    result = deepspeed(2, "train_ds.py", "--config", path)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    losses = [line["loss"] for line in metrics(path.with_suffix(""))]
+    assert losses[-1] < 0.9 * losses[0]
+    # Logged in fp32: a bf16 loss has at most eight significant bits.
+    assert any(loss != torch.tensor(loss).bfloat16().item() for loss in losses)
+    assert load_model(path.with_suffix("")).head.lm_head.weight.dtype == torch.bfloat16
