@@ -20,6 +20,7 @@ from data.inspect import show_samples
 from data.loader import Loader
 from data.prompts import default_format
 from data.tokenize import load_tokenizer
+from models.attention import choose_attention
 from models.checkpoint.layout import resolve
 from models.spec import ModelSpec
 from training import distributed
@@ -47,7 +48,7 @@ def main() -> None:
 
 def run(config: TrainConfig, place: Place) -> None:
     """The whole job of one rank."""
-    from training.engine import build_engine
+    from training.engine import build_engine, training_dtype
     from training.loop import train
     from training.saving import save_checkpoint
 
@@ -74,6 +75,11 @@ def run(config: TrainConfig, place: Place) -> None:
         )
     total_steps = config.n_epoches * loader.steps_per_epoch
     log.print(f"model: {spec.family.name}, {spec.n_layers} layers in {len(parts)} stages of {parts}")
+    attention = choose_attention(config.use_flash_attn, training_dtype(config))
+    spec.set_attention(attention.implementation)
+    log.print(f"attention: {attention.reason}")
+    if config.zero_optimization.offloads:
+        log.print("optimizer: on the CPU; DeepSpeed compiles its part at the first use, about a minute")
     log.print(f"steps: {total_steps} of {config.train_batch_size} samples, {loader.steps_per_epoch} an epoch")
     if place.rank == 0:
         (save_path / "config.yml").write_text(yaml.safe_dump(config.dump(), sort_keys=False), encoding="utf-8")

@@ -97,6 +97,11 @@ class PipelineModel(PipelineModule):
         self.parts = self._bounds
         self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 
+    @torch.no_grad()
+    def _synchronize_tied_weights(self) -> None:
+        """Make the two copies of a tied weight equal, outside of autograd's sight."""
+        super()._synchronize_tied_weights()
+
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
         if not self.spec.tied:
             return {}

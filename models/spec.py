@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.architectures import Family, WeightMap, family_of
+from models.attention import TORCH
 from models.errors import CheckpointError
 from models.layers import Block, Embedding, Head, Positions
 
@@ -52,8 +53,9 @@ class ModelSpec:
         except Exception as error:  # transformers raises many kinds for a config that makes no sense
             reason = " ".join(str(error).split())
             raise CheckpointError(f"{folder / 'config.json'}: {reason}") from None
-        config._attn_implementation = "sdpa"
-        return cls(family, config)
+        spec = cls(family, config)
+        spec.set_attention(TORCH)
+        return spec
 
     @property
     def n_blocks(self) -> int:
@@ -67,6 +69,10 @@ class ModelSpec:
     @property
     def tied(self) -> bool:
         return bool(self.config.tie_word_embeddings)
+
+    def set_attention(self, implementation: str) -> None:
+        """Choose the attention kernel of layers yet to be built, by transformers' name for it."""
+        self.config._attn_implementation = implementation
 
     @property
     def weight_map(self) -> WeightMap:

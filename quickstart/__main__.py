@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -83,7 +84,8 @@ def run(*command: str | Path) -> None:
     words = [str(word) for word in command]
     shown = " ".join(words).replace(f"{sys.executable} -m deepspeed.launcher.runner", "deepspeed")
     console.print(f"[bold]$ {escape(shown.replace(sys.executable, 'python'))}[/]")
-    subprocess.run(words, check=True)
+    environment = os.environ if torch.cuda.is_available() else os.environ | {"DS_ACCELERATOR": "cpu"}
+    subprocess.run(words, check=True, env=environment)
 
 
 def ask(folder: Path, questions: list[dict[str, str]]) -> list[str]:

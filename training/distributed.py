@@ -52,6 +52,8 @@ def launch(topology: ModelTopo, arguments: list[str]) -> None:
             f"model_topo.process_topology.dims: {topology.process_topology.dims} ask for {topology.processes} "
             f"processes, but this machine has {gpus} GPUs; start several machines with deepspeed --hostfile"
         )
+    if gpus == 0:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(topology.processes)]
     os.execv(sys.executable, [*launcher, "--master_port", str(_free_port()), *arguments])
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -22,7 +25,7 @@ from training.errors import ConfigError
 from training.optim import build_optimizer, build_scheduler
 
 
-def build_engine(config: TrainConfig, spec: ModelSpec, folder: Any, total_steps: int) -> PipelineEngine:
+def build_engine(config: TrainConfig, spec: ModelSpec, folder: Path, total_steps: int) -> PipelineEngine:
     """Build this process's stage, load its weights and wrap it in DeepSpeed's engine.
 
     Args:
@@ -56,12 +59,11 @@ def build_engine(config: TrainConfig, spec: ModelSpec, folder: Any, total_steps:
     with agreed():
         optimizer = build_optimizer(config, model.named_parameters())
     engine: PipelineEngine
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=build_scheduler(config, optimizer, total_steps),
-        config=deepspeed_config(config),
-    )
+    scheduler = build_scheduler(config, optimizer, total_steps)
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the memory in use, four times
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=scheduler, config=deepspeed_config(config)
+        )
     engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {schedule.ReduceTiedGrads: _sum_tied_gradients}
     if config.zero_optimization.stage == 0 and engine.gradient_clipping() > 0:
         engine.clip_fp32_gradients = MethodType(_clip_by_global_norm, engine)

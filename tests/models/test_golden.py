@@ -35,7 +35,7 @@ def test_stored_values_come_out(golden: Path, layout: str, tmp_path: Path) -> No
 
     loss = token_loss(model.head.norm(model.hidden_states(ids)), inputs["labels"], model.head.project)
     loss = loss / wanted["n_loss_tokens"]
-    assert float(loss) == pytest.approx(wanted["loss"], abs=1e-5)
+    assert loss.item() == pytest.approx(wanted["loss"], abs=1e-5)
 
     loss.backward()
     norms = {name: float(gradient.norm()) for name, gradient in gradients(model).items()}

@@ -138,7 +138,7 @@ def test_windows_and_rope_scaling_take_part(case: str, rough_checkpoint: Callabl
     assert (with_it - without).abs().max() > 1e-3
 
 
-def test_a_later_training_step_may_reuse_the_position_ids_of_an_evaluation(make_checkpoint: Callable[..., Path]) -> None:
+def test_training_may_reuse_the_position_ids_of_an_evaluation(make_checkpoint: Callable[..., Path]) -> None:
     model = load_model(make_checkpoint("llama"))
     ids, position_ids = random_ids(1, 8), torch.arange(8)[None]
     with torch.inference_mode():
@@ -147,6 +147,20 @@ def test_a_later_training_step_may_reuse_the_position_ids_of_an_evaluation(make_
     shifted_loss(logits, ids).backward()
     torch.testing.assert_close(logits, evaluated, atol=0, rtol=0)
     assert all(gradient.isfinite().all() for gradient in gradients(model).values())
+
+
+@pytest.mark.parametrize("what", ["position ids", "dtype"])
+def test_change_between_two_calls_is_noticed(make_checkpoint: Callable[..., Path], what: str) -> None:
+    model = load_model(make_checkpoint("llama"))
+    ids, position_ids = random_ids(1, 8), torch.arange(8)[None]
+    with torch.no_grad():
+        model(ids, position_ids)
+        if what == "dtype":
+            model.bfloat16()
+        else:
+            position_ids[0, 3:] -= 3
+        again = model(ids, position_ids)
+        torch.testing.assert_close(again, model(ids, position_ids.clone()), atol=0, rtol=0)
 
 
 def test_field_names_of_older_transformers_mean_the_same(

@@ -128,10 +128,14 @@ def test_killed_writer_leaves_no_model_and_the_next_one_cleans_up(
     target = tmp_path / "target"
     child = os.fork()
     if child == 0:
-        with publish_folder(target) as partial:
-            (partial / "config.json").write_text("{}")
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
+        try:
+            with publish_folder(target) as partial:
+                (partial / "config.json").write_text("{}")
+                os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)  # the child must never become a second test run
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
     left = list(tmp_path.iterdir())
     assert len(left) == 1
     assert left[0].name.startswith(".")

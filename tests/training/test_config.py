@@ -150,10 +150,97 @@ def test_more_stages_than_layers_are_refused(parts: list[int] | None) -> None:
 
 def test_the_saved_config_is_read_back_as_the_same(tmp_path: Path) -> None:
     lines = ["n_epochs: 3", "optimizer: {type: Lion, params: {lr: 1e-5, betas: [0.95, 0.98]}, no_wd_kws: [bias, norm]}"]
-    lines += ["scheduler: {params: {warmup_num_steps: 3}}", "model_topo: {process_topology: {dims: [2, 2]}, parts: [3, 2]}"]
+    lines += [
+        "scheduler: {params: {warmup_num_steps: 3}}",
+        "model_topo: {process_topology: {dims: [2, 2]}, parts: [3, 2]}",
+    ]
     lines += ["fp16: {enabled: true, initial_scale_power: 8}", "wall_clock_breakdown: true", "prompt_format: plain"]
     config = load_config(write(tmp_path, *lines))
     saved = tmp_path / "config.yml"
     saved.write_text(yaml.safe_dump(config.dump(), sort_keys=False), encoding="utf-8")
     assert load_config(saved) == config
     assert load_config(saved).dump() == config.dump()
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("optimiser: {}", "unknown key optimiser; did you mean optimizer?"),
+        (
+            "train_micro_batch_size: 1",
+            "unknown key train_micro_batch_size; did you mean train_micro_batch_size_per_gpu?",
+        ),
+        ("wall_clock_break: true", "unknown key wall_clock_break; did you mean wall_clock_breakdown?"),
+        ("optimizer: {parms: {}}", "unknown key optimizer.parms; did you mean optimizer.params?"),
+        (
+            "model_topo: {process_topology: {dim: [1]}}",
+            "unknown key model_topo.process_topology.dim; did you mean model",
+        ),
+        (
+            "scheduler: {params: {warmup_steps: 3}}",
+            "unknown key scheduler.params.warmup_steps; did you mean scheduler.",
+        ),
+        ("seed: 1\nseed: 2", "line 6, column 1: key 'seed' stands twice"),
+        ("optimizer: {type: SGD, type: Lion}", "line 5, column 24: key 'type' stands twice"),
+        ("seed: [1", "line 6, column 1: "),
+        ("\tseed: 1", "line 5, column 1: "),
+        ("seed: *nowhere", "line 5, column 7: found undefined alias"),
+        ("seed: !!python/object:os.system 1", "line 5, column 7: "),
+        ("? [seed]\n: 1", ""),
+        ("save_path: run\a", ""),
+        ("start: 2024-13-45", ""),
+        ("max_seq_len: long", "max_seq_len: expected a"),
+        ("max_seq_len: 1", "max_seq_len: expected greater than or equal to 2, found 1"),
+        ("seed: 1.5", "seed: expected a"),
+        ("use_grad_ckpt: maybe", "use_grad_ckpt: expected a boolean"),
+        ("data_path: 3", "data_path: expected a string, found 3"),
+        ("optimizer: AdamW", "optimizer: expected a dictionary"),
+        ("optimizer: {type: Adagrad}", "optimizer.type: expected 'AdamW', 'Adam', 'Lion' or 'SGD', found 'Adagrad'"),
+        ("optimizer: {params: {lr: fast}}", "optimizer.params.lr: expected a number of at least 0, found 'fast'"),
+        ("optimizer: {params: {weight_decay: -1}}", "optimizer.params.weight_decay: expected a number of at least 0"),
+        ("optimizer: {no_wd_kws: ['(']}", "optimizer.no_wd_kws: '(' is not a regular expression"),
+        ("scheduler: {params: {cos_min_ratio: 2}}", "scheduler.params.cos_min_ratio: expected less than or equal to 1"),
+        ("prompt_format: alpaca", "prompt_format: expected 'chat_template' or 'plain', found 'alpaca'"),
+        ("bf16: {enabled: true}\nfp16: {enabled: true}", "bf16.enabled: expected at most one of bf16 and fp16"),
+        (
+            "zero_optimization: {stage: 2}",
+            "zero_optimization.stage: 2 cannot be combined with a pipeline; expected 0 or 1",
+        ),
+        ("train_micro_batch_size_per_gpu: 3", "train_batch_size: 8 is not a multiple of 3 "),
+        ("gradient_accumulation_steps: 4", "gradient_accumulation_steps: 4 contradicts train_batch_size 8; expected 8"),
+        ("model_topo: {process_topology: {dims: [1, 3]}}", "train_batch_size: 8 is not a multiple of 3 "),
+        ("model_topo: {process_topology: {dims: [2]}}", "model_topo.process_topology.dims: expected 2 numbers of at"),
+        (
+            "model_topo: {process_topology: {dims: [0, 1]}}",
+            "model_topo.process_topology.dims: expected 2 numbers of at",
+        ),
+        ("model_topo: {process_topology: {axes: [pipe, pipe]}}", "model_topo.process_topology.axes: expected pipe and"),
+        (
+            "model_topo: {process_topology: {axes: [pipe, tensor]}}",
+            "model_topo.process_topology.axes.1: expected 'pipe'",
+        ),
+        ("model_topo: {parts: [1, 2]}", "model_topo.parts: expected one entry for each of 1 stages, found [1, 2]"),
+        ("model_topo: {parts: [0]}", "model_topo.parts: expected at least one layer a stage, found [0]"),
+    ],
+)
+def test_a_mistake_is_refused_with_its_file_and_key(line: str, reason: str, tmp_path: Path) -> None:
+    path = write(tmp_path, line, leave_out=line.partition(":")[0])
+    assert refusal(path).startswith(f"{path}: {reason}")
+
+
+@pytest.mark.parametrize("key", REQUIRED)
+def test_a_missing_key_is_named(key: str, tmp_path: Path) -> None:
+    path = write(tmp_path, leave_out=key)
+    assert refusal(path) == f"{path}: {key}: missing"
+
+
+@pytest.mark.parametrize("content", [b"", b"a word", b"- a list", b"\xff\xfe"])
+def test_a_file_without_keys_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "run.yml"
+    path.write_bytes(content)
+    assert refusal(path).startswith(f"{path}: ")
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "none.yml") == f"{tmp_path / 'none.yml'}: not found; expected a YAML file"
+    assert refusal(tmp_path).startswith(f"{tmp_path}: cannot be read")

@@ -1,0 +1,186 @@
+"""Shows that a checkpoint that cannot be used is told in one line that names the file, from either layout."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from models import load_model
+from models.checkpoint.convert import hg_to_pp, pp_to_hg
+from tests.models.helpers import (
+    SAFETENSORS_INDEX,
+    change_config,
+    change_weights,
+    copy_of,
+    error_line,
+    read_weights,
+    run_convert_model,
+    write_weights,
+)
+
+SHARD = "model-00002-of-00005.safetensors"
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+EMBEDDING = "model.embed_tokens.weight"
+NOT_CODE = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+
+Damage = Callable[[Path], object]
+Bad = tuple[Damage, tuple[str, ...]]  # what is done to the folder, and what the line must say
+
+
+def text(file: str, content: str) -> Damage:
+    return lambda folder: (folder / file).write_text(content)
+
+
+def cut(file: str, share: float) -> Damage:
+    return lambda folder: os.truncate(folder / file, int((folder / file).stat().st_size * share))
+
+
+def unlink(file: str) -> Damage:
+    return lambda folder: (folder / file).unlink()
+
+
+def config(**changes: object) -> Damage:
+    return lambda folder: change_config(folder, **changes)
+
+
+def weights(change: Callable[[dict[str, Tensor]], object]) -> Damage:
+    return lambda folder: change_weights(folder, change)
+
+
+def without(name: str) -> Damage:
+    return weights(lambda tensors: tensors.pop(name, None))
+
+
+def layer(number: int, change: Callable[[dict[str, Tensor]], object]) -> Damage:
+    def damage(folder: Path) -> None:
+        path = folder / f"layer_{number:02d}-model_states.pt"
+        state = torch.load(path, weights_only=True)
+        change(state)
+        torch.save(state, path)
+
+    return damage
+
+
+def as_one_bin(state: dict[object, object]) -> Damage:
+    """One pytorch_model.bin that holds the given things besides the weights."""
+
+    def damage(folder: Path) -> None:
+        tensors = {name: tensor for file in read_weights(folder).values() for name, tensor in file.items()}
+        write_weights(folder, {"pytorch_model.bin": tensors | state})  # type: ignore[operator]
+
+    return damage
+
+
+def tied_with_two_weights(folder: Path) -> None:
+    """config.json says that the head is the embedding, but the file holds another head."""
+    change_config(folder, tie_word_embeddings=True)
+
+
+COMMON: dict[str, Bad] = {
+    "no-config": (unlink("config.json"), ("config.json",)),
+    "config-not-json": (text("config.json", '{\n  "model_type": llama\n}'), ("config.json", "line 2", "column 17")),
+    "config-a-list": (text("config.json", "[1]"), ("config.json", "object")),
+    "no-model-type": (text("config.json", '{"hidden_size": 64}'), ("config.json", "model_type")),
+    "unknown-model-type": (config(model_type="gpt9"), ("config.json", "gpt9", "llama")),
+    "field-of-wrong-type": (config(hidden_size="wide"), ("config.json", "hidden_size")),
+    "unknown-activation": (config(hidden_act="gleam"), ("config.json", "gleam")),
+    "unknown-rope": (config(rope_parameters={"rope_type": "gleam", "rope_theta": 1e4}), ("config.json", "gleam")),
+    "negative-size": (config(vocab_size=-5), ("config.json",)),
+}
+HUGGINGFACE: dict[str, Bad] = COMMON | {
+    "no-weights": (lambda folder: write_weights(folder, {}), ("safetensors",)),
+    "truncated": (cut(SHARD, 0.5), (SHARD,)),
+    "empty": (cut(SHARD, 0), (SHARD,)),
+    "not-fetched": (text(SHARD, NOT_CODE), (SHARD,)),
+    "missing-shard": (unlink(SHARD), (SHARD,)),
+    "index-not-json": (text(SAFETENSORS_INDEX, "{"), (SAFETENSORS_INDEX,)),
+    "index-without-map": (text(SAFETENSORS_INDEX, "{}"), (SAFETENSORS_INDEX, "weight_map")),
+    "wrong-shape": (config(intermediate_size=95), ("gate_proj.weight", "[96, 64]", "[95, 64]", "config.json")),
+    "missing-weight": (without(QUERY), (QUERY,)),
+    "missing-embedding": (without(EMBEDDING), (EMBEDDING,)),
+    "missing-norm": (without("model.norm.weight"), ("model.norm.weight",)),
+    "missing-head": (without("lm_head.weight"), ("lm_head.weight",)),
+    "a-block-too-many": (config(num_hidden_layers=1), (QUERY.replace("q_proj", "k_proj"),)),
+    "a-block-too-few": (config(num_hidden_layers=3), ("model.layers.2.",)),
+    "bias-too-many": (weights(lambda t: t.update({f"{QUERY}_scale": torch.ones(1)})), ("q_proj.weight_scale",)),
+    "two-heads": (tied_with_two_weights, ("lm_head.weight", "tie_word_embeddings")),
+    "bin-no-tensor": (as_one_bin({"note": "hello"}), ("pytorch_model.bin", "tensors")),
+    "bin-number-key": (as_one_bin({7: torch.ones(1)}), ("pytorch_model.bin",)),
+}
+PIPELINE: dict[str, Bad] = COMMON | {
+    "missing-layer": (unlink("layer_02-model_states.pt"), ("layer_02-model_states.pt",)),
+    "missing-first-layer": (unlink("layer_00-model_states.pt"), ("layer_00-model_states.pt",)),
+    "truncated": (cut("layer_01-model_states.pt", 0.5), ("layer_01-model_states.pt",)),
+    "empty": (cut("layer_01-model_states.pt", 0), ("layer_01-model_states.pt",)),
+    "not-fetched": (text("layer_01-model_states.pt", NOT_CODE), ("layer_01-model_states.pt",)),
+    "not-weights": (text("layer_01-model_states.pt", "hello"), ("layer_01-model_states.pt",)),
+    "wrong-shape": (config(intermediate_size=95), ("layer_01", "gate_proj.weight", "[96, 64]", "[95, 64]")),
+    "missing-weight": (layer(3, lambda s: s.pop("norm.weight")), ("layer_03", "norm.weight")),
+    "empty-first-layer": (layer(0, lambda s: s.clear()), ("layer_00", "embed_tokens.weight")),
+    "unexpected-weight": (layer(2, lambda s: s.update(bias=torch.ones(1))), ("layer_02", "bias")),
+    "no-tensor": (layer(2, lambda s: s.update(note="hello")), ("layer_02", "tensors")),
+    "a-block-too-many": (config(num_hidden_layers=1), ()),
+    "a-block-too-few": (config(num_hidden_layers=3), ("layer_03",)),
+}
+CASES = [("huggingface", name) for name in HUGGINGFACE] + [("pipeline", name) for name in PIPELINE]
+
+
+@pytest.fixture(scope="module")
+def good(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same sound model in both layouts."""
+    folder = make_checkpoint(num_hidden_layers=2, save={"max_shard_size": "100KB"})
+    assert (folder / SHARD).is_file()
+    layers = tmp_path_factory.mktemp("good") / "layers"
+    hg_to_pp(folder, layers)
+    return {"huggingface": folder, "pipeline": layers}
+
+
+@pytest.mark.parametrize(("layout", "name"), CASES, ids=[f"{layout}-{name}" for layout, name in CASES])
+def test_damage_is_told_in_one_line(good: dict[str, Path], layout: str, name: str, tmp_path: Path) -> None:
+    damage, wanted = (HUGGINGFACE if layout == "huggingface" else PIPELINE)[name]
+    folder = copy_of(good[layout], tmp_path / "bad")
+    damage(folder)
+    convert = hg_to_pp if layout == "huggingface" else pp_to_hg
+    for use in (lambda: load_model(folder), lambda: convert(folder, tmp_path / "out")):
+        told = error_line(use)
+        assert str(folder) in told
+        assert [fragment for fragment in wanted if fragment not in told] == [], told
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+READERS: list[Callable[[Path], object]] = [
+    load_model,
+    lambda path: hg_to_pp(path, path.with_name("out")),
+    lambda path: pp_to_hg(path, path.with_name("out")),
+]
+
+
+@pytest.mark.parametrize("use", READERS)
+def test_folder_that_is_not_there_is_told(use: Callable[[Path], object], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    for name in ("nowhere", "file"):
+        assert str(tmp_path / name) in error_line(partial(use, tmp_path / name))
+
+
+def test_each_converter_refuses_the_other_layout(good: dict[str, Path], tmp_path: Path) -> None:
+    assert "already in the pipeline layout" in error_line(lambda: hg_to_pp(good["pipeline"], tmp_path / "out"))
+    assert "not in the pipeline layout" in error_line(lambda: pp_to_hg(good["huggingface"], tmp_path / "out"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_command_line_says_one_line_and_leaves_with_2(good: dict[str, Path], tmp_path: Path) -> None:
+    folder = copy_of(good["huggingface"], tmp_path / "bad")
+    unlink(SHARD)(folder)
+    done = run_convert_model("hg_to_pp", "--input-path", folder, "--save-path", tmp_path / "out")
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("error: ")
+    assert str(folder / SHARD) in lines[0]
+    assert done.stdout == ""

@@ -1,0 +1,119 @@
+"""Shows that generation with the cache writes what full forwards and transformers write, and that sampling keeps top_p."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models import CausalLM, load_model
+from models.generate import Sampling, choose, generate, stop_ids
+from tests.models.helpers import oracle, random_ids
+
+NEW = 24  # more than the window
+CASES: dict[str, tuple[str, dict[str, object]]] = {
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "mistral-window": ("mistral", {"sliding_window": 16}),
+    "qwen3": ("qwen3", {}),
+}
+PROMPT = random_ids(1, 12)[0].tolist()
+
+
+@pytest.fixture(scope="module", params=CASES)
+def folder(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Path]) -> Path:
+    model_type, changes = CASES[request.param]
+    return make_checkpoint(model_type, **(changes | {"initializer_range": 0.3}))  # wide enough not to repeat itself
+
+
+def greedy_without_cache(model: CausalLM) -> list[int]:
+    ids = list(PROMPT)
+    for _ in range(NEW):
+        with torch.inference_mode():
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(PROMPT) :]
+
+
+def test_greedy_with_cache_equals_full_forwards_and_transformers(folder: Path) -> None:
+    model = load_model(folder)
+    written = list(generate(model, PROMPT, NEW, stop=set()))
+    assert len(set(written)) > NEW // 2, "too monotonous to show anything"
+    assert written == greedy_without_cache(model)
+    theirs = oracle(folder).generate(  # type: ignore[operator]
+        torch.tensor([PROMPT]), do_sample=False, max_new_tokens=NEW, eos_token_id=-1, pad_token_id=0
+    )
+    assert written == theirs[0, len(PROMPT) :].tolist()
+
+
+def test_generation_stops_before_a_stop_id(folder: Path) -> None:
+    model = load_model(folder)
+    written = list(generate(model, PROMPT, NEW, stop=set()))
+    first = written.index(written[7])
+    assert list(generate(model, PROMPT, NEW, stop={written[7], 511})) == written[:first]
+    assert list(generate(model, PROMPT, 5, stop=set())) == written[:5]
+
+
+def test_sampling_follows_the_seed(folder: Path) -> None:
+    model = load_model(folder)
+
+    def sample(seed: int) -> list[int]:
+        torch.manual_seed(seed)
+        return list(generate(model, PROMPT, NEW, set(), Sampling(temperature=1.0, top_p=0.95)))
+
+    assert sample(0) == sample(0)
+    assert sample(0) != sample(1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 1000), min_size=2, max_size=8), st.floats(0.05, 0.99), st.floats(0.3, 3.0))
+def test_choice_stays_inside_the_nucleus(counts: list[int], top_p: float, temperature: float) -> None:
+    logits = torch.tensor(counts, dtype=torch.float64).log()
+    masses = [count ** (1 / temperature) for count in counts]
+    shares = [mass / sum(masses) for mass in masses]
+    drawn = {choose(logits, Sampling(temperature, top_p)) for _ in range(50)}
+    for token in drawn:
+        likelier = sum(share for share in shares if share > shares[token] * (1 + 1e-9))
+        assert likelier < top_p + 1e-9, (token, shares)
+
+
+def test_choice_reaches_the_whole_nucleus_and_nothing_else() -> None:
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
+    torch.manual_seed(0)
+
+    def reached(temperature: float, top_p: float) -> set[int]:
+        return {choose(logits, Sampling(temperature, top_p)) for _ in range(300)}
+
+    assert reached(1.0, 1.0) == {0, 1, 2, 3}
+    assert reached(1.0, 0.8) == {1, 2, 3}
+    assert reached(1.0, 0.6) == {1, 3}
+    assert reached(1.0, 0.3) == {1}
+    assert reached(0.2, 0.6) == {1}, "a low temperature makes the nucleus smaller"
+    assert reached(0.0, 1.0) == {1}, "temperature 0 takes the likeliest"
+
+
+def test_top_p_of_zero_takes_the_likeliest() -> None:
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
+    assert {choose(logits, Sampling(1.0, 0.0)) for _ in range(20)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("stored", "eos", "expected"),
+    [
+        ({"eos_token_id": [5, 6]}, 2, {2, 5, 6}),
+        ({"eos_token_id": 5}, 2, {2, 5}),
+        ({"eos_token_id": 0}, None, {0}),
+        ({"eos_token_id": None}, 2, {2}),
+        ({}, None, set()),
+        (None, 2, {2}),
+    ],
+)
+def test_stop_ids_join_tokenizer_and_generation_config(
+    stored: dict[str, object] | None, eos: int | None, expected: set[int], tmp_path: Path
+) -> None:
+    if stored is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(stored))
+    assert stop_ids(tmp_path, eos) == expected

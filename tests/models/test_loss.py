@@ -1,0 +1,97 @@
+"""Shows that the training loss is the shifted cross-entropy over the supervised tokens, with the z-loss on top."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.loss import IGNORED, token_loss
+
+ROWS, LENGTH, WIDTH, WORDS = 3, 7, 8, 11
+
+
+@pytest.fixture
+def hidden() -> Tensor:
+    return torch.randn(ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+@pytest.fixture
+def head() -> Tensor:
+    return torch.randn(WORDS, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+@pytest.fixture
+def labels() -> Tensor:
+    """Some tokens without loss, among them the whole last row but its first token, which nothing predicts."""
+    labels = torch.randint(0, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(2))
+    labels[0, :3] = labels[1, 4] = IGNORED
+    labels[2, 1:] = IGNORED
+    return labels
+
+
+def written_out(hidden: Tensor, labels: Tensor, head: Tensor, weight: float) -> Tensor:
+    """The definition, token by token."""
+    total = torch.zeros(())
+    for row in range(ROWS):
+        for place in range(1, LENGTH):
+            if labels[row, place] != IGNORED:
+                log_softmax = F.log_softmax(head @ hidden[row, place - 1], dim=-1)
+                total = total - log_softmax[labels[row, place]] + weight * log_softmax.max() ** 2
+    return total
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3])
+def test_loss_and_gradients_equal_the_definition(hidden: Tensor, labels: Tensor, head: Tensor, weight: float) -> None:
+    loss = token_loss(hidden, labels, lambda rows: rows @ head.T, weight)
+    expected = written_out(hidden, labels, head, weight)
+    torch.testing.assert_close(loss, expected)
+    found = torch.autograd.grad(loss, (hidden, head))
+    torch.testing.assert_close(found, torch.autograd.grad(expected, (hidden, head)))
+    assert found[0].abs().max() > 0
+
+
+def test_loss_equals_the_summed_shifted_cross_entropy(hidden: Tensor, labels: Tensor, head: Tensor) -> None:
+    loss = token_loss(hidden, labels, lambda rows: rows @ head.T)
+    logits = (hidden @ head.T)[:, :-1].flatten(0, 1)
+    expected = F.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum")
+    torch.testing.assert_close(loss, expected)
+    found = torch.autograd.grad(loss, (hidden, head))
+    torch.testing.assert_close(found, torch.autograd.grad(expected, (hidden, head)))
+
+
+def test_only_supervised_positions_are_projected(hidden: Tensor, labels: Tensor, head: Tensor) -> None:
+    projected: list[int] = []
+
+    def project(rows: Tensor) -> Tensor:
+        projected.append(rows.shape[0])
+        return rows @ head.T
+
+    token_loss(hidden, labels, project)
+    assert projected == [int((labels[:, 1:] != IGNORED).sum())]
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3])
+def test_micro_batch_without_supervision_gives_zero_and_zero_gradients(
+    hidden: Tensor, head: Tensor, weight: float
+) -> None:
+    labels = torch.full((ROWS, LENGTH), IGNORED)
+    labels[:, 0] = 4  # nothing predicts the first token
+    loss = token_loss(hidden, labels, lambda rows: rows @ head.T, weight)
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), torch.zeros(()), atol=0, rtol=0)
+    assert hidden.grad is not None
+    assert head.grad is not None
+    torch.testing.assert_close(hidden.grad, torch.zeros_like(hidden), atol=0, rtol=0)
+    torch.testing.assert_close(head.grad, torch.zeros_like(head), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3])
+def test_bf16_hidden_states_give_an_fp32_loss(hidden: Tensor, labels: Tensor, head: Tensor, weight: float) -> None:
+    rounded, rounded_head = hidden.detach().bfloat16(), head.detach().bfloat16()
+    loss = token_loss(rounded, labels, lambda rows: rows @ rounded_head.T, weight)
+    assert loss.dtype == torch.float32
+    assert float(loss) != float(loss.bfloat16()), "the loss was rounded on the way"
+    expected = written_out(rounded.float(), labels, rounded_head.float(), weight)
+    torch.testing.assert_close(loss, expected, atol=0, rtol=1e-2)
