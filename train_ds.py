@@ -78,7 +78,7 @@ def run(config: TrainConfig, place: Place) -> None:
     attention = choose_attention(config.use_flash_attn, training_dtype(config))
     spec.set_attention(attention.implementation)
     log.print(f"attention: {attention.reason}")
-    if config.zero_optimization.offloads:
+    if config.zero_optimization.offloads and config.zero_force_ds_cpu_optimizer:
         log.print("optimizer: on the CPU; DeepSpeed compiles its part at the first use, about a minute")
     log.print(f"steps: {total_steps} of {config.train_batch_size} samples, {loader.steps_per_epoch} an epoch")
     if place.rank == 0:

@@ -3,7 +3,9 @@
 The same model, batch and optimizer run three times through Pipetune's own engine: one process with one thread, one
 process with two threads, and two stages with one thread each. With m micro-batches and p stages a pipeline without
 any cost of its own would reach m / (m + p - 1) x p times the one-thread speed; `pipeline_vs_ideal` is the share of
-that which is measured. The runs are repeated in turn, and the fastest step of each counts: what other programs do to
+that which is measured. `startup_s` is the time from the command to the first step of the two stages.
+
+The runs are repeated in turn, and the fastest step of each counts: what other programs do to
 the machine only ever slows a step down.
 """
 
@@ -68,22 +70,26 @@ def main() -> None:
         measure(Setting(**json.loads(arguments.worker)), Path(arguments.folder), arguments.steps)
         return
     speeds = {setting.name: 0.0 for setting in SETTINGS}
+    startup = float("inf")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
         for _ in range(arguments.rounds):
             for setting in SETTINGS:
-                speeds[setting.name] = max(speeds[setting.name], launch(setting, folder, arguments.steps))
-    report(speeds, as_json=arguments.json)
+                speed, seconds = launch(setting, folder, arguments.steps)
+                speeds[setting.name] = max(speeds[setting.name], speed)
+                if setting.stages > 1:
+                    startup = min(startup, seconds)
+    report(speeds, startup, as_json=arguments.json)
 
 
-def report(speeds: dict[str, float], as_json: bool) -> None:
+def report(speeds: dict[str, float], startup: float, as_json: bool) -> None:
     """Print tokens per second and the share of the ideal."""
     one, two, pipeline = (speeds[setting.name] for setting in SETTINGS)
     stages = SETTINGS[-1].stages
     ideal = MICRO_BATCHES / (MICRO_BATCHES + stages - 1) * stages * one
     if as_json:
         figures = {"one_thread": one, "two_threads": two, "pipeline": pipeline, "ideal": ideal}
-        print(json.dumps({"pipeline_vs_ideal": pipeline / ideal, "tokens_per_s": figures}))
+        print(json.dumps({"pipeline_vs_ideal": pipeline / ideal, "startup_s": startup, "tokens_per_s": figures}))
         return
     table = Table(title=f"tokens/s, {MICRO_BATCHES} micro-batches of {LENGTH} tokens")
     table.add_column("setting")
@@ -92,18 +98,22 @@ def report(speeds: dict[str, float], as_json: bool) -> None:
     for name, speed in speeds.items():
         table.add_row(name, f"{speed:,.0f}", f"{speed / ideal:.3f}")
     table.add_row("the ideal of two stages", f"{ideal:,.0f}", "1.000")
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    console.print(f"start-up to the first step of two stages: {startup:.1f} s")
 
 
-def launch(setting: Setting, folder: str, steps: int) -> float:
-    """Run one setting through the real launcher; its tokens per second."""
-    result = Path(folder) / "tokens_per_s"
+def launch(setting: Setting, folder: str, steps: int) -> tuple[float, float]:
+    """Run one setting through the real launcher; its tokens per second, and the seconds until its first step."""
+    result = Path(folder) / "result.json"
+    begin = time.time()
     root = Path(__file__).parent.parent
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(setting.stages), __file__]
     command += ["--worker", json.dumps(asdict(setting)), "--folder", folder, "--steps", str(steps)]
     environment = os.environ | {"PYTHONPATH": str(root)}
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return float(result.read_text(encoding="utf-8"))
+    measured = json.loads(result.read_text(encoding="utf-8"))
+    return measured["tokens_per_s"], measured["first_step"] - begin
 
 
 def measure(setting: Setting, folder: Path, steps: int) -> None:
@@ -134,13 +144,16 @@ def measure(setting: Setting, folder: Path, steps: int) -> None:
     ids = torch.randint(0, VOCABULARY, (MICRO_BATCHES, LENGTH)).tolist()
     loader = Loader([{"input_ids": row, "labels": row} for row in ids], MICRO_BATCHES, 1, 1, seed=0)
     engine = build_engine(config, ModelSpec.from_folder(folder), folder, total_steps=steps + 1)
+    first_step = time.time()
     seconds = []
     for step in range(steps + 1):
         begin = time.perf_counter()
         train_step(engine, loader, loader.batch(step))
         seconds.append(time.perf_counter() - begin)
     if place.rank == 0:
-        (folder / "tokens_per_s").write_text(str(MICRO_BATCHES * LENGTH / min(seconds[1:])), encoding="utf-8")
+        tokens_per_s = MICRO_BATCHES * LENGTH / min(seconds[1:])
+        measured = {"tokens_per_s": tokens_per_s, "first_step": first_step}
+        (folder / "result.json").write_text(json.dumps(measured), encoding="utf-8")
     distributed.stop()
 
 

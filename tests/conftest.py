@@ -19,13 +19,14 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+VOCABULARY = 512
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "num_hidden_layers": 3,
-    "vocab_size": 512,
+    "vocab_size": VOCABULARY,
     "max_position_embeddings": 256,
     "head_dim": 16,
     "bos_token_id": 1,
@@ -57,7 +58,7 @@ def save_tokenizer(folder: Path, chat_template: str | None = CHATML) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     specials = ["<unk>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=TINY["vocab_size"],
+        vocab_size=VOCABULARY,
         special_tokens=specials,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

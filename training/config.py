@@ -23,7 +23,7 @@ DEEPSPEED_KEYS = frozenset(
     "activation_checkpointing aio amp checkpoint comms_logger communication_data_type compile csv_monitor data_types "
     "disable_allgather dump_state flops_profiler gradient_accumulation_steps gradient_predivide_factor "
     "memory_breakdown pipeline prescale_gradients sparse_gradients tensorboard torch_autocast wall_clock_breakdown "
-    "wandb zero_force_ds_cpu_optimizer".split()
+    "wandb".split()
 )
 
 
@@ -189,6 +189,8 @@ class TrainConfig(BaseModel):
     zero_optimization: Zero = Zero()
     # DeepSpeed's consent to optimizers it did not test with ZeRO; given for all that Pipetune offers.
     zero_allow_untested_optimizer: bool = True
+    # Under offload, take DeepSpeed's own CPU optimizers, faster than torch's once they are compiled.
+    zero_force_ds_cpu_optimizer: bool = True
 
     model_topo: ModelTopo = ModelTopo()
     # Recompute activations in the backward pass: less memory for a third more arithmetic.

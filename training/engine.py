@@ -101,9 +101,7 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
         resolved["bf16"]["immediate_grad_update"] = True
         if config.zero_optimization.stage == 1:
             resolved["data_types"] = {"grad_accum_dtype": "fp32"}
-    return resolved | {
-        key: value for key, value in (config.model_extra or {}).items() if key != "zero_force_ds_cpu_optimizer"
-    }
+    return resolved | (config.model_extra or {})
 
 
 def _sum_tied_gradients(engine: PipelineEngine) -> None:

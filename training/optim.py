@@ -27,9 +27,8 @@ def build_optimizer(config: TrainConfig, parameters: NamedParameters) -> torch.o
     Raises:
         ConfigError: `optimizer.params` holds something that the optimizer does not take.
     """
-    offloaded = config.zero_optimization.offloads
-    forced = (config.model_extra or {}).get("zero_force_ds_cpu_optimizer", True)
-    builders = _CPU_OFFLOAD_BUILDERS if offloaded and forced else _BUILDERS
+    compiled = config.zero_optimization.offloads and config.zero_force_ds_cpu_optimizer
+    builders = _CPU_OFFLOAD_BUILDERS if compiled else _BUILDERS
     kind = config.optimizer.type
     if kind not in builders:
         raise ConfigError(

@@ -20,6 +20,7 @@ from models.checkpoint.layout import (
     CARRIED,
     Layout,
     Manifest,
+    has_huggingface_weights,
     layer_file,
     layout_of,
     resolve,
@@ -54,10 +55,9 @@ def hg_to_pp(input_path: str | Path, save_path: str | Path, overwrite: bool = Fa
                 dtypes[spec.weight_map.disk_name(Slot(layer, name))] = DTYPE_NAMES[tensor.dtype]
             torch.save({name: tensor.clone() for name, tensor in state.items()}, target / layer_file(layer))
         _write_carried(source, target, dtypes)
-        copied = [path.name for path in side_files(folder)]
-        copy_files(folder, target, copied)
-        files = {_safetensors_name(file): names for file, names in source.files.items()}
-        Manifest(files, dtypes, copied).write(target)
+        manifest = _manifest_of(source, dtypes)
+        copy_files(folder, target, manifest.side_files)
+        manifest.write(target)
 
 
 def pp_to_hg(input_path: str | Path, save_path: str | Path, overwrite: bool = False) -> None:
@@ -105,24 +105,25 @@ def copy_side_files(source: Path, target: Path) -> None:
     """Make a folder of freshly trained layer files a complete pipeline folder: config, tokenizer, manifest, carried.
 
     Args:
-        source: the folder, of either layout, that the training started from.
+        source: the folder, of either layout, that the training started from; from scratch it needs no weights.
         target: the checkpoint's folder.
     """
-    if layout_of(source) is Layout.PIPELINE:
-        manifest = Manifest.read(source)
-        names = manifest.side_files if manifest else [path.name for path in side_files(source)]
-        copy_files(source, target, names)
-        copy_files(source, target, [name for name in (CARRIED,) if (source / name).is_file()])
-    else:
-        spec = ModelSpec.from_folder(source)
-        weights = HuggingFaceSource(source, spec)
-        names = [path.name for path in side_files(source)]
-        copy_files(source, target, names)
-        dtypes = {name: DTYPE_NAMES[weights.read(name).dtype] for files in weights.files.values() for name in files}
+    manifest = Manifest.read(source)
+    if manifest is None and has_huggingface_weights(source):
+        weights = HuggingFaceSource(source, ModelSpec.from_folder(source))
+        dtypes = {name: DTYPE_NAMES[weights.read(name).dtype] for names in weights.files.values() for name in names}
         _write_carried(weights, target, dtypes)
-        manifest = Manifest({_safetensors_name(f): names for f, names in weights.files.items()}, dtypes, names)
+        manifest = _manifest_of(weights, dtypes)
+    elif (source / CARRIED).is_file():
+        copy_files(source, target, [CARRIED])
+    copy_files(source, target, manifest.side_files if manifest else [path.name for path in side_files(source)])
     if manifest:
         manifest.write(target)
+
+
+def _manifest_of(source: HuggingFaceSource, dtypes: dict[str, str]) -> Manifest:
+    files = {_safetensors_name(file): names for file, names in source.files.items()}
+    return Manifest(files, dtypes, [path.name for path in side_files(source.folder)])
 
 
 def _tensors_on_disk(source: PipelineSource, infos: dict[str, TensorInfo]) -> Iterator[tuple[str, Tensor]]:

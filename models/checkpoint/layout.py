@@ -58,11 +58,16 @@ def layout_of(folder: Path) -> Layout:
         raise CheckpointError(f"{folder}: no config.json; expected a HuggingFace or a pipeline-layout folder")
     if any(folder.glob("layer_*-model_states.pt")):
         return Layout.PIPELINE
-    if any((folder / index).is_file() for index in _INDEXES) or weight_files(folder):
+    if has_huggingface_weights(folder):
         return Layout.HUGGINGFACE
     raise CheckpointError(
         f"{folder}: no weights; expected *.safetensors, pytorch_model*.bin or layer_*-model_states.pt"
     )
+
+
+def has_huggingface_weights(folder: Path) -> bool:
+    """Whether there is anything besides config and tokenizer; training from scratch does without."""
+    return any((folder / index).is_file() for index in _INDEXES) or bool(weight_files(folder))
 
 
 def weight_index(folder: Path) -> dict[str, str] | None:

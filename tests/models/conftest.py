@@ -1,11 +1,15 @@
-"""One thread for the tiny models of this folder: they finish sooner, and other processes on the machine are left alone."""
+"""Checkpoints that several test files of this folder share; and one thread, with which tiny models finish sooner."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+from models.checkpoint.convert import hg_to_pp
+from tests.models.helpers import SHARDED
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -14,3 +18,29 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def llama(make_checkpoint: Callable[..., Path]) -> Callable[..., Path]:
+    """A two-block llama by dtype, division into files and tying, made once each; copy it before changing it."""
+    made: dict[tuple[object, ...], Path] = {}
+
+    def get(dtype: torch.dtype = torch.float32, division: str = "single", tied: bool = False) -> Path:
+        key = (dtype, division, tied)
+        if key not in made:
+            save = SHARDED[division]
+            made[key] = make_checkpoint(save=save, dtype=dtype, tie_word_embeddings=tied, num_hidden_layers=2)
+            (made[key] / "LICENSE").write_bytes("Lizenz für alle\r\n".encode())
+        return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def both_layouts(llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One sound model in five shards and as pipeline layers; copy a folder before changing it."""
+    folder = llama(division="sharded")
+    assert len(list(folder.glob("*.safetensors"))) == 5
+    layers = tmp_path_factory.mktemp("both") / "layers"
+    hg_to_pp(folder, layers)
+    return {"huggingface": folder, "pipeline": layers}

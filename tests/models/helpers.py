@@ -18,10 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from models import CausalLM, CheckpointError
 from models.architectures import Slot
-from models.checkpoint.convert import hg_to_pp
+from models.checkpoint.convert import hg_to_pp, pp_to_hg
 
 ROOT = Path(__file__).parents[2]
 LAYOUTS = ["huggingface", "pipeline"]
+CONVERTERS: dict[str, Callable[..., None]] = {"huggingface": hg_to_pp, "pipeline": pp_to_hg}  # by what they read
+SHARDED = {"single": None, "sharded": {"max_shard_size": "100KB"}}
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 BIN_INDEX = "pytorch_model.bin.index.json"
 
@@ -110,6 +112,16 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def side_files(folder: Path) -> dict[str, bytes]:
+    """Every file of a HuggingFace folder but the weights and their index."""
+    return {n: d for n, d in contents(folder).items() if not n.endswith((".safetensors", ".bin", ".index.json"))}
+
+
+def joined(files: WeightFiles) -> dict[str, Tensor]:
+    """All the tensors, whichever file they lie in."""
+    return {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
+
+
 def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Same names, dtypes, shapes and bits: NaN equals NaN here, and -0.0 differs from 0.0."""
     assert actual.keys() == expected.keys()
@@ -117,6 +129,26 @@ def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> 
         found = actual[name]
         assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape), name
         assert torch.equal(found.contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
+
+
+def assert_round_trip(folder: Path, workspace: Path) -> Path:
+    """Convert to `workspace`/layers and back to `workspace`/exported and compare everything; gives the latter."""
+    hg_to_pp(folder, workspace / "layers")
+    pp_to_hg(workspace / "layers", workspace / "exported")
+    exported = read_weights(workspace / "exported")
+    original = {
+        file.removeprefix("pytorch_").replace(".bin", ".safetensors"): tensors
+        for file, tensors in read_weights(folder).items()
+    }
+    assert list(exported) == list(original)
+    for file, tensors in original.items():
+        assert_same_bits(exported[file], tensors)
+    assert side_files(workspace / "exported") == side_files(folder)
+    if len(original) > 1:
+        index = json.loads((workspace / "exported" / SAFETENSORS_INDEX).read_text())
+        assert index["weight_map"] == {name: file for file, tensors in exported.items() for name in tensors}
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in joined(exported).values())
+    return workspace / "exported"
 
 
 def error_line(call: Callable[[], object]) -> str:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ from torch import Tensor
 from models import load_model
 from models.checkpoint.convert import hg_to_pp, pp_to_hg
 from tests.models.helpers import (
+    CONVERTERS,
     SAFETENSORS_INDEX,
     change_config,
     change_weights,
     copy_of,
     error_line,
+    joined,
     read_weights,
     run_convert_model,
     write_weights,
@@ -57,7 +60,7 @@ def without(name: str) -> Damage:
     return weights(lambda tensors: tensors.pop(name, None))
 
 
-def layer(number: int, change: Callable[[dict[str, Tensor]], object]) -> Damage:
+def layer(number: int, change: Callable[[dict[str, Any]], object]) -> Damage:
     def damage(folder: Path) -> None:
         path = folder / f"layer_{number:02d}-model_states.pt"
         state = torch.load(path, weights_only=True)
@@ -67,19 +70,13 @@ def layer(number: int, change: Callable[[dict[str, Tensor]], object]) -> Damage:
     return damage
 
 
-def as_one_bin(state: dict[object, object]) -> Damage:
+def as_one_bin(state: dict[Any, Any]) -> Damage:
     """One pytorch_model.bin that holds the given things besides the weights."""
 
     def damage(folder: Path) -> None:
-        tensors = {name: tensor for file in read_weights(folder).values() for name, tensor in file.items()}
-        write_weights(folder, {"pytorch_model.bin": tensors | state})  # type: ignore[operator]
+        write_weights(folder, {"pytorch_model.bin": joined(read_weights(folder)) | state})
 
     return damage
-
-
-def tied_with_two_weights(folder: Path) -> None:
-    """config.json says that the head is the embedding, but the file holds another head."""
-    change_config(folder, tie_word_embeddings=True)
 
 
 COMMON: dict[str, Bad] = {
@@ -108,8 +105,8 @@ HUGGINGFACE: dict[str, Bad] = COMMON | {
     "missing-head": (without("lm_head.weight"), ("lm_head.weight",)),
     "a-block-too-many": (config(num_hidden_layers=1), (QUERY.replace("q_proj", "k_proj"),)),
     "a-block-too-few": (config(num_hidden_layers=3), ("model.layers.2.",)),
-    "bias-too-many": (weights(lambda t: t.update({f"{QUERY}_scale": torch.ones(1)})), ("q_proj.weight_scale",)),
-    "two-heads": (tied_with_two_weights, ("lm_head.weight", "tie_word_embeddings")),
+    "unexpected-weight": (weights(lambda t: t.update({f"{QUERY}_scale": torch.ones(1)})), ("q_proj.weight_scale",)),
+    "tied-but-with-another-head": (config(tie_word_embeddings=True), ("lm_head.weight", "tie_word_embeddings")),
     "bin-no-tensor": (as_one_bin({"note": "hello"}), ("pytorch_model.bin", "tensors")),
     "bin-number-key": (as_one_bin({7: torch.ones(1)}), ("pytorch_model.bin",)),
 }
@@ -126,28 +123,17 @@ PIPELINE: dict[str, Bad] = COMMON | {
     "unexpected-weight": (layer(2, lambda s: s.update(bias=torch.ones(1))), ("layer_02", "bias")),
     "no-tensor": (layer(2, lambda s: s.update(note="hello")), ("layer_02", "tensors")),
     "a-block-too-many": (config(num_hidden_layers=1), ()),
-    "a-block-too-few": (config(num_hidden_layers=3), ("layer_03",)),
+    "a-block-too-few": (config(num_hidden_layers=3), ()),
 }
 CASES = [("huggingface", name) for name in HUGGINGFACE] + [("pipeline", name) for name in PIPELINE]
 
 
-@pytest.fixture(scope="module")
-def good(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same sound model in both layouts."""
-    folder = make_checkpoint(num_hidden_layers=2, save={"max_shard_size": "100KB"})
-    assert (folder / SHARD).is_file()
-    layers = tmp_path_factory.mktemp("good") / "layers"
-    hg_to_pp(folder, layers)
-    return {"huggingface": folder, "pipeline": layers}
-
-
 @pytest.mark.parametrize(("layout", "name"), CASES, ids=[f"{layout}-{name}" for layout, name in CASES])
-def test_damage_is_told_in_one_line(good: dict[str, Path], layout: str, name: str, tmp_path: Path) -> None:
+def test_damage_is_told_in_one_line(both_layouts: dict[str, Path], layout: str, name: str, tmp_path: Path) -> None:
     damage, wanted = (HUGGINGFACE if layout == "huggingface" else PIPELINE)[name]
-    folder = copy_of(good[layout], tmp_path / "bad")
+    folder = copy_of(both_layouts[layout], tmp_path / "bad")
     damage(folder)
-    convert = hg_to_pp if layout == "huggingface" else pp_to_hg
-    for use in (lambda: load_model(folder), lambda: convert(folder, tmp_path / "out")):
+    for use in (lambda: load_model(folder), lambda: CONVERTERS[layout](folder, tmp_path / "out")):
         told = error_line(use)
         assert str(folder) in told
         assert [fragment for fragment in wanted if fragment not in told] == [], told
@@ -168,14 +154,14 @@ def test_folder_that_is_not_there_is_told(use: Callable[[Path], object], tmp_pat
         assert str(tmp_path / name) in error_line(partial(use, tmp_path / name))
 
 
-def test_each_converter_refuses_the_other_layout(good: dict[str, Path], tmp_path: Path) -> None:
-    assert "already in the pipeline layout" in error_line(lambda: hg_to_pp(good["pipeline"], tmp_path / "out"))
-    assert "not in the pipeline layout" in error_line(lambda: pp_to_hg(good["huggingface"], tmp_path / "out"))
+def test_each_converter_refuses_the_other_layout(both_layouts: dict[str, Path], tmp_path: Path) -> None:
+    assert "already in the pipeline layout" in error_line(lambda: hg_to_pp(both_layouts["pipeline"], tmp_path / "out"))
+    assert "not in the pipeline layout" in error_line(lambda: pp_to_hg(both_layouts["huggingface"], tmp_path / "out"))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_command_line_says_one_line_and_leaves_with_2(good: dict[str, Path], tmp_path: Path) -> None:
-    folder = copy_of(good["huggingface"], tmp_path / "bad")
+def test_command_line_says_one_line_and_leaves_with_2(both_layouts: dict[str, Path], tmp_path: Path) -> None:
+    folder = copy_of(both_layouts["huggingface"], tmp_path / "bad")
     unlink(SHARD)(folder)
     done = run_convert_model("hg_to_pp", "--input-path", folder, "--save-path", tmp_path / "out")
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""Shows that generation with the cache writes what full forwards and transformers write, and that sampling keeps top_p."""
+"""Shows that generation with the cache writes what full forwards and transformers write; sampling keeps to top_p."""
 
 from __future__ import annotations
 

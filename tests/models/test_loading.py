@@ -99,5 +99,5 @@ def test_layers_own_their_weights_in_the_dtype_asked_for(folder: Path, layout: s
         assert_same_bits({name: tensor.detach() for name, tensor in module.named_parameters()}, stored)
         with torch.no_grad():
             for parameter in module.parameters():
-                parameter += 1
+                parameter.add_(1)
         assert_same_bits(source.read_layer(layer), stored)

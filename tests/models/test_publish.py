@@ -12,28 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.checkpoint.convert import hg_to_pp, pp_to_hg
+from models.checkpoint.convert import pp_to_hg
 from models.checkpoint.publish import publish_folder
-from tests.models.helpers import contents, copy_of, error_line
+from tests.models.helpers import CONVERTERS, contents, copy_of, error_line
 
 Convert = Callable[..., None]
-DIRECTIONS = ["hg_to_pp", "pp_to_hg"]
 
 
-@pytest.fixture(scope="module")
-def folders(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same model in both layouts, by the direction that reads it."""
-    folder = make_checkpoint(num_hidden_layers=2)
-    layers = tmp_path_factory.mktemp("publish") / "layers"
-    hg_to_pp(folder, layers)
-    return {"hg_to_pp": folder, "pp_to_hg": layers}
-
-
-@pytest.fixture(params=DIRECTIONS)
-def conversion(request: pytest.FixtureRequest, folders: dict[str, Path]) -> tuple[Convert, Path]:
+@pytest.fixture(params=CONVERTERS)
+def conversion(request: pytest.FixtureRequest, both_layouts: dict[str, Path]) -> tuple[Convert, Path]:
     """A converter with a folder that it reads."""
-    convert = hg_to_pp if request.param == "hg_to_pp" else pp_to_hg
-    return convert, folders[request.param]
+    return CONVERTERS[request.param], both_layouts[request.param]
 
 
 @contextmanager
@@ -98,8 +87,10 @@ def test_target_below_a_file_is_refused(conversion: tuple[Convert, Path], tmp_pa
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_failure_at_the_last_layer_leaves_nothing(folders: dict[str, Path], overwrite: bool, tmp_path: Path) -> None:
-    layers = copy_of(folders["pp_to_hg"], tmp_path / "layers")
+def test_failure_at_the_last_layer_leaves_nothing(
+    both_layouts: dict[str, Path], overwrite: bool, tmp_path: Path
+) -> None:
+    layers = copy_of(both_layouts["pipeline"], tmp_path / "layers")
     last = layers / "layer_03-model_states.pt"
     state = torch.load(last, weights_only=True)
     torch.save(state | {"norm.weight": torch.ones(3)}, last)

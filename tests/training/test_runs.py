@@ -7,6 +7,7 @@ shared by the tests.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -155,13 +156,13 @@ OPTIONS: dict[str, Any] = {
 
 
 def test_every_option_at_once_agrees_between_one_and_two_stages(folder: Path, records: Path, tied: Path) -> None:
-    """Fresh weights, Lion, z-loss, recomputation, clipping without ZeRO, from the pipeline layout."""
-    hg_to_pp(tied, folder / "tied_pp")
+    """Fresh weights of a folder that has none, Lion, z-loss, recomputation, clipping without ZeRO."""
+    shutil.copytree(tied, folder / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
     losses = {}
     for dims in ((1, 1), (2, 1)):
         path = write_config(
             folder / f"options{dims[0]}.yml",
-            model_path=str(folder / "tied_pp"),
+            model_path=str(folder / "bare"),
             data_path=[str(records), str(records)],
             model_topo=topology(dims),
             **OPTIONS,
@@ -176,12 +177,16 @@ def test_every_option_at_once_agrees_between_one_and_two_stages(folder: Path, re
         assert lrs[-1] == pytest.approx(3.0e-5)
     torch.testing.assert_close(losses[2, 1], losses[1, 1], atol=1e-4, rtol=0)
     assert losses[1, 1][-1] < losses[1, 1][0]
+    exported = folder / "options_hg"
+    pp_to_hg(folder / "options2", exported)
+    AutoModelForCausalLM.from_pretrained(exported)
 
 
-def test_bf16_on_two_stages_learns(folder: Path, records: Path, tied: Path) -> None:
+def test_bf16_on_two_stages_learns_from_the_pipeline_layout(folder: Path, records: Path, tied: Path) -> None:
+    hg_to_pp(tied, folder / "tied_pp")
     path = write_config(
         folder / "bf16.yml",
-        model_path=str(tied),
+        model_path=str(folder / "tied_pp"),
         data_path=str(records),
         n_epoches=4,
         bf16={"enabled": True},
@@ -194,3 +199,6 @@ def test_bf16_on_two_stages_learns(folder: Path, records: Path, tied: Path) -> N
     # Logged in fp32: a bf16 loss has at most eight significant bits.
     assert any(loss != torch.tensor(loss).bfloat16().item() for loss in losses)
     assert load_model(path.with_suffix("")).head.lm_head.weight.dtype == torch.bfloat16
+    pp_to_hg(path.with_suffix(""), folder / "bf16_hg")
+    exported = load_file(folder / "bf16_hg" / "model.safetensors")
+    assert {tensor.dtype for tensor in exported.values()} == {torch.float32}, "the dtype of the original"

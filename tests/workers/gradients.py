@@ -29,6 +29,7 @@ def main() -> None:
     arguments = parser.parse_args()
     cases = json.loads(arguments.cases.read_text())
     place = distributed.Place.from_environment()
+    assert place is not None
     started = False
     for case in cases:
         config = TrainConfig.model_validate(case["config"])
@@ -40,7 +41,7 @@ def main() -> None:
 
 
 def run_case(name: str, config: TrainConfig, folder: Path) -> None:
-    samples = json.loads(Path(config.data_path).read_text())
+    samples = json.loads(Path(config.data_paths[0]).read_text())
     loader = Loader(
         samples,
         config.train_batch_size,

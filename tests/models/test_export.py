@@ -1,0 +1,93 @@
+"""Shows that layers export wherever they came from: files of 2023, another tool, a training run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from models import load_model
+from models.checkpoint import convert
+from models.checkpoint.convert import copy_side_files, hg_to_pp, pp_to_hg
+from tests.models.helpers import (
+    LAYOUTS,
+    assert_round_trip,
+    assert_same_bits,
+    copy_of,
+    joined,
+    oracle,
+    random_ids,
+    read_weights,
+    side_files,
+    write_weights,
+)
+
+
+@pytest.fixture
+def llama_of_2023(llama: Callable[..., Path], tmp_path: Path) -> Path:
+    """A checkpoint with the rotary buffers that transformers stored until 4.31, of another dtype than the weights."""
+    folder = copy_of(llama(torch.float16, "sharded", False), tmp_path / "of-2023")
+    files = read_weights(folder)
+    for number in range(2):
+        buffer = torch.rand(8, generator=torch.Generator().manual_seed(number))
+        files[list(files)[number]][f"model.layers.{number}.self_attn.rotary_emb.inv_freq"] = buffer
+    write_weights(folder, files)
+    return folder
+
+
+def test_rotary_buffers_of_old_llama_files_come_back(llama_of_2023: Path, tmp_path: Path) -> None:
+    exported = assert_round_trip(llama_of_2023, tmp_path)
+    assert any(name.endswith("rotary_emb.inv_freq") for name in joined(read_weights(exported)))
+    ids = random_ids(1, 8)
+    torch.testing.assert_close(load_model(tmp_path / "layers")(ids), load_model(llama_of_2023)(ids), atol=0, rtol=0)
+
+
+def test_old_llama_layers_without_a_manifest_still_export(llama_of_2023: Path, tmp_path: Path) -> None:
+    hg_to_pp(llama_of_2023, tmp_path / "layers")
+    (tmp_path / "layers" / "pipetune.json").unlink()
+    pp_to_hg(tmp_path / "layers", tmp_path / "exported")
+    expected = oracle(llama_of_2023, torch.float16).state_dict()
+    assert_same_bits(oracle(tmp_path / "exported", torch.float16).state_dict(), expected)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("most", [convert.MAX_SHARD_BYTES, 60_000])
+def test_layers_of_another_tool_export(
+    llama: Callable[..., Path], tied: bool, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = llama(torch.bfloat16, "single", tied)
+    hg_to_pp(folder, tmp_path / "layers")
+    (tmp_path / "layers" / "pipetune.json").unlink()
+    monkeypatch.setattr(convert, "MAX_SHARD_BYTES", most)
+    pp_to_hg(tmp_path / "layers", tmp_path / "exported")
+
+    files = read_weights(tmp_path / "exported")
+    assert (len(files) > 1) == (most == 60_000)
+    assert all(len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= most for tensors in files.values())
+    assert_same_bits(joined(files), read_weights(folder)["model.safetensors"])
+    assert side_files(tmp_path / "exported") == side_files(folder)
+    assert_same_bits(
+        oracle(tmp_path / "exported", torch.bfloat16).state_dict(), oracle(folder, torch.bfloat16).state_dict()
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_trained_layers_with_the_side_files_export_like_the_original(
+    llama_of_2023: Path, layout: str, tmp_path: Path
+) -> None:
+    hg_to_pp(llama_of_2023, tmp_path / "layers")
+    (tmp_path / "trained").mkdir()
+    for path in (tmp_path / "layers").glob("layer_*"):
+        state: dict[str, Tensor] = torch.load(path, weights_only=True)
+        torch.save({name: tensor + 1 for name, tensor in state.items()}, tmp_path / "trained" / path.name)
+    copy_side_files(llama_of_2023 if layout == "huggingface" else tmp_path / "layers", tmp_path / "trained")
+    pp_to_hg(tmp_path / "trained", tmp_path / "exported")
+
+    exported = read_weights(tmp_path / "exported")
+    for file, tensors in read_weights(llama_of_2023).items():
+        trained = {name: tensor if "inv_freq" in name else tensor + 1 for name, tensor in tensors.items()}
+        assert_same_bits(exported[file], trained)
+    assert side_files(tmp_path / "exported") == side_files(llama_of_2023)

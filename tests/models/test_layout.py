@@ -1,0 +1,80 @@
+"""Shows which files of a folder count: the format that is preferred, a run's newest checkpoint, the manifest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models import load_model
+from models.checkpoint.convert import pp_to_hg
+from tests.models.helpers import (
+    BIN_INDEX,
+    LAYOUTS,
+    assert_round_trip,
+    copy_of,
+    error_line,
+    joined,
+    random_ids,
+    read_weights,
+)
+
+SHARD = "model-00002-of-00005.safetensors"
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+
+
+def logits(folder: Path) -> Tensor:
+    with torch.inference_mode():
+        found: Tensor = load_model(folder)(random_ids(1, 8))
+        return found
+
+
+def test_safetensors_are_read_where_a_bin_file_lies_beside_them(llama: Callable[..., Path], tmp_path: Path) -> None:
+    folder = copy_of(llama(), tmp_path / "both")
+    others = {name: tensor + 1 for name, tensor in joined(read_weights(folder)).items()}
+    torch.save(others, folder / "pytorch_model.bin")
+    torch.testing.assert_close(logits(folder), logits(llama()), atol=0, rtol=0)
+
+
+def test_index_of_bin_shards_that_were_not_fetched_does_not_matter(llama: Callable[..., Path], tmp_path: Path) -> None:
+    """What `download` leaves of a repository with one safetensors file and several .bin shards."""
+    folder = copy_of(llama(), tmp_path / "fetched")
+    weight_map = dict.fromkeys(joined(read_weights(folder)), "pytorch_model-00001-of-00002.bin")
+    (folder / BIN_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    torch.testing.assert_close(logits(folder), logits(llama()), atol=0, rtol=0)
+    assert_round_trip(folder, tmp_path)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_folder_of_a_run_stands_for_its_newest_checkpoint(
+    both_layouts: dict[str, Path], layout: str, tmp_path: Path
+) -> None:
+    copy_of(both_layouts[layout], tmp_path / "run" / "step_8")
+    (tmp_path / "run" / "latest").write_text("step_8\n")
+    torch.testing.assert_close(logits(tmp_path / "run"), logits(both_layouts[layout]), atol=0, rtol=0)
+    (tmp_path / "run" / "latest").write_text("step_9")
+    assert str(tmp_path / "run" / "step_9") in error_line(lambda: load_model(tmp_path / "run"))
+
+
+MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "of-wrong-fields": lambda manifest: manifest.update(colour={}),
+    "empty": lambda manifest: manifest.clear(),
+    "without-a-weight": lambda manifest: manifest["files"][SHARD].pop(),
+    "with-an-unknown-weight": lambda manifest: manifest["files"][SHARD].append("model.layers.9.x"),
+    "with-an-unknown-dtype": lambda manifest: manifest["dtypes"].update({QUERY: "F99"}),
+}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_damaged_manifest_is_told_in_one_line(both_layouts: dict[str, Path], name: str, tmp_path: Path) -> None:
+    folder = copy_of(both_layouts["pipeline"], tmp_path / "bad")
+    manifest = json.loads((folder / "pipetune.json").read_text())
+    MANIFESTS[name](manifest)
+    (folder / "pipetune.json").write_text(json.dumps(manifest))
+    assert str(folder / "pipetune.json") in error_line(lambda: pp_to_hg(folder, tmp_path / "out"))
+    assert list(tmp_path.iterdir()) == [folder]
