@@ -26,7 +26,6 @@ from models.spec import ModelSpec
 from training import distributed
 from training.config import TrainConfig, load_config
 from training.distributed import Place, agreed, exit_on_user_error
-from training.errors import ConfigError
 
 
 def main() -> None:
@@ -68,11 +67,6 @@ def run(config: TrainConfig, place: Place) -> None:
         config.seed,
         config.dataloader_drop_last,
     )
-    if loader.steps_per_epoch == 0:
-        raise ConfigError(
-            f"train_batch_size: {config.train_batch_size} is more than the {len(dataset.samples)} samples, "
-            "and dataloader_drop_last leaves nothing to train on"
-        )
     total_steps = config.n_epoches * loader.steps_per_epoch
     log.print(f"model: {spec.family.name}, {spec.n_layers} layers in {len(parts)} stages of {parts}")
     attention = choose_attention(config.use_flash_attn, training_dtype(config))

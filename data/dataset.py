@@ -62,11 +62,13 @@ def load_dataset(
         DataError: a file or a record is wrong, or nothing that bears loss is left.
     """
     dataset = Dataset()
-    for number, record in enumerate(read_records(paths), start=1):
+    files = [paths] if isinstance(paths, (str, Path)) else paths
+    records = [(file, number, record) for file in files for number, record in enumerate(read_records(file), start=1)]
+    for file, number, record in records:
         try:
             sample = encode_whole(record, tokenizer, prompt_format)
         except DataError as error:
-            raise DataError(f"record {number}: {error}") from None
+            raise DataError(f"{file}: record {number}: {error}") from None
         length = len(sample["input_ids"])
         dataset.kinds[record.type] += 1
         dataset.longest = max(dataset.longest, length)

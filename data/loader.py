@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from data.dataset import supervised_count
+from data.errors import DataError
 from data.tokenize import IGNORED, Sample
 
 PAD_MULTIPLE = 8  # lengths are rounded up: kernels like multiples of eight, and shapes repeat more often
@@ -71,6 +72,11 @@ class Loader:
         self.seed = seed
         whole, rest = divmod(len(samples), batch_size)
         self.steps_per_epoch = whole + (1 if rest and not drop_last else 0)
+        if not self.steps_per_epoch:
+            raise DataError(
+                f"{len(samples)} samples do not fill a batch of train_batch_size {batch_size} with "
+                "dataloader_drop_last; expected more samples or a smaller batch"
+            )
 
     def batch(self, step: int) -> GlobalBatch:
         """The global batch of a step, counted from 0 over all epochs."""

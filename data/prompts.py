@@ -177,11 +177,15 @@ def _write_chat(dialogue: Dialogue, tokenizer: PreTrainedTokenizerBase) -> list[
     for number, message in enumerate(marked[1::2]):
         message["content"] = _mark(number)
     scaffold = _render(tokenizer, marked)
-    generation_prompt = _generation_prompt(tokenizer, messages[:1])
+    prompts = [
+        _render(tokenizer, marked[: 2 * turn + 1], add_generation_prompt=True) for turn in range(len(dialogue.turns))
+    ]
     for answers in ([turn.answer for turn in dialogue.turns], [_stripped(turn.answer) for turn in dialogue.turns]):
-        spans = _fill(scaffold, answers, generation_prompt, tokenizer)
-        if spans is not None and "".join(span.text for span in spans).startswith(rendered):
-            return spans
+        filled = scaffold
+        for number, answer in enumerate(answers):
+            filled = filled.replace(_mark(number), "".join(span.text for span in answer))
+        if filled == rendered and all(scaffold.count(_mark(turn)) == 1 for turn in range(len(answers))):
+            return _fill(scaffold, answers, prompts, tokenizer)
     raise DataError("the chat template changes the words of an answer; use prompt_format: plain")
 
 
@@ -190,38 +194,37 @@ def _mark(number: int) -> str:
 
 
 def _fill(
-    scaffold: str, answers: list[tuple[Span, ...]], generation_prompt: str, tokenizer: PreTrainedTokenizerBase
-) -> list[Span] | None:
-    """The scaffold with the answers in the place of their marks; None where a mark did not come through."""
+    scaffold: str, answers: list[tuple[Span, ...]], prompts: list[str], tokenizer: PreTrainedTokenizerBase
+) -> list[Span]:
+    """The scaffold with the answers in the place of their marks.
+
+    The model writes all that stands between what it is asked with and its answer, and the end of its turn.
+    """
     spans: list[Span] = []
-    rest = scaffold
+    done, rest = "", scaffold
     for number, answer in enumerate(answers):
         before, mark, rest = rest.partition(_mark(number))
-        if not mark:
-            return None
-        begin = before.rfind(generation_prompt) + len(generation_prompt) if generation_prompt in before else len(before)
+        prompt = prompts[number]
+        begin = len(prompt) - len(done) if (done + before).startswith(prompt) else len(before)
         end = _end_of_turn(rest, tokenizer)
-        last = number == len(answers) - 1
-        if not end and last:
-            rest = _end_of_sequence(tokenizer) + rest
-            end = len(_end_of_sequence(tokenizer))
-        spans += [Span(before[:begin], False), Span(before[begin:], True), *answer, Span(rest[:end], True)]
+        spans += [Span(before[:begin], False), Span(before[begin:], True), *answer]
+        if not end and number == len(answers) - 1:
+            spans.append(Span(_end_of_sequence(tokenizer), True))
+        spans.append(Span(rest[:end], True))
+        done += before + mark + rest[:end]
         rest = rest[end:]
     spans.append(Span(rest, False))
     return [span for span in spans if span.text]
 
 
 def _end_of_turn(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Length of the special token that `text` begins with, 0 where there is none."""
-    return max((len(token) for token in tokenizer.all_special_tokens if text.startswith(token)), default=0) or max(
-        (len(token) for token in tokenizer.get_added_vocab() if text.startswith(token)), default=0
-    )
-
-
-def _generation_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
-    """What the template adds when the model is to speak next, such as `<|im_start|>assistant` and a line's end."""
-    with_prompt = _render(tokenizer, messages, add_generation_prompt=True)
-    return with_prompt.removeprefix(_render(tokenizer, messages))
+    """Length of the special token that `text` begins with, blanks before it included; 0 where there is none."""
+    token = text.lstrip(" ")
+    blanks = len(text) - len(token)
+    for known in (tokenizer.all_special_tokens, tokenizer.get_added_vocab()):
+        if lengths := [len(special) for special in known if token.startswith(special)]:
+            return blanks + max(lengths)
+    return 0
 
 
 def _stripped(answer: tuple[Span, ...]) -> tuple[Span, ...]:

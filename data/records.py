@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter, ValidationError, field_validator
 
 from data.errors import DataError
 
@@ -62,6 +62,10 @@ class ApiAnswer(BaseModel):
 Ask = tuple[Literal["ask"], str]
 Ans = tuple[Literal["ans"], str]
 AnsApi = tuple[Literal["ans-api"], ApiAnswer]
+Round = Annotated[  # the role decides, so that a complaint is about the right one
+    Annotated[Ask, Tag("ask")] | Annotated[Ans, Tag("ans")] | Annotated[AnsApi, Tag("ans-api")],
+    Discriminator(lambda entry: entry[0]),
+]
 
 
 class _Dialogue(BaseModel):
@@ -87,7 +91,7 @@ class Conversation(_Dialogue):
     """Several rounds; loss on every answer."""
 
     type: Literal["conversation"]
-    rounds: list[Ask | Ans] = Field(min_length=1)
+    rounds: list[Round] = Field(min_length=1)
 
 
 class ConverHasApi(_Dialogue):
@@ -95,7 +99,7 @@ class ConverHasApi(_Dialogue):
 
     type: Literal["conver_has_api"]
     api_desc: str
-    rounds: list[Annotated[Ask | Ans | AnsApi, Field(union_mode="left_to_right")]] = Field(min_length=1)
+    rounds: list[Round] = Field(min_length=1)
 
 
 class RefQA(_Dialogue):
@@ -103,7 +107,7 @@ class RefQA(_Dialogue):
 
     type: Literal["ref_qa"]
     reference: str
-    rounds: list[Ask | Ans] = Field(min_length=1)
+    rounds: list[Round] = Field(min_length=1)
 
 
 Record = Pretrain | Instruct | Conversation | ConverHasApi | RefQA
@@ -128,7 +132,7 @@ def parse_record(raw: Any) -> Record:
     kind = raw.get("type")
     if kind is None:
         raise DataError(f"field type: missing; expected one of {', '.join(KINDS)}")
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise DataError(f"field type: expected one of {', '.join(KINDS)}, found {kind!r}")
     try:
         record: Record = _ADAPTERS[kind].validate_python(raw)
@@ -156,7 +160,7 @@ def _read_file(path: Path) -> list[Record]:
         raise DataError(f"{path}: line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: byte {error.start}: not UTF-8; expected a JSON file in UTF-8") from None
-    except (OSError, RecursionError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
     if not isinstance(raw, list):
         raise DataError(f"{path}: expected a list of records, found {_json_type(raw)}")
@@ -174,7 +178,7 @@ def _read_file(path: Path) -> list[Record]:
 def _explain(error: ValidationError) -> str:
     """pydantic's first complaint as `field rounds[2][1]: what was expected`."""
     first = error.errors()[0]
-    steps = [step for step in first["loc"] if not str(step).startswith("tuple[")]
+    steps = [step for step in first["loc"] if step not in ("ask", "ans", "ans-api")]
     place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).lstrip(".")
     if first["type"] == "missing":
         return f"field {place}: missing"

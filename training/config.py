@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Hashable
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from data.prompts import PromptFormat
 from training.errors import ConfigError
@@ -25,6 +26,9 @@ DEEPSPEED_KEYS = frozenset(
     "memory_breakdown pipeline prescale_gradients sparse_gradients tensorboard torch_autocast wall_clock_breakdown "
     "wandb".split()
 )
+
+
+ALIASES = {"n_epochs": "n_epoches"}  # other spellings of our own keys
 
 
 class _Section(BaseModel):
@@ -151,12 +155,12 @@ class ModelTopo(_Section):
 class TrainConfig(BaseModel):
     """A whole run. Keys that are not listed here are DeepSpeed's."""
 
-    model_config = ConfigDict(extra="allow", populate_by_name=True)
+    model_config = ConfigDict(extra="allow")
 
     # Folder of the model to start from, in either layout.
     model_path: str
     # JSON file of records, or a list of them.
-    data_path: str | list[str]
+    data_path: str | Annotated[list[str], Field(min_length=1)]
     # Folder for the run: config.yml, metrics.jsonl, checkpoints.
     save_path: str
     # Start from random weights of model_path's architecture instead of its weights.
@@ -166,8 +170,8 @@ class TrainConfig(BaseModel):
     train_micro_batch_size_per_gpu: int = Field(default=1, ge=1)
     # Samples in one optimizer step, over all replicas.
     train_batch_size: int = Field(ge=1)
-    # Passes over the data.
-    n_epoches: int = Field(default=1, ge=1, validation_alias=AliasChoices("n_epoches", "n_epochs"))
+    # Passes over the data; n_epochs is the same key.
+    n_epoches: int = Field(default=1, ge=1)
     # Longer samples are cut, counted and reported.
     max_seq_len: int = Field(default=2048, ge=2)
     # Leave out the samples that do not fill an epoch's last batch.
@@ -274,7 +278,11 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
             key = self.construct_object(key_node, deep=deep)
+            if not isinstance(key, Hashable):
+                raise yaml.constructor.ConstructorError(None, None, "a key is not a plain value", key_node.start_mark)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
             seen.add(key)
@@ -297,8 +305,15 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         mark = error.problem_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise ConfigError(f"{path}: {place}{error.problem}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected keys and values, found {type(raw).__name__}")
+    for alias, name in ALIASES.items():
+        if alias in raw:
+            if name in raw:
+                raise ConfigError(f"{path}: {alias} and {name} are one key; expected only one of them")
+            raw[name] = raw.pop(alias)
     return raw
 
 
@@ -310,6 +325,7 @@ def _override(raw: dict[str, Any], word: str) -> None:
     key, equals, text = word.partition("=")
     if not equals or not key:
         raise ConfigError(f"command line: {word!r}: expected key.sub=value")
+    key = ALIASES.get(key, key)
     *parents, last = key.split(".")
     section = raw
     for parent in parents:
@@ -318,12 +334,12 @@ def _override(raw: dict[str, Any], word: str) -> None:
             raise ConfigError(f"command line: {key}: {parent} is a value, not a section")
     try:
         section[last] = _parse_yaml(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         raise ConfigError(f"command line: {key}: {text!r} is not a YAML value") from None
 
 
 def _refuse_unknown(raw: dict[str, Any], where: str) -> None:
-    own = {*TrainConfig.model_fields, "n_epochs"}
+    own = set(TrainConfig.model_fields)
     for key in raw:
         if key not in own and key not in DEEPSPEED_KEYS:
             near = difflib.get_close_matches(str(key), [*own, *DEEPSPEED_KEYS], n=1, cutoff=0.0)
