@@ -56,8 +56,9 @@ def choose(logits: Tensor, sampling: Sampling) -> int:
     if sampling.temperature == 0.0:
         return int(logits.argmax())
     probabilities, tokens = torch.softmax(logits / sampling.temperature, dim=-1).sort(descending=True)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    probabilities[before >= sampling.top_p] = 0.0
+    outside = probabilities.cumsum(dim=-1) - probabilities >= sampling.top_p
+    outside[0] = False  # the likeliest token is always a choice
+    probabilities[outside] = 0.0
     return int(tokens[torch.multinomial(probabilities, 1)])
 
 

@@ -45,12 +45,14 @@ class Positions:
         with torch.device("cpu"):
             self.rotary = family.rotary(config=config) if family.rotary else None
         self.kinds = {attention_kind(config, index) for index in range(config.num_hidden_layers)}
-        self._last: tuple[Tensor, Attention] | None = None
+        self._last: tuple[Tensor, tuple[Any, ...], Attention] | None = None
 
     def __call__(self, hidden: Tensor, position_ids: Tensor, cache: Cache | None = None) -> Attention:
         """Masks and angles for `hidden` [B, S, H] at `position_ids` [B, S]."""
-        if self._last is not None and self._last[0] is position_ids:
-            return self._last[1]
+        version = None if position_ids.is_inference() else position_ids._version
+        state = (version, hidden.dtype, hidden.device, torch.is_inference_mode_enabled())
+        if self._last is not None and self._last[0] is position_ids and self._last[1] == state:
+            return self._last[2]
         rotary = None
         if self.rotary is not None:
             rotary = self.rotary.to(hidden.device)(hidden, position_ids=position_ids)
@@ -65,7 +67,7 @@ class Positions:
             for kind in self.kinds
         }
         attention = Attention(masks, rotary)
-        self._last = (position_ids, attention)
+        self._last = (position_ids, state, attention)
         return attention
 
 

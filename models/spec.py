@@ -55,6 +55,7 @@ class ModelSpec:
             raise CheckpointError(f"{folder / 'config.json'}: {reason}") from None
         spec = cls(family, config)
         spec.set_attention(TORCH)
+        spec._check_buildable(folder / "config.json")
         return spec
 
     @property
@@ -96,6 +97,16 @@ class ModelSpec:
         with torch.device("meta"):
             module: nn.Module = self.build(layer)
         return {name: tensor.shape for name, tensor in module.state_dict().items()}
+
+    def _check_buildable(self, path: Path) -> None:
+        """Lay out one layer of each kind without memory: a value that makes no sense shows here, not in mid-run."""
+        try:
+            for layer in (0, 1, self.n_layers - 1):
+                self.shapes(layer)
+            Positions(self.family, self.config)
+        except Exception as error:  # whatever the layers make of it
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"{path}: no model can be built from it: {type(error).__name__}: {reason}") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from models.architectures import Slot
 from models.checkpoint.layout import (
     CARRIED,
+    MANIFEST,
     Layout,
     Manifest,
     has_huggingface_weights,
@@ -29,11 +29,12 @@ from models.checkpoint.layout import (
 from models.checkpoint.publish import publish_folder
 from models.checkpoint.safetensors_writer import DTYPE_NAMES, DTYPES, SafetensorsWriter, TensorInfo
 from models.checkpoint.source import HuggingFaceSource, PipelineSource
-from models.checkpoint.tensor_files import open_tensors
+from models.checkpoint.tensor_files import open_tensors, save_state_dict
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 
 MAX_SHARD_BYTES = 5 * 10**9
+SINGLE_FILE = "model.safetensors"
 
 
 def hg_to_pp(input_path: str | Path, save_path: str | Path, overwrite: bool = False) -> None:
@@ -53,7 +54,7 @@ def hg_to_pp(input_path: str | Path, save_path: str | Path, overwrite: bool = Fa
             state = source.read_layer(layer)
             for name, tensor in state.items():
                 dtypes[spec.weight_map.disk_name(Slot(layer, name))] = DTYPE_NAMES[tensor.dtype]
-            torch.save({name: tensor.clone() for name, tensor in state.items()}, target / layer_file(layer))
+            save_state_dict(state, target / layer_file(layer))
         _write_carried(source, target, dtypes)
         manifest = _manifest_of(source, dtypes)
         copy_files(folder, target, manifest.side_files)
@@ -74,9 +75,9 @@ def pp_to_hg(input_path: str | Path, save_path: str | Path, overwrite: bool = Fa
         raise CheckpointError(f"{folder}: not in the pipeline layout; pp_to_hg expects layer_*-model_states.pt files")
     spec = ModelSpec.from_folder(folder)
     source = PipelineSource(folder, spec)
-    manifest = Manifest.read(folder) or _default_manifest(source, folder)
     carried = open_tensors(folder / CARRIED) if (folder / CARRIED).is_file() else {}
-    infos = _tensor_infos(spec, manifest, {name: tensor.shape for name, tensor in carried.items()})
+    manifest = Manifest.read(folder) or _default_manifest(source, folder, carried)
+    infos = _tensor_infos(source, manifest, carried)
     with publish_folder(Path(save_path), overwrite) as target:
         with SafetensorsWriter(target, manifest.files, infos) as writer:
             for name, tensor in tqdm(_tensors_on_disk(source, infos), desc="pp_to_hg", unit="tensor", total=len(infos)):
@@ -84,7 +85,7 @@ def pp_to_hg(input_path: str | Path, save_path: str | Path, overwrite: bool = Fa
             for name in carried:
                 writer.write(name, carried[name])
         copy_files(folder, target, manifest.side_files)
-        if len(manifest.files) > 1:
+        if list(manifest.files) != [SINGLE_FILE]:
             _write_index(target, manifest, infos)
 
 
@@ -136,21 +137,29 @@ def _tensors_on_disk(source: PipelineSource, infos: dict[str, TensorInfo]) -> It
                 yield disk_name, tensor
 
 
-def _tensor_infos(spec: ModelSpec, manifest: Manifest, carried: dict[str, torch.Size]) -> dict[str, TensorInfo]:
-    weight_map = spec.weight_map
+def _tensor_infos(source: PipelineSource, manifest: Manifest, carried: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
+    """Dtype and shape of every tensor that the manifest lists, checked against the layers that there are."""
+    spec, weight_map = source.spec, source.spec.weight_map
     shapes = {
         weight_map.disk_name(Slot(layer, name)): shape
         for layer in range(spec.n_layers)
         for name, shape in spec.shapes(layer).items()
     }
-    shapes |= carried
-    names = [name for names in manifest.files.values() for name in names]
-    if lacking := [name for name in names if name not in shapes or name not in manifest.dtypes]:
-        raise CheckpointError(f"the manifest names {lacking[0]}, which neither a layer nor {CARRIED} holds")
+    shapes |= {name: tensor.shape for name, tensor in carried.items()}
+    optional = {weight_map.disk_name(Slot(spec.n_layers - 1, spec.family.tie.head))} if spec.tied else set()
+    names = {name for names in manifest.files.values() for name in names}
+    path = source.folder / MANIFEST
+    if unknown := names - shapes.keys():
+        raise CheckpointError(f"{path}: lists {min(unknown)}, which neither a layer nor {CARRIED} holds")
+    if forgotten := shapes.keys() - names - optional:
+        raise CheckpointError(f"{path}: does not list {min(forgotten)}, which the model has")
+    for name in names:
+        if manifest.dtypes.get(name) not in DTYPES:
+            raise CheckpointError(f"{path}: dtype of {name}: expected one of {', '.join(DTYPES)}")
     return {name: TensorInfo(DTYPES[manifest.dtypes[name]], shapes[name]) for name in names}
 
 
-def _default_manifest(source: PipelineSource, folder: Path) -> Manifest:
+def _default_manifest(source: PipelineSource, folder: Path, carried: Mapping[str, Tensor]) -> Manifest:
     """The layout for layers that came without a manifest."""
     spec = source.spec
     dtypes: dict[str, str] = {}
@@ -169,9 +178,12 @@ def _default_manifest(source: PipelineSource, folder: Path) -> Manifest:
             disk_name = spec.weight_map.disk_name(slot)
             shards[-1].append(disk_name)
             dtypes[disk_name] = DTYPE_NAMES[tensor.dtype]
+    for name, tensor in carried.items():
+        shards[-1].append(name)
+        dtypes[name] = DTYPE_NAMES[tensor.dtype]
     count = len(shards)
     files = (
-        {"model.safetensors": shards[0]}
+        {SINGLE_FILE: shards[0]}
         if count == 1
         else {f"model-{number:05d}-of-{count:05d}.safetensors": names for number, names in enumerate(shards, start=1)}
     )

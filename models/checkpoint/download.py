@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
 
 from models.errors import CheckpointError
 
@@ -30,6 +29,6 @@ def download(model_name: str, save_path: Path) -> None:
             allow_patterns=[*SIDE_PATTERNS, *weights],
             ignore_patterns=["*/*"],
         )
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except Exception as error:  # the hub's own errors, the HTTP library's, the file system's
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"{model_name}: cannot be downloaded: {reason}") from None

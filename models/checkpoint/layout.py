@@ -78,6 +78,8 @@ def weight_index(folder: Path) -> dict[str, str] | None:
     """
     for name in _INDEXES:
         path = folder / name
+        if name == _INDEXES[1] and weight_files(folder, (".safetensors",)):
+            return None  # a .bin index beside safetensors is a leftover
         if path.is_file():
             try:
                 weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
@@ -87,13 +89,13 @@ def weight_index(folder: Path) -> dict[str, str] | None:
     return None
 
 
-def weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path, suffixes: tuple[str, ...] = (".safetensors", ".bin")) -> list[Path]:
     """A HuggingFace folder's weight files: safetensors where there are any, else .bin.
 
     Only transformers' own names count: repositories also ship other files with tensors in them.
     """
     for pattern in ("model.safetensors", "model-*.safetensors", "pytorch_model.bin", "pytorch_model-*.bin"):
-        if files := sorted(folder.glob(pattern)):
+        if pattern.endswith(suffixes) and (files := sorted(folder.glob(pattern))):
             return files
     return []
 

@@ -27,7 +27,9 @@ def publish_folder(target: Path, overwrite: bool = False) -> Iterator[Path]:
     Raises:
         CheckpointError: `target` exists and may not be replaced, or the disk is full or read-only.
     """
-    if not overwrite and target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target}: is a file; expected a folder to write")
+    if not overwrite and target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target}: exists and is not empty; choose another --save-path or add --overwrite")
     prefix = f".{target.name}.partial-{socket.gethostname()}-"
     partial = target.parent / f"{prefix}{os.getpid()}"

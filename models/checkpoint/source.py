@@ -50,7 +50,7 @@ class PipelineSource:
         return state
 
     def dtype(self) -> torch.dtype:
-        return next(iter(load_state_dict(self.folder / layer_file(0)).values())).dtype
+        return next(iter(self.read_layer(0).values())).dtype
 
 
 class HuggingFaceSource:
@@ -72,6 +72,8 @@ class HuggingFaceSource:
         state = {slot: self.read(name) for slot, name in self._names_of_layer[layer].items()}
         weight_map = self.spec.weight_map
         check_layer(self.spec, layer, state, str(self.folder), lambda name: weight_map.disk_name(Slot(layer, name)))
+        if layer == weight_map.head_layer and self.spec.tied:
+            self._check_repeated_head(state[self.spec.family.tie.head])
         return state
 
     def read(self, disk_name: str) -> Tensor:
@@ -85,12 +87,21 @@ class HuggingFaceSource:
             raise CheckpointError(f"{self.folder / file}: no tensor {disk_name}, which the index promises") from None
 
     def dtype(self) -> torch.dtype:
-        return self.read(next(iter(self._names_of_layer[0].values()))).dtype
+        return next(iter(self.read_layer(0).values())).dtype
 
     def carried(self) -> list[str]:
         """Names on disk of the tensors that belong to no layer but have to come back."""
         weight_map = self.spec.weight_map
         return [name for name in self._file_of if weight_map.is_carried(name)]
+
+    def _check_repeated_head(self, embedding: Tensor) -> None:
+        """A tied checkpoint may repeat the embedding as its head, but not hold another one."""
+        name = self.spec.weight_map.disk_name(Slot(self.spec.n_layers - 1, self.spec.family.tie.head))
+        if name in self._file_of and not _same_bytes(self.read(name), embedding):
+            raise CheckpointError(
+                f"{self.folder}: {name} is not the embedding, but config.json says tie_word_embeddings; expected equal "
+                "tensors or tie_word_embeddings: false"
+            )
 
     def _list_files(self) -> dict[str, list[str]]:
         index = weight_index(self.folder)
@@ -154,6 +165,10 @@ def check_layer(spec: ModelSpec, layer: int, state: Mapping[str, Tensor], where:
         if state[name].shape != shape:
             found, expected = list(state[name].shape), list(shape)
             raise CheckpointError(f"{where}: {told(name)} has shape {found}, but config.json makes it {expected}")
+
+
+def _same_bytes(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 class NameFor(Protocol):

@@ -6,6 +6,7 @@ unpickled with `weights_only=True`, which knows tensors and containers and refus
 
 from __future__ import annotations
 
+import errno
 import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -45,12 +46,28 @@ def load_state_dict(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             f"{path}: refused, the pickle holds more than tensors and could run code; expected a plain state dict"
         ) from None
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
+    except Exception as error:  # the unpickler meets broken bytes with errors of many kinds
         reason = " ".join(str(error).split())[:160]
         raise CheckpointError(f"{path}: damaged or not a weight file: {reason}") from None
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise CheckpointError(f"{path}: expected a dict of tensors")
+    if not isinstance(state, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
+    ):
+        raise CheckpointError(f"{path}: expected a dict of names and tensors")
     return state
+
+
+def save_state_dict(state: Mapping[str, Tensor], path: Path) -> None:
+    """Write a layer as DeepSpeed does.
+
+    Raises:
+        OSError: the disk is full or cannot be written; torch itself hides that behind a RuntimeError.
+    """
+    try:
+        with open(path, "wb") as file:
+            torch.save({name: tensor.clone() for name, tensor in state.items()}, file)
+    except RuntimeError as error:
+        cause = error.__context__
+        raise cause if isinstance(cause, OSError) else OSError(errno.EIO, str(error)) from None
 
 
 def _torch_load(path: Path) -> Any:
