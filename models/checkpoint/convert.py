@@ -124,7 +124,7 @@ def copy_side_files(source: Path, target: Path) -> None:
 
 def _manifest_of(source: HuggingFaceSource, dtypes: dict[str, str]) -> Manifest:
     files = {_safetensors_name(file): names for file, names in source.files.items()}
-    return Manifest(files, dtypes, [path.name for path in side_files(source.folder)])
+    return Manifest(files=files, dtypes=dtypes, side_files=[path.name for path in side_files(source.folder)])
 
 
 def _tensors_on_disk(source: PipelineSource, infos: dict[str, TensorInfo]) -> Iterator[tuple[str, Tensor]]:
@@ -187,7 +187,7 @@ def _default_manifest(source: PipelineSource, folder: Path, carried: Mapping[str
         if count == 1
         else {f"model-{number:05d}-of-{count:05d}.safetensors": names for number, names in enumerate(shards, start=1)}
     )
-    return Manifest(files, dtypes, [path.name for path in side_files(folder)])
+    return Manifest(files=files, dtypes=dtypes, side_files=[path.name for path in side_files(folder)])
 
 
 def _write_carried(source: HuggingFaceSource, target: Path, dtypes: dict[str, str]) -> None:

@@ -9,9 +9,11 @@ original was laid out so that an export can give it back, and `carried.safetenso
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from models.errors import CheckpointError
 
@@ -21,6 +23,16 @@ LATEST = "latest"
 
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf"}
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+
+def _in_the_folder(name: str) -> str:
+    """A manifest may come from anywhere: what it names must not lead out of the folder."""
+    if not name or Path(name).name != name:
+        raise ValueError("expected the name of a file")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_in_the_folder)]
 
 
 class Layout(Enum):
@@ -112,8 +124,7 @@ def side_files(folder: Path) -> list[Path]:
     )
 
 
-@dataclass
-class Manifest:
+class Manifest(BaseModel):
     """How the HuggingFace folder was laid out that a pipeline folder came from.
 
     Attributes:
@@ -122,9 +133,11 @@ class Manifest:
         side_files: the names of the files that were copied byte for byte.
     """
 
-    files: dict[str, list[str]] = field(default_factory=dict)
-    dtypes: dict[str, str] = field(default_factory=dict)
-    side_files: list[str] = field(default_factory=list)
+    model_config = ConfigDict(extra="forbid")
+
+    files: dict[FileName, list[str]]
+    dtypes: dict[str, str]
+    side_files: list[FileName]
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
@@ -133,9 +146,9 @@ class Manifest:
         if not path.is_file():
             return None
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError):
+            return cls.model_validate_json(path.read_bytes())
+        except ValidationError:
             raise CheckpointError(f"{path}: damaged; expected the manifest that hg_to_pp writes") from None
 
     def write(self, folder: Path) -> None:
-        (folder / MANIFEST).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        (folder / MANIFEST).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from models.errors import CheckpointError
 
+OLD = "-old"  # ends the name of a folder that waits for its successor
+
 
 @contextmanager
 def publish_folder(target: Path, overwrite: bool = False) -> Iterator[Path]:
@@ -36,8 +38,7 @@ def publish_folder(target: Path, overwrite: bool = False) -> Iterator[Path]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         for stale in target.parent.glob(f"{prefix}*"):
-            if not _is_running(stale.name.removeprefix(prefix)):
-                shutil.rmtree(stale, ignore_errors=True)
+            _clear(stale, target, prefix)
         partial.mkdir()
         yield partial
         _replace(partial, target)
@@ -51,10 +52,24 @@ def _replace(partial: Path, target: Path) -> None:
     if not target.exists():
         partial.rename(target)
         return
-    old = partial.with_name(partial.name + "-old")
+    old = partial.with_name(partial.name + OLD)
     target.rename(old)
-    partial.rename(target)
+    try:
+        partial.rename(target)
+    except OSError:
+        old.rename(target)
+        raise
     shutil.rmtree(old)
+
+
+def _clear(stale: Path, target: Path, prefix: str) -> None:
+    """Remove what a process left that is no more; a folder that it had moved aside goes back to its place."""
+    if _is_running(stale.name.removeprefix(prefix).removesuffix(OLD)):
+        return
+    if stale.name.endswith(OLD) and not target.exists():
+        stale.rename(target)
+    else:
+        shutil.rmtree(stale, ignore_errors=True)
 
 
 def _is_running(pid: str) -> bool:

@@ -29,6 +29,8 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
 }
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 

@@ -168,7 +168,9 @@ def check_layer(spec: ModelSpec, layer: int, state: Mapping[str, Tensor], where:
 
 
 def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    return one.dtype == other.dtype and torch.equal(
+        one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
+    )
 
 
 class NameFor(Protocol):

@@ -70,7 +70,6 @@ def repository(llama: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.M
     """What a repository holds: a model, code, and weights in other formats."""
     folder = copy_of(llama(), tmp_path / "repository")
     (folder / "modeling_llama.py").write_text("raise SystemExit")
-    (folder / "training_args.bin").write_bytes(b"a pickle")
     (folder / "original").mkdir()
     (folder / "original" / "params.json").write_text("{}")
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("HubOfFolder", (Hub,), {"folder": folder}))
@@ -96,6 +95,7 @@ def test_download_takes_weights_and_side_files_and_no_code(
 
 def test_download_takes_bin_files_where_there_is_nothing_else(repository: Path, tmp_path: Path) -> None:
     write_weights(repository, {"pytorch_model.bin": {}})
+    (repository / "training_args.bin").write_bytes(b"a pickle")
     download(NAME, tmp_path / "model")
     assert "pytorch_model.bin" in fetched(tmp_path / "model")
     assert "training_args.bin" not in fetched(tmp_path / "model")

@@ -64,6 +64,11 @@ def test_folder_of_a_run_stands_for_its_newest_checkpoint(
 MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "of-wrong-fields": lambda manifest: manifest.update(colour={}),
     "empty": lambda manifest: manifest.clear(),
+    "of-wrong-kind": lambda manifest: manifest.update(files=[]),
+    "with-weights-outside": lambda manifest: manifest["files"].update(
+        {"../a.safetensors": manifest["files"].pop(SHARD)}
+    ),
+    "with-side-files-outside": lambda manifest: manifest["side_files"].append("../bad/config.json"),
     "without-a-weight": lambda manifest: manifest["files"][SHARD].pop(),
     "with-an-unknown-weight": lambda manifest: manifest["files"][SHARD].append("model.layers.9.x"),
     "with-an-unknown-dtype": lambda manifest: manifest["dtypes"].update({QUERY: "F99"}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -132,3 +133,13 @@ def test_killed_writer_leaves_no_model_and_the_next_one_cleans_up(
     assert left[0].name.startswith(".")
     convert(folder, target)
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_folder_moved_aside_by_a_killed_process_comes_back(tmp_path: Path) -> None:
+    nobody = 2**22 + 1  # above the largest process number that Linux gives
+    aside = tmp_path / f".target.partial-{socket.gethostname()}-{nobody}-old"
+    aside.mkdir()
+    (aside / "precious.txt").write_text("mine")
+    with pytest.raises(KeyError), publish_folder(tmp_path / "target", overwrite=True):
+        raise KeyError
+    assert contents(tmp_path) == {"target/precious.txt": b"mine"}
