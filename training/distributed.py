@@ -83,7 +83,13 @@ def start(place: Place, topology: ModelTopo) -> None:
         vars(deepspeed.ops)["__compatible_ops__"] = {}
     else:
         get_accelerator().set_device(place.local_rank)
-    deepspeed.init_distributed(verbose=False)
+    try:
+        deepspeed.init_distributed(verbose=False)
+    except torch.distributed.DistNetworkError as error:
+        raise ConfigError(
+            f"the processes cannot meet: {str(error).splitlines()[0]}; where another run uses the port, "
+            "choose one with --master_port"
+        ) from None
 
 
 def stop() -> None:
