@@ -24,6 +24,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from training.distributed import free_port
+
 MICRO_BATCHES = 16
 LENGTH = 512
 VOCABULARY = 1024
@@ -108,10 +110,13 @@ def launch(setting: Setting, folder: str, steps: int) -> tuple[float, float]:
     result = Path(folder) / "result.json"
     begin = time.time()
     root = Path(__file__).parent.parent
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(setting.stages), __file__]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(setting.stages)]
+    command += ["--master_port", str(free_port()), __file__]
     command += ["--worker", json.dumps(asdict(setting)), "--folder", folder, "--steps", str(steps)]
     environment = os.environ | {"PYTHONPATH": str(root)}
-    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{setting.name} failed:\n{done.stdout}{done.stderr}")
     measured = json.loads(result.read_text(encoding="utf-8"))
     return measured["tokens_per_s"], measured["first_step"] - begin
 

@@ -26,6 +26,7 @@ from rich.table import Table
 from demo import Chat
 from models.generate import GREEDY
 from quickstart.base_model import PACKAGE, make_base
+from training.distributed import free_port
 
 ROOT = Path("runs/quickstart")
 BASE, BASE_PP, CHECKPOINTS, TUNED = (ROOT / name for name in ("base", "base_pp", "checkpoints", "tuned"))
@@ -72,7 +73,8 @@ def main() -> int:
 def training_arguments() -> list[str]:
     """What follows `deepspeed` on the command line: two processes, or one where there is a single GPU."""
     gpus = torch.cuda.device_count()
-    arguments = ["--num_gpus", "1" if gpus == 1 else "2", "train_ds.py", "--config", str(CONFIG)]
+    arguments = ["--num_gpus", "1" if gpus == 1 else "2", "--master_port", str(free_port())]
+    arguments += ["train_ds.py", "--config", str(CONFIG)]
     if gpus == 1:
         layers = sum(yaml.safe_load(CONFIG.read_text(encoding="utf-8"))["model_topo"]["parts"])
         arguments += ["model_topo.process_topology.dims=[1,1]", f"model_topo.parts=[{layers}]"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import yaml
 
 from tests.conftest import ROOT
+from training.distributed import free_port
 
 DEEPSPEED = (sys.executable, "-m", "deepspeed.launcher.runner")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -22,19 +22,12 @@ TIMEOUT = 180  # seconds; far above what a run takes, so that a hang fails inste
 
 def deepspeed(processes: int, *words: str | Path) -> subprocess.CompletedProcess[str]:
     """`deepspeed --num_gpus N ...`"""
-    return run(*DEEPSPEED, "--num_gpus", str(processes), "--master_port", free_port(), *words)
+    return run(*DEEPSPEED, "--num_gpus", str(processes), "--master_port", str(free_port()), *words)
 
 
 def torchrun(processes: int, *words: str | Path) -> subprocess.CompletedProcess[str]:
     """`torchrun --nproc_per_node N ...`"""
-    return run(*TORCHRUN, "--nproc_per_node", str(processes), "--master_port", free_port(), *words)
-
-
-def free_port() -> str:
-    """A port of this moment, so that a run beside the tests does not matter."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return str(probe.getsockname()[1])
+    return run(*TORCHRUN, "--nproc_per_node", str(processes), "--master_port", str(free_port()), *words)
 
 
 def run(*words: str | Path) -> subprocess.CompletedProcess[str]:

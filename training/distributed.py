@@ -55,7 +55,7 @@ def launch(topology: ModelTopo, arguments: list[str]) -> None:
     if gpus == 0:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(topology.processes)]
-    os.execv(sys.executable, [*launcher, "--master_port", str(_free_port()), *arguments])
+    os.execv(sys.executable, [*launcher, "--master_port", str(free_port()), *arguments])
 
 
 def start(place: Place, topology: ModelTopo) -> None:
@@ -141,7 +141,8 @@ def _keep_freed_memory() -> None:
         library.mallopt(trim_threshold, 2**31 - 1)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on at this moment, for the processes of a run to meet at."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
