@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from transformers.utils import is_flash_attn_2_available
 
-TORCH, FLASH = "sdpa", "flash_attention_2"
+TORCH, FLASH, EAGER = "sdpa", "flash_attention_2", "eager"
 AMPERE = (8, 0)
 
 

@@ -13,7 +13,7 @@ from transformers import Cache
 
 from models.checkpoint import layout
 from models.checkpoint.source import open_source
-from models.layers import Block, Embedding, Head, Positions
+from models.layers import Block, Embedding, Head
 from models.loading import LayerStates, build_layer, tie_weights
 from models.spec import ModelSpec
 
@@ -29,7 +29,7 @@ class CausalLM(nn.Module):
     def __init__(self, spec: ModelSpec, states: LayerStates, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.spec = spec
-        positions = Positions(spec.family, spec.config)
+        positions = spec.positions()
         self.layers = nn.ModuleList(
             build_layer(spec, layer, states, positions, dtype, device) for layer in range(spec.n_layers)
         )

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from models.layers import Positions
+from models.positions import Positions
 from models.spec import ModelSpec
 
 

@@ -23,7 +23,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
 
-from models.layers import Block, Head, Positions
+from models.layers import Block, Head
 from models.loading import LayerStates, build_layer, tie_weights
 from models.loss import token_loss
 from models.spec import ModelSpec
@@ -72,7 +72,7 @@ class PipelineModel(PipelineModule):
         self.spec = spec
         self._bounds = [0, *accumulate(parts)]
         self._z_loss_weight = z_loss_weight
-        positions = Positions(spec.family, spec.config)
+        positions = spec.positions()
         device = torch.device(get_accelerator().current_device_name())
         layers = [_LoadedLayer(spec, layer, states, positions, dtype, device) for layer in range(spec.n_layers)]
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its seed settings, which mean nothing here

@@ -16,9 +16,10 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.architectures import Family, WeightMap, family_of
-from models.attention import TORCH
+from models.attention import EAGER, TORCH
 from models.errors import CheckpointError
-from models.layers import Block, Embedding, Head, Positions
+from models.layers import Block, Embedding, Head
+from models.positions import Positions
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,13 @@ class ModelSpec:
     def tied(self) -> bool:
         return bool(self.config.tie_word_embeddings)
 
+    def positions(self) -> Positions:
+        """What the blocks of one process share."""
+        return self.family.positions(self.family, self.config)
+
     def set_attention(self, implementation: str) -> None:
         """Choose the attention kernel of layers yet to be built, by transformers' name for it."""
-        self.config._attn_implementation = implementation
+        self.config._attn_implementation = EAGER if self.family.eager_only else implementation
 
     @property
     def weight_map(self) -> WeightMap:
@@ -87,7 +92,7 @@ class ModelSpec:
             positions: what the blocks of one process share; a block built only for its shapes needs none.
         """
         if layer == 0:
-            return Embedding(self.config)
+            return Embedding(self.family, self.config)
         if layer == self.n_blocks + 1:
             return Head(self.family, self.config)
         return Block(self.family, self.config, layer - 1, positions)
@@ -103,7 +108,7 @@ class ModelSpec:
         try:
             for layer in (0, 1, self.n_layers - 1):
                 self.shapes(layer)
-            Positions(self.family, self.config)
+            self.positions()
         except Exception as error:  # whatever the layers make of it
             reason = " ".join(str(error).split())
             raise CheckpointError(f"{path}: no model can be built from it: {type(error).__name__}: {reason}") from None

@@ -12,6 +12,7 @@ from models.errors import CheckpointError
 __all__ = ["FAMILIES", "Family", "Rule", "Slot", "Tie", "WeightMap", "family_of"]
 
 FAMILIES = {
+    "bloom": "bloom",
     "llama": "llama",
     "mistral": "mistral",
     "qwen2": "qwen2",

@@ -11,12 +11,14 @@ Layers are numbered as everywhere in Pipetune: 0 is the embedding, 1..N the bloc
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import nn
 from transformers import PreTrainedConfig
+
+from models.positions import Positions
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,12 @@ class Family:
     Attributes:
         name: the family's short name, as in the READMEs.
         decoder_layer: transformers' class of one block, called as `decoder_layer(config, index)`.
-        norm: transformers' class of the final norm, called as `norm(hidden_size, eps=...)`.
+        norm: makes the final norm.
         rotary: transformers' class that turns position ids into (cos, sin), or None for models without it.
+        positions: the class that derives masks, angles and biases for the blocks.
+        embedding_norm: makes the norm right after the embedding, where there is one.
+        eager_only: whether transformers' layer computes attention by itself instead of calling a kernel.
+        optional_prefix: how names on disk begin in some checkpoints and not in others.
         embedding, block, head: the naming table of each kind of layer.
         tie: the pair of weights that `config.tie_word_embeddings` makes one.
         carried: regular expressions of names on disk that no module owns but that a round trip must give back
@@ -55,13 +61,17 @@ class Family:
 
     name: str
     decoder_layer: Callable[[PreTrainedConfig, int], nn.Module]
-    norm: Callable[..., nn.Module]
+    norm: Callable[[PreTrainedConfig], nn.Module]
     rotary: Callable[..., nn.Module] | None
     embedding: tuple[Rule, ...]
     block: tuple[Rule, ...]
     head: tuple[Rule, ...]
     tie: Tie
     carried: tuple[str, ...] = ()
+    positions: type[Positions] = Positions
+    embedding_norm: Callable[[PreTrainedConfig], nn.Module] | None = None
+    eager_only: bool = False
+    optional_prefix: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,9 +91,19 @@ class WeightMap:
 
     family: Family
     n_blocks: int
+    prefixed: bool = True  # whether the names on disk have the family's optional prefix
+
+    def for_names(self, disk_names: Iterable[str]) -> WeightMap:
+        """The same table in the spelling of a checkpoint: with the optional prefix or without."""
+        prefix = self.family.optional_prefix
+        return replace(self, prefixed=not prefix or any(name.startswith(prefix) for name in disk_names))
 
     def slot(self, disk_name: str) -> Slot | None:
         """The place of a tensor on disk, or None where the family has none for it."""
+        full_name = disk_name if self.prefixed else self.family.optional_prefix + disk_name
+        return self._slot(full_name) or self._slot(disk_name)  # not every name takes the prefix: lm_head.weight
+
+    def _slot(self, disk_name: str) -> Slot | None:
         for rule, pattern in self._disk_patterns:
             match = pattern.fullmatch(disk_name)
             if match is None:
@@ -104,7 +124,8 @@ class WeightMap:
             match = _pattern(rule.module).fullmatch(slot.name)
             if match is not None:
                 rest = match.groupdict().get("rest", "")
-                return rule.disk.replace("*", rest).replace("{i}", str(slot.layer - 1))
+                name = rule.disk.replace("*", rest).replace("{i}", str(slot.layer - 1))
+                return name if self.prefixed else name.removeprefix(self.family.optional_prefix)
         raise KeyError(f"{self.family.name} has no tensor {slot.name} in layer {slot.layer}")
 
     def is_carried(self, disk_name: str) -> bool:

@@ -11,7 +11,7 @@ from models.architectures.family import Family, Rule, Tie
 FAMILY = Family(
     name="llama",
     decoder_layer=LlamaDecoderLayer,
-    norm=LlamaRMSNorm,
+    norm=lambda config: LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps),
     rotary=LlamaRotaryEmbedding,
     embedding=(Rule("model.embed_tokens.weight", "embed_tokens.weight"),),
     block=(Rule("model.layers.{i}.*", "block.*"),),

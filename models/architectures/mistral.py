@@ -10,6 +10,6 @@ FAMILY = replace(
     llama.FAMILY,
     name="mistral",
     decoder_layer=MistralDecoderLayer,
-    norm=MistralRMSNorm,
+    norm=lambda config: MistralRMSNorm(config.hidden_size, eps=config.rms_norm_eps),
     rotary=MistralRotaryEmbedding,
 )

@@ -10,6 +10,6 @@ FAMILY = replace(
     llama.FAMILY,
     name="qwen2",
     decoder_layer=Qwen2DecoderLayer,
-    norm=Qwen2RMSNorm,
+    norm=lambda config: Qwen2RMSNorm(config.hidden_size, eps=config.rms_norm_eps),
     rotary=Qwen2RotaryEmbedding,
 )

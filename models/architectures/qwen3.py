@@ -10,6 +10,6 @@ FAMILY = replace(
     llama.FAMILY,
     name="qwen3",
     decoder_layer=Qwen3DecoderLayer,
-    norm=Qwen3RMSNorm,
+    norm=lambda config: Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps),
     rotary=Qwen3RotaryEmbedding,
 )

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 from tqdm import tqdm
 
-from models.architectures import Slot
+from models.architectures import Slot, WeightMap
 from models.checkpoint.layout import (
     CARRIED,
     MANIFEST,
@@ -53,7 +53,7 @@ def hg_to_pp(input_path: str | Path, save_path: str | Path, overwrite: bool = Fa
         for layer in tqdm(range(spec.n_layers), desc="hg_to_pp", unit="layer"):
             state = source.read_layer(layer)
             for name, tensor in state.items():
-                dtypes[spec.weight_map.disk_name(Slot(layer, name))] = DTYPE_NAMES[tensor.dtype]
+                dtypes[source.weight_map.disk_name(Slot(layer, name))] = DTYPE_NAMES[tensor.dtype]
             save_state_dict(state, target / layer_file(layer))
         _write_carried(source, target, dtypes)
         manifest = _manifest_of(source, dtypes)
@@ -77,10 +77,13 @@ def pp_to_hg(input_path: str | Path, save_path: str | Path, overwrite: bool = Fa
     source = PipelineSource(folder, spec)
     carried = open_tensors(folder / CARRIED) if (folder / CARRIED).is_file() else {}
     manifest = Manifest.read(folder) or _default_manifest(source, folder, carried)
-    infos = _tensor_infos(source, manifest, carried)
+    weight_map = spec.weight_map.for_names(manifest.dtypes)
+    infos = _tensor_infos(source, weight_map, manifest, carried)
     with publish_folder(Path(save_path), overwrite) as target:
         with SafetensorsWriter(target, manifest.files, infos) as writer:
-            for name, tensor in tqdm(_tensors_on_disk(source, infos), desc="pp_to_hg", unit="tensor", total=len(infos)):
+            for name, tensor in tqdm(
+                _tensors_on_disk(source, weight_map, infos), desc="pp_to_hg", unit="tensor", total=len(infos)
+            ):
                 writer.write(name, tensor)
             for name in carried:
                 writer.write(name, carried[name])
@@ -127,9 +130,10 @@ def _manifest_of(source: HuggingFaceSource, dtypes: dict[str, str]) -> Manifest:
     return Manifest(files=files, dtypes=dtypes, side_files=[path.name for path in side_files(source.folder)])
 
 
-def _tensors_on_disk(source: PipelineSource, infos: dict[str, TensorInfo]) -> Iterator[tuple[str, Tensor]]:
+def _tensors_on_disk(
+    source: PipelineSource, weight_map: WeightMap, infos: dict[str, TensorInfo]
+) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the layers that belongs on disk, layer by layer, under its name there."""
-    weight_map = source.spec.weight_map
     for layer in range(source.spec.n_layers):
         for name, tensor in source.read_layer(layer).items():
             disk_name = weight_map.disk_name(Slot(layer, name))
@@ -137,9 +141,11 @@ def _tensors_on_disk(source: PipelineSource, infos: dict[str, TensorInfo]) -> It
                 yield disk_name, tensor
 
 
-def _tensor_infos(source: PipelineSource, manifest: Manifest, carried: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
+def _tensor_infos(
+    source: PipelineSource, weight_map: WeightMap, manifest: Manifest, carried: Mapping[str, Tensor]
+) -> dict[str, TensorInfo]:
     """Dtype and shape of every tensor that the manifest lists, checked against the layers that there are."""
-    spec, weight_map = source.spec, source.spec.weight_map
+    spec = source.spec
     shapes = {
         weight_map.disk_name(Slot(layer, name)): shape
         for layer in range(spec.n_layers)

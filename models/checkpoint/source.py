@@ -65,14 +65,16 @@ class HuggingFaceSource:
         self.spec = spec
         self.files = self._list_files()
         self._file_of = {name: file for file, names in self.files.items() for name in names}
+        self.weight_map = spec.weight_map.for_names(self._file_of)
         self._open: dict[str, Mapping[str, Tensor]] = {}
         self._names_of_layer = self._sort_into_layers()
 
     def read_layer(self, layer: int) -> dict[str, Tensor]:
         state = {slot: self.read(name) for slot, name in self._names_of_layer[layer].items()}
-        weight_map = self.spec.weight_map
-        check_layer(self.spec, layer, state, str(self.folder), lambda name: weight_map.disk_name(Slot(layer, name)))
-        if layer == weight_map.head_layer and self.spec.tied:
+        check_layer(
+            self.spec, layer, state, str(self.folder), lambda name: self.weight_map.disk_name(Slot(layer, name))
+        )
+        if layer == self.weight_map.head_layer and self.spec.tied:
             self._check_repeated_head(state[self.spec.family.tie.head])
         return state
 
@@ -91,12 +93,11 @@ class HuggingFaceSource:
 
     def carried(self) -> list[str]:
         """Names on disk of the tensors that belong to no layer but have to come back."""
-        weight_map = self.spec.weight_map
-        return [name for name in self._file_of if weight_map.is_carried(name)]
+        return [name for name in self._file_of if self.weight_map.is_carried(name)]
 
     def _check_repeated_head(self, embedding: Tensor) -> None:
         """A tied checkpoint may repeat the embedding as its head, but not hold another one."""
-        name = self.spec.weight_map.disk_name(Slot(self.spec.n_layers - 1, self.spec.family.tie.head))
+        name = self.weight_map.disk_name(Slot(self.spec.n_layers - 1, self.spec.family.tie.head))
         if name in self._file_of and not _same_bytes(self.read(name), embedding):
             raise CheckpointError(
                 f"{self.folder}: {name} is not the embedding, but config.json says tie_word_embeddings; expected equal "
@@ -116,12 +117,11 @@ class HuggingFaceSource:
         return dict(sorted(files.items()))
 
     def _sort_into_layers(self) -> list[dict[str, str]]:
-        weight_map = self.spec.weight_map
         layers: list[dict[str, str]] = [{} for _ in range(self.spec.n_layers)]
         unexpected = []
         for name in self._file_of:
-            slot = weight_map.slot(name)
-            if weight_map.is_carried(name):
+            slot = self.weight_map.slot(name)
+            if self.weight_map.is_carried(name):
                 continue
             if slot is None:
                 unexpected.append(name)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.checkpoint.convert import pp_to_hg
+from models import load_model
+from models.checkpoint.convert import hg_to_pp, pp_to_hg
 from tests.models.helpers import (
     SHARDED,
     WeightFiles,
@@ -18,6 +19,7 @@ from tests.models.helpers import (
     copy_of,
     joined,
     oracle,
+    random_ids,
     read_weights,
     run_convert_model,
     write_weights,
@@ -88,3 +90,20 @@ def test_round_trip_from_the_command_line(llama: Callable[..., Path], tmp_path: 
     assert contents(exported).keys() == contents(folder).keys()
     for file, tensors in read_weights(folder).items():
         assert_same_bits(read_weights(exported)[file], tensors)
+
+
+def test_bloom_files_without_the_prefix_come_back_without_it(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    original = make_checkpoint("bloom", num_hidden_layers=2, tie_word_embeddings=True)
+    with_prefix = load_model(original)(random_ids(1, 9))
+    tensors = joined(read_weights(original))
+    short = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    assert "h.0.input_layernorm.weight" in short
+    write_weights(original, {"model.safetensors": short})
+    torch.testing.assert_close(load_model(original)(random_ids(1, 9)), with_prefix, atol=0, rtol=0)
+    hg_to_pp(original, tmp_path / "layers")
+    pp_to_hg(tmp_path / "layers", tmp_path / "exported")
+    exported = joined(read_weights(tmp_path / "exported"))
+    assert exported.keys() == short.keys()
+    assert all(torch.equal(exported[name], short[name]) for name in short)

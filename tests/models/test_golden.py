@@ -13,7 +13,7 @@ from models import load_model
 from models.loss import token_loss
 from tests.models.helpers import LAYOUTS, copy_of, gradients, in_layout
 
-NAMES = ["llama-tiny", "llama-untied-tiny"]
+NAMES = ["bloom-tiny", "llama-tiny", "llama-untied-tiny"]
 
 
 @pytest.fixture(params=[f"{name}-{config}" for name in NAMES for config in ("config", "config.legacy")])

@@ -32,6 +32,8 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 CASES: dict[str, tuple[str, dict[str, object]]] = {
+    "bloom": ("bloom", {"tie_word_embeddings": True}),
+    "bloom-untied": ("bloom", {"tie_word_embeddings": False}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-untied": ("llama", {"tie_word_embeddings": False}),
     "llama-rope-scaling": ("llama", {"rope_parameters": LLAMA3_ROPE}),

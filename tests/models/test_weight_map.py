@@ -29,6 +29,11 @@ def spec_of(model_type: str, depth: int) -> ModelSpec:
     return ModelSpec(family_of(model_type), config)
 
 
+def block_prefix(model_type: str) -> str:
+    """How the names of a block's tensors begin on disk, up to the number."""
+    return family_of(model_type).block[0].disk.partition("{i}")[0]
+
+
 @st.composite
 def slots(draw: st.DrawFn) -> tuple[WeightMap, Slot]:
     """A naming table of some depth and a tensor of one of its layers."""
@@ -52,7 +57,7 @@ def test_slot_inverts_disk_name(drawn: tuple[WeightMap, Slot]) -> None:
 @given(families, depths, st.integers(0, 140), st.text(min_size=1, max_size=30))
 def test_disk_name_inverts_slot_for_any_name_in_a_block(model_type: str, depth: int, number: int, rest: str) -> None:
     weight_map = WeightMap(family_of(model_type), depth)
-    disk_name = f"model.layers.{number}.{rest}"
+    disk_name = f"{block_prefix(model_type)}{number}.{rest}"
     slot = weight_map.slot(disk_name)
     if slot is not None:
         assert weight_map.disk_name(slot) == disk_name
@@ -73,7 +78,7 @@ def test_every_tensor_of_a_model_has_its_own_name_on_disk(model_type: str, depth
 @settings(deadline=None)
 @given(families, depths, st.from_regex(r"\d{1,4}", fullmatch=True))
 def test_block_numbers_count_only_in_range_and_as_written(model_type: str, depth: int, number: str) -> None:
-    slot = WeightMap(family_of(model_type), depth).slot(f"model.layers.{number}.mlp.up_proj.weight")
+    slot = WeightMap(family_of(model_type), depth).slot(f"{block_prefix(model_type)}{number}.mlp.up_proj.weight")
     in_range = number in {str(known) for known in range(depth)}
     assert slot == (Slot(int(number) + 1, "block.mlp.up_proj.weight") if in_range else None)
 
@@ -82,8 +87,8 @@ def test_block_numbers_count_only_in_range_and_as_written(model_type: str, depth
 @pytest.mark.parametrize("number", ["3", "4", "01", "00", "-1", "+1", "1 ", "", "x", "١"])
 def test_block_out_of_range_has_no_slot(model_type: str, number: str) -> None:
     weight_map = WeightMap(family_of(model_type), 3)
-    assert weight_map.slot(f"model.layers.{number}.mlp.up_proj.weight") is None
-    assert weight_map.slot("model.layers.2.mlp.up_proj.weight") is not None
+    assert weight_map.slot(f"{block_prefix(model_type)}{number}.mlp.up_proj.weight") is None
+    assert weight_map.slot(f"{block_prefix(model_type)}2.mlp.up_proj.weight") is not None
 
 
 @pytest.mark.parametrize("slot", [Slot(0, "norm.weight"), Slot(1, "embed_tokens.weight"), Slot(4, "block.x")])
@@ -98,3 +103,13 @@ def test_rotary_buffers_are_carried_and_weights_are_not() -> None:
     for layer, names in enumerate(layer_names("llama")):
         for name in names:
             assert not weight_map.is_carried(weight_map.disk_name(Slot(layer if layer < 2 else 4, name)))
+
+
+def test_names_without_the_optional_prefix_have_the_same_places() -> None:
+    full = spec_of("bloom", 2).weight_map
+    slots = [Slot(layer, name) for layer in range(4) for name in spec_of("bloom", 2).shapes(layer)]
+    short_names = [full.disk_name(slot).removeprefix("transformer.") for slot in slots]
+    short = full.for_names(short_names)
+    assert [short.slot(name) for name in short_names] == slots
+    assert [short.disk_name(slot) for slot in slots] == short_names
+    assert full.for_names(full.disk_name(slot) for slot in slots) == full
