@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data.errors import DataError
+from data.native_tokenizers import native_tokenizer
 from data.prompts import Dialogue, PromptFormat, Span, default_format, write, write_question
 from data.records import Pretrain, Record, parse_record
 
@@ -28,15 +29,21 @@ class Sample(TypedDict):
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a model folder. No code from the folder is run.
+    """The tokenizer in a model folder: transformers' own, or Pipetune's for ChatGLM3 and Baichuan2.
+
+    No code from the folder is run.
 
     Raises:
         DataError: the folder has no tokenizer that transformers can read.
     """
     # transformers warns of texts longer than the model's window; Pipetune cuts and reports them itself.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
+    if (native := native_tokenizer(Path(folder))) is not None:
+        return native
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # transformers raises many kinds here
         reason = " ".join(str(error).split())[:160]
         raise DataError(f"{folder}: no usable tokenizer: {reason}") from None
