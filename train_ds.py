@@ -24,7 +24,8 @@ from models.attention import choose_attention
 from models.checkpoint.layout import resolve
 from models.spec import ModelSpec
 from training import distributed
-from training.config import TrainConfig, load_config
+from training.config import TrainConfig
+from training.config_file import load_config
 from training.distributed import Place, agreed, exit_on_user_error
 
 

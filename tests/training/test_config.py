@@ -9,7 +9,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.config import ModelTopo, ProcessTopology, TrainConfig, load_config
+from training.config import ModelTopo, ProcessTopology, TrainConfig
+from training.config_file import load_config
 from training.engine import deepspeed_config
 from training.errors import ConfigError
 
