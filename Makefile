@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 .PHONY: help quickstart test test-slow lint format clean
 
 help:
-	@echo "make quickstart   fine-tune a real small model and see the effect (about 8 minutes on two cores)"
+	@echo "make quickstart   fine-tune a real small model and see the effect (about 6 minutes on two cores)"
 	@echo "make test         lint, type check and tests"
 	@echo "make test-slow    the long tests"
 	@echo "make lint         ruff and mypy alone"
