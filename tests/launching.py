@@ -20,9 +20,10 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 TIMEOUT = 180  # seconds; far above what a run takes, so that a hang fails instead of stopping the suite
 
 
-def deepspeed(processes: int, *words: str | Path) -> subprocess.CompletedProcess[str]:
+def deepspeed(processes: int, *words: str | Path, timeout: int = TIMEOUT) -> subprocess.CompletedProcess[str]:
     """`deepspeed --num_gpus N ...`"""
-    return run(*DEEPSPEED, "--num_gpus", str(processes), "--master_port", str(free_port()), *words)
+    launcher = (*DEEPSPEED, "--num_gpus", str(processes), "--master_port", str(free_port()))
+    return run(*launcher, *words, timeout=timeout)
 
 
 def torchrun(processes: int, *words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -30,7 +31,7 @@ def torchrun(processes: int, *words: str | Path) -> subprocess.CompletedProcess[
     return run(*TORCHRUN, "--nproc_per_node", str(processes), "--master_port", str(free_port()), *words)
 
 
-def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+def run(*words: str | Path, timeout: int = TIMEOUT) -> subprocess.CompletedProcess[str]:
     """Run a command from the project's root and keep what it prints."""
     return subprocess.run(
         [str(word) for word in words],
@@ -38,7 +39,7 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=TIMEOUT,
+        timeout=timeout,
         check=False,
     )
 

@@ -58,7 +58,12 @@ class Reporter:
         self._begin = time.monotonic()
         if active:
             self._file = open(folder / METRICS_FILE, "w", encoding="utf-8")
-            self._bar = tqdm(total=total_steps, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True)
+            self._bar = tqdm(
+                total=total_steps,
+                disable=not sys.stderr.isatty(),
+                dynamic_ncols=True,
+                bar_format="{desc}|{bar}| {n_fmt}/{total_fmt}, {remaining} left",
+            )
 
     def report(self, metrics: StepMetrics) -> None:
         """Record one step."""
