@@ -41,7 +41,8 @@ def test_pickle_that_would_run_code_is_refused(
         assert hidden_in in told
         assert "refused" in told
         assert not marker.exists()
-    torch.load(folder / hidden_in, weights_only=False)
+    run, arguments = RunsCode(marker).__reduce__()
+    run(*arguments)
     assert marker.exists(), "the trap is not armed, so the test shows nothing"
 
 
