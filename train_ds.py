@@ -27,6 +27,7 @@ from training import distributed
 from training.config import TrainConfig
 from training.config_file import load_config
 from training.distributed import Place, agreed, exit_on_user_error
+from training.errors import ConfigError
 
 
 def main() -> None:
@@ -58,8 +59,7 @@ def run(config: TrainConfig, place: Place) -> None:
         spec = ModelSpec.from_folder(folder)
         parts = config.parts_for(spec.n_layers)
         dataset = read_data(config, folder, log)
-        save_path = Path(config.save_path)
-        save_path.mkdir(parents=True, exist_ok=True)
+        save_path = make_run_folder(config.save_path)
     loader = Loader(
         dataset.samples,
         config.train_batch_size,
@@ -70,7 +70,7 @@ def run(config: TrainConfig, place: Place) -> None:
     )
     total_steps = config.n_epoches * loader.steps_per_epoch
     log.print(f"model: {spec.family.name}, {spec.n_layers} layers in {len(parts)} stages of {parts}")
-    attention = choose_attention(config.use_flash_attn, training_dtype(config))
+    attention = choose_attention(config.use_flash_attn, training_dtype(config), spec.family.eager_only)
     spec.set_attention(attention.implementation)
     log.print(f"attention: {attention.reason}")
     if config.zero_optimization.offloads and config.zero_force_ds_cpu_optimizer:
@@ -81,6 +81,16 @@ def run(config: TrainConfig, place: Place) -> None:
     engine = build_engine(config, spec, folder, total_steps)
     train(engine, loader, total_steps, save_path, config.steps_per_print)
     log.print(f"saved: {save_checkpoint(engine, save_path, folder)}")
+
+
+def make_run_folder(save_path: str) -> Path:
+    """The run's folder, made where it does not exist."""
+    folder = Path(save_path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"save_path: {folder}: cannot be made: {error.strerror}; expected a folder") from None
+    return folder
 
 
 def read_data(config: TrainConfig, folder: Path, log: Console) -> Dataset:

@@ -23,8 +23,10 @@ class AttentionChoice(NamedTuple):
     reason: str
 
 
-def choose_attention(use_flash_attn: bool, dtype: torch.dtype) -> AttentionChoice:
-    """The kernel for a run in `dtype` on this machine."""
+def choose_attention(use_flash_attn: bool, dtype: torch.dtype, eager_only: bool = False) -> AttentionChoice:
+    """The kernel for a run in `dtype` on this machine, for a family that calls kernels or computes by itself."""
+    if eager_only:
+        return AttentionChoice(EAGER, "the layer's own; this family takes no other")
     if not use_flash_attn:
         return AttentionChoice(TORCH, "torch's scaled_dot_product_attention")
     obstacle = _flash_obstacle(dtype)

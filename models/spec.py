@@ -55,7 +55,7 @@ class ModelSpec:
             reason = " ".join(str(error).split())
             raise CheckpointError(f"{folder / 'config.json'}: {reason}") from None
         spec = cls(family, config)
-        spec.set_attention(TORCH)
+        spec.set_attention(EAGER if family.eager_only else TORCH)
         spec._check_buildable(folder / "config.json")
         return spec
 
@@ -78,7 +78,7 @@ class ModelSpec:
 
     def set_attention(self, implementation: str) -> None:
         """Choose the attention kernel of layers yet to be built, by transformers' name for it."""
-        self.config._attn_implementation = EAGER if self.family.eager_only else implementation
+        self.config._attn_implementation = implementation
 
     @property
     def weight_map(self) -> WeightMap:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.attention import TORCH, choose_attention
+from models.attention import EAGER, TORCH, choose_attention
 
 
 def test_torch_is_taken_unless_flash_is_wanted() -> None:
     assert choose_attention(False, torch.bfloat16).implementation == TORCH
+
+
+def test_a_family_that_computes_attention_by_itself_keeps_doing_so() -> None:
+    choice = choose_attention(True, torch.bfloat16, eager_only=True)
+    assert choice.implementation == EAGER
+    assert "own" in choice.reason
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without a GPU")

@@ -130,8 +130,9 @@ def test_torchrun_tells_it_once_too(tmp_path: Path, model: Path) -> None:
         ({"dataloader_drop_last": True, "train_batch_size": 32}, ("train_batch_size", "32", "16 samples")),
         ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}, ("optimizer.params", "learning_rate")),
         ({"fp16": {"enabled": True}}, ("fp16.enabled", "bf16")),
+        ({"save_path": "LICENSE"}, ("save_path", "LICENSE", "folder")),
     ],
-    ids=["data file", "model folder", "no whole batch", "optimizer option", "fp16 on a CPU"],
+    ids=["data file", "model folder", "no whole batch", "optimizer option", "fp16 on a CPU", "a file in the way"],
 )
 def test_mistakes_found_by_a_run_that_starts_itself(
     tmp_path: Path, model: Path, keys: dict[str, Any], words: tuple[str, ...]
