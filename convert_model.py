@@ -1,7 +1,7 @@
 """Move weights between the HuggingFace layout and the pipeline layout, or fetch them.
 
 python convert_model.py hg_to_pp --input-path DIR --save-path DIR
-python convert_model.py pp_to_hg --input-path DIR --save-path DIR
+python convert_model.py pp_to_hg --input-path DIR --save-path DIR [--layout native] [--dtype bf16]
 python convert_model.py download --model-name NAME --save-path DIR
 """
 
@@ -11,21 +11,36 @@ import argparse
 import sys
 from pathlib import Path
 
+import torch
+from accelerate.utils import convert_file_size_to_int
+
+from data.errors import DataError
+from data.native_tokenizers import export_tokenizer
 from models import CheckpointError
-from models.checkpoint.convert import hg_to_pp, pp_to_hg
+from models.checkpoint.convert import hg_to_pp
 from models.checkpoint.download import download
+from models.checkpoint.export import ExportOptions, pp_to_hg
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def main() -> None:
     arguments = parse_arguments()
     try:
         if arguments.command == "hg_to_pp":
-            hg_to_pp(arguments.input_path, arguments.save_path, arguments.overwrite)
+            hg_to_pp(arguments.input_path, arguments.save_path, arguments.overwrite, arguments.verify)
         elif arguments.command == "pp_to_hg":
-            pp_to_hg(arguments.input_path, arguments.save_path, arguments.overwrite)
+            options = ExportOptions(
+                layout=arguments.layout,
+                dtype=DTYPES.get(arguments.dtype),
+                max_shard_bytes=arguments.max_shard_size,
+                verify=arguments.verify,
+                add_tokenizer=export_tokenizer,
+            )
+            pp_to_hg(arguments.input_path, arguments.save_path, arguments.overwrite, options)
         else:
             download(arguments.model_name, Path(arguments.save_path))
-    except CheckpointError as error:
+    except (CheckpointError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -33,18 +48,41 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Convert or download model checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (
-        ("hg_to_pp", "HuggingFace folder -> pipeline layout"),
-        ("pp_to_hg", "pipeline layout or a run's checkpoint -> HuggingFace folder"),
-    ):
-        command = commands.add_parser(name, help=text, description=text)
+    to_pipeline = commands.add_parser("hg_to_pp", help="HuggingFace folder -> pipeline layout")
+    to_huggingface = commands.add_parser("pp_to_hg", help="pipeline layout or a run's checkpoint -> HuggingFace folder")
+    for command in (to_pipeline, to_huggingface):
         command.add_argument("--input-path", required=True, help="folder to read")
         command.add_argument("--save-path", required=True, help="folder to write")
         command.add_argument("--overwrite", action="store_true", help="replace --save-path where it exists")
-    command = commands.add_parser("download", help="fetch a model from the HuggingFace hub")
-    command.add_argument("--model-name", required=True, help="such as HuggingFaceTB/SmolLM2-135M-Instruct")
-    command.add_argument("--save-path", required=True, help="folder to write")
+        command.add_argument("--verify", action="store_true", help="read everything back and compare it")
+    to_huggingface.add_argument(
+        "--layout",
+        choices=("original", "native"),
+        default="original",
+        help="native: ChatGLM3 and Baichuan2-7B under transformers' own names, to load without remote code",
+    )
+    to_huggingface.add_argument("--dtype", choices=DTYPES, help="cast the weights; as in the original where absent")
+    to_huggingface.add_argument(
+        "--max-shard-size",
+        type=file_size,
+        metavar="SIZE",
+        help="divide the weights into files of at most SIZE, such as 2GB; as in the original, else 5GB, where absent",
+    )
+    fetch = commands.add_parser("download", help="fetch a model from the HuggingFace hub")
+    fetch.add_argument("--model-name", required=True, help="such as HuggingFaceTB/SmolLM2-135M-Instruct")
+    fetch.add_argument("--save-path", required=True, help="folder to write")
     return parser.parse_args()
+
+
+def file_size(text: str) -> int:
+    """A number of bytes from "5GB", "500MB" or "2GiB"."""
+    try:
+        size = convert_file_size_to_int(text.upper().replace("IB", "iB"))
+    except ValueError:
+        size = 0
+    if size <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a size such as 5GB or 500MB")
+    return int(size)
 
 
 if __name__ == "__main__":

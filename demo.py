@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.errors import DataError
+from data.native_tokenizers import end_tokens
 from data.prompts import Dialogue, PromptFormat, Span, Turn
 from data.tokenize import encode_question, load_tokenizer
 from models import CausalLM, CheckpointError, load_model
@@ -32,7 +33,7 @@ class Chat:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model: CausalLM = load_model(resolved, device=device)
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(resolved)
-        self.stop = stop_ids(resolved, self.tokenizer.eos_token_id)
+        self.stop = stop_ids(resolved) | end_tokens(self.tokenizer)
         self.prompt_format = prompt_format
         self.turns: tuple[Turn, ...] = ()
 
@@ -44,7 +45,7 @@ class Chat:
         answer = ""
         for token in generate(self.model, prompt, max_new_tokens, self.stop, sampling):
             ids.append(token)
-            longer = self.tokenizer.decode(ids)
+            longer = self.tokenizer.decode(ids).lstrip()  # ChatGLM3 begins on a new line, which its prompt writes too
             if not longer.endswith("\ufffd"):  # the middle of a character of several tokens
                 yield longer[len(answer) :]
                 answer = longer

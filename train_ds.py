@@ -70,7 +70,7 @@ def run(config: TrainConfig, place: Place) -> None:
     )
     total_steps = config.n_epoches * loader.steps_per_epoch
     log.print(f"model: {spec.family.name}, {spec.n_layers} layers in {len(parts)} stages of {parts}")
-    attention = choose_attention(config.use_flash_attn, training_dtype(config), spec.family.eager_only)
+    attention = choose_attention(config.use_flash_attn, training_dtype(config), spec.family.attention)
     spec.set_attention(attention.implementation)
     log.print(f"attention: {attention.reason}")
     if config.zero_optimization.offloads and config.zero_force_ds_cpu_optimizer:

@@ -21,7 +21,7 @@ from data.tokenize import IGNORED, Sample
 
 PAD_MULTIPLE = 8  # lengths are rounded up: kernels like multiples of eight, and shapes repeat more often
 
-MicroBatch = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+MicroBatch = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -94,29 +94,34 @@ class Loader:
         )
 
     def tensors(self, batch: GlobalBatch, replica: int) -> Iterator[MicroBatch]:
-        """A replica's micro-batches as `((input_ids, position_ids), (labels, scale))`; [B, S] int64 and [] fp32.
+        """A replica's micro-batches: `((input_ids, position_ids), (labels, scale, share))`; [B, S] int64 and [] fp32.
 
         DeepSpeed averages the micro-batches' losses over micro-batches and replicas, so each one's token sum is scaled
-        by their number over the tokens of the global batch.
+        by their number over the supervised tokens of the global batch. `share` does the same for losses that are no sum
+        over tokens: it is the micro-batch's part of the global batch's tokens, times the number of micro-batches.
         """
-        scale = torch.tensor(batch.n_micro_batches * self.replicas / max(batch.supervised, 1), dtype=torch.float32)
+        n_losses = batch.n_micro_batches * self.replicas
+        scale = torch.tensor(n_losses / max(batch.supervised, 1), dtype=torch.float32)
         for numbers in batch.micro_batches[replica]:
-            input_ids, labels = self._collate(numbers)
-            position_ids = torch.arange(input_ids.shape[1]).expand_as(input_ids).contiguous()
-            yield (input_ids, position_ids), (labels, scale)
+            input_ids, position_ids, labels = self._collate(numbers)
+            tokens = sum(len(self.samples[number]["input_ids"]) for number in numbers)
+            share = torch.tensor(n_losses * tokens / max(batch.tokens, 1), dtype=torch.float32)
+            yield (input_ids, position_ids), (labels, scale, share)
 
-    def _collate(self, numbers: list[int]) -> tuple[Tensor, Tensor]:
+    def _collate(self, numbers: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         samples = [self.samples[number] for number in numbers]
         longest = max((len(sample["input_ids"]) for sample in samples), default=1)
         shape = (max(len(samples), 1), -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE)
-        # Padding stands on the right, where no real token attends to it; any id will do.
+        # Padding stands on the right, where no real token attends to it; any id will do. Its position p is -1 - p.
         input_ids = torch.zeros(shape, dtype=torch.int64)
+        position_ids = -1 - torch.arange(shape[1]).repeat(shape[0], 1)
         labels = torch.full(shape, IGNORED, dtype=torch.int64)
         for row, sample in enumerate(samples):
             length = len(sample["input_ids"])
             input_ids[row, :length] = torch.tensor(sample["input_ids"])
+            position_ids[row, :length] = torch.arange(length)
             labels[row, :length] = torch.tensor(sample["labels"])
-        return input_ids, labels
+        return input_ids, position_ids, labels
 
     def _order(self, epoch: int) -> list[int]:
         generator = numpy.random.Generator(numpy.random.PCG64([self.seed, epoch]))

@@ -28,7 +28,7 @@ from google.protobuf.message import DecodeError
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]  # made at run time
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from data.errors import DataError
 
@@ -82,6 +82,31 @@ def native_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
         return None
     proto = _read_model(folder / "tokenizer.model")
     return _chatglm3(proto) if family == "chatglm" else _baichuan2(proto, settings)
+
+
+def export_tokenizer(source: Path, target: Path) -> None:
+    """Write the tokenizer of a ChatGLM3 or Baichuan2 folder as a tokenizer.json, which needs no code to load.
+
+    generation_config.json gets the tokens that end an answer. A folder without a tokenizer is left without one.
+
+    Raises:
+        DataError: the source's tokenizer.model is damaged.
+    """
+    if not (source / "tokenizer.model").is_file():
+        return
+    tokenizer = native_tokenizer(source)
+    if tokenizer is None:
+        return
+    tokenizer.save_pretrained(target)
+    path = target / "generation_config.json"
+    settings = _read_json(path) | {"eos_token_id": sorted(end_tokens(tokenizer))}
+    path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The ids that end an answer: the end of sequence, and the roles that a ChatGLM3 hands over to."""
+    names = ("eos_token_id", "user_token_id", "observation_token_id")
+    return {number for name in names if (number := getattr(tokenizer, name, None)) is not None}
 
 
 def _chatglm3(proto: ModelProto) -> PreTrainedTokenizerFast:

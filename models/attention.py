@@ -14,6 +14,7 @@ from transformers.utils import is_flash_attn_2_available
 
 TORCH, FLASH, EAGER = "sdpa", "flash_attention_2", "eager"
 AMPERE = (8, 0)
+_NAMES = {TORCH: "torch's scaled_dot_product_attention", FLASH: "flash-attn", EAGER: "the layer's own"}
 
 
 class AttentionChoice(NamedTuple):
@@ -23,16 +24,21 @@ class AttentionChoice(NamedTuple):
     reason: str
 
 
-def choose_attention(use_flash_attn: bool, dtype: torch.dtype, eager_only: bool = False) -> AttentionChoice:
-    """The kernel for a run in `dtype` on this machine, for a family that calls kernels or computes by itself."""
-    if eager_only:
-        return AttentionChoice(EAGER, "the layer's own; this family takes no other")
+def choose_attention(
+    use_flash_attn: bool, dtype: torch.dtype, exact: tuple[str, ...] = (TORCH, FLASH)
+) -> AttentionChoice:
+    """The kernel for a run in `dtype` on this machine.
+
+    Args:
+        exact: the kernels that compute a family's attention exactly, the usual one first.
+    """
+    usual = exact[0]
     if not use_flash_attn:
-        return AttentionChoice(TORCH, "torch's scaled_dot_product_attention")
-    obstacle = _flash_obstacle(dtype)
+        return AttentionChoice(usual, _NAMES[usual])
+    obstacle = _flash_obstacle(dtype) if FLASH in exact else "flash-attn does not compute this family's attention"
     if obstacle is None:
-        return AttentionChoice(FLASH, "flash-attn")
-    return AttentionChoice(TORCH, f"torch's scaled_dot_product_attention: use_flash_attn is set, but {obstacle}")
+        return AttentionChoice(FLASH, _NAMES[FLASH])
+    return AttentionChoice(usual, f"{_NAMES[usual]}: use_flash_attn is set, but {obstacle}")
 
 
 def _flash_obstacle(dtype: torch.dtype) -> str | None:

@@ -13,7 +13,7 @@ from transformers import Cache
 
 from models.checkpoint import layout
 from models.checkpoint.source import open_source
-from models.layers import Block, Embedding, Head
+from models.layers import Block, Embedding, Head, Stream
 from models.loading import LayerStates, build_layer, tie_weights
 from models.spec import ModelSpec
 
@@ -60,19 +60,19 @@ class CausalLM(nn.Module):
                 document of a packed row, which keeps the documents apart.
             cache: keys and values of the tokens before, extended in place; for generation.
         """
-        return self.head((self.hidden_states(input_ids, position_ids, cache), input_ids))
+        logits = self.head(self.stream(input_ids, position_ids, cache))
+        assert isinstance(logits, Tensor)
+        return logits
 
-    def hidden_states(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, cache: Cache | None = None
-    ) -> Tensor:
-        """What the last block gives, before the final norm: [B, S, H]."""
+    def stream(self, input_ids: Tensor, position_ids: Tensor | None = None, cache: Cache | None = None) -> Stream:
+        """What the last block gives: hidden states [B, S, H] before the final norm, position ids, router sums."""
         if position_ids is None:
             seen = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(seen, seen + input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        stream = self.embedding((input_ids, position_ids))
+        stream: Stream = self.embedding((input_ids, position_ids))
         for block in self.blocks:
             stream = block(stream, cache)
-        return stream[0]
+        return stream
 
 
 def load_model(path: str | Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> CausalLM:

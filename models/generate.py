@@ -42,8 +42,8 @@ def generate(
     cache = DynamicCache(config=model.spec.config)
     ids = torch.tensor([prompt], device=device)
     for _ in range(max_new_tokens):
-        hidden = model.hidden_states(ids, cache=cache)[:, -1:]
-        logits = model.head((hidden, ids))[0, -1].float()
+        hidden = model.stream(ids, cache=cache)[0]
+        logits = model.head.project(model.head.norm(hidden[0, -1])).float()
         token = choose(logits, sampling)
         if token in stop:
             return
@@ -62,11 +62,10 @@ def choose(logits: Tensor, sampling: Sampling) -> int:
     return int(tokens[torch.multinomial(probabilities, 1)])
 
 
-def stop_ids(folder: Path, eos_token_id: int | None) -> set[int]:
-    """The tokenizer's end of sequence and whatever generation_config.json adds (Llama 3 lists several)."""
-    ids = set() if eos_token_id is None else {eos_token_id}
+def stop_ids(folder: Path) -> set[int]:
+    """The ends of sequence that generation_config.json lists (Llama 3 has several)."""
     path = folder / "generation_config.json"
     if path.is_file():
-        extra = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        ids |= set(extra if isinstance(extra, list) else [] if extra is None else [extra])
-    return ids
+        ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        return set(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return set()

@@ -1,38 +1,52 @@
 """The three kinds of layer and what flows between them.
 
 A micro-batch flows through every stage as the tuple `(hidden [B, S, H], position_ids [B, S] int64)`; the embedding
-takes `(input_ids [B, S], position_ids)`. Position ids restart at 0 with each document of a packed row, and everything
-that depends on who may see whom (causal masks, rotary angles) is derived from them on each stage, so that no S x S
-mask ever crosses a stage boundary. The layers wrap transformers' modules and add nothing to their arithmetic.
+takes `(input_ids [B, S], position_ids)`. Mixture-of-experts models add a third tensor, their router's running sums
+(`models/router.py`). Position ids restart at 0 with each document of a packed row, and a padding token where position p
+would be has -1 - p. Everything that depends on who may see whom (causal masks, rotary angles) is derived from them on
+each stage, so that no S x S mask ever crosses a stage boundary. The layers wrap transformers' modules and add nothing
+to their arithmetic.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedConfig
 
-from models.positions import Positions, attention_kind
+from models.positions import Arguments, Positions, attention_kind
+from models.router import RouterRecorder
 
 if TYPE_CHECKING:
     from models.architectures import Family
 
-Stream = tuple[Tensor, Tensor]
+Stream = tuple[Tensor, ...]
 
 
 class Embedding(nn.Module):
-    """Layer 0: token ids [B, S] -> hidden states [B, S, H], normalised where the family does that."""
+    """Layer 0: token ids [B, S] -> hidden states [B, S, H], scaled and normalised where the family does that."""
 
     def __init__(self, family: Family, config: PreTrainedConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.norm = family.embedding_norm(config) if family.embedding_norm else nn.Identity()
+        self.scale = family.embedding_scale(config) if family.embedding_scale else None
+        self.n_experts = config.num_experts if family.router else 0
 
     def forward(self, inputs: Stream) -> Stream:
         input_ids, position_ids = inputs
-        return self.norm(self.embed_tokens(input_ids)), position_ids
+        hidden = self.embed_tokens(input_ids)
+        if self.scale is not None:
+            hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype).item()  # rounded first, as transformers does
+        hidden = self.norm(hidden)
+        if not self.n_experts:
+            return hidden, position_ids
+        # The sums need a gradient from the first stage on, as a pipeline sends one back for every tensor of the stream.
+        sums = torch.zeros(2, self.n_experts, device=hidden.device, requires_grad=torch.is_grad_enabled())
+        return hidden, position_ids, sums
 
 
 class Block(nn.Module):
@@ -48,37 +62,62 @@ class Block(nn.Module):
         self.kind = attention_kind(config, index)
         self.recompute = False
         self._positions = positions
+        self._recorder: RouterRecorder | None = None
+        if family.router and _has_submodule(self.block, family.router):  # some blocks of a family may be dense
+            self._recorder = RouterRecorder(self.block.get_submodule(family.router), config.num_experts_per_tok)
 
     def forward(self, stream: Stream, cache: Cache | None = None) -> Stream:
-        hidden, position_ids = stream
+        hidden, position_ids, *sums = stream
         assert self._positions is not None, "a block built for its shapes cannot run"
         arguments = self._positions(self.kind, hidden, position_ids, cache)
         if self.recompute and self.training:
-            output = checkpoint(self.block, hidden, use_reentrant=False, **arguments)
+            hidden, added = checkpoint(self._run, hidden, position_ids, arguments, use_reentrant=False)
         else:
-            output = self.block(hidden, **arguments)
+            hidden, added = self._run(hidden, position_ids, arguments)
+        return hidden, position_ids, *(total if added is None else total + added for total in sums)
+
+    def _run(self, hidden: Tensor, position_ids: Tensor, arguments: Arguments) -> tuple[Tensor, Tensor | None]:
+        output = self.block(hidden, **arguments)
         hidden = output[0] if isinstance(output, tuple) else output  # some families also return attention weights
-        return hidden, position_ids
+        return hidden, self._recorder.statistics(position_ids >= 0) if self._recorder else None
 
 
 class Head(nn.Module):
     """Layer N+1: the final norm and the projection to the vocabulary.
 
-    Inside a pipeline (`project_in_loss`) it returns the normalised hidden states and leaves the projection to the loss,
-    which needs it only for the supervised positions.
+    Inside a pipeline (`project_in_loss`) it returns the stream with normalised hidden states and leaves the projection
+    to the loss, which needs it only for the supervised positions.
     """
 
     def __init__(self, family: Family, config: PreTrainedConfig) -> None:
         super().__init__()
         self.norm = family.norm(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.config = config
         self.project_in_loss = False
 
-    def forward(self, stream: Stream) -> Tensor:
+    def forward(self, stream: Stream) -> Tensor | Stream:
         hidden: Tensor = self.norm(stream[0])
-        return hidden if self.project_in_loss else self.project(hidden)
+        return (hidden, *stream[1:]) if self.project_in_loss else self.project(hidden)
 
     def project(self, hidden: Tensor) -> Tensor:
         """Normalised hidden states [..., H] -> logits [..., V]."""
         logits: Tensor = self.lm_head(hidden)
         return logits
+
+
+class SoftCappedHead(Head):
+    """A head whose logits are squeezed between -cap and cap by a tanh, where config.json states a cap."""
+
+    def project(self, hidden: Tensor) -> Tensor:
+        logits = super().project(hidden)
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _has_submodule(module: nn.Module, name: str) -> bool:
+    try:
+        module.get_submodule(name)
+    except AttributeError:
+        return False
+    return True

@@ -18,6 +18,8 @@ from models.spec import ModelSpec
 class LayerStates(Protocol):
     """Gives the complete state dict of a layer; checkpoint sources and `SeededStates` do."""
 
+    def check_layer(self, layer: int) -> None: ...
+
     def read_layer(self, layer: int) -> dict[str, Tensor]: ...
 
 
@@ -31,6 +33,9 @@ class SeededStates:
     def __init__(self, spec: ModelSpec, seed: int) -> None:
         self.spec = spec
         self.seed = seed
+
+    def check_layer(self, layer: int) -> None:
+        """Nothing can be wrong with fresh weights."""
 
     def read_layer(self, layer: int) -> dict[str, Tensor]:
         with torch.random.fork_rng(devices=[]):

@@ -23,9 +23,10 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
 
-from models.layers import Block, Head
+from models.layers import Block, Head, Stream
 from models.loading import LayerStates, build_layer, tie_weights
 from models.loss import token_loss
+from models.router import router_loss
 from models.spec import ModelSpec
 
 TIE_KEY = "embedding"
@@ -52,8 +53,10 @@ class PipelineModel(PipelineModule):
         dtype: the dtype to train in.
         recompute: recompute the activations of every block in the backward pass.
         z_loss_weight: see `models.loss.token_loss`.
+        router_loss_weight: weight of the load-balancing loss of mixture-of-experts (`models.router`).
 
-    A micro-batch is `((input_ids, position_ids), (labels, scale))`; the loss of one is its token sum times its scale.
+    A micro-batch is `((input_ids, position_ids), (labels, scale, share))`. Its loss is its token sum times `scale`,
+    plus its router loss, which is no sum over tokens, times its `share` of the global batch's tokens.
 
     Raises:
         CheckpointError: the weights are not those of the layers that this stage builds.
@@ -68,10 +71,12 @@ class PipelineModel(PipelineModule):
         dtype: torch.dtype,
         recompute: bool = False,
         z_loss_weight: float = 0.0,
+        router_loss_weight: float = 0.0,
     ) -> None:
         self.spec = spec
         self._bounds = [0, *accumulate(parts)]
         self._z_loss_weight = z_loss_weight
+        self._router_loss_weight = router_loss_weight
         positions = spec.positions()
         device = torch.device(get_accelerator().current_device_name())
         layers = [_LoadedLayer(spec, layer, states, positions, dtype, device) for layer in range(spec.n_layers)]
@@ -83,11 +88,21 @@ class PipelineModel(PipelineModule):
             elif isinstance(layer, Head):
                 layer.project_in_loss = True
 
-    def loss(self, hidden: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
-        """The loss of one micro-batch, in fp32: [B, S, H] and (labels [B, S], scale []) -> []."""
-        targets, scale = labels
+    def loss(self, stream: Stream, labels: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """The loss of one micro-batch, in fp32.
+
+        Args:
+            stream: what the head gives: normalised hidden states [B, S, H], position ids, router sums.
+            labels: labels [B, S], scale [] and share [].
+        """
+        targets, scale, share = labels
         head = self.forward_funcs[-1]
-        return token_loss(hidden, targets, head.project, self._z_loss_weight) * scale
+        loss = token_loss(stream[0], targets, head.project, self._z_loss_weight) * scale
+        if self._router_loss_weight:
+            loss = (
+                loss + self._router_loss_weight * router_loss(stream[2], self.spec.config.num_experts_per_tok) * share
+            )
+        return loss
 
     def get_tied_weights_and_groups(self) -> list[tuple[Tensor, Any]]:
         """The tied weight that this process holds with the group to sum its gradient over; the engine asks for it."""

@@ -1,7 +1,9 @@
 """Who may see whom: what the blocks of a process need besides hidden states, derived from position ids.
 
 Position ids restart at 0 with each document of a packed row. From them each stage makes, once per micro-batch, the
-keyword arguments of its blocks: masks, rotary angles, ALiBi biases. A family names the class that does it.
+keyword arguments of its blocks: masks, rotary angles, ALiBi biases. A family names the class that does it. Padding
+stands on the right, where no real token attends to it, and is treated like any token: its ids, -1 - p, become p here,
+so that a padded row still needs no mask.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 _MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
 
 Arguments = dict[str, Any]  # keyword arguments of a decoder layer
+Angles = tuple[Tensor, Tensor]  # cos and sin
 
 
 def attention_kind(config: PreTrainedConfig, index: int) -> str:
@@ -52,7 +55,8 @@ class Positions:
         version = None if position_ids.is_inference() else position_ids._version
         state = (version, hidden.dtype, hidden.device, torch.is_inference_mode_enabled())
         if self._last is None or self._last[0] is not position_ids or self._last[1] != state:
-            arguments = self.arguments(hidden, position_ids, cache)
+            unmarked = torch.where(position_ids < 0, -1 - position_ids, position_ids)
+            arguments = self.arguments(hidden, unmarked, cache)
             if cache is not None:
                 for each in arguments.values():
                     each |= {self.cache_argument: cache, "use_cache": True}
@@ -60,18 +64,21 @@ class Positions:
         return self._last[2][kind]
 
     def arguments(self, hidden: Tensor, position_ids: Tensor, cache: Cache | None) -> dict[str, Arguments]:
-        """The arguments for every kind of attention in the model."""
-        rotary = None
-        if self.rotary is not None:
-            rotary = self.rotary.to(hidden.device)(hidden, position_ids=position_ids)
+        """The arguments for every kind of attention in the model; padding has ordinary position ids here."""
+        angles = self.angles(hidden, position_ids)
         return {
             kind: {
                 "attention_mask": self.mask(kind, hidden, position_ids, cache),
                 "position_ids": position_ids,
-                "position_embeddings": rotary,
+                "position_embeddings": angles[kind],
             }
             for kind in self.kinds
         }
+
+    def angles(self, hidden: Tensor, position_ids: Tensor) -> dict[str, Angles]:
+        """The rotary angles (cos, sin) for every kind of attention, here the same for all."""
+        assert self.rotary is not None
+        return dict.fromkeys(self.kinds, self.rotary.to(hidden.device)(hidden, position_ids=position_ids))
 
     def mask(self, kind: str, hidden: Tensor, position_ids: Tensor, cache: Cache | None) -> Any:
         """The mask in the form that the attention kernel takes; None where plain causal attention is enough."""

@@ -6,7 +6,7 @@ Reading a spec touches config.json only, so the converters, the planner and ever
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.architectures import Family, WeightMap, family_of
-from models.attention import EAGER, TORCH
 from models.errors import CheckpointError
 from models.layers import Block, Embedding, Head
 from models.positions import Positions
+from models.router import experts_implementation
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,15 @@ class ModelSpec:
     Attributes:
         family: the declaration that config.json's `model_type` names.
         config: transformers' configuration object, read from old and new field names alike.
+        raw: config.json as it stands.
+        fields: the same in the field names of a config that transformers knows.
     """
 
     family: Family
     config: PreTrainedConfig
+    raw: dict[str, Any] = field(default_factory=dict, repr=False)
+    fields: dict[str, Any] = field(default_factory=dict, repr=False)
+    _shapes: dict[int, dict[str, torch.Size]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelSpec:
@@ -41,22 +46,22 @@ class ModelSpec:
         Raises:
             CheckpointError: no such file, not JSON, no `model_type`, or values that transformers refuses.
         """
-        raw = _read_json(folder / "config.json")
+        path = folder / "config.json"
+        raw = _read_json(path)
         model_type = raw.get("model_type")
         if not isinstance(model_type, str):
-            raise CheckpointError(f'{folder / "config.json"}: no model_type; expected a name such as "llama"')
+            raise CheckpointError(f'{path}: no model_type; expected a name such as "llama"')
         try:
             family = family_of(model_type)
-        except CheckpointError as error:
-            raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
-        try:
-            config = CONFIG_MAPPING[model_type].from_dict(raw)
+            family = family.variant(raw) if family.variant else family
+            fields = family.translate(raw) if family.translate else raw
+            config = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
         except Exception as error:  # transformers raises many kinds for a config that makes no sense
-            reason = " ".join(str(error).split())
-            raise CheckpointError(f"{folder / 'config.json'}: {reason}") from None
-        spec = cls(family, config)
-        spec.set_attention(EAGER if family.eager_only else TORCH)
-        spec._check_buildable(folder / "config.json")
+            raise CheckpointError(f"{path}: {' '.join(str(error).split())}") from None
+        config._experts_implementation = experts_implementation()
+        spec = cls(family, config, raw, fields)
+        spec.set_attention(family.attention[0])
+        spec._check_buildable(path)
         return spec
 
     @property
@@ -82,7 +87,7 @@ class ModelSpec:
 
     @property
     def weight_map(self) -> WeightMap:
-        return WeightMap(self.family, self.n_blocks)
+        return WeightMap(self.family, self.n_blocks, self.config.num_experts if self.family.router else 0)
 
     def build(self, layer: int, positions: Positions | None = None) -> Embedding | Block | Head:
         """Layer number `layer`, with uninitialised or freshly constructed weights, on torch's default device.
@@ -94,14 +99,16 @@ class ModelSpec:
         if layer == 0:
             return Embedding(self.family, self.config)
         if layer == self.n_blocks + 1:
-            return Head(self.family, self.config)
+            return self.family.projection(self.family, self.config)
         return Block(self.family, self.config, layer - 1, positions)
 
     def shapes(self, layer: int) -> dict[str, torch.Size]:
         """Name and shape of every tensor in a layer's state dict. Allocates nothing."""
-        with torch.device("meta"):
-            module: nn.Module = self.build(layer)
-        return {name: tensor.shape for name, tensor in module.state_dict().items()}
+        if layer not in self._shapes:
+            with torch.device("meta"):
+                module: nn.Module = self.build(layer)
+            self._shapes[layer] = {name: tensor.shape for name, tensor in module.state_dict().items()}
+        return self._shapes[layer]
 
     def _check_buildable(self, path: Path) -> None:
         """Lay out one layer of each kind without memory: a value that makes no sense shows here, not in mid-run."""

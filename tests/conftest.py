@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import save_torch_state_dict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -32,6 +35,40 @@ TINY = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": None,
+}
+BAICHUAN = {  # the 13B's fields; with max_position_embeddings they are the 7B's
+    "model_type": "baichuan",
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "vocab_size": VOCABULARY,
+    "model_max_length": 256,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+CHATGLM = {
+    "model_type": "chatglm",
+    "add_qkv_bias": True,
+    "ffn_hidden_size": 96,
+    "hidden_size": 64,
+    "kv_channels": 16,
+    "layernorm_epsilon": 1e-5,
+    "multi_query_attention": True,
+    "multi_query_group_num": 2,
+    "num_attention_heads": 4,
+    "num_layers": 3,
+    "padded_vocab_size": VOCABULARY,
+    "seq_length": 256,
+    "rmsnorm": True,
+    "torch_dtype": "float32",
+    "eos_token_id": 2,
+    "pad_token_id": 0,
 }
 
 
@@ -73,15 +110,87 @@ def save_tokenizer(folder: Path, chat_template: str | None = CHATML) -> None:
 
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A function that writes a tiny random model with transformers' own `save_pretrained`, tokenizer included."""
+    """A function that writes a tiny random model into a folder of its own, tokenizer included."""
 
-    def make(model_type: str = "llama", save: dict[str, object] | None = None, **changes: object) -> Path:
+    def make(model_type: str = "llama", save: dict[str, Any] | None = None, **changes: Any) -> Path:
         folder = tmp_path_factory.mktemp(model_type)
         torch.manual_seed(0)
-        config = CONFIG_MAPPING[model_type](**(TINY | {"initializer_range": 0.05} | changes))
-        model = AutoModelForCausalLM.from_config(config, dtype=changes.get("dtype", torch.float32))
-        model.save_pretrained(folder, **(save or {}))
+        changes = {"initializer_range": 0.05} | changes
+        if model_type in ORIGINALS:
+            save_original(folder, model_type, save or {}, **changes)
+        else:
+            config = CONFIG_MAPPING[model_type](**(TINY | changes))
+            model = AutoModelForCausalLM.from_config(config, dtype=changes.get("dtype", torch.float32))
+            model.save_pretrained(folder, **(save or {}))
         save_tokenizer(folder)
         return folder
 
     return make
+
+
+def save_original(
+    folder: Path,
+    model_type: str,
+    save: dict[str, Any],
+    initializer_range: float,
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> None:
+    """Write a checkpoint of a family that transformers lacks, under the names of its own code."""
+    fields, shapes = ORIGINALS[model_type]
+    config = fields | {"torch_dtype": str(dtype).removeprefix("torch.")} | changes
+    tensors = {}
+    for name, shape in shapes(config).items():
+        if len(shape) == 2:
+            tensor = torch.randn(shape) * initializer_range
+        else:  # a norm's weight, a bias, or the buffer of rotary angles
+            tensor = torch.randn(shape) * 0.1 + (0 if name.endswith("bias") else 1)
+        tensors[name] = tensor.to(dtype)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    save_torch_state_dict(tensors, folder, **save)
+
+
+def baichuan_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors of a Baichuan2."""
+    vocabulary, width, inner = config["vocab_size"], config["hidden_size"], config["intermediate_size"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, width)}
+    for block in range(config["num_hidden_layers"]):
+        shapes |= {
+            f"model.layers.{block}.self_attn.W_pack.weight": (3 * width, width),
+            f"model.layers.{block}.self_attn.o_proj.weight": (width, width),
+            f"model.layers.{block}.mlp.gate_proj.weight": (inner, width),
+            f"model.layers.{block}.mlp.up_proj.weight": (inner, width),
+            f"model.layers.{block}.mlp.down_proj.weight": (width, inner),
+            f"model.layers.{block}.input_layernorm.weight": (width,),
+            f"model.layers.{block}.post_attention_layernorm.weight": (width,),
+        }
+    return shapes | {"model.norm.weight": (width,), "lm_head.weight": (vocabulary, width)}
+
+
+def chatglm_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors of a ChatGLM3, its stored rotary angles among them."""
+    vocabulary, width, inner = config["padded_vocab_size"], config["hidden_size"], config["ffn_hidden_size"]
+    heads, groups, head_width = config["num_attention_heads"], config["multi_query_group_num"], config["kv_channels"]
+    fused = (heads + 2 * groups) * head_width
+    shapes: dict[str, tuple[int, ...]] = {
+        "transformer.embedding.word_embeddings.weight": (vocabulary, width),
+        "transformer.rotary_pos_emb.inv_freq": (head_width // 4,),
+    }
+    for block in range(config["num_layers"]):
+        layer = f"transformer.encoder.layers.{block}"
+        shapes |= {
+            f"{layer}.input_layernorm.weight": (width,),
+            f"{layer}.self_attention.query_key_value.weight": (fused, width),
+            f"{layer}.self_attention.query_key_value.bias": (fused,),
+            f"{layer}.self_attention.dense.weight": (width, heads * head_width),
+            f"{layer}.post_attention_layernorm.weight": (width,),
+            f"{layer}.mlp.dense_h_to_4h.weight": (2 * inner, width),
+            f"{layer}.mlp.dense_4h_to_h.weight": (width, inner),
+        }
+    return shapes | {
+        "transformer.encoder.final_layernorm.weight": (width,),
+        "transformer.output_layer.weight": (vocabulary, width),
+    }
+
+
+ORIGINALS = {"baichuan": (BAICHUAN, baichuan_shapes), "chatglm": (CHATGLM, chatglm_shapes)}

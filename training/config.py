@@ -98,6 +98,14 @@ class ZLoss(_Section):
     weight: float = Field(default=0.0, ge=0)
 
 
+class RouterLoss(_Section):
+    """`aux_router_loss`: the load-balancing loss of mixture-of-experts models."""
+
+    # As transformers would with the model's config.json where absent: its router_aux_loss_coef if it says
+    # output_router_logits, else none.
+    weight: float | None = Field(default=None, ge=0)
+
+
 class ProcessTopology(_Section):
     """`model_topo.process_topology`: the grid of processes."""
 
@@ -182,6 +190,7 @@ class TrainConfig(BaseModel):
     # The largest norm of the whole gradient; 0 turns clipping off.
     gradient_clipping: float = Field(default=1.0, ge=0)
     aux_max_z_loss: ZLoss = ZLoss()
+    aux_router_loss: RouterLoss = RouterLoss()
 
     bf16: HalfPrecision = HalfPrecision()
     fp16: HalfPrecision = HalfPrecision()

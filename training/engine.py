@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import ProcessTopology
+from torch import Tensor
 
 from models.checkpoint.source import open_source
 from models.loading import LayerStates, SeededStates
@@ -41,11 +42,12 @@ def build_engine(config: TrainConfig, spec: ModelSpec, folder: Path, total_steps
         if config.fp16.enabled and not get_accelerator().is_fp16_supported():
             raise ConfigError("fp16.enabled: this device does not compute in fp16; expected bf16 or neither")
         parts = config.parts_for(spec.n_layers)
+        router_weight = router_loss_weight(config, spec)
         states: LayerStates = SeededStates(spec, config.seed) if config.from_scratch else open_source(folder, spec)
         stage = topology.get_coord(torch.distributed.get_rank()).pipe
         # Building a stage communicates, so every rank looks at its weights before any begins.
         for layer in range(sum(parts[:stage]), sum(parts[: stage + 1])):
-            states.read_layer(layer)
+            states.check_layer(layer)
     torch.manual_seed(config.seed + torch.distributed.get_rank())  # dropout differs from rank to rank
     model = PipelineModel(
         spec,
@@ -55,6 +57,7 @@ def build_engine(config: TrainConfig, spec: ModelSpec, folder: Path, total_steps
         training_dtype(config),
         recompute=config.use_grad_ckpt,
         z_loss_weight=config.aux_max_z_loss.weight,
+        router_loss_weight=router_weight,
     )
     with agreed():
         optimizer = build_optimizer(config, model.named_parameters())
@@ -64,10 +67,32 @@ def build_engine(config: TrainConfig, spec: ModelSpec, folder: Path, total_steps
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=scheduler, config=deepspeed_config(config)
         )
-    engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {schedule.ReduceTiedGrads: _sum_tied_gradients}
+    engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {
+        schedule.ReduceTiedGrads: _sum_tied_gradients,
+        schedule.BackwardPass: _backward_once,
+    }
+    engine._allocate_or_extend_buffers = MethodType(_allocate_buffer, engine)
     if config.zero_optimization.stage == 0 and engine.gradient_clipping() > 0:
         engine.clip_fp32_gradients = MethodType(_clip_by_global_norm, engine)
     return engine
+
+
+def router_loss_weight(config: TrainConfig, spec: ModelSpec) -> float:
+    """The weight of the router loss: the config's, or what transformers would take from the model's config.json.
+
+    Raises:
+        ConfigError: a weight for a model without experts.
+    """
+    wanted = config.aux_router_loss.weight
+    if not spec.family.router:
+        if wanted:
+            raise ConfigError(
+                f"aux_router_loss.weight: {spec.family.name} has no experts; expected a mixture-of-experts"
+            )
+        return 0.0
+    if wanted is None:
+        return float(spec.config.router_aux_loss_coef) if spec.config.output_router_logits else 0.0
+    return wanted
 
 
 def training_dtype(config: TrainConfig) -> torch.dtype:
@@ -102,6 +127,43 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
         if config.zero_optimization.stage == 1:
             resolved["data_types"] = {"grad_accum_dtype": "fp32"}
     return resolved | (config.model_extra or {})
+
+
+class _Joined(torch.autograd.Function):
+    """One tensor that stands for several: its backward pass is theirs, with the gradients that are given."""
+
+    @staticmethod
+    def forward(context: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
+        context.gradients = gradients
+        return torch.zeros((), device=outputs[0].device)
+
+    @staticmethod
+    def backward(context: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *context.gradients
+
+
+def _backward_once(engine: PipelineEngine, buffer_id: int) -> None:
+    """Run one backward pass for all tensors that a stage sent on.
+
+    DeepSpeed runs one for each. Where hidden states and router sums flow, that would be twice the work, and ZeRO's
+    hooks would count each gradient as whole when only the first part of it is there.
+    """
+    outputs = engine.pipe_buffers["outputs"][buffer_id]
+    if isinstance(outputs, tuple) and not engine.is_last_stage():
+        differentiable = [tensor for tensor in outputs if tensor.is_floating_point()]
+        joined = _Joined.apply(engine.grad_layer, *differentiable)
+        engine.pipe_buffers["outputs"][buffer_id] = joined
+        engine.grad_layer = torch.ones_like(joined)
+    PipelineEngine._exec_backward_pass(engine, buffer_id)
+
+
+def _allocate_buffer(engine: PipelineEngine, index: int, shape: list[int], dtype: torch.dtype) -> Tensor:
+    """Memory for a tensor that another stage sends.
+
+    DeepSpeed keeps one buffer a position, large enough but of whatever dtype came first: in a stream of floats and
+    integers, a gradient would be received as int64.
+    """
+    return torch.empty(shape, dtype=dtype, device=engine.device)
 
 
 def _sum_tied_gradients(engine: PipelineEngine) -> None:

@@ -6,17 +6,28 @@ docs/adding-a-model.md walks through a new one.
 
 from importlib import import_module
 
-from models.architectures.family import Family, Rule, Slot, Tie, WeightMap
+from models.architectures.family import Family, Native, Rule, Tie
+from models.architectures.weight_map import Binding, WeightMap, cut
 from models.errors import CheckpointError
 
-__all__ = ["FAMILIES", "Family", "Rule", "Slot", "Tie", "WeightMap", "family_of"]
+__all__ = ["FAMILIES", "Binding", "Family", "Native", "Rule", "Tie", "WeightMap", "cut", "family_of"]
 
 FAMILIES = {
+    "baichuan": "baichuan",
     "bloom": "bloom",
+    "chatglm": "chatglm",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "glm": "glm",
+    "glm4": "glm4",
     "llama": "llama",
     "mistral": "mistral",
+    "mixtral": "mixtral",
+    "olmo2": "olmo2",
+    "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen3_moe": "qwen3_moe",
 }
 
 

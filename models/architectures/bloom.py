@@ -12,11 +12,19 @@ from transformers import Cache, PreTrainedConfig
 from transformers.models.bloom.modeling_bloom import BloomBlock, build_alibi_tensor
 
 from models.architectures.family import Family, Rule, Tie
+from models.attention import EAGER
 from models.positions import FULL, Arguments, Positions
 
 
+def alibi_slopes(n_heads: int) -> Tensor:
+    """The slope of each head's bias, [heads] fp32 (arXiv:2108.12409)."""
+    with torch.device("cpu"):
+        first_two_keys = build_alibi_tensor(torch.ones(1, 2), n_heads, torch.float32)
+    return first_two_keys[:, 0, 1]
+
+
 class BloomPositions(Positions):
-    """Causal masks and ALiBi biases (arXiv:2108.12409) as Bloom's blocks take them.
+    """Causal masks and ALiBi biases as Bloom's blocks take them.
 
     The bias of a key is its position times the head's slope. Softmax ignores what is added to a whole row, so positions
     may be counted from the beginning of each document.
@@ -26,9 +34,7 @@ class BloomPositions(Positions):
 
     def __init__(self, family: Family, config: PreTrainedConfig) -> None:
         super().__init__(family, config)
-        with torch.device("cpu"):
-            first_two_keys = build_alibi_tensor(torch.ones(1, 2), config.n_head, torch.float32)
-        self.slopes = first_two_keys[:, 0, 1]
+        self.slopes = alibi_slopes(config.n_head)
 
     def arguments(self, hidden: Tensor, position_ids: Tensor, cache: Cache | None) -> dict[str, Arguments]:
         seen = cache.get_seq_length() if cache is not None else 0
@@ -55,7 +61,7 @@ FAMILY = Family(
     rotary=None,
     positions=BloomPositions,
     embedding_norm=layer_norm,
-    eager_only=True,
+    attention=(EAGER,),
     embedding=(
         Rule("transformer.word_embeddings.weight", "embed_tokens.weight"),
         Rule("transformer.word_embeddings_layernorm.*", "norm.*"),

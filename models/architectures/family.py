@@ -1,35 +1,49 @@
 """What a model family declares.
 
-A family states, once, everything that Pipetune must know about an architecture: which `model_type`s it serves, which
+A family states, once, everything that Pipetune must know about an architecture: how its config.json reads, which
 transformers classes it wraps, which tensors on disk belong to which layer, and what is tied. The pipeline, both
 converters, the direct loader and the exporter read the same table; the reverse direction is the table inverted
-(`WeightMap`), never typed again.
+(`weight_map.py`), never typed again.
 
 Layers are numbered as everywhere in Pipetune: 0 is the embedding, 1..N the blocks, N+1 the final norm and head.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from models.attention import FLASH, TORCH
+from models.layers import Head
 from models.positions import Positions
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of the naming table: a name on disk and the name inside the layer's module.
+    """One line of the naming table: names on disk, and names inside the layer's module for the same numbers.
 
-    `{i}` stands for the block's number (from 0, as on disk); `*` for any rest, the same on both sides.
+    A name stands for itself or for several, in order. Both sides hold the same numbers in the same order, row by row,
+    and the shapes say where to cut: `Rule("a", "b")` renames, `Rule("qkv", ("q", "k", "v"))` splits a fused projection
+    into its rows, and `Rule(("{e}.gate", "{e}.up"), "gate_up")` stacks the experts.
+
+    `{i}` stands for the block's number (from 0, as on disk); `{e}` for each expert in turn; `*` for any rest, the same
+    on both sides. The first rule that fits a name counts.
     """
 
-    disk: str
-    module: str
+    disk: str | tuple[str, ...]
+    module: str | tuple[str, ...]
+
+    @property
+    def disk_names(self) -> tuple[str, ...]:
+        return (self.disk,) if isinstance(self.disk, str) else self.disk
+
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        return (self.module,) if isinstance(self.module, str) else self.module
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,21 @@ class Tie:
 
 
 @dataclass(frozen=True)
+class Native:
+    """How transformers itself lays out a model whose checkpoints came with code of their own.
+
+    Attributes:
+        family: the family whose names on disk the export takes; its blocks are the same modules.
+        architecture: transformers' class of the whole model.
+        changes: weights of the head that the other layout stores in another form, and what makes it.
+    """
+
+    family: Family
+    architecture: str
+    changes: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Family:
     """The declaration of one architecture.
 
@@ -49,14 +78,22 @@ class Family:
         decoder_layer: transformers' class of one block, called as `decoder_layer(config, index)`.
         norm: makes the final norm.
         rotary: transformers' class that turns position ids into (cos, sin), or None for models without it.
-        positions: the class that derives masks, angles and biases for the blocks.
-        embedding_norm: makes the norm right after the embedding, where there is one.
-        eager_only: whether transformers' layer computes attention by itself instead of calling a kernel.
-        optional_prefix: how names on disk begin in some checkpoints and not in others.
         embedding, block, head: the naming table of each kind of layer.
         tie: the pair of weights that `config.tie_word_embeddings` makes one.
         carried: regular expressions of names on disk that no module owns but that a round trip must give back
             (buffers that older releases of transformers stored).
+        optional_prefix: how names on disk begin in some checkpoints and not in others.
+        positions: the class that derives masks, angles and biases for the blocks.
+        embedding_norm: makes the norm right after the embedding, where there is one.
+        embedding_scale: what embedded tokens are multiplied with, where they are.
+        projection: the class of the last layer, for heads that do more than multiply.
+        attention: the kernels that compute this family's attention exactly, by transformers' names; the usual one
+            first.
+        router: the submodule of a block that sends tokens to experts, in families that have them.
+        translate: turns the fields of a config.json that transformers does not know into those of one that it does.
+        variant: picks another declaration by the fields of config.json, where one `model_type` names several
+            architectures.
+        native: the layout without remote code, for families that transformers loads only under another name.
     """
 
     name: str
@@ -68,95 +105,13 @@ class Family:
     head: tuple[Rule, ...]
     tie: Tie
     carried: tuple[str, ...] = ()
+    optional_prefix: str = ""
     positions: type[Positions] = Positions
     embedding_norm: Callable[[PreTrainedConfig], nn.Module] | None = None
-    eager_only: bool = False
-    optional_prefix: str = ""
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Where a tensor lives in the pipeline: the layer's number and the name in that layer's state dict."""
-
-    layer: int
-    name: str
-
-
-@dataclass(frozen=True)
-class WeightMap:
-    """A family's naming table for a given depth, readable in both directions.
-
-    `slot(disk_name(s)) == s` for every slot and `disk_name(slot(n)) == n` for every name that has a slot.
-    """
-
-    family: Family
-    n_blocks: int
-    prefixed: bool = True  # whether the names on disk have the family's optional prefix
-
-    def for_names(self, disk_names: Iterable[str]) -> WeightMap:
-        """The same table in the spelling of a checkpoint: with the optional prefix or without."""
-        prefix = self.family.optional_prefix
-        return replace(self, prefixed=not prefix or any(name.startswith(prefix) for name in disk_names))
-
-    def slot(self, disk_name: str) -> Slot | None:
-        """The place of a tensor on disk, or None where the family has none for it."""
-        full_name = disk_name if self.prefixed else self.family.optional_prefix + disk_name
-        return self._slot(full_name) or self._slot(disk_name)  # not every name takes the prefix: lm_head.weight
-
-    def _slot(self, disk_name: str) -> Slot | None:
-        for rule, pattern in self._disk_patterns:
-            match = pattern.fullmatch(disk_name)
-            if match is None:
-                continue
-            found = match.groupdict()
-            layer = self._layer_of(rule, found.get("i"))
-            if layer is not None:
-                return Slot(layer, rule.module.replace("*", found.get("rest", "")))
-        return None
-
-    def disk_name(self, slot: Slot) -> str:
-        """The name on disk of a tensor of the pipeline.
-
-        Raises:
-            KeyError: the family has no such tensor.
-        """
-        for rule in self._rules_of_layer(slot.layer):
-            match = _pattern(rule.module).fullmatch(slot.name)
-            if match is not None:
-                rest = match.groupdict().get("rest", "")
-                name = rule.disk.replace("*", rest).replace("{i}", str(slot.layer - 1))
-                return name if self.prefixed else name.removeprefix(self.family.optional_prefix)
-        raise KeyError(f"{self.family.name} has no tensor {slot.name} in layer {slot.layer}")
-
-    def is_carried(self, disk_name: str) -> bool:
-        """Whether the tensor is kept beside the layers only to be given back."""
-        return any(re.search(pattern, disk_name) for pattern in self.family.carried)
-
-    @property
-    def head_layer(self) -> int:
-        return self.n_blocks + 1
-
-    @cached_property
-    def _disk_patterns(self) -> list[tuple[Rule, re.Pattern[str]]]:
-        rules = (*self.family.embedding, *self.family.block, *self.family.head)
-        return [(rule, _pattern(rule.disk)) for rule in rules]
-
-    def _layer_of(self, rule: Rule, block_number: str | None) -> int | None:
-        if rule in self.family.embedding:
-            return 0
-        if rule in self.family.head:
-            return self.head_layer
-        number = int(block_number or 0)
-        canonical = str(number) == block_number  # "00" would not come back as it was
-        return number + 1 if canonical and number < self.n_blocks else None
-
-    def _rules_of_layer(self, layer: int) -> tuple[Rule, ...]:
-        if layer == 0:
-            return self.family.embedding
-        return self.family.head if layer == self.head_layer else self.family.block
-
-
-def _pattern(template: str) -> re.Pattern[str]:
-    """The regular expression of a name with `{i}` and `*`."""
-    escaped = re.escape(template)
-    return re.compile(escaped.replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\*", r"(?P<rest>.+)"))
+    embedding_scale: Callable[[PreTrainedConfig], float] | None = None
+    projection: type[Head] = Head
+    attention: tuple[str, ...] = (TORCH, FLASH)
+    router: str | None = None
+    translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    variant: Callable[[dict[str, Any]], Family] | None = None
+    native: Native | None = None

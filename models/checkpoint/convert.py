@@ -1,23 +1,16 @@
-"""HuggingFace layout <-> pipeline layout, one layer at a time.
+"""HuggingFace layout -> pipeline layout, one layer at a time.
 
-Both directions stream: at most one layer is in memory, and the target folder appears whole or not at all. Every tensor
-comes back bit for bit under its own name and dtype, in the file it came from; tokenizer and config files byte for byte.
+At most one layer is in memory, and the target folder appears whole or not at all. What an export needs to give the
+folder back (division into files, dtypes, tensors without a layer) is written beside the layers.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from torch import Tensor
-from tqdm import tqdm
-
-from models.architectures import Slot, WeightMap
 from models.checkpoint.layout import (
     CARRIED,
-    MANIFEST,
     Layout,
     Manifest,
     has_huggingface_weights,
@@ -26,19 +19,22 @@ from models.checkpoint.layout import (
     resolve,
     side_files,
 )
+from models.checkpoint.progress import byte_bar
 from models.checkpoint.publish import publish_folder
-from models.checkpoint.safetensors_writer import DTYPE_NAMES, DTYPES, SafetensorsWriter, TensorInfo
+from models.checkpoint.safetensors_files import DTYPE_NAMES, SafetensorsWriter
 from models.checkpoint.source import HuggingFaceSource, PipelineSource
-from models.checkpoint.tensor_files import open_tensors, save_state_dict
+from models.checkpoint.tensor_files import save_state_dict
+from models.checkpoint.verify import compare, forget_cached
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 
-MAX_SHARD_BYTES = 5 * 10**9
-SINGLE_FILE = "model.safetensors"
 
-
-def hg_to_pp(input_path: str | Path, save_path: str | Path, overwrite: bool = False) -> None:
+def hg_to_pp(input_path: str | Path, save_path: str | Path, overwrite: bool = False, verify: bool = False) -> None:
     """Write the pipeline layout of a HuggingFace folder.
+
+    Args:
+        overwrite: replace `save_path` where it exists.
+        verify: read every tensor back and compare it before the folder appears.
 
     Raises:
         CheckpointError: the input is damaged or unknown, or the target cannot be written.
@@ -49,47 +45,12 @@ def hg_to_pp(input_path: str | Path, save_path: str | Path, overwrite: bool = Fa
     spec = ModelSpec.from_folder(folder)
     source = HuggingFaceSource(folder, spec)
     with publish_folder(Path(save_path), overwrite) as target:
-        dtypes: dict[str, str] = {}
-        for layer in tqdm(range(spec.n_layers), desc="hg_to_pp", unit="layer"):
-            state = source.read_layer(layer)
-            for name, tensor in state.items():
-                dtypes[source.weight_map.disk_name(Slot(layer, name))] = DTYPE_NAMES[tensor.dtype]
-            save_state_dict(state, target / layer_file(layer))
-        _write_carried(source, target, dtypes)
-        manifest = _manifest_of(source, dtypes)
-        copy_files(folder, target, manifest.side_files)
-        manifest.write(target)
-
-
-def pp_to_hg(input_path: str | Path, save_path: str | Path, overwrite: bool = False) -> None:
-    """Write the HuggingFace folder of a pipeline-layout folder or of a run's checkpoint, as safetensors.
-
-    The names, dtypes and division into files are those of the folder that the layout once came from; where another tool
-    wrote the layers, the family's names, the layers' dtype and shards of at most 5 GB.
-
-    Raises:
-        CheckpointError: the input is damaged or unknown, or the target cannot be written.
-    """
-    folder = resolve(input_path)
-    if layout_of(folder) is not Layout.PIPELINE:
-        raise CheckpointError(f"{folder}: not in the pipeline layout; pp_to_hg expects layer_*-model_states.pt files")
-    spec = ModelSpec.from_folder(folder)
-    source = PipelineSource(folder, spec)
-    carried = open_tensors(folder / CARRIED) if (folder / CARRIED).is_file() else {}
-    manifest = Manifest.read(folder) or _default_manifest(source, folder, carried)
-    weight_map = spec.weight_map.for_names(manifest.dtypes)
-    infos = _tensor_infos(source, weight_map, manifest, carried)
-    with publish_folder(Path(save_path), overwrite) as target:
-        with SafetensorsWriter(target, manifest.files, infos) as writer:
-            for name, tensor in tqdm(
-                _tensors_on_disk(source, weight_map, infos), desc="pp_to_hg", unit="tensor", total=len(infos)
-            ):
-                writer.write(name, tensor)
-            for name in carried:
-                writer.write(name, carried[name])
-        copy_files(folder, target, manifest.side_files)
-        if list(manifest.files) != [SINGLE_FILE]:
-            _write_index(target, manifest, infos)
+        with byte_bar("hg_to_pp", _size(source)) as bar:
+            for layer in range(spec.n_layers):
+                bar.update(_write_layer(source, layer, target))
+        copy_side_files(folder, target)
+        if verify:
+            _verify(source, target)
 
 
 def copy_files(source: Path, target: Path, names: list[str]) -> None:
@@ -106,18 +67,18 @@ def copy_files(source: Path, target: Path, names: list[str]) -> None:
 
 
 def copy_side_files(source: Path, target: Path) -> None:
-    """Make a folder of freshly trained layer files a complete pipeline folder: config, tokenizer, manifest, carried.
+    """Make a folder of layer files a complete pipeline folder: config, tokenizer, manifest, carried tensors.
 
     Args:
-        source: the folder, of either layout, that the training started from; from scratch it needs no weights.
-        target: the checkpoint's folder.
+        source: the folder, of either layout, that the layers or the training came from; from scratch it needs no
+            weights.
+        target: the folder of the layer files.
     """
     manifest = Manifest.read(source)
     if manifest is None and has_huggingface_weights(source):
         weights = HuggingFaceSource(source, ModelSpec.from_folder(source))
-        dtypes = {name: DTYPE_NAMES[weights.read(name).dtype] for names in weights.files.values() for name in names}
-        _write_carried(weights, target, dtypes)
-        manifest = _manifest_of(weights, dtypes)
+        _write_carried(weights, target)
+        manifest = _manifest_of(weights)
     elif (source / CARRIED).is_file():
         copy_files(source, target, [CARRIED])
     copy_files(source, target, manifest.side_files if manifest else [path.name for path in side_files(source)])
@@ -125,98 +86,42 @@ def copy_side_files(source: Path, target: Path) -> None:
         manifest.write(target)
 
 
-def _manifest_of(source: HuggingFaceSource, dtypes: dict[str, str]) -> Manifest:
-    files = {_safetensors_name(file): names for file, names in source.files.items()}
-    return Manifest(files=files, dtypes=dtypes, side_files=[path.name for path in side_files(source.folder)])
+def _write_layer(source: HuggingFaceSource, layer: int, target: Path) -> int:
+    state = source.read_layer(layer)
+    save_state_dict(state, target / layer_file(layer))
+    return sum(tensor.nbytes for tensor in state.values())
 
 
-def _tensors_on_disk(
-    source: PipelineSource, weight_map: WeightMap, infos: dict[str, TensorInfo]
-) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the layers that belongs on disk, layer by layer, under its name there."""
-    for layer in range(source.spec.n_layers):
-        for name, tensor in source.read_layer(layer).items():
-            disk_name = weight_map.disk_name(Slot(layer, name))
-            if disk_name in infos:  # a tied head that the original left out stays out
-                yield disk_name, tensor
+def _verify(source: HuggingFaceSource, target: Path) -> None:
+    written = PipelineSource(target, source.spec)
+    with byte_bar("verify", _size(source)) as bar:
+        for layer in range(source.spec.n_layers):
+            path = target / layer_file(layer)
+            forget_cached(path)
+            bar.update(compare(path, source.read_layer(layer), written.read_layer(layer)))
 
 
-def _tensor_infos(
-    source: PipelineSource, weight_map: WeightMap, manifest: Manifest, carried: Mapping[str, Tensor]
-) -> dict[str, TensorInfo]:
-    """Dtype and shape of every tensor that the manifest lists, checked against the layers that there are."""
-    spec = source.spec
-    shapes = {
-        weight_map.disk_name(Slot(layer, name)): shape
-        for layer in range(spec.n_layers)
-        for name, shape in spec.shapes(layer).items()
-    }
-    shapes |= {name: tensor.shape for name, tensor in carried.items()}
-    optional = {weight_map.disk_name(Slot(spec.n_layers - 1, spec.family.tie.head))} if spec.tied else set()
-    names = {name for names in manifest.files.values() for name in names}
-    path = source.folder / MANIFEST
-    if unknown := names - shapes.keys():
-        raise CheckpointError(f"{path}: lists {min(unknown)}, which neither a layer nor {CARRIED} holds")
-    if forgotten := shapes.keys() - names - optional:
-        raise CheckpointError(f"{path}: does not list {min(forgotten)}, which the model has")
-    for name in names:
-        if manifest.dtypes.get(name) not in DTYPES:
-            raise CheckpointError(f"{path}: dtype of {name}: expected one of {', '.join(DTYPES)}")
-    return {name: TensorInfo(DTYPES[manifest.dtypes[name]], shapes[name]) for name in names}
+def _size(source: HuggingFaceSource) -> int:
+    return sum((source.folder / file).stat().st_size for file in source.files)
 
 
-def _default_manifest(source: PipelineSource, folder: Path, carried: Mapping[str, Tensor]) -> Manifest:
-    """The layout for layers that came without a manifest."""
-    spec = source.spec
-    dtypes: dict[str, str] = {}
-    shards: list[list[str]] = [[]]
-    filled = 0
-    tied_head = Slot(spec.n_layers - 1, spec.family.tie.head) if spec.tied else None
-    for layer in range(spec.n_layers):
-        for name, tensor in source.read_layer(layer).items():
-            slot = Slot(layer, name)
-            if slot == tied_head:
-                continue
-            if filled and filled + tensor.nbytes > MAX_SHARD_BYTES:
-                shards.append([])
-                filled = 0
-            filled += tensor.nbytes
-            disk_name = spec.weight_map.disk_name(slot)
-            shards[-1].append(disk_name)
-            dtypes[disk_name] = DTYPE_NAMES[tensor.dtype]
-    for name, tensor in carried.items():
-        shards[-1].append(name)
-        dtypes[name] = DTYPE_NAMES[tensor.dtype]
-    count = len(shards)
-    files = (
-        {SINGLE_FILE: shards[0]}
-        if count == 1
-        else {f"model-{number:05d}-of-{count:05d}.safetensors": names for number, names in enumerate(shards, start=1)}
+def _manifest_of(source: HuggingFaceSource) -> Manifest:
+    names = [name for names in source.files.values() for name in names]
+    return Manifest(
+        files={_safetensors_name(file): names for file, names in source.files.items()},
+        dtypes={name: DTYPE_NAMES[source.info(name).dtype] for name in names},
+        side_files=[path.name for path in side_files(source.folder)],
     )
-    return Manifest(files=files, dtypes=dtypes, side_files=[path.name for path in side_files(folder)])
 
 
-def _write_carried(source: HuggingFaceSource, target: Path, dtypes: dict[str, str]) -> None:
+def _write_carried(source: HuggingFaceSource, target: Path) -> None:
     names = source.carried()
     if not names:
         return
-    infos = {}
-    for name in names:
-        tensor = source.read(name)
-        infos[name] = TensorInfo(tensor.dtype, tensor.shape)
-        dtypes[name] = DTYPE_NAMES[tensor.dtype]
+    infos = {name: source.info(name) for name in names}
     with SafetensorsWriter(target, {CARRIED: names}, infos) as writer:
         for name in names:
             writer.write(name, source.read(name))
-
-
-def _write_index(target: Path, manifest: Manifest, infos: dict[str, TensorInfo]) -> None:
-    index = {
-        "metadata": {"total_size": sum(info.nbytes for info in infos.values())},
-        "weight_map": {name: file for file, names in manifest.files.items() for name in names},
-    }
-    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    (target / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
 def _safetensors_name(file: str) -> str:

@@ -6,6 +6,7 @@ training rank reads only its own. `open_source` picks the source by what lies in
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -13,21 +14,32 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from models.architectures import Slot
+from models.architectures import Binding, cut
 from models.checkpoint.layout import Layout, layer_file, layout_of, weight_files, weight_index
-from models.checkpoint.tensor_files import load_state_dict, open_tensors
+from models.checkpoint.safetensors_files import SafetensorsFile, TensorInfo
+from models.checkpoint.tensor_files import MappedFile, TensorFile, has_nan, open_tensors
 from models.errors import CheckpointError
 from models.spec import ModelSpec
+
+logger = logging.getLogger("pipetune")
 
 
 class WeightSource(Protocol):
     """Anything that can give the weights of one layer."""
 
-    def read_layer(self, layer: int) -> dict[str, Tensor]:
-        """The complete state dict of a layer, checked against the spec; tensors on the CPU.
+    def check_layer(self, layer: int) -> None:
+        """Compare names and shapes with the spec, reading no weights.
 
         Raises:
             CheckpointError: a tensor is missing, unexpected or of another shape, or its file is damaged.
+        """
+        ...
+
+    def read_layer(self, layer: int) -> dict[str, Tensor]:
+        """The complete state dict of a layer, checked; tensors on the CPU. NaN weights are warned of.
+
+        Raises:
+            CheckpointError: as `check_layer`.
         """
         ...
 
@@ -43,14 +55,34 @@ class PipelineSource:
         self.folder = folder
         self.spec = spec
 
+    def check_layer(self, layer: int) -> None:
+        self.infos(layer)
+
     def read_layer(self, layer: int) -> dict[str, Tensor]:
-        path = self.folder / layer_file(layer)
-        state = load_state_dict(path)
-        check_layer(self.spec, layer, state, str(path), lambda name: name)
+        path, file = self._open(layer)
+        state = {name: file.read(name) for name in self.spec.shapes(layer)}
+        _warn_of_nan(path, state)
         return state
 
+    def infos(self, layer: int) -> dict[str, TensorInfo]:
+        """Dtype and shape of each of a layer's tensors as they are stored."""
+        _, file = self._open(layer)
+        return {name: file.info(name) for name in self.spec.shapes(layer)}
+
     def dtype(self) -> torch.dtype:
-        return next(iter(self.read_layer(0).values())).dtype
+        return next(iter(self.infos(0).values())).dtype
+
+    def _open(self, layer: int) -> tuple[Path, MappedFile]:
+        path = self.folder / layer_file(layer)
+        file = MappedFile(path)
+        shapes = self.spec.shapes(layer)
+        if missing := shapes.keys() - set(file):
+            raise CheckpointError(f"{path}: missing weights: {listed(sorted(missing))}")
+        if unexpected := set(file) - shapes.keys():
+            raise CheckpointError(f"{path}: unexpected weights in layer {layer}: {listed(sorted(unexpected))}")
+        for name, shape in shapes.items():
+            _check_shape(path, name, file.info(name).shape, shape)
+        return path, file
 
 
 class HuggingFaceSource:
@@ -58,47 +90,83 @@ class HuggingFaceSource:
 
     Attributes:
         files: file name -> the names on disk of its tensors.
+        weight_map: the family's naming table in this folder's spelling.
     """
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.folder = folder
         self.spec = spec
+        self._open: dict[str, TensorFile] = {}
         self.files = self._list_files()
         self._file_of = {name: file for file, names in self.files.items() for name in names}
         self.weight_map = spec.weight_map.for_names(self._file_of)
-        self._open: dict[str, Mapping[str, Tensor]] = {}
-        self._names_of_layer = self._sort_into_layers()
+        self._check_names()
+
+    def check_layer(self, layer: int) -> None:
+        self._check_shapes(layer)
+        self._release()
 
     def read_layer(self, layer: int) -> dict[str, Tensor]:
-        state = {slot: self.read(name) for slot, name in self._names_of_layer[layer].items()}
-        check_layer(
-            self.spec, layer, state, str(self.folder), lambda name: self.weight_map.disk_name(Slot(layer, name))
-        )
+        self._check_shapes(layer)
+        shapes = self.spec.shapes(layer)
+        state: dict[str, Tensor] = {}
+        for binding in self._bindings(layer):
+            tensors = {name: self.read(name) for name in binding.disk}
+            _warn_of_nan(self.folder, tensors)
+            pieces = cut(list(tensors.values()), [shapes[name] for name in binding.names])
+            state |= dict(zip(binding.names, pieces, strict=True))
         if layer == self.weight_map.head_layer and self.spec.tied:
             self._check_repeated_head(state[self.spec.family.tie.head])
-        return state
+        self._release()
+        return {name: state[name] for name in shapes}
+
+    def info(self, disk_name: str) -> TensorInfo:
+        """Dtype and shape of a tensor by its name on disk."""
+        return self._find(disk_name).info(disk_name)
 
     def read(self, disk_name: str) -> Tensor:
         """One tensor by its name on disk."""
-        file = self._file_of[disk_name]
-        if file not in self._open:
-            self._open[file] = open_tensors(self.folder / file)
-        try:
-            return self._open[file][disk_name]
-        except KeyError:
-            raise CheckpointError(f"{self.folder / file}: no tensor {disk_name}, which the index promises") from None
+        return self._find(disk_name).read(disk_name)
 
     def dtype(self) -> torch.dtype:
-        return next(iter(self.read_layer(0).values())).dtype
+        return self.info(self.weight_map.tied_embedding).dtype
 
     def carried(self) -> list[str]:
         """Names on disk of the tensors that belong to no layer but have to come back."""
         return [name for name in self._file_of if self.weight_map.is_carried(name)]
 
+    def _bindings(self, layer: int) -> list[Binding]:
+        """The bindings of a layer; a tied head reads the embedding, which is the one that counts."""
+        bindings = self.weight_map.bindings(layer, self.spec.shapes(layer))
+        if not (self.spec.tied and layer == self.weight_map.head_layer):
+            return bindings
+        own = (self.weight_map.tied_head,)
+        shared = (self.weight_map.tied_embedding,)
+        return [binding._replace(disk=shared) if binding.disk == own else binding for binding in bindings]
+
+    def _check_shapes(self, layer: int) -> None:
+        for binding in self._bindings(layer):
+            for name, shape in binding.disk_shapes(self.spec.shapes(layer)).items():
+                _check_shape(self.folder, name, self.info(name).shape, shape)
+
+    def _find(self, disk_name: str) -> TensorFile:
+        file = self._file_of[disk_name]
+        if file not in self._open:
+            self._open[file] = open_tensors(self.folder / file)
+        try:
+            self._open[file].info(disk_name)
+        except KeyError:
+            raise CheckpointError(f"{self.folder / file}: no tensor {disk_name}, which the index promises") from None
+        return self._open[file]
+
+    def _release(self) -> None:
+        """Forget mapped files, whose touched pages count as memory; a safetensors file keeps only its header."""
+        self._open = {file: opened for file, opened in self._open.items() if isinstance(opened, SafetensorsFile)}
+
     def _check_repeated_head(self, embedding: Tensor) -> None:
         """A tied checkpoint may repeat the embedding as its head, but not hold another one."""
-        name = self.weight_map.disk_name(Slot(self.spec.n_layers - 1, self.spec.family.tie.head))
-        if name in self._file_of and not _same_bytes(self.read(name), embedding):
+        name = self.weight_map.tied_head
+        if name in self._file_of and not same_bytes(self.read(name), embedding):
             raise CheckpointError(
                 f"{self.folder}: {name} is not the embedding, but config.json says tie_word_embeddings; expected equal "
                 "tensors or tie_word_embeddings: false"
@@ -107,7 +175,9 @@ class HuggingFaceSource:
     def _list_files(self) -> dict[str, list[str]]:
         index = weight_index(self.folder)
         if index is None:
-            return {path.name: list(open_tensors(path)) for path in weight_files(self.folder)}
+            for path in weight_files(self.folder):
+                self._open[path.name] = open_tensors(path)
+            return {file: list(opened) for file, opened in self._open.items()}
         files: dict[str, list[str]] = {}
         for name, file in index.items():
             files.setdefault(file, []).append(name)
@@ -116,27 +186,21 @@ class HuggingFaceSource:
                 raise CheckpointError(f"{self.folder / file}: not found, but the index lists it; a shard is missing")
         return dict(sorted(files.items()))
 
-    def _sort_into_layers(self) -> list[dict[str, str]]:
-        layers: list[dict[str, str]] = [{} for _ in range(self.spec.n_layers)]
-        unexpected = []
-        for name in self._file_of:
-            slot = self.weight_map.slot(name)
-            if self.weight_map.is_carried(name):
-                continue
-            if slot is None:
-                unexpected.append(name)
-            else:
-                layers[slot.layer][slot.name] = name
-        if unexpected:
-            raise CheckpointError(
-                f"{self.folder}: unexpected weights for {self.spec.family.name}: {_listed(unexpected)}"
-            )
-        if self.spec.tied:
-            # Tied checkpoints leave the head's copy out, or repeat it: the embedding is the one that counts.
-            tie = self.spec.family.tie
-            if tie.embedding in layers[0]:
-                layers[-1][tie.head] = layers[0][tie.embedding]
-        return layers
+    def _check_names(self) -> None:
+        """Every tensor of the model is there, and no other."""
+        expected = {
+            name
+            for layer in range(self.spec.n_layers)
+            for binding in self.weight_map.bindings(layer, self.spec.shapes(layer))
+            for name in binding.disk
+        }
+        optional = {self.weight_map.tied_head} if self.spec.tied else set()
+        found = {name for name in self._file_of if not self.weight_map.is_carried(name)}
+        if unexpected := found - expected:
+            family = self.spec.family.name
+            raise CheckpointError(f"{self.folder}: unexpected weights for {family}: {listed(sorted(unexpected))}")
+        if missing := expected - found - optional:
+            raise CheckpointError(f"{self.folder}: missing weights: {listed(sorted(missing))}")
 
 
 def open_source(folder: Path, spec: ModelSpec) -> PipelineSource | HuggingFaceSource:
@@ -146,38 +210,26 @@ def open_source(folder: Path, spec: ModelSpec) -> PipelineSource | HuggingFaceSo
     return HuggingFaceSource(folder, spec)
 
 
-def check_layer(spec: ModelSpec, layer: int, state: Mapping[str, Tensor], where: str, told: NameFor) -> None:
-    """Refuse a state dict that is not exactly the layer's.
-
-    Args:
-        where: the file or folder, for the message.
-        told: turns a name in the layer into the name that the person knows it by.
-
-    Raises:
-        CheckpointError: missing or unexpected names, or a shape that does not fit config.json.
-    """
-    shapes = spec.shapes(layer)
-    if missing := shapes.keys() - state.keys():
-        raise CheckpointError(f"{where}: missing weights: {_listed(told(name) for name in sorted(missing))}")
-    if unexpected := state.keys() - shapes.keys():
-        raise CheckpointError(f"{where}: unexpected weights in layer {layer}: {_listed(sorted(unexpected))}")
-    for name, shape in shapes.items():
-        if state[name].shape != shape:
-            found, expected = list(state[name].shape), list(shape)
-            raise CheckpointError(f"{where}: {told(name)} has shape {found}, but config.json makes it {expected}")
-
-
-def _same_bytes(one: Tensor, other: Tensor) -> bool:
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same dtype and bits: NaN equals NaN here, and -0.0 differs from 0.0."""
     return one.dtype == other.dtype and torch.equal(
         one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
     )
 
 
-class NameFor(Protocol):
-    def __call__(self, name: str, /) -> str: ...
-
-
-def _listed(names: Iterable[str], most: int = 5) -> str:
+def listed(names: Iterable[str], most: int = 5) -> str:
+    """A few names and how many more there are, for a message of one line."""
     shown = list(names)
     more = f" and {len(shown) - most} more" if len(shown) > most else ""
     return ", ".join(shown[:most]) + more
+
+
+def _check_shape(where: Path, name: str, found: torch.Size, expected: torch.Size) -> None:
+    if found != expected:
+        raise CheckpointError(f"{where}: {name} has shape {list(found)}, but config.json makes it {list(expected)}")
+
+
+def _warn_of_nan(where: Path, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if has_nan(tensor):
+            logger.warning("warning: %s: %s holds NaN; a run from it would have no loss", where, name)

@@ -10,26 +10,50 @@ import errno
 import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from models.checkpoint.safetensors_files import SafetensorsFile, TensorInfo
 from models.errors import CheckpointError
 
 
-def open_tensors(path: Path) -> Mapping[str, Tensor]:
-    """A mapping from tensor name to tensor; nothing is read until a tensor is asked for.
+class TensorFile(Protocol):
+    """A file of named tensors; nothing is read until a tensor is asked for. An unknown name raises KeyError."""
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def info(self, name: str) -> TensorInfo: ...
+
+    def read(self, name: str) -> Tensor: ...
+
+
+class MappedFile:
+    """A torch archive, mapped into memory: what was touched counts as memory until the last tensor is gone."""
+
+    def __init__(self, path: Path) -> None:
+        self._state = load_state_dict(path)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def info(self, name: str) -> TensorInfo:
+        return TensorInfo.of(self._state[name])
+
+    def read(self, name: str) -> Tensor:
+        return self._state[name]
+
+
+def open_tensors(path: Path) -> TensorFile:
+    """Open a weight file of either kind.
 
     Raises:
         CheckpointError: the file is missing, truncated or no weight file, or a pickle that holds more than tensors.
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: not found; the folder is incomplete")
-    if path.suffix == ".safetensors":
-        return _SafetensorsFile(path)
-    return load_state_dict(path)
+    return SafetensorsFile(path) if path.suffix == ".safetensors" else MappedFile(path)
 
 
 def load_state_dict(path: Path) -> dict[str, Tensor]:
@@ -62,12 +86,27 @@ def save_state_dict(state: Mapping[str, Tensor], path: Path) -> None:
     Raises:
         OSError: the disk is full or cannot be written; torch itself hides that behind a RuntimeError.
     """
+    # A tensor that is a part of a larger one would drag the whole of it into the file.
+    own = {
+        name: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+        for name, tensor in state.items()
+    }
+    # The archive's checksums cost a third of the time, and torch does not look at them.
+    checksums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
     try:
         with open(path, "wb") as file:
-            torch.save({name: tensor.clone() for name, tensor in state.items()}, file)
+            torch.save(own, file)
     except RuntimeError as error:
         cause = error.__context__
         raise cause if isinstance(cause, OSError) else OSError(errno.EIO, str(error)) from None
+    finally:
+        torch.serialization.set_crc32_options(checksums)
+
+
+def has_nan(tensor: Tensor) -> bool:
+    """Whether a tensor holds a NaN. A sum is the fastest look; only where it is NaN too is each number looked at."""
+    return tensor.is_floating_point() and bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
 
 
 def _torch_load(path: Path) -> Any:
@@ -78,25 +117,3 @@ def _torch_load(path: Path) -> Any:
             raise
         # Archives from before torch 1.6 cannot be mapped; they are read whole, as safely.
         return torch.load(path, map_location="cpu", weights_only=True)
-
-
-class _SafetensorsFile(Mapping[str, Tensor]):
-    def __init__(self, path: Path) -> None:
-        try:
-            self._file = safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: damaged or truncated: {error}") from None
-        self._names = list(self._file.keys())
-
-    def __getitem__(self, name: str) -> Tensor:
-        try:
-            tensor: Tensor = self._file.get_tensor(name)
-        except SafetensorError:
-            raise KeyError(name) from None
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)

@@ -36,13 +36,17 @@ def members(batch: GlobalBatch) -> list[int]:
     return [number for replica in batch.micro_batches for micro_batch in replica for number in micro_batch]
 
 
-def share_of_loss(loader: Loader, batch: GlobalBatch) -> float:
-    """The weight that all supervised tokens together get in DeepSpeed's mean over micro-batches and replicas."""
-    total = 0.0
+def weights(loader: Loader, batch: GlobalBatch) -> tuple[float, float]:
+    """What all supervised tokens, and all tokens, weigh in DeepSpeed's mean over micro-batches and replicas."""
+    supervised = tokens = 0.0
     for replica in range(loader.replicas):
-        for _, (labels, scale) in loader.tensors(batch, replica):
-            total += float((labels[:, 1:] != -100).sum() * scale)
-    return total / (batch.n_micro_batches * loader.replicas)
+        for (_, positions), (labels, scale, share) in loader.tensors(batch, replica):
+            supervised += float((labels[:, 1:] != -100).sum() * scale)
+            tokens += float(share)
+            assert float(share) * batch.tokens == pytest.approx(
+                float((positions >= 0).sum()) * batch.n_micro_batches * loader.replicas
+            )
+    return supervised / (batch.n_micro_batches * loader.replicas), tokens / (batch.n_micro_batches * loader.replicas)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -81,7 +85,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 @given(
     count=st.integers(1, 40), micro_batch_size=st.integers(1, 5), replicas=st.integers(1, 5), factor=st.integers(1, 4)
 )
-def test_the_supervised_tokens_of_a_global_batch_weigh_one(
+def test_the_tokens_of_a_global_batch_weigh_one(
     count: int, micro_batch_size: int, replicas: int, factor: int
 ) -> None:
     loader = Loader(make_samples(count), micro_batch_size * replicas * factor, micro_batch_size, replicas, seed=3)
@@ -89,16 +93,18 @@ def test_the_supervised_tokens_of_a_global_batch_weigh_one(
         batch = loader.batch(step)
         assert {len(micro_batches) for micro_batches in batch.micro_batches} == {batch.n_micro_batches}
         assert all(len(numbers) <= micro_batch_size for replica in batch.micro_batches for numbers in replica)
-        assert share_of_loss(loader, batch) == pytest.approx(1.0, rel=1e-5)
+        assert weights(loader, batch) == pytest.approx((1.0, 1.0), rel=1e-5)
 
 
 def test_a_smaller_last_batch_is_shared_out_with_empty_micro_batches() -> None:
     loader = Loader(make_samples(9), 8, 1, 4, seed=0)
     batch = loader.batch(1)
     assert [len(numbers) for replica in batch.micro_batches for numbers in replica] == [1, 0, 0, 0]
-    ((ids, positions), (labels, _)) = next(loader.tensors(batch, 3))
+    ((ids, positions), (labels, _, share)) = next(loader.tensors(batch, 3))
     assert ids.shape == positions.shape == labels.shape == (1, 8)
     assert (labels == -100).all()
+    assert (positions < 0).all()
+    assert share == 0
 
 
 @pytest.mark.parametrize(("micro_batch_size", "replicas"), TOPOLOGIES)
@@ -108,18 +114,20 @@ def test_tensors_hold_the_samples_padded_to_multiples_of_eight(micro_batch_size:
     batch = loader.batch(0)
     for replica in range(replicas):
         for numbers, tensors in zip(batch.micro_batches[replica], loader.tensors(batch, replica), strict=True):
-            (ids, positions), (labels, scale) = tensors
+            (ids, positions), (labels, scale, share) = tensors
             longest = max(len(samples[number]["input_ids"]) for number in numbers)
             width = -(-longest // 8) * 8
             assert ids.shape == positions.shape == labels.shape == (len(numbers), width)
             assert ids.dtype == positions.dtype == labels.dtype == torch.int64
-            assert scale.dtype == torch.float32
-            assert (positions == torch.arange(width)).all()
+            assert scale.dtype == share.dtype == torch.float32
+            assert (torch.where(positions < 0, -1 - positions, positions) == torch.arange(width)).all()
             for row, number in enumerate(numbers):
                 length = len(samples[number]["input_ids"])
                 assert ids[row, :length].tolist() == samples[number]["input_ids"]
                 assert labels[row, :length].tolist() == samples[number]["labels"]
                 assert (labels[row, length:] == -100).all()
+                assert (positions[row, :length] >= 0).all()
+                assert (positions[row, length:] < 0).all()
 
 
 def test_a_batch_counts_its_tokens_without_padding() -> None:

@@ -8,19 +8,22 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from models import CausalLM, CheckpointError
-from models.architectures import Slot
-from models.checkpoint.convert import hg_to_pp, pp_to_hg
+from models.architectures import cut
+from models.checkpoint.convert import hg_to_pp
+from models.checkpoint.export import pp_to_hg
+from tests.conftest import ORIGINALS, ROOT
+from tests.models.originals import expected_of_original
 
-ROOT = Path(__file__).parents[2]
 LAYOUTS = ["huggingface", "pipeline"]
 CONVERTERS: dict[str, Callable[..., None]] = {"huggingface": hg_to_pp, "pipeline": pp_to_hg}  # by what they read
 SHARDED = {"single": None, "sharded": {"max_shard_size": "100KB"}}
@@ -30,10 +33,25 @@ BIN_INDEX = "pytorch_model.bin.index.json"
 WeightFiles = dict[str, dict[str, Tensor]]  # file name -> name on disk -> tensor
 
 
-def oracle(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+def oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """The model as transformers itself loads and runs it."""
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    return model
+    caps_scores = read_config(folder)["model_type"] == "gemma2"  # which only its plain attention does on a CPU
+    attention = "eager" if caps_scores else None
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval()
+
+
+def expected_of(folder: Path, ids: Tensor, workspace: Path) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits, and the gradients of `shifted_loss` under their names on disk, by transformers alone."""
+    if read_config(folder)["model_type"] in ORIGINALS:
+        return expected_of_original(folder, ids)
+    model = oracle(folder)
+    logits = model(ids, use_cache=False).logits
+    shifted_loss(logits, ids).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.data = parameter.grad
+    model.save_pretrained(workspace)
+    return logits.detach(), joined(read_weights(workspace))
 
 
 def in_layout(folder: Path, layout: str, target: Path) -> Path:
@@ -57,10 +75,18 @@ def shifted_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def gradients(model: CausalLM) -> dict[str, Tensor]:
     """The gradient of every parameter under its name on disk."""
     named: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        _, layer, rest = name.split(".", 2)
-        assert parameter.grad is not None, name
-        named[model.spec.weight_map.disk_name(Slot(int(layer), rest))] = parameter.grad
+    shared = {id(model.embedding.embed_tokens.weight)} if model.spec.tied else set()
+    for number, layer in enumerate(model.layers):
+        found = {name: parameter.grad for name, parameter in layer.named_parameters() if parameter.grad is not None}
+        assert found.keys() == dict(layer.named_parameters()).keys()
+        if number:  # a tied head's gradient is the embedding's
+            found = {name: grad for name, grad in found.items() if id(layer.get_parameter(name)) not in shared}
+        shapes = {name: gradient.shape for name, gradient in found.items()}
+        for binding in model.spec.weight_map.bindings(number, found):
+            on_disk = binding.disk_shapes(shapes)
+            named |= dict(
+                zip(on_disk, cut([found[name] for name in binding.names], list(on_disk.values())), strict=True)
+            )
     return named
 
 
@@ -98,8 +124,13 @@ def change_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) 
 
 def change_config(folder: Path, **changes: object) -> None:
     """Set fields of config.json."""
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    (folder / "config.json").write_text(json.dumps(read_config(folder) | changes))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The fields of config.json."""
+    fields: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return fields
 
 
 def copy_of(folder: Path, target: Path) -> Path:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from models import load_model
-from models.checkpoint.convert import hg_to_pp, pp_to_hg
+from models.checkpoint.convert import hg_to_pp
+from models.checkpoint.export import pp_to_hg
 from tests.models.helpers import (
     CONVERTERS,
     SAFETENSORS_INDEX,

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from models import load_model
-from models.checkpoint.convert import hg_to_pp, pp_to_hg
+from models.checkpoint.convert import hg_to_pp
+from models.checkpoint.export import pp_to_hg
 from tests.models.helpers import (
     SHARDED,
     WeightFiles,

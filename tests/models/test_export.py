@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from models import load_model
-from models.checkpoint import convert
-from models.checkpoint.convert import copy_side_files, hg_to_pp, pp_to_hg
+from models.checkpoint import export
+from models.checkpoint.convert import copy_side_files, hg_to_pp
+from models.checkpoint.export import pp_to_hg
 from tests.models.helpers import (
     LAYOUTS,
     assert_round_trip,
@@ -54,14 +55,14 @@ def test_old_llama_layers_without_a_manifest_still_export(llama_of_2023: Path, t
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("most", [convert.MAX_SHARD_BYTES, 60_000])
+@pytest.mark.parametrize("most", [export.MAX_SHARD_BYTES, 60_000])
 def test_layers_of_another_tool_export(
     llama: Callable[..., Path], tied: bool, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = llama(torch.bfloat16, "single", tied)
     hg_to_pp(folder, tmp_path / "layers")
     (tmp_path / "layers" / "pipetune.json").unlink()
-    monkeypatch.setattr(convert, "MAX_SHARD_BYTES", most)
+    monkeypatch.setattr(export, "MAX_SHARD_BYTES", most)
     pp_to_hg(tmp_path / "layers", tmp_path / "exported")
 
     files = read_weights(tmp_path / "exported")

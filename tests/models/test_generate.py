@@ -10,24 +10,28 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import DynamicCache
 
 from models import CausalLM, load_model
 from models.generate import Sampling, choose, generate, stop_ids
+from tests.conftest import ORIGINALS
+from tests.models.cases import CASES
 from tests.models.helpers import oracle, random_ids
 
-NEW = 24  # more than the window
-CASES: dict[str, tuple[str, dict[str, object]]] = {
-    "llama-tied": ("llama", {"tie_word_embeddings": True}),
-    "mistral-window": ("mistral", {"sliding_window": 16}),
-    "qwen3": ("qwen3", {}),
-}
+NEW = 24  # more than the windows
+GROWING_PAST = pytest.mark.xfail(strict=True, reason="longrope changes its angles at a length; the cache keeps the old")
+NAMES = [
+    pytest.param(name, marks=GROWING_PAST) if name == "phi3-long" else name
+    for name in CASES
+    if not name.endswith("tied")
+]
 PROMPT = random_ids(1, 12)[0].tolist()
+WIDE = {"initializer_range": 0.3, "tie_word_embeddings": False}  # so that a model does not repeat itself
 
 
-@pytest.fixture(scope="module", params=CASES)
-def folder(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Path]) -> Path:
-    model_type, changes = CASES[request.param]
-    return make_checkpoint(model_type, **(changes | {"initializer_range": 0.3}))  # wide enough not to repeat itself
+@pytest.fixture(scope="module")
+def llama(make_checkpoint: Callable[..., Path]) -> Path:
+    return make_checkpoint("llama", **WIDE)
 
 
 def greedy_without_cache(model: CausalLM) -> list[int]:
@@ -38,27 +42,43 @@ def greedy_without_cache(model: CausalLM) -> list[int]:
     return ids[len(PROMPT) :]
 
 
-def test_greedy_with_cache_equals_full_forwards_and_transformers(folder: Path) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_with_cache_equals_full_forwards_and_transformers(
+    name: str, make_checkpoint: Callable[..., Path]
+) -> None:
+    model_type, changes = CASES[name]
+    folder = make_checkpoint(model_type, **changes | WIDE)
     model = load_model(folder)
     written = list(generate(model, PROMPT, NEW, stop=set()))
     assert len(set(written)) > NEW // 2, "too monotonous to show anything"
     assert written == greedy_without_cache(model)
-    theirs = oracle(folder).generate(  # type: ignore[operator]
-        torch.tensor([PROMPT]), do_sample=False, max_new_tokens=NEW, eos_token_id=-1, pad_token_id=0
-    )
-    assert written == theirs[0, len(PROMPT) :].tolist()
+    if model_type not in ORIGINALS:
+        theirs = oracle(folder).generate(
+            torch.tensor([PROMPT]), do_sample=False, max_new_tokens=NEW, eos_token_id=-1, pad_token_id=0
+        )
+        assert written == theirs[0, len(PROMPT) :].tolist()
 
 
-def test_generation_stops_before_a_stop_id(folder: Path) -> None:
-    model = load_model(folder)
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_with_cache_equal_those_without(name: str, make_checkpoint: Callable[..., Path]) -> None:
+    model = load_model(make_checkpoint(CASES[name].model_type, **CASES[name].changes))
+    ids = random_ids(1, 36)
+    cache = DynamicCache(config=model.spec.config)
+    with torch.inference_mode():
+        pieces = [model(piece, cache=cache) for piece in ids.split([12, 1, 1, 1, 1, 5, 1, 1, 10, 1, 1, 1], dim=1)]
+        torch.testing.assert_close(torch.cat(pieces, dim=1), model(ids), atol=1e-5, rtol=0)
+
+
+def test_generation_stops_before_a_stop_id(llama: Path) -> None:
+    model = load_model(llama)
     written = list(generate(model, PROMPT, NEW, stop=set()))
     first = written.index(written[7])
     assert list(generate(model, PROMPT, NEW, stop={written[7], 511})) == written[:first]
     assert list(generate(model, PROMPT, 5, stop=set())) == written[:5]
 
 
-def test_sampling_follows_the_seed(folder: Path) -> None:
-    model = load_model(folder)
+def test_sampling_follows_the_seed(llama: Path) -> None:
+    model = load_model(llama)
 
     def sample(seed: int) -> list[int]:
         torch.manual_seed(seed)
@@ -101,19 +121,19 @@ def test_top_p_of_zero_takes_the_likeliest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stored", "eos", "expected"),
+    ("stored", "expected"),
     [
-        ({"eos_token_id": [5, 6]}, 2, {2, 5, 6}),
-        ({"eos_token_id": 5}, 2, {2, 5}),
-        ({"eos_token_id": 0}, None, {0}),
-        ({"eos_token_id": None}, 2, {2}),
-        ({}, None, set()),
-        (None, 2, {2}),
+        ({"eos_token_id": [5, 6]}, {5, 6}),
+        ({"eos_token_id": 5}, {5}),
+        ({"eos_token_id": 0}, {0}),
+        ({"eos_token_id": None}, set()),
+        ({}, set()),
+        (None, set()),
     ],
 )
-def test_stop_ids_join_tokenizer_and_generation_config(
-    stored: dict[str, object] | None, eos: int | None, expected: set[int], tmp_path: Path
+def test_stop_ids_are_those_of_generation_config(
+    stored: dict[str, object] | None, expected: set[int], tmp_path: Path
 ) -> None:
     if stored is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(stored))
-    assert stop_ids(tmp_path, eos) == expected
+    assert stop_ids(tmp_path) == expected

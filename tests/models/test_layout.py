@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from models import load_model
-from models.checkpoint.convert import pp_to_hg
+from models.checkpoint.export import pp_to_hg
 from tests.models.helpers import (
     BIN_INDEX,
     LAYOUTS,

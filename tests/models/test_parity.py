@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from models import load_model
+from models.router import experts_implementation, router_loss
+from tests.conftest import ORIGINALS
+from tests.models.cases import CASES
 from tests.models.helpers import (
     LAYOUTS,
-    change_config,
     change_weights,
-    copy_of,
+    expected_of,
     gradients,
     in_layout,
     oracle,
@@ -23,27 +25,6 @@ from tests.models.helpers import (
     shifted_loss,
 )
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-CASES: dict[str, tuple[str, dict[str, object]]] = {
-    "bloom": ("bloom", {"tie_word_embeddings": True}),
-    "bloom-untied": ("bloom", {"tie_word_embeddings": False}),
-    "llama-tied": ("llama", {"tie_word_embeddings": True}),
-    "llama-untied": ("llama", {"tie_word_embeddings": False}),
-    "llama-rope-scaling": ("llama", {"rope_parameters": LLAMA3_ROPE}),
-    "mistral": ("mistral", {"sliding_window": None}),
-    "mistral-window": ("mistral", {"sliding_window": 16}),
-    "qwen2": ("qwen2", {"tie_word_embeddings": False}),
-    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
-    "qwen2-some-windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
-    "qwen3": ("qwen3", {"tie_word_embeddings": False}),
-}
 LENGTH = 40  # longer than the windows
 
 
@@ -65,9 +46,8 @@ def rough_checkpoint(make_checkpoint: Callable[..., Path]) -> Callable[[str], Pa
             if tensor.dim() == 1:
                 tensor.add_(torch.randn(tensor.shape), alpha=0.1)
 
-    def make(case: str) -> Path:
-        model_type, changes = CASES[case]
-        folder = make_checkpoint(model_type, **changes)
+    def make(name: str) -> Path:
+        folder = make_checkpoint(CASES[name].model_type, **CASES[name].changes)
         change_weights(folder, roughen)
         return folder
 
@@ -75,16 +55,14 @@ def rough_checkpoint(make_checkpoint: Callable[..., Path]) -> Callable[[str], Pa
 
 
 @pytest.fixture(scope="module", params=CASES)
-def expected(request: pytest.FixtureRequest, rough_checkpoint: Callable[[str], Path]) -> Expected:
+def expected(
+    request: pytest.FixtureRequest, rough_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Expected:
     folder = rough_checkpoint(request.param)
     ids = random_ids(2, LENGTH)
-    model = oracle(folder)
-    logits = model(ids, use_cache=False).logits
-    shifted_loss(logits, ids).backward()
-    named = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    assert len(named) == len(list(model.parameters()))
+    logits, named = expected_of(folder, ids, tmp_path_factory.mktemp("gradients"))
     assert all(gradient.abs().max() > 0 for gradient in named.values())
-    return Expected(folder, ids, logits.detach(), named)
+    return Expected(folder, ids, logits, named)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -109,11 +87,38 @@ def test_packed_documents_equal_separate_forwards(expected: Expected) -> None:
         assert not torch.allclose(packed, model(expected.ids), atol=1e-2), "the documents do not matter"
 
 
+@pytest.mark.xfail(strict=True, reason="longrope picks the angles of a whole micro-batch by its longest document")
+def test_short_document_is_computed_alike_beside_a_long_one(rough_checkpoint: Callable[[str], Path]) -> None:
+    model = load_model(rough_checkpoint("phi3-long"))
+    ids = random_ids(1, LENGTH + 10)
+    position_ids = torch.cat([torch.arange(LENGTH), torch.arange(10)])[None]
+    with torch.inference_mode():
+        packed = model(ids, position_ids)[:, LENGTH:]
+        torch.testing.assert_close(packed, model(ids[:, LENGTH:]), atol=1e-5, rtol=0)
+
+
+def test_marked_padding_is_computed_like_any_token(expected: Expected) -> None:
+    model = load_model(expected.folder)
+    position_ids = torch.arange(LENGTH).expand(2, -1).clone()
+    with torch.inference_mode():
+        plain = model(expected.ids, position_ids)
+        position_ids[0, 31:] = -1 - position_ids[0, 31:]
+        torch.testing.assert_close(model(expected.ids, position_ids), plain, atol=0, rtol=0)
+
+
 def test_recomputation_changes_no_gradient(expected: Expected) -> None:
     model = load_model(expected.folder).train()
-    shifted_loss(model(expected.ids), expected.ids).backward()
-    plain = gradients(model)
-    model.zero_grad()
+
+    def gradients_of_both_losses() -> dict[str, Tensor]:
+        model.zero_grad()
+        stream = model.stream(expected.ids)
+        loss = shifted_loss(model.head(stream), expected.ids)
+        for sums in stream[2:]:
+            loss = loss + router_loss(sums, model.spec.config.num_experts_per_tok)
+        loss.backward()
+        return gradients(model)
+
+    plain = gradients_of_both_losses()
     runs = [0] * len(model.blocks)
     for number, block in enumerate(model.blocks):
         block.recompute = True
@@ -122,21 +127,8 @@ def test_recomputation_changes_no_gradient(expected: Expected) -> None:
             runs[number] += 1
 
         block.block.register_forward_pre_hook(count)
-    shifted_loss(model(expected.ids), expected.ids).backward()
-    torch.testing.assert_close(gradients(model), plain, atol=0, rtol=0)
+    torch.testing.assert_close(gradients_of_both_losses(), plain, atol=0, rtol=0)
     assert runs == [2] * len(model.blocks)
-
-
-@pytest.mark.parametrize("case", ["mistral-window", "qwen2-some-windows", "llama-rope-scaling"])
-def test_windows_and_rope_scaling_take_part(case: str, rough_checkpoint: Callable[[str], Path]) -> None:
-    folder = rough_checkpoint(case)
-    ids = random_ids(1, LENGTH)
-    with torch.inference_mode():
-        with_it = load_model(folder)(ids)
-        plain = {"rope_theta": 10000.0, "rope_type": "default"}
-        change_config(folder, sliding_window=None, use_sliding_window=False, layer_types=None, rope_parameters=plain)
-        without = load_model(folder)(ids)
-    assert (with_it - without).abs().max() > 1e-3
 
 
 def test_training_may_reuse_the_position_ids_of_an_evaluation(make_checkpoint: Callable[..., Path]) -> None:
@@ -164,20 +156,6 @@ def test_change_between_two_calls_is_noticed(make_checkpoint: Callable[..., Path
         torch.testing.assert_close(again, model(ids, position_ids.clone()), atol=0, rtol=0)
 
 
-def test_field_names_of_older_transformers_mean_the_same(
-    rough_checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
-    folder = rough_checkpoint("llama-rope-scaling")
-    older = copy_of(folder, tmp_path / "older")
-    scaling = {name: value for name, value in LLAMA3_ROPE.items() if name != "rope_theta"}
-    change_config(older, rope_theta=10000.0, rope_scaling=scaling, torch_dtype="float32")
-    raw = (older / "config.json").read_text().replace('"rope_parameters"', '"_1"').replace('"dtype"', '"_2"')
-    (older / "config.json").write_text(raw)
-    ids = random_ids(1, LENGTH)
-    with torch.inference_mode():
-        torch.testing.assert_close(load_model(older)(ids), load_model(folder)(ids), atol=0, rtol=0)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_bf16_loading_gives_bf16_parameters(
@@ -189,9 +167,20 @@ def test_bf16_loading_gives_bf16_parameters(
     assert {parameter.dtype for parameter in load_model(folder).parameters()} == {stored}
 
 
-def test_bf16_logits_equal_transformers(make_checkpoint: Callable[..., Path]) -> None:
-    folder = make_checkpoint("llama", rope_parameters=LLAMA3_ROPE, dtype=torch.bfloat16)
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.model_type not in ORIGINALS])
+def test_bf16_logits_equal_transformers(case: str, rough_checkpoint: Callable[[str], Path]) -> None:
+    folder = rough_checkpoint(case)
     ids = random_ids(2, LENGTH)
     with torch.inference_mode():
-        expected_logits = oracle(folder, torch.bfloat16)(ids).logits
-        torch.testing.assert_close(load_model(folder)(ids), expected_logits, atol=0, rtol=0)
+        model = oracle(folder, torch.bfloat16)
+        model.config._experts_implementation = experts_implementation()  # each of them rounds in its own way
+        torch.testing.assert_close(load_model(folder, torch.bfloat16)(ids), model(ids).logits, atol=0, rtol=0)
+
+
+def test_alibi_biases_keep_near_keys_apart_in_bf16(make_checkpoint: Callable[..., Path]) -> None:
+    """Far from the start of a row, slopes times positions would round to the same number for neighbours."""
+    folder = make_checkpoint("baichuan", dtype=torch.bfloat16, **CASES["baichuan2-13b"].changes)
+    ids = random_ids(1, 1000)
+    with torch.inference_mode():
+        exact, rounded = load_model(folder, torch.float32)(ids), load_model(folder)(ids)
+    assert (rounded - exact)[:, -20:].abs().mean() < 0.02 * exact.std()

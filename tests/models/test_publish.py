@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.checkpoint.convert import pp_to_hg
+from models.checkpoint.export import pp_to_hg
 from models.checkpoint.publish import publish_folder
 from tests.models.helpers import CONVERTERS, contents, copy_of, error_line
 

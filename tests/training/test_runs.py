@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from models import load_model
-from models.checkpoint.convert import hg_to_pp, pp_to_hg
+from models.checkpoint.convert import hg_to_pp
+from models.checkpoint.export import pp_to_hg
 from tests.conftest import FAQ
 from tests.launching import deepspeed, metrics, run, topology, torchrun, write_config
 

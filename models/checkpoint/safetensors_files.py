@@ -1,14 +1,17 @@
-"""Writing safetensors files tensor by tensor.
+"""Reading and writing safetensors files tensor by tensor.
 
-The library's own `save_file` wants all tensors of a file at once, which for a 5 GB shard is 5 GB of memory. The format
-(https://huggingface.co/docs/safetensors) is simple enough to stream: eight bytes of header length, a JSON header with
-every tensor's dtype, shape and place, then the raw bytes. All of that is known before the first tensor is read, so the
-headers go first and each tensor is written where it belongs, in any order.
+The format (https://huggingface.co/docs/safetensors) is eight bytes of header length, a JSON header with every tensor's
+dtype, shape and place, then the raw bytes. The library's own `save_file` wants all tensors of a file at once, and its
+`safe_open` keeps what was read in memory as long as the file is open: for a 5 GB shard either is 5 GB. Here the library
+checks a file when it is opened; each tensor is then a mapping of its own part of the file, which goes with the tensor.
+Tensors are written to their place in any order once the headers are down.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,7 +19,10 @@ from types import TracebackType
 from typing import BinaryIO
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from models.errors import CheckpointError
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -42,9 +48,64 @@ class TensorInfo:
     dtype: torch.dtype
     shape: torch.Size
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorInfo:
+        return cls(tensor.dtype, tensor.shape)
+
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
+
+
+class SafetensorsFile:
+    """One safetensors file, open for reading.
+
+    Raises:
+        CheckpointError: the file is truncated, damaged, or holds a dtype that torch does not have.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._infos: dict[str, TensorInfo] = {}
+        self._places: dict[str, int] = {}
+        try:
+            with safe_open(path, framework="pt"):  # the library checks the header and the file's length
+                pass
+            self._file = open(path, "rb")
+            length = int.from_bytes(self._file.read(8), "little")
+            header = json.loads(self._file.read(length))
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: damaged or truncated: {error}") from None
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            if entry["dtype"] not in DTYPES:
+                raise CheckpointError(f"{path}: {name} has dtype {entry['dtype']}; expected {', '.join(DTYPES)}")
+            self._infos[name] = TensorInfo(DTYPES[entry["dtype"]], torch.Size(entry["shape"]))
+            self._places[name] = 8 + length + entry["data_offsets"][0]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._infos)
+
+    def info(self, name: str) -> TensorInfo:
+        """Dtype and shape of a tensor; KeyError where the file has none of this name."""
+        return self._infos[name]
+
+    def read(self, name: str) -> Tensor:
+        """A tensor; its bytes are read from the disk when they are used, and a change of them stays in memory.
+
+        Raises:
+            KeyError: the file has none of this name.
+        """
+        info = self._infos[name]
+        if not info.nbytes:
+            return torch.empty(info.shape, dtype=info.dtype)
+        begin = self._places[name]
+        aligned = begin - begin % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(self._file.fileno(), begin + info.nbytes - aligned, offset=aligned, access=mmap.ACCESS_COPY)
+        mapped.madvise(mmap.MADV_WILLNEED)
+        return torch.frombuffer(mapped, dtype=info.dtype, count=prod(info.shape), offset=begin - aligned).reshape(
+            info.shape
+        )
 
 
 class SafetensorsWriter:

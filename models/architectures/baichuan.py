@@ -1,0 +1,123 @@
+"""Baichuan2: llama's block with a fused W_pack and a normalised head; 7B with rotary angles, 13B with ALiBi biases.
+
+The original code never runs. The head divides each row of its weight by its length in every forward pass, so a copy
+with normalised rows is a plain llama head. 7B and 13B share the `model_type`; only the 7B's config.json limits the
+positions, as its rotary tables have to end somewhere.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Cache, PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from models.architectures import llama
+from models.architectures.bloom import alibi_slopes
+from models.architectures.family import Family, Native, Rule
+from models.attention import EAGER, TORCH
+from models.errors import CheckpointError
+from models.layers import Head
+from models.positions import FULL, Arguments, Positions
+
+FIRST_VOCABULARY = 64_000  # that of the first Baichuan, whose head is not normalised
+FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "hidden_act",
+    "rms_norm_eps",
+    "initializer_range",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+
+
+class NormalisedHead(Head):
+    """A head that sees only the direction of its weight's rows."""
+
+    def project(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, F.normalize(self.lm_head.weight))
+
+
+class AlibiPositions(Positions):
+    """ALiBi biases for a block that knows only rotary angles: angles of zero, and the biases inside the mask.
+
+    Biases are slopes times distances, computed in fp32: rounded to bf16, near keys still differ from each other. The
+    mask is [B, heads, S, S], one for all rows where no row is packed.
+    """
+
+    def __init__(self, family: Family, config: PreTrainedConfig) -> None:
+        super().__init__(family, config)
+        self.slopes = alibi_slopes(config.num_attention_heads)
+        self.config = copy.copy(config)
+        self.config._attn_implementation = EAGER  # a mask of numbers, also where nothing is packed
+
+    def arguments(self, hidden: Tensor, position_ids: Tensor, cache: Cache | None) -> dict[str, Arguments]:
+        queries = position_ids
+        if (queries == queries[:1]).all():
+            queries = queries[:1]
+        mask = self.mask(FULL, hidden[: len(queries)], queries, cache)
+        keys = queries if cache is None else torch.arange(mask.shape[-1], device=hidden.device)[None]
+        distances = keys[:, None, None, :] - queries[:, None, :, None]
+        biases = self.slopes.to(hidden.device)[None, :, None, None] * distances
+        one = torch.ones(1, 1, self.config.head_dim, dtype=hidden.dtype, device=hidden.device)
+        return {
+            FULL: {
+                "attention_mask": mask + biases.to(hidden.dtype),
+                "position_ids": position_ids,
+                "position_embeddings": (one, torch.zeros_like(one)),
+            }
+        }
+
+
+def translate(raw: dict[str, Any]) -> dict[str, Any]:
+    """Baichuan2's config.json in the fields of transformers' LlamaConfig.
+
+    Raises:
+        CheckpointError: the config is that of the first Baichuan.
+    """
+    if raw.get("vocab_size") == FIRST_VOCABULARY:
+        raise CheckpointError(f"vocab_size {FIRST_VOCABULARY} is the first Baichuan's; Pipetune knows Baichuan2")
+    return {"model_type": "llama"} | {name: raw[name] for name in FIELDS if name in raw}
+
+
+def _variant(raw: dict[str, Any]) -> Family:
+    return ROTARY if "max_position_embeddings" in raw else ALIBI
+
+
+ROTARY = replace(
+    llama.FAMILY,
+    name="baichuan2-7b",
+    decoder_layer=LlamaDecoderLayer,
+    block=(
+        Rule(
+            "model.layers.{i}.self_attn.W_pack.*",
+            ("block.self_attn.q_proj.*", "block.self_attn.k_proj.*", "block.self_attn.v_proj.*"),
+        ),
+        *llama.FAMILY.block,
+    ),
+    projection=NormalisedHead,
+    translate=translate,
+    variant=_variant,
+    native=Native(llama.FAMILY, "LlamaForCausalLM", {"lm_head.weight": F.normalize}),
+)
+ALIBI = replace(
+    ROTARY,
+    name="baichuan2-13b",
+    rotary=None,
+    positions=AlibiPositions,
+    attention=(TORCH, EAGER),
+    native=None,
+)
+FAMILY = ROTARY

@@ -1,0 +1,167 @@
+"""A family's naming table for a model of a given size, readable in both directions.
+
+The table relates groups of names: the tensors on disk and the tensors of one layer that hold the same numbers
+(`Binding`). Most groups have one name on either side. `cut` is the whole arithmetic: it takes the tensors of one side
+and gives those of the other, and costs no copy where one tensor is cut into several.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from models.architectures.family import Family, Rule
+
+
+class Binding(NamedTuple):
+    """Tensors on disk and tensors of a layer that hold the same numbers in the same order.
+
+    Attributes:
+        disk: names on disk; with several of them there is one name in the layer.
+        layer: the layer's number.
+        names: names in that layer's state dict.
+    """
+
+    disk: tuple[str, ...]
+    layer: int
+    names: tuple[str, ...]
+
+    def disk_shapes(self, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
+        """Name and shape on disk of each tensor, from the shapes of the layer's."""
+        first = shapes[self.names[0]]
+        if len(self.disk) == 1:
+            rows = sum(shapes[name][0] for name in self.names)
+            return {self.disk[0]: torch.Size((rows, *first[1:]))}
+        experts, rows = first[0], first[1]
+        parts = len(self.disk) // experts
+        return dict.fromkeys(self.disk, torch.Size((rows // parts, *first[2:])))
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """The names of all tensors of one model.
+
+    Every name on disk belongs to at most one binding, and every name of a layer to exactly one: looking a binding up by
+    either side gives the same one.
+    """
+
+    family: Family
+    n_blocks: int
+    n_experts: int = 0
+    prefixed: bool = True  # whether the names on disk have the family's optional prefix
+
+    def for_names(self, disk_names: Iterable[str]) -> WeightMap:
+        """The same table in the spelling of a checkpoint: with the optional prefix or without."""
+        prefix = self.family.optional_prefix
+        return replace(self, prefixed=not prefix or any(name.startswith(prefix) for name in disk_names))
+
+    def binding(self, disk_name: str) -> Binding | None:
+        """The binding of a tensor on disk, or None where the family has none for it."""
+        full_name = disk_name if self.prefixed else self.family.optional_prefix + disk_name
+        for name in (full_name, disk_name):  # not every name takes the prefix: lm_head.weight
+            for rule, patterns in self._disk_patterns:
+                match = next((found for pattern in patterns if (found := pattern.fullmatch(name))), None)
+                layer = self._layer_of(rule, match.groupdict()) if match is not None else None
+                if match is None or layer is None:
+                    continue
+                binding = self._bind(rule, layer, match.groupdict().get("rest", ""))
+                # A general rule may not give a name to what a special rule before it stores in another way.
+                if disk_name in binding.disk and self.binding_of(layer, binding.names[0]) == binding:
+                    return binding
+        return None
+
+    def binding_of(self, layer: int, name: str) -> Binding:
+        """The binding of a tensor in a layer's state dict.
+
+        Raises:
+            KeyError: the family has no such tensor.
+        """
+        for rule in self._rules_of(layer):
+            for template in rule.module_names:
+                match = _pattern(template).fullmatch(name)
+                if match is not None:
+                    return self._bind(rule, layer, match.groupdict().get("rest", ""))
+        raise KeyError(f"{self.family.name} has no tensor {name} in layer {layer}")
+
+    def bindings(self, layer: int, names: Iterable[str]) -> list[Binding]:
+        """The bindings that cover the tensors of a layer, each once, in the order of their first names."""
+        return list(dict.fromkeys(self.binding_of(layer, name) for name in names))
+
+    def is_carried(self, disk_name: str) -> bool:
+        """Whether the tensor is kept beside the layers only to be given back."""
+        return any(re.search(pattern, disk_name) for pattern in self.family.carried)
+
+    @property
+    def head_layer(self) -> int:
+        return self.n_blocks + 1
+
+    @property
+    def tied_head(self) -> str:
+        """The name on disk of the head's copy of the embedding; tied checkpoints mostly leave it out."""
+        return self.binding_of(self.head_layer, self.family.tie.head).disk[0]
+
+    @property
+    def tied_embedding(self) -> str:
+        """The name on disk of the embedding that a tied head shares."""
+        return self.binding_of(0, self.family.tie.embedding).disk[0]
+
+    @cached_property
+    def _disk_patterns(self) -> list[tuple[Rule, list[re.Pattern[str]]]]:
+        rules = (*self.family.embedding, *self.family.block, *self.family.head)
+        return [(rule, [_pattern(template) for template in rule.disk_names]) for rule in rules]
+
+    def _layer_of(self, rule: Rule, found: Mapping[str, str]) -> int | None:
+        """The layer of a matched rule; None where a number is out of range or would not come back as written."""
+        if "e" in found and not _counts(found["e"], self.n_experts):
+            return None
+        if rule in self.family.embedding:
+            return 0
+        if rule in self.family.head:
+            return self.head_layer
+        return int(found["i"]) + 1 if _counts(found["i"], self.n_blocks) else None
+
+    def _rules_of(self, layer: int) -> tuple[Rule, ...]:
+        if layer == 0:
+            return self.family.embedding
+        return self.family.head if layer == self.head_layer else self.family.block
+
+    def _bind(self, rule: Rule, layer: int, rest: str) -> Binding:
+        disk = [template.replace("{i}", str(layer - 1)) for template in rule.disk_names]
+        if "{e}" in disk[0]:
+            disk = [template.replace("{e}", str(expert)) for expert in range(self.n_experts) for template in disk]
+        disk = [name.replace("*", rest) for name in disk]
+        if not self.prefixed:
+            disk = [name.removeprefix(self.family.optional_prefix) for name in disk]
+        return Binding(tuple(disk), layer, tuple(name.replace("*", rest) for name in rule.module_names))
+
+
+def cut(tensors: Sequence[Tensor], shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """The numbers of `tensors`, read row by row one after the other, as tensors of other shapes.
+
+    Several tensors are joined into a new one; one tensor is cut into views of itself.
+    """
+    if len(tensors) == len(shapes) == 1:
+        return [tensors[0].reshape(shapes[0])]
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1)
+    pieces = flat.split([prod(shape) for shape in shapes])
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def _counts(number: str, limit: int) -> bool:
+    """Whether the text is one of 0 .. limit-1 as Python writes it: "00" and other digits would not come back."""
+    return number.isascii() and number == str(int(number)) and int(number) < limit
+
+
+def _pattern(template: str) -> re.Pattern[str]:
+    """The regular expression of a name with `{i}`, `{e}` and `*`."""
+    escaped = re.escape(template)
+    for mark, group in ((r"\{i\}", r"(?P<i>\d+)"), (r"\{e\}", r"(?P<e>\d+)"), (r"\*", r"(?P<rest>.+)")):
+        escaped = escaped.replace(mark, group)
+    return re.compile(escaped)

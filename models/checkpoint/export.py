@@ -1,0 +1,184 @@
+"""Pipeline layout -> HuggingFace folder, one layer at a time, as safetensors.
+
+`layout="original"` gives the folder back that the layers came from: names, dtypes, division into files, tokenizer and
+config byte for byte. `layout="native"` writes families that shipped with code of their own under the names of
+transformers' classes, so that any server loads them without that code. At most one layer is in memory, and the folder
+appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from models.architectures import Native, cut
+from models.checkpoint.convert import copy_files
+from models.checkpoint.export_plan import SINGLE_FILE, cast, divide, native_infos, original_infos
+from models.checkpoint.layout import CARRIED, Layout, Manifest, layout_of, resolve, side_files
+from models.checkpoint.progress import byte_bar
+from models.checkpoint.publish import publish_folder
+from models.checkpoint.safetensors_files import SafetensorsFile, SafetensorsWriter
+from models.checkpoint.source import PipelineSource
+from models.checkpoint.verify import compare, forget_cached
+from models.errors import CheckpointError
+from models.spec import ModelSpec
+
+MAX_SHARD_BYTES = 5 * 10**9
+INDEX = "model.safetensors.index.json"
+# What belongs to remote code or to its tokenizer; a native folder has a config and a tokenizer of its own.
+REPLACED = ("*.py", "config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json")
+
+ExportLayout = Literal["original", "native"]
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """How an export differs from the folder that the layers came from.
+
+    Attributes:
+        layout: "original", or "native" for one that needs no remote code.
+        dtype: cast every weight to it; as in the original where absent.
+        max_shard_bytes: divide the weights anew into files of at most this size; as in the original where absent, or
+            into files of 5 GB where there is none.
+        verify: read every tensor back and compare it before the folder appears.
+        add_tokenizer: called with (source folder, folder to be) for a native layout that replaces the original's.
+    """
+
+    layout: ExportLayout = "original"
+    dtype: torch.dtype | None = None
+    max_shard_bytes: int | None = None
+    verify: bool = False
+    add_tokenizer: Callable[[Path, Path], None] | None = None
+
+
+def pp_to_hg(
+    input_path: str | Path, save_path: str | Path, overwrite: bool = False, options: ExportOptions | None = None
+) -> None:
+    """Write the HuggingFace folder of a pipeline-layout folder or of a run's checkpoint.
+
+    Raises:
+        CheckpointError: the input is damaged or unknown, the family has no native layout, or the target cannot be
+            written.
+    """
+    folder = resolve(input_path)
+    if layout_of(folder) is not Layout.PIPELINE:
+        raise CheckpointError(f"{folder}: not in the pipeline layout; pp_to_hg expects layer_*-model_states.pt files")
+    export = _Export(folder, options or ExportOptions())
+    with publish_folder(Path(save_path), overwrite) as target:
+        export.write_weights(target)
+        export.write_side_files(target)
+        if export.options.verify:
+            export.verify(target)
+
+
+class _Export:
+    """One export; what every file will hold is settled before the first byte is written."""
+
+    def __init__(self, folder: Path, options: ExportOptions) -> None:
+        self.folder = folder
+        self.options = options
+        self.spec = ModelSpec.from_folder(folder)
+        self.native = _native(folder, self.spec) if options.layout == "native" else None
+        self.source = PipelineSource(folder, self.spec)
+        self.manifest = Manifest.read(folder)
+        self.carried = SafetensorsFile(folder / CARRIED) if (folder / CARRIED).is_file() else None
+        carried = {name: self.carried.info(name) for name in self.carried} if self.carried else {}
+        self.weight_map = self.spec.weight_map.for_names(self.manifest.dtypes if self.manifest else ())
+        self.infos = original_infos(self.source, self.weight_map, self.manifest, carried)
+        if self.native:
+            original, self.weight_map = self.weight_map, replace(self.weight_map, family=self.native.family)
+            self.infos = native_infos(self.source, original, self.weight_map, self.infos)
+        if options.dtype:
+            self.infos = cast(self.infos, options.dtype, carried)
+        if self.manifest and not self.native and not options.max_shard_bytes:
+            self.files = self.manifest.files
+        else:
+            self.files = divide(self.infos, options.max_shard_bytes or MAX_SHARD_BYTES)
+
+    def write_weights(self, target: Path) -> None:
+        """The weight files, and their index where there are several."""
+        total = sum(info.nbytes for info in self.infos.values())
+        with byte_bar("pp_to_hg", total) as bar, SafetensorsWriter(target, self.files, self.infos) as writer:
+            for name, tensor in self._tensors():
+                writer.write(name, tensor)
+                bar.update(self.infos[name].nbytes)
+        if list(self.files) != [SINGLE_FILE]:
+            weight_map = {name: file for file, names in self.files.items() for name in names}
+            _write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}, sort_keys=True)
+
+    def write_side_files(self, target: Path) -> None:
+        """Config, tokenizer and whatever else lay in the original."""
+        names = self.manifest.side_files if self.manifest else [path.name for path in side_files(self.folder)]
+        if self.native:
+            names = [name for name in names if not any(Path(name).match(pattern) for pattern in REPLACED)]
+        copy_files(self.folder, target, names)
+        if self.native or self.options.dtype:
+            _write_json(target / "config.json", self._config())
+        if self.native and self.options.add_tokenizer:
+            self.options.add_tokenizer(self.folder, target)
+
+    def verify(self, target: Path) -> None:
+        """Read every tensor back from the disk.
+
+        Raises:
+            CheckpointError: one differs from what the layers hold.
+        """
+        written: dict[str, SafetensorsFile] = {}
+        for file in self.files:
+            forget_cached(target / file)
+            opened = SafetensorsFile(target / file)
+            written |= dict.fromkeys(opened, opened)
+        with byte_bar("verify", sum(info.nbytes for info in self.infos.values())) as bar:
+            for name, tensor in self._tensors():
+                expected = {name: tensor.to(self.infos[name].dtype)}
+                bar.update(compare(written[name].path, expected, {name: written[name].read(name)}))
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor that belongs on disk, under its name there."""
+        for layer in range(self.spec.n_layers):
+            yield from self._layer(layer)
+        if self.carried and not self.native:
+            for name in self.carried:
+                yield name, self.carried.read(name)
+
+    def _layer(self, layer: int) -> Iterator[tuple[str, Tensor]]:
+        state = self.source.read_layer(layer)
+        shapes = self.spec.shapes(layer)
+        if self.native and layer == self.weight_map.head_layer:
+            state |= {name: change(state[name]) for name, change in self.native.changes.items()}
+        for binding in self.weight_map.bindings(layer, shapes):
+            pieces = cut([state[name] for name in binding.names], list(binding.disk_shapes(shapes).values()))
+            for name, piece in zip(binding.disk, pieces, strict=True):
+                if name in self.infos:  # a tied head that the original left out stays out
+                    yield name, piece
+
+    def _config(self) -> dict[str, Any]:
+        """config.json for other weights than the original's."""
+        config = dict(self.spec.raw)
+        if self.native:
+            config = {"architectures": [self.native.architecture], **self.spec.fields}
+            config["torch_dtype"] = self.spec.raw.get("torch_dtype")
+        if self.options.dtype:
+            key = "dtype" if "dtype" in config else "torch_dtype"  # transformers 5's name or the one before
+            config[key] = str(self.options.dtype).removeprefix("torch.")
+        return config
+
+
+def _native(folder: Path, spec: ModelSpec) -> Native | None:
+    """The native layout of a family; None where the original is one already."""
+    if spec.family.translate and not spec.family.native:
+        raise CheckpointError(
+            f"{folder}: {spec.family.name} has no layout without remote code, as transformers has no such model; "
+            "expected --layout original"
+        )
+    return spec.family.native
+
+
+def _write_json(path: Path, value: object, sort_keys: bool = False) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=sort_keys, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,62 @@
+"""The load-balancing loss of mixture-of-experts models, gathered along the pipeline.
+
+The loss compares how often each expert was chosen with how probable it was, over all layers and tokens (Switch
+Transformer, arXiv:2101.03961, equations 4 to 6, in the form of transformers' `output_router_logits`). The layers lie on
+different stages, so each block adds its sums per expert to a small tensor that flows beside the hidden states, and the
+last stage makes the loss of it. Padding does not count.
+
+Cost: 2 x experts numbers across each stage boundary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class RouterRecorder:
+    """Keeps what the router of one block computed in the last forward pass.
+
+    Args:
+        router: the module of transformers that gives (logits [T, E], scores, indices).
+        top_k: how many experts a token is sent to.
+    """
+
+    def __init__(self, router: nn.Module, top_k: int) -> None:
+        self.top_k = top_k
+        self._logits: Tensor | None = None
+        router.register_forward_hook(self._keep)
+
+    def _keep(self, router: nn.Module, inputs: object, outputs: tuple[Tensor, ...]) -> None:
+        self._logits = outputs[0]
+
+    def statistics(self, real: Tensor) -> Tensor:
+        """Tokens sent to each expert and their summed probabilities: [2, E] fp32.
+
+        Args:
+            real: [B, S], False for padding.
+        """
+        assert self._logits is not None
+        probabilities = torch.softmax(self._logits.float(), dim=-1)
+        self._logits = None
+        counted = real.reshape(-1).float()
+        chosen = probabilities.topk(self.top_k, dim=-1).indices
+        counts = torch.zeros_like(probabilities[0])
+        counts = counts.scatter_add(0, chosen.reshape(-1), counted.repeat_interleave(self.top_k))
+        return torch.stack([counts, (probabilities * counted[:, None]).sum(dim=0)])
+
+
+def router_loss(statistics: Tensor, top_k: int) -> Tensor:
+    """The load-balancing loss of one micro-batch: [2, E] summed over the layers -> [] fp32.
+
+    It is `top_k` where the experts share the tokens evenly, more where they do not, and 0 where there are no tokens.
+    """
+    counts, probabilities = statistics
+    rows = (counts.sum() / top_k).clamp(min=1.0)  # tokens x layers
+    loss: Tensor = len(counts) * (counts / rows * probabilities / rows).sum()
+    return loss
+
+
+def experts_implementation() -> str:
+    """How experts are computed, by transformers' name: one grouped product on a GPU, a product an expert on a CPU."""
+    return "grouped_mm" if torch.cuda.is_available() else "eager"

@@ -1,0 +1,148 @@
+"""Shows that every family is tested, and that config.json picks its parts, by the field names of any age."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models import load_model
+from models.architectures import FAMILIES
+from models.architectures.bloom import alibi_slopes
+from models.attention import EAGER, FLASH, TORCH
+from models.spec import ModelSpec
+from tests.models.cases import CASES, GEMMA3_ROPE, LLAMA3_ROPE, LONG_ROPE
+from tests.models.helpers import change_config, error_line, random_ids, read_config
+
+LENGTH = 40  # longer than the windows
+
+
+def without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in names}
+
+
+def test_every_family_has_a_case() -> None:
+    assert {case.model_type for case in CASES.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "kernels"),
+    [
+        ("llama-tied", "llama", (TORCH, FLASH)),
+        ("bloom", "bloom", (EAGER,)),
+        ("gemma2", "gemma2", (EAGER, FLASH)),
+        ("gemma3", "gemma3", (TORCH, FLASH)),
+        ("baichuan2-7b", "baichuan2-7b", (TORCH, FLASH)),
+        ("baichuan2-13b", "baichuan2-13b", (TORCH, EAGER)),
+        ("chatglm3", "chatglm3", (TORCH, FLASH)),
+    ],
+)
+def test_config_json_picks_the_declaration_and_its_kernel(
+    case: str, name: str, kernels: tuple[str, ...], make_checkpoint: Callable[..., Path]
+) -> None:
+    spec = ModelSpec.from_folder(make_checkpoint(CASES[case].model_type, **CASES[case].changes))
+    assert spec.family.name == name
+    assert spec.family.attention == kernels
+    assert spec.config._attn_implementation == kernels[0]
+
+
+REFUSED: list[tuple[str, dict[str, object], str]] = [
+    ("baichuan", {"vocab_size": 64_000}, "first Baichuan"),
+    ("chatglm", {"rmsnorm": False}, "rmsnorm"),
+    ("chatglm", {"multi_query_attention": False}, "multi_query_attention"),
+    ("chatglm", {"add_bias_linear": True}, "add_bias_linear"),
+    ("chatglm", {"post_layer_norm": False}, "post_layer_norm"),
+    ("chatglm", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "changes", "told"), REFUSED)
+def test_relatives_with_other_layers_are_refused(
+    model_type: str, changes: dict[str, object], told: str, make_checkpoint: Callable[..., Path]
+) -> None:
+    folder = make_checkpoint(model_type)
+    change_config(folder, **changes)
+    line = error_line(lambda: load_model(folder))
+    assert str(folder / "config.json") in line
+    assert told in line
+
+
+@pytest.mark.parametrize("field", ["multi_query_group_num", "padded_vocab_size", "num_layers", "layernorm_epsilon"])
+def test_chatglm_config_without_a_field_is_refused(field: str, make_checkpoint: Callable[..., Path]) -> None:
+    folder = make_checkpoint("chatglm")
+    (folder / "config.json").write_text(json.dumps(without(read_config(folder), field)))
+    assert field in error_line(lambda: load_model(folder))
+
+
+@pytest.mark.parametrize("heads", [1, 4, 5, 12, 40])
+def test_alibi_slopes_are_those_of_the_paper(heads: int) -> None:
+    """A power of two of slopes in a geometric series, and every other one of the next power's for the rest."""
+    power = 2 ** (heads.bit_length() - 1)
+    series = [2 ** (-8 * number / power) for number in range(1, power + 1)]
+    finer = [2 ** (-4 * number / power) for number in range(1, 2 * power, 2)]
+    torch.testing.assert_close(alibi_slopes(heads), torch.tensor(series + finer[: heads - power]))
+
+
+PLAIN_ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
+WITHOUT: list[tuple[str, dict[str, object]]] = [
+    ("mistral-window", {"sliding_window": None}),
+    ("mixtral-window", {"sliding_window": None}),
+    ("phi3", {"sliding_window": None}),
+    ("qwen2-some-windows", {"use_sliding_window": False, "sliding_window": None, "layer_types": None}),
+    ("gemma2", {"sliding_window": 256}),
+    ("gemma2", {"attn_logit_softcapping": None}),
+    ("gemma2", {"final_logit_softcapping": None}),
+    ("gemma3", {"sliding_window": 256}),
+    ("gemma3", {"rope_parameters": GEMMA3_ROPE | {"full_attention": PLAIN_ROPE}}),
+    ("gemma3", {"rope_parameters": GEMMA3_ROPE | {"sliding_attention": GEMMA3_ROPE["full_attention"]}}),
+    ("llama-rope-scaling", {"rope_parameters": PLAIN_ROPE}),
+    ("phi3-long", {"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.75}}),
+    ("glm", {"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 1.0}}),
+    ("qwen3_moe", {"norm_topk_prob": False}),
+    ("chatglm3-32k", {"rope_ratio": 1}),
+]
+
+
+@pytest.mark.parametrize(("case", "changes"), WITHOUT)
+def test_what_config_json_says_takes_part(
+    case: str, changes: dict[str, object], make_checkpoint: Callable[..., Path]
+) -> None:
+    folder = make_checkpoint(CASES[case].model_type, **CASES[case].changes)
+    ids = random_ids(1, LENGTH)
+    with torch.inference_mode():
+        with_it = load_model(folder)(ids)
+        change_config(folder, **changes)
+        without_it = load_model(folder)(ids)
+    assert (with_it - without_it).abs().max() > 1e-3
+
+
+OLDER_NAMES: dict[str, dict[str, object]] = {
+    "llama-rope-scaling": {"rope_theta": 10000.0, "rope_scaling": without(LLAMA3_ROPE, "rope_theta")},
+    "mixtral": {"rope_theta": 1e6},
+    "phi3-long": {
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": without(LONG_ROPE["rope_parameters"], "rope_type", "rope_theta") | {"type": "longrope"},
+    },
+    "gemma3": {
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "sliding_window_pattern": 6,
+    },
+}
+
+
+@pytest.mark.parametrize("case", OLDER_NAMES)
+def test_field_names_of_older_transformers_mean_the_same(case: str, make_checkpoint: Callable[..., Path]) -> None:
+    folder = make_checkpoint(CASES[case].model_type, **CASES[case].changes)
+    ids = random_ids(1, LENGTH)
+    with torch.inference_mode():
+        expected = load_model(folder)(ids)
+        fields = without(read_config(folder), "rope_parameters", "dtype", "layer_types")
+        (folder / "config.json").write_text(json.dumps(fields | OLDER_NAMES[case] | {"torch_dtype": "float32"}))
+        torch.testing.assert_close(load_model(folder)(ids), expected, atol=0, rtol=0)
