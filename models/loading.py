@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from models.checkpoint.source import warn_of_nan
 from models.positions import Positions
 from models.spec import ModelSpec
 
@@ -21,6 +22,8 @@ class LayerStates(Protocol):
     def check_layer(self, layer: int) -> None: ...
 
     def read_layer(self, layer: int) -> dict[str, Tensor]: ...
+
+    def describe(self, layer: int, name: str) -> str: ...
 
 
 class SeededStates:
@@ -36,6 +39,9 @@ class SeededStates:
 
     def check_layer(self, layer: int) -> None:
         """Nothing can be wrong with fresh weights."""
+
+    def describe(self, layer: int, name: str) -> str:
+        return f"layer {layer}: {name}"
 
     def read_layer(self, layer: int) -> dict[str, Tensor]:
         with torch.random.fork_rng(devices=[]):
@@ -59,10 +65,10 @@ def build_layer(
     """
     with torch.device("meta"):
         module = spec.build(layer, positions)
-    state = {
-        name: tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
-        for name, tensor in states.read_layer(layer).items()
-    }
+    state = {}
+    for name, tensor in states.read_layer(layer).items():
+        warn_of_nan(states.describe(layer, name), tensor)
+        state[name] = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
     module.load_state_dict(state, strict=True, assign=True)
     return module
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from models.checkpoint.layer_files import save_state_dict
 from models.checkpoint.layout import (
     CARRIED,
     Layout,
@@ -22,8 +23,7 @@ from models.checkpoint.layout import (
 from models.checkpoint.progress import byte_bar
 from models.checkpoint.publish import publish_folder
 from models.checkpoint.safetensors_files import DTYPE_NAMES, SafetensorsWriter
-from models.checkpoint.source import HuggingFaceSource, PipelineSource
-from models.checkpoint.tensor_files import save_state_dict
+from models.checkpoint.source import HuggingFaceSource, PipelineSource, warn_of_nan
 from models.checkpoint.verify import compare, forget_cached
 from models.errors import CheckpointError
 from models.spec import ModelSpec
@@ -88,6 +88,8 @@ def copy_side_files(source: Path, target: Path) -> None:
 
 def _write_layer(source: HuggingFaceSource, layer: int, target: Path) -> int:
     state = source.read_layer(layer)
+    for name, tensor in state.items():
+        warn_of_nan(source.describe(layer, name), tensor)
     save_state_dict(state, target / layer_file(layer))
     return sum(tensor.nbytes for tensor in state.values())
 
@@ -102,7 +104,7 @@ def _verify(source: HuggingFaceSource, target: Path) -> None:
 
 
 def _size(source: HuggingFaceSource) -> int:
-    return sum((source.folder / file).stat().st_size for file in source.files)
+    return sum(source.layer_bytes(layer) for layer in range(source.spec.n_layers))
 
 
 def _manifest_of(source: HuggingFaceSource) -> Manifest:

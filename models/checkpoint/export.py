@@ -21,18 +21,20 @@ from models.architectures import Native, cut
 from models.checkpoint.convert import copy_files
 from models.checkpoint.export_plan import SINGLE_FILE, cast, divide, native_infos, original_infos
 from models.checkpoint.layout import CARRIED, Layout, Manifest, layout_of, resolve, side_files
+from models.checkpoint.parallel import in_parallel
 from models.checkpoint.progress import byte_bar
 from models.checkpoint.publish import publish_folder
 from models.checkpoint.safetensors_files import SafetensorsFile, SafetensorsWriter
-from models.checkpoint.source import PipelineSource
+from models.checkpoint.source import PipelineSource, warn_of_nan
 from models.checkpoint.verify import compare, forget_cached
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 
 MAX_SHARD_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
-# What belongs to remote code or to its tokenizer; a native folder has a config and a tokenizer of its own.
-REPLACED = ("*.py", "config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json")
+# What belongs to remote code; a native folder has a config of its own, and a tokenizer where none needs no code.
+REMOTE_CODE = ("*.py", "config.json")
+TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json")
 
 ExportLayout = Literal["original", "native"]
 
@@ -105,9 +107,9 @@ class _Export:
         """The weight files, and their index where there are several."""
         total = sum(info.nbytes for info in self.infos.values())
         with byte_bar("pp_to_hg", total) as bar, SafetensorsWriter(target, self.files, self.infos) as writer:
-            for name, tensor in self._tensors():
-                writer.write(name, tensor)
-                bar.update(self.infos[name].nbytes)
+            for tensors in self._layers():
+                in_parallel(lambda item: writer.write(*item), tensors.items())
+                bar.update(sum(self.infos[name].nbytes for name in tensors))
         if list(self.files) != [SINGLE_FILE]:
             weight_map = {name: file for file, names in self.files.items() for name in names}
             _write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}, sort_keys=True)
@@ -116,7 +118,8 @@ class _Export:
         """Config, tokenizer and whatever else lay in the original."""
         names = self.manifest.side_files if self.manifest else [path.name for path in side_files(self.folder)]
         if self.native:
-            names = [name for name in names if not any(Path(name).match(pattern) for pattern in REPLACED)]
+            replaced = REMOTE_CODE if "tokenizer.json" in names else (*REMOTE_CODE, *TOKENIZER)
+            names = [name for name in names if not any(Path(name).match(pattern) for pattern in replaced)]
         copy_files(self.folder, target, names)
         if self.native or self.options.dtype:
             _write_json(target / "config.json", self._config())
@@ -135,20 +138,21 @@ class _Export:
             opened = SafetensorsFile(target / file)
             written |= dict.fromkeys(opened, opened)
         with byte_bar("verify", sum(info.nbytes for info in self.infos.values())) as bar:
-            for name, tensor in self._tensors():
+            for name, tensor in (item for tensors in self._layers() for item in tensors.items()):
                 expected = {name: tensor.to(self.infos[name].dtype)}
                 bar.update(compare(written[name].path, expected, {name: written[name].read(name)}))
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor that belongs on disk, under its name there."""
+    def _layers(self) -> Iterator[dict[str, Tensor]]:
+        """Every tensor that belongs on disk, under its name there, layer by layer."""
         for layer in range(self.spec.n_layers):
-            yield from self._layer(layer)
+            yield dict(self._layer(layer))
         if self.carried and not self.native:
-            for name in self.carried:
-                yield name, self.carried.read(name)
+            yield {name: self.carried.read(name) for name in self.carried}
 
     def _layer(self, layer: int) -> Iterator[tuple[str, Tensor]]:
         state = self.source.read_layer(layer)
+        for name, tensor in state.items():
+            warn_of_nan(self.source.describe(layer, name), tensor)
         shapes = self.spec.shapes(layer)
         if self.native and layer == self.weight_map.head_layer:
             state |= {name: change(state[name]) for name, change in self.native.changes.items()}

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 
-def byte_bar(what: str, total: int) -> tqdm[NoReturn]:
-    """A bar that counts to `total` bytes and shows the rate in MB/s or GB/s."""
-    return tqdm(desc=what, total=total, unit="B", unit_scale=True, smoothing=0.05)
+@contextmanager
+def byte_bar(what: str, total: int) -> Iterator[tqdm[NoReturn]]:
+    """A bar that counts to `total` bytes and shows the rate in MB/s or GB/s; warnings are printed above it."""
+    with logging_redirect_tqdm(), tqdm(desc=what, total=total, unit="B", unit_scale=True, smoothing=0.05) as bar:
+        yield bar

@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from models.checkpoint.parallel import write_at
 from models.errors import CheckpointError
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -120,19 +121,16 @@ class SafetensorsWriter:
     def __init__(self, folder: Path, files: dict[str, list[str]], infos: dict[str, TensorInfo]) -> None:
         self.infos = infos
         self._handles: list[BinaryIO] = []
-        self._places: dict[str, tuple[BinaryIO, int]] = {}
+        self._places: dict[str, tuple[int, int]] = {}
         for file, names in files.items():
-            handle = open(folder / file, "wb")
+            handle = open(folder / file, "wb", buffering=0)
             self._handles.append(handle)
             self._announce(handle, names)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Put a tensor in its place, cast to the announced dtype."""
-        handle, offset = self._places.pop(name)
-        info = self.infos[name]
-        data = tensor.detach().to(device="cpu", dtype=info.dtype).contiguous()
-        handle.seek(offset)
-        handle.write(data.reshape(-1).view(torch.uint8).numpy().data)
+        """Put a tensor in its place, cast to the announced dtype; threads may do so side by side."""
+        descriptor, place = self._places.pop(name)
+        write_at(descriptor, place, tensor.detach().to(device="cpu", dtype=self.infos[name].dtype))
 
     def __enter__(self) -> SafetensorsWriter:
         return self
@@ -161,4 +159,4 @@ class SafetensorsWriter:
         encoded += b" " * (-len(encoded) % 8)  # tensors begin at a multiple of eight bytes, as the format asks
         handle.write(len(encoded).to_bytes(8, "little") + encoded)
         for name, offset in offsets.items():
-            self._places[name] = (handle, 8 + len(encoded) + offset)
+            self._places[name] = (handle.fileno(), 8 + len(encoded) + offset)

@@ -7,7 +7,7 @@ training rank reads only its own. `open_source` picks the source by what lies in
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -36,11 +36,15 @@ class WeightSource(Protocol):
         ...
 
     def read_layer(self, layer: int) -> dict[str, Tensor]:
-        """The complete state dict of a layer, checked; tensors on the CPU. NaN weights are warned of.
+        """The complete state dict of a layer, checked; tensors on the CPU, read when they are used.
 
         Raises:
             CheckpointError: as `check_layer`.
         """
+        ...
+
+    def describe(self, layer: int, name: str) -> str:
+        """Where a tensor of a layer lies, for a message."""
         ...
 
     def dtype(self) -> torch.dtype:
@@ -59,10 +63,11 @@ class PipelineSource:
         self.infos(layer)
 
     def read_layer(self, layer: int) -> dict[str, Tensor]:
-        path, file = self._open(layer)
-        state = {name: file.read(name) for name in self.spec.shapes(layer)}
-        _warn_of_nan(path, state)
-        return state
+        _, file = self._open(layer)
+        return {name: file.read(name) for name in self.spec.shapes(layer)}
+
+    def describe(self, layer: int, name: str) -> str:
+        return f"{self.folder / layer_file(layer)}: {name}"
 
     def infos(self, layer: int) -> dict[str, TensorInfo]:
         """Dtype and shape of each of a layer's tensors as they are stored."""
@@ -111,14 +116,19 @@ class HuggingFaceSource:
         shapes = self.spec.shapes(layer)
         state: dict[str, Tensor] = {}
         for binding in self._bindings(layer):
-            tensors = {name: self.read(name) for name in binding.disk}
-            _warn_of_nan(self.folder, tensors)
-            pieces = cut(list(tensors.values()), [shapes[name] for name in binding.names])
+            pieces = cut([self.read(name) for name in binding.disk], [shapes[name] for name in binding.names])
             state |= dict(zip(binding.names, pieces, strict=True))
         if layer == self.weight_map.head_layer and self.spec.tied:
             self._check_repeated_head(state[self.spec.family.tie.head])
         self._release()
         return {name: state[name] for name in shapes}
+
+    def describe(self, layer: int, name: str) -> str:
+        return f"{self.folder}: {listed(self.weight_map.binding_of(layer, name).disk, most=1)}"
+
+    def layer_bytes(self, layer: int) -> int:
+        """The size of a layer's weights as they are stored."""
+        return sum(self.info(name).nbytes for binding in self._bindings(layer) for name in binding.disk)
 
     def info(self, disk_name: str) -> TensorInfo:
         """Dtype and shape of a tensor by its name on disk."""
@@ -229,7 +239,7 @@ def _check_shape(where: Path, name: str, found: torch.Size, expected: torch.Size
         raise CheckpointError(f"{where}: {name} has shape {list(found)}, but config.json makes it {list(expected)}")
 
 
-def _warn_of_nan(where: Path, tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if has_nan(tensor):
-            logger.warning("warning: %s: %s holds NaN; a run from it would have no loss", where, name)
+def warn_of_nan(place: str, tensor: Tensor) -> None:
+    """Say so where a weight is no number; the conversion or the run goes on."""
+    if has_nan(tensor):
+        logger.warning("warning: %s holds NaN: every loss of a model with this weight would be NaN", place)

@@ -6,9 +6,8 @@ unpickled with `weights_only=True`, which knows tensors and containers and refus
 
 from __future__ import annotations
 
-import errno
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,30 +77,6 @@ def load_state_dict(path: Path) -> dict[str, Tensor]:
     ):
         raise CheckpointError(f"{path}: expected a dict of names and tensors")
     return state
-
-
-def save_state_dict(state: Mapping[str, Tensor], path: Path) -> None:
-    """Write a layer as DeepSpeed does.
-
-    Raises:
-        OSError: the disk is full or cannot be written; torch itself hides that behind a RuntimeError.
-    """
-    # A tensor that is a part of a larger one would drag the whole of it into the file.
-    own = {
-        name: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-        for name, tensor in state.items()
-    }
-    # The archive's checksums cost a third of the time, and torch does not look at them.
-    checksums = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        with open(path, "wb") as file:
-            torch.save(own, file)
-    except RuntimeError as error:
-        cause = error.__context__
-        raise cause if isinstance(cause, OSError) else OSError(errno.EIO, str(error)) from None
-    finally:
-        torch.serialization.set_crc32_options(checksums)
 
 
 def has_nan(tensor: Tensor) -> bool:

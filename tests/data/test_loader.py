@@ -85,9 +85,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 @given(
     count=st.integers(1, 40), micro_batch_size=st.integers(1, 5), replicas=st.integers(1, 5), factor=st.integers(1, 4)
 )
-def test_the_tokens_of_a_global_batch_weigh_one(
-    count: int, micro_batch_size: int, replicas: int, factor: int
-) -> None:
+def test_the_tokens_of_a_global_batch_weigh_one(count: int, micro_batch_size: int, replicas: int, factor: int) -> None:
     loader = Loader(make_samples(count), micro_batch_size * replicas * factor, micro_batch_size, replicas, seed=3)
     for step in range(loader.steps_per_epoch):
         batch = loader.batch(step)

@@ -12,6 +12,7 @@ class Case(NamedTuple):
     changes: dict[str, Any]
 
 
+PADDING = 7  # where a case has a padding token
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -59,13 +60,19 @@ CASES = {
     "glm": Case("glm", {"tie_word_embeddings": False}),
     "glm-tied": Case("glm", {"tie_word_embeddings": True, "attention_bias": False}),
     "glm4": Case("glm4", {}),
-    "gemma2": Case("gemma2", CAPS | {"sliding_window": 16, "query_pre_attn_scalar": 8, "pad_token_id": 7}),
+    "gemma2": Case("gemma2", CAPS | {"sliding_window": 16, "query_pre_attn_scalar": 8, "pad_token_id": PADDING}),
     "gemma3": Case(
         "gemma3_text",
-        {"sliding_window": 16, "num_hidden_layers": 7, "query_pre_attn_scalar": 8, "rope_parameters": GEMMA3_ROPE},
+        {
+            "sliding_window": 16,
+            "hidden_size": 80,
+            "num_hidden_layers": 7,
+            "query_pre_attn_scalar": 8,
+            "rope_parameters": GEMMA3_ROPE,
+        },
     ),
-    "baichuan2-7b": Case("baichuan", {"max_position_embeddings": 256, "pad_token_id": 7}),
+    "baichuan2-7b": Case("baichuan", {"max_position_embeddings": 256, "pad_token_id": PADDING}),
     "baichuan2-13b": Case("baichuan", {"hidden_size": 80, "num_attention_heads": 5}),
-    "chatglm3": Case("chatglm", {}),
+    "chatglm3": Case("chatglm", {"pad_token_id": PADDING}),
     "chatglm3-32k": Case("chatglm", {"rope_ratio": 50}),
 }

@@ -11,6 +11,7 @@ import torch
 from models import load_model
 from models.checkpoint.convert import hg_to_pp
 from models.checkpoint.export import pp_to_hg
+from tests.models.cases import CASES
 from tests.models.helpers import (
     SHARDED,
     WeightFiles,
@@ -27,6 +28,11 @@ from tests.models.helpers import (
 )
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+FUSED = {  # what is one tensor in memory and several on disk, or the other way round
+    "mixtral": ".0.block_sparse_moe.experts.",
+    "chatglm": ".query_key_value.weight",
+    "baichuan": ".W_pack.weight",
+}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -36,10 +42,19 @@ def as_bin(files: WeightFiles) -> WeightFiles:
 
 def put_special_values(files: WeightFiles) -> None:
     """Bits that a careless copy through another dtype or comparison would lose."""
-    for tensors in files.values():
-        for name, tensor in tensors.items():
-            if name == EMBEDDING:
-                tensor[0, :5] = torch.tensor([float("nan"), float("inf"), -0.0, 6e-8, -6e-8], dtype=tensor.dtype)
+    for tensor in joined(files).values():
+        values = torch.tensor([float("nan"), float("inf"), -0.0, 6e-8, -6e-8], dtype=tensor.dtype)
+        tensor.view(-1)[:5] = values[: tensor.numel()]
+
+
+def give_own_rotary_buffer(files: WeightFiles, model_type: str, dtype: torch.dtype) -> str:
+    """Store rotary angles as the family's old files do, in another dtype than the weights; gives their name."""
+    name = "transformer.rotary_pos_emb" if model_type == "chatglm" else "model.layers.1.self_attn.rotary_emb"
+    name += ".inv_freq"
+    holder = next((tensors for tensors in files.values() if name in tensors), files[next(reversed(files))])
+    assert (model_type == "chatglm") == (name in holder)
+    holder[name] = torch.rand(8).to(torch.float16 if dtype == torch.float32 else torch.float32)
+    return name
 
 
 @pytest.mark.parametrize("tying", ["tied", "untied", "repeated"])
@@ -63,6 +78,46 @@ def test_round_trip_is_exact(
     exported = assert_round_trip(folder, tmp_path)
     pp_to_hg(tmp_path / "layers", tmp_path / "again")
     assert contents(tmp_path / "again") == contents(exported)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_family_comes_back(name: str, make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    case = CASES[name]
+    folder = make_checkpoint(case.model_type, SHARDED["sharded"], dtype=torch.bfloat16, **case.changes)
+    assert len(read_weights(folder)) > 1
+    assert_round_trip(folder, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize("name", ["mixtral", "chatglm3", "baichuan2-7b", "baichuan2-13b"])
+def test_weights_that_are_cut_or_stacked_in_memory_come_back(
+    name: str, suffix: str, dtype: str, make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    case = CASES[name]
+    folder = make_checkpoint(case.model_type, {"max_shard_size": "50KB"}, dtype=DTYPES[dtype], **case.changes)
+    files = read_weights(folder)
+    put_special_values(files)
+    assert {tensor.dtype for tensor in joined(files).values()} == {DTYPES[dtype]}
+    carried = give_own_rotary_buffer(files, case.model_type, DTYPES[dtype])
+    parts = [{name for name in tensors if FUSED[case.model_type] in name} for tensors in files.values()]
+    assert sum(map(bool, parts)) > 1  # one layer's experts, or the layers' projections, lie in several files
+    write_weights(folder, as_bin(files) if suffix == "bin" else files)
+
+    exported = assert_round_trip(folder, tmp_path)
+    assert joined(read_weights(exported))[carried].dtype != DTYPES[dtype]
+    pp_to_hg(tmp_path / "layers", tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(exported)
+
+
+def test_experts_of_different_dtypes_come_back(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """In memory the experts of a layer are one tensor of one dtype."""
+    folder = make_checkpoint("mixtral", **CASES["mixtral"].changes)
+    files = read_weights(folder)
+    for number, (name, tensor) in enumerate(files["model.safetensors"].items()):
+        files["model.safetensors"][name] = tensor.to(list(DTYPES.values())[number % 3])
+    write_weights(folder, files)
+    assert_round_trip(folder, tmp_path)
 
 
 @pytest.mark.parametrize("tied", [True, False])

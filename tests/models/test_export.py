@@ -1,7 +1,8 @@
-"""Shows that layers export wherever they came from: files of 2023, another tool, a training run."""
+"""Shows that layers export wherever they came from (files of 2023, another tool, a run), in any dtype and division."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,14 +14,17 @@ from models import load_model
 from models.checkpoint import export
 from models.checkpoint.convert import copy_side_files, hg_to_pp
 from models.checkpoint.export import pp_to_hg
+from tests.models.command_line import convert
 from tests.models.helpers import (
     LAYOUTS,
+    SAFETENSORS_INDEX,
     assert_round_trip,
     assert_same_bits,
     copy_of,
     joined,
     oracle,
     random_ids,
+    read_config,
     read_weights,
     side_files,
     write_weights,
@@ -92,3 +96,62 @@ def test_trained_layers_with_the_side_files_export_like_the_original(
         trained = {name: tensor if "inv_freq" in name else tensor + 1 for name, tensor in tensors.items()}
         assert_same_bits(exported[file], trained)
     assert side_files(tmp_path / "exported") == side_files(llama_of_2023)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
+def test_dtype_casts_the_weights_and_says_so(llama_of_2023: Path, name: str, key: str, tmp_path: Path) -> None:
+    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[name]
+    fields = read_config(llama_of_2023)
+    fields[key] = fields.pop("dtype")
+    (llama_of_2023 / "config.json").write_text(json.dumps(fields))
+    hg_to_pp(llama_of_2023, tmp_path / "layers")
+    assert convert("pp_to_hg", tmp_path / "layers", tmp_path / "cast", "--dtype", name, "--verify") == (0, [])
+
+    found = read_weights(tmp_path / "cast")
+    original = read_weights(llama_of_2023)
+    assert found.keys() == original.keys()
+    for file, tensors in original.items():
+        expected = {n: tensor if n.endswith("inv_freq") else tensor.to(dtype) for n, tensor in tensors.items()}
+        assert_same_bits(found[file], expected)
+    assert read_config(tmp_path / "cast") == fields | {key: str(dtype).removeprefix("torch.")}
+    config = {"config.json": (tmp_path / "cast" / "config.json").read_bytes()}
+    assert side_files(tmp_path / "cast") == side_files(llama_of_2023) | config
+    assert oracle(tmp_path / "cast", dtype).dtype == dtype
+
+
+@pytest.mark.parametrize(("size", "most"), [("60KB", 60_000), ("60kib", 61_440), ("0.1MB", 100_000), ("1GB", 10**9)])
+@pytest.mark.parametrize("division", ["single", "sharded"])
+def test_max_shard_size_divides_anew(
+    llama: Callable[..., Path], division: str, size: str, most: int, tmp_path: Path
+) -> None:
+    folder = llama(torch.float32, division, True)
+    hg_to_pp(folder, tmp_path / "layers")
+    assert convert("pp_to_hg", tmp_path / "layers", tmp_path / "out", "--max-shard-size", size) == (0, [])
+
+    files = read_weights(tmp_path / "out")
+    sizes = {file: sum(tensor.nbytes for tensor in tensors.values()) for file, tensors in files.items()}
+    assert all(size <= most or len(files[file]) == 1 for file, size in sizes.items())
+    assert any(size > most for size in sizes.values()) == (most < 131_072)  # the embedding alone
+    for file, following in zip(list(files)[:-1], list(files)[1:], strict=True):
+        assert sizes[file] + next(iter(files[following].values())).nbytes > most  # no file is smaller than need be
+    assert_same_bits(joined(files), joined(read_weights(folder)))
+    assert side_files(tmp_path / "out") == side_files(folder)
+    assert (tmp_path / "out" / SAFETENSORS_INDEX).exists() == (most < 10**9)
+    if most < 10**9:
+        count = len(files)
+        assert list(files) == [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+        index = json.loads((tmp_path / "out" / SAFETENSORS_INDEX).read_text())
+        assert index["weight_map"] == {name: file for file, tensors in files.items() for name in tensors}
+        assert index["metadata"]["total_size"] == sum(sizes.values())
+    else:
+        assert list(files) == ["model.safetensors"]
+    assert_same_bits(oracle(tmp_path / "out").state_dict(), oracle(folder).state_dict())
+
+
+@pytest.mark.parametrize("size", ["", "0GB", "-5GB", "5", "5G", "GB", "many", "nan", "5 potatoes"])
+def test_shard_size_that_is_none_is_told(both_layouts: dict[str, Path], size: str, tmp_path: Path) -> None:
+    code, lines = convert("pp_to_hg", both_layouts["pipeline"], tmp_path / "out", f"--max-shard-size={size}")
+    assert code == 2
+    assert all(f in lines[-1] for f in ("error: ", "--max-shard-size", repr(size), "expected a size such as 5GB"))
+    assert list(tmp_path.iterdir()) == []

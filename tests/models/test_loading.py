@@ -90,17 +90,21 @@ def test_tied_ends_are_one_parameter(folder: Path, spec: ModelSpec, layout: str,
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layers_own_their_weights_in_the_dtype_asked_for(folder: Path, layout: str, tmp_path: Path) -> None:
+def test_layers_own_their_weights_in_the_dtype_asked_for(
+    folder: Path, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A loaded parameter must not be the file's memory: training would otherwise write into a mapped checkpoint."""
     folder = in_layout(folder, layout, tmp_path / "layers")
     spec = ModelSpec.from_folder(folder)
     source = open_source(folder, spec)
+    read = [source.read_layer(layer) for layer in range(spec.n_layers)]
+    monkeypatch.setattr(source, "read_layer", read.__getitem__)
     positions = spec.positions()
     for layer in range(spec.n_layers):
-        stored = {name: tensor.clone() for name, tensor in source.read_layer(layer).items()}
+        stored = {name: tensor.clone() for name, tensor in read[layer].items()}
         module = build_layer(spec, layer, source, positions, torch.float32, CPU)
         assert_same_bits({name: tensor.detach() for name, tensor in module.named_parameters()}, stored)
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.add_(1)
-        assert_same_bits(source.read_layer(layer), stored)
+        assert_same_bits(read[layer], stored)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import pkgutil
 import resource
 import signal
 import socket
@@ -15,9 +17,11 @@ import torch
 
 from models.checkpoint.export import pp_to_hg
 from models.checkpoint.publish import publish_folder
+from tests.models.command_line import convert as run_command
 from tests.models.helpers import CONVERTERS, contents, copy_of, error_line
 
 Convert = Callable[..., None]
+COMMANDS = {"hg_to_pp": "huggingface", "pp_to_hg": "pipeline"}  # and the layout that each reads
 
 
 @pytest.fixture(params=CONVERTERS)
@@ -35,6 +39,31 @@ def files_of_at_most(most: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def everything(folder: Path) -> set[Path]:
+    """All paths below a folder, hidden ones too."""
+    return set(folder.rglob("*"))
+
+
+def killed_at(call: str, number: int, work: Callable[[], object]) -> int:
+    """Do some work in a child that is killed when it calls something for the `number`th time; gives the signal."""
+    child = os.fork()
+    if child == 0:
+        try:
+            owner, _, name = call.rpartition(".")
+            original, calls = pkgutil.resolve_name(call), itertools.count(1)
+
+            def counted(*arguments: object, **options: object) -> object:
+                if next(calls) == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return original(*arguments, **options)
+
+            setattr(pkgutil.resolve_name(owner), name, counted)
+            work()
+        finally:
+            os._exit(1)  # the child must never become a second test run
+    return os.WTERMSIG(os.waitpid(child, 0)[1])
 
 
 def test_existing_folder_is_refused_and_left_alone(conversion: tuple[Convert, Path], tmp_path: Path) -> None:
@@ -87,52 +116,101 @@ def test_target_below_a_file_is_refused(conversion: tuple[Convert, Path], tmp_pa
     assert contents(tmp_path) == {"file": b"mine"}
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_failure_at_the_last_layer_leaves_nothing(
-    both_layouts: dict[str, Path], overwrite: bool, tmp_path: Path
+@pytest.fixture(params=[False, True], ids=["new", "overwrite"])
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder to write: one that does not exist, or one with something in it that may be replaced."""
+    folder = tmp_path / "models" / "target"
+    if request.param:
+        folder.mkdir(parents=True)
+        (folder / "old.txt").write_text("still good")
+    return folder
+
+
+def test_damage_in_the_last_layer_is_found_before_anything_is_made(
+    both_layouts: dict[str, Path], target: Path, tmp_path: Path
 ) -> None:
     layers = copy_of(both_layouts["pipeline"], tmp_path / "layers")
     last = layers / "layer_03-model_states.pt"
     state = torch.load(last, weights_only=True)
     torch.save(state | {"norm.weight": torch.ones(3)}, last)
-    target = tmp_path / "models" / "target"
-    if overwrite:
-        target.mkdir(parents=True)
-        (target / "old.txt").write_text("still good")
-    before = contents(tmp_path)
-    assert str(last) in error_line(lambda: pp_to_hg(layers, target, overwrite))
-    assert contents(tmp_path) == before
-    assert [path.name for path in (tmp_path / "models").iterdir()] == (["target"] if overwrite else [])
+    before = everything(tmp_path)
+    assert str(last) in error_line(lambda: pp_to_hg(layers, target, overwrite=True))
+    assert everything(tmp_path) == before
 
 
-def test_full_disk_is_told_in_one_line_and_leaves_nothing(conversion: tuple[Convert, Path], tmp_path: Path) -> None:
-    convert, folder = conversion
-    with files_of_at_most(100_000):
-        told = error_line(lambda: convert(folder, tmp_path / "target"))
-    assert str(tmp_path / "target") in told
-    assert list(tmp_path.iterdir()) == []
+def shorten_last_shard(folder: Path) -> Path:
+    path = folder / "model-00005-of-00005.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+    return path
 
 
-def test_killed_writer_leaves_no_model_and_the_next_one_cleans_up(
-    conversion: tuple[Convert, Path], tmp_path: Path
+def remove_tokenizer(folder: Path) -> Path:
+    path = folder / "tokenizer.json"
+    path.unlink()
+    return path
+
+
+MIDWAY: list[tuple[str, Callable[[Path], Path]]] = [
+    ("huggingface", shorten_last_shard),  # a shard is opened when its first layer is read
+    ("pipeline", remove_tokenizer),  # what the manifest lists is copied after the weights
+]
+
+
+@pytest.mark.parametrize(("layout", "damage"), MIDWAY, ids=["huggingface", "pipeline"])
+def test_failure_in_the_middle_of_writing_leaves_nothing(
+    both_layouts: dict[str, Path], layout: str, damage: Callable[[Path], Path], target: Path, tmp_path: Path
+) -> None:
+    source = copy_of(both_layouts[layout], tmp_path / "source")
+    damaged = damage(source)
+    before = everything(tmp_path)
+    assert str(damaged) in error_line(lambda: CONVERTERS[layout](source, target, overwrite=True))
+    assert everything(tmp_path) - before <= {tmp_path / "models"}
+    assert everything(tmp_path) >= before
+
+
+@pytest.mark.parametrize("most", [0, 5_000, 100_000])
+def test_full_disk_is_told_in_one_line_and_leaves_nothing(
+    conversion: tuple[Convert, Path], most: int, target: Path, tmp_path: Path
 ) -> None:
     convert, folder = conversion
+    before = everything(tmp_path)
+    with files_of_at_most(most):
+        told = error_line(lambda: convert(folder, target, overwrite=True))
+    assert str(target) in told
+    assert "nothing was changed" in told
+    assert everything(tmp_path) - before <= {tmp_path / "models"}
+    assert everything(tmp_path) >= before
+
+
+# What the conversion does when the process is killed, and for the how-manieth time.
+MOMENTS = {
+    "first-write": ("models.checkpoint.parallel.os.pwrite", 1),
+    "third-write": ("models.checkpoint.parallel.os.pwrite", 3),
+    "side-files": ("models.checkpoint.convert.shutil.copyfile", 2),
+    "reading-back": ("models.checkpoint.verify.os.fsync", 2),
+    "publishing": ("pathlib.Path.rename", 1),
+    "between-old-and-new": ("pathlib.Path.rename", 2),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_conversion_leaves_no_model_and_the_next_one_cleans_up(
+    both_layouts: dict[str, Path], command: str, moment: str, tmp_path: Path
+) -> None:
     target = tmp_path / "target"
-    child = os.fork()
-    if child == 0:
-        try:
-            with publish_folder(target) as partial:
-                (partial / "config.json").write_text("{}")
-                os.kill(os.getpid(), signal.SIGKILL)
-        finally:
-            os._exit(1)  # the child must never become a second test run
-    _, status = os.waitpid(child, 0)
-    assert os.WTERMSIG(status) == signal.SIGKILL
+    if moment == "between-old-and-new":
+        target.mkdir()
+        (target / "old.txt").write_text("still good")
+    words = (command, both_layouts[COMMANDS[command]], target, "--overwrite", "--verify")
+    assert killed_at(*MOMENTS[moment], lambda: run_command(*words)) == signal.SIGKILL
     left = list(tmp_path.iterdir())
-    assert len(left) == 1
-    assert left[0].name.startswith(".")
-    convert(folder, target)
+    assert left
+    assert all(path.name.startswith(".target.partial-") for path in left)
+    assert run_command(*words) == (0, [])
     assert list(tmp_path.iterdir()) == [target]
+    assert "config.json" in contents(target)
+    assert "old.txt" not in contents(target)
 
 
 def test_folder_moved_aside_by_a_killed_process_comes_back(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from data.loader import Loader
+from data.tokenize import Sample
 from models import load_model
 from models.router import router_loss
 from tests.launching import deepspeed, topology
@@ -57,6 +58,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", {}),
     "gemma2": ("gemma2", {"sliding_window": 16, "query_pre_attn_scalar": 16}),
     "gemma3": ("gemma3_text", {"sliding_window": 16, "query_pre_attn_scalar": 16, "sliding_window_pattern": 2}),
+    "baichuan2-7b": ("baichuan", {"max_position_embeddings": 256}),
+    "baichuan2-13b": ("baichuan", {"hidden_size": 80, "num_attention_heads": 5}),
+    "chatglm3": ("chatglm", {}),
 }
 
 
@@ -92,10 +96,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def samples(folder: Path) -> list[dict[str, list[int]]]:
+def samples(folder: Path) -> list[Sample]:
     """Eight samples of 5 to 60 tokens, the first third of each without loss."""
     generator = random.Random(0)
-    samples = []
+    samples: list[Sample] = []
     for length in (5, 60, 17, 8, 41, 23, 55, 12):
         ids = [generator.randrange(3, 512) for _ in range(length)]
         samples.append({"input_ids": ids, "labels": [-100] * (length // 3) + ids[length // 3 :]})
@@ -105,15 +109,11 @@ def samples(folder: Path) -> list[dict[str, list[int]]]:
 
 @pytest.fixture(scope="module")
 def checkpoints(make_checkpoint: Callable[..., Path]) -> dict[str, Path]:
-    return {
-        model: make_checkpoint(family, **changes)
-        for model, (family, changes) in MODELS.items()
-        if family not in ("baichuan", "chatglm")
-    }
+    return {model: make_checkpoint(family, **changes) for model, (family, changes) in MODELS.items()}
 
 
 @pytest.fixture(scope="module")
-def references(checkpoints: dict[str, Path], samples: list[dict[str, list[int]]]) -> Callable[[Case], Outcome]:
+def references(checkpoints: dict[str, Path], samples: list[Sample]) -> Callable[[Case], Outcome]:
     """One process's outcome for a case; made once for all cases that must have the same."""
     made: dict[tuple[str, int], Outcome] = {}
 
@@ -128,7 +128,7 @@ def references(checkpoints: dict[str, Path], samples: list[dict[str, list[int]]]
 
 
 @pytest.fixture(scope="module")
-def outcomes(folder: Path, checkpoints: dict[str, Path], samples: list[dict[str, list[int]]]) -> dict[str, Outcome]:
+def outcomes(folder: Path, checkpoints: dict[str, Path], samples: list[Sample]) -> dict[str, Outcome]:
     """All cases, in one launch for each number of processes."""
     del samples  # already on disk
     for processes in (1, 2, 4):
@@ -162,7 +162,7 @@ def read(folder: Path, case: Case) -> Outcome:
     return Outcome(json.loads((folder / f"{case.name}.json").read_text())["loss"], gradients)
 
 
-def reference(path: Path, samples: list[dict[str, list[int]]], replicas: int) -> Outcome:
+def reference(path: Path, samples: list[Sample], replicas: int) -> Outcome:
     model = load_model(path, torch.float32)
     supervised = sum(label != -100 for sample in samples for label in sample["labels"][1:])
     tokens = sum(len(sample["input_ids"]) for sample in samples)
