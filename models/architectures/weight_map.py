@@ -27,16 +27,18 @@ class Binding(NamedTuple):
         disk: names on disk; with several of them there is one name in the layer.
         layer: the layer's number.
         names: names in that layer's state dict.
+        stacked: whether the names on disk are those of experts, which the layer stacks.
     """
 
     disk: tuple[str, ...]
     layer: int
     names: tuple[str, ...]
+    stacked: bool = False
 
     def disk_shapes(self, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
         """Name and shape on disk of each tensor, from the shapes of the layer's."""
         first = shapes[self.names[0]]
-        if len(self.disk) == 1:
+        if not self.stacked:
             rows = sum(shapes[name][0] for name in self.names)
             return {self.disk[0]: torch.Size((rows, *first[1:]))}
         experts, rows = first[0], first[1]
@@ -68,9 +70,11 @@ class WeightMap:
         for name in (full_name, disk_name):  # not every name takes the prefix: lm_head.weight
             for rule, patterns in self._disk_patterns:
                 match = next((found for pattern in patterns if (found := pattern.fullmatch(name))), None)
-                layer = self._layer_of(rule, match.groupdict()) if match is not None else None
-                if match is None or layer is None:
+                if match is None:
                     continue
+                layer = self._layer_of(rule, match.groupdict())
+                if layer is None:
+                    return None
                 binding = self._bind(rule, layer, match.groupdict().get("rest", ""))
                 # A general rule may not give a name to what a special rule before it stores in another way.
                 if disk_name in binding.disk and self.binding_of(layer, binding.names[0]) == binding:
@@ -134,12 +138,13 @@ class WeightMap:
 
     def _bind(self, rule: Rule, layer: int, rest: str) -> Binding:
         disk = [template.replace("{i}", str(layer - 1)) for template in rule.disk_names]
-        if "{e}" in disk[0]:
+        stacked = "{e}" in disk[0]
+        if stacked:
             disk = [template.replace("{e}", str(expert)) for expert in range(self.n_experts) for template in disk]
         disk = [name.replace("*", rest) for name in disk]
         if not self.prefixed:
             disk = [name.removeprefix(self.family.optional_prefix) for name in disk]
-        return Binding(tuple(disk), layer, tuple(name.replace("*", rest) for name in rule.module_names))
+        return Binding(tuple(disk), layer, tuple(name.replace("*", rest) for name in rule.module_names), stacked)
 
 
 def cut(tensors: Sequence[Tensor], shapes: Sequence[torch.Size]) -> list[Tensor]:

@@ -1,25 +1,37 @@
-"""demo.py as a user runs it, on a tiny model: it prints what transformers itself generates, from either layout."""
+"""demo.py on tiny models: it prints what transformers itself generates, and stops where a family's answer ends."""
 
 from __future__ import annotations
 
+import io
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import demo
+from data.native_tokenizers import export_tokenizer
+from data.tokenize import load_tokenizer
 from models.checkpoint.convert import hg_to_pp
-from tests.conftest import ROOT
+from models.checkpoint.export import ExportOptions, pp_to_hg
+from models.generate import GREEDY
+from tests.conftest import ROOT, save_original
 
 QUESTIONS = ["What is Pipetune?", "怎样开始训练？"]
 
+Make = Callable[..., Path]
+
 
 @pytest.fixture(scope="module")
-def checkpoint(make_checkpoint: Callable[..., Path]) -> Path:
+def checkpoint(make_checkpoint: Make) -> Path:
     return make_checkpoint("llama")
 
 
@@ -30,12 +42,26 @@ def pipeline_folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
     return folder
 
 
-def demo(*words: str | Path, typed: str = "") -> subprocess.CompletedProcess[str]:
+def start_demo(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """demo.py as a user starts it."""
     command = [sys.executable, "demo.py", *map(str, words), "--greedy", "--max-new-tokens", "5"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
     return subprocess.run(
-        command, cwd=ROOT, env=environment, input=typed, capture_output=True, encoding="utf-8", timeout=120, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, encoding="utf-8", timeout=120, check=False
     )
+
+
+def run_demo(monkeypatch: pytest.MonkeyPatch, *words: str | Path, typed: str = "") -> int:
+    """demo.py in this process, which is sooner there; gives the exit code."""
+    command = ["demo.py", *map(str, words), "--greedy", "--max-new-tokens", "5"]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    try:
+        demo.main()
+    except SystemExit as left:
+        assert isinstance(left.code, int)
+        return left.code
+    return 0
 
 
 def expected_answers(folder: Path, questions: list[str]) -> list[str]:
@@ -52,37 +78,96 @@ def expected_answers(folder: Path, questions: list[str]) -> list[str]:
 
 
 def test_a_prompt_is_answered_as_transformers_answers_it(checkpoint: Path) -> None:
-    done = demo("--model", checkpoint, "--prompt", QUESTIONS[0])
+    done = start_demo("--model", checkpoint, "--prompt", QUESTIONS[0])
     assert (done.returncode, done.stdout) == (0, expected_answers(checkpoint, QUESTIONS[:1])[0] + "\n")
     assert len(done.stdout) > 1
 
 
-def test_the_pipeline_layout_answers_the_same(checkpoint: Path, pipeline_folder: Path) -> None:
-    done = demo("--model", pipeline_folder, "--prompt", QUESTIONS[0])
-    assert (done.returncode, done.stdout) == (0, expected_answers(checkpoint, QUESTIONS[:1])[0] + "\n")
+def test_the_pipeline_layout_answers_the_same(
+    checkpoint: Path, pipeline_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_demo(monkeypatch, "--model", pipeline_folder, "--prompt", QUESTIONS[0]) == 0
+    assert capsys.readouterr().out == expected_answers(checkpoint, QUESTIONS[:1])[0] + "\n"
 
 
 @pytest.mark.parametrize("ending", ["\n", ""])
-def test_a_chat_remembers_its_turns_and_ends_with_an_empty_line_or_the_input(checkpoint: Path, ending: str) -> None:
-    done = demo("--model", checkpoint, typed="\n".join(QUESTIONS) + "\n" + ending)
+def test_a_chat_remembers_its_turns_and_ends_with_an_empty_line_or_the_input(
+    checkpoint: Path, ending: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_demo(monkeypatch, "--model", checkpoint, typed="\n".join(QUESTIONS) + "\n" + ending) == 0
     first, second = expected_answers(checkpoint, QUESTIONS)
     end = "" if ending else "\n"
-    assert done.stdout == f"An empty line ends the chat.\n> {first}\n> {second}\n> {end}"
-    assert done.returncode == 0
+    assert capsys.readouterr().out == f"An empty line ends the chat.\n> {first}\n> {second}\n> {end}"
 
 
 def test_a_missing_folder_is_refused_in_one_line(tmp_path: Path) -> None:
-    done = demo("--model", tmp_path / "none", "--prompt", "Hello")
+    done = start_demo("--model", tmp_path / "none", "--prompt", "Hello")
     assert done.returncode == 2
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: {tmp_path / 'none'}: ")
 
 
-def test_a_model_without_a_tokenizer_is_refused_in_one_line(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_is_refused_in_one_line(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
-    done = demo("--model", tmp_path, "--prompt", "Hello")
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+    assert run_demo(monkeypatch, "--model", tmp_path, "--prompt", "Hello") == 2
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {tmp_path}: no usable tokenizer")
+
+
+ASSISTANT, STOPS = 64796, {"</s>": 2, "<|user|>": 64795, "<|observation|>": 64797}
+ANSWER = "Three layers, 三层"
+
+
+@pytest.fixture
+def reciter(shared: Path, tmp_path: Path) -> Callable[[int], Path]:
+    """A function that writes a ChatGLM3 which answers anything with a new line, ANSWER, a stop token and more.
+
+    Its one block adds nothing, so that every token says which one follows: each has a direction of its own.
+    """
+
+    def write(stop: int) -> Path:
+        folder = tmp_path / "chatglm3"
+        folder.mkdir()
+        shutil.copy(shared / "golden" / "tokenizers" / "chatglm3" / "tokenizer.model", folder)
+        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ChatGLMTokenizer"}))
+        sizes = {"hidden_size": 32, "kv_channels": 8, "num_attention_heads": 2, "multi_query_group_num": 1}
+        sizes |= {"ffn_hidden_size": 8, "num_layers": 1, "padded_vocab_size": 65_024}
+        save_original(folder, "chatglm", {}, initializer_range=0.0, **sizes)
+        tokenizer = load_tokenizer(folder)
+        written = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("\n", ANSWER, "and more")]
+        ids = [ASSISTANT, *written[0], *written[1], stop, *written[2]]
+        assert len(set(ids)) == len(ids) <= 32
+        tensors = load_file(folder / "model.safetensors")
+        for number, (token, following) in enumerate(pairwise(ids)):
+            tensors["transformer.embedding.word_embeddings.weight"][token, number] = 1.0
+            tensors["transformer.output_layer.weight"][following, number] = 1.0
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    return write
+
+
+def assert_recites(folder: Path) -> None:
+    chat = demo.Chat(folder)
+    for turn, question in enumerate(QUESTIONS):
+        pieces = list(chat.ask(question, 32, GREEDY))
+        assert "".join(pieces) == ANSWER
+        assert [span.text for span in chat.turns[turn].answer] == [ANSWER]
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_chatglm3_begins_without_its_new_line_and_stops_where_it_hands_over(
+    stop: str, reciter: Callable[[int], Path]
+) -> None:
+    assert_recites(reciter(STOPS[stop]))
+
+
+def test_a_native_export_stops_there_too(reciter: Callable[[int], Path], tmp_path: Path) -> None:
+    hg_to_pp(reciter(STOPS["<|user|>"]), tmp_path / "layers")
+    native = ExportOptions(layout="native", add_tokenizer=export_tokenizer)
+    pp_to_hg(tmp_path / "layers", tmp_path / "native", options=native)
+    assert_recites(tmp_path / "native")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from functools import partial
@@ -15,14 +16,16 @@ from torch import Tensor
 from models import load_model
 from models.checkpoint.convert import hg_to_pp
 from models.checkpoint.export import pp_to_hg
+from tests.models.cases import CASES
+from tests.models.command_line import refusal
 from tests.models.helpers import (
-    CONVERTERS,
     SAFETENSORS_INDEX,
     change_config,
     change_weights,
     copy_of,
     error_line,
     joined,
+    read_config,
     read_weights,
     run_convert_model,
     write_weights,
@@ -31,6 +34,7 @@ from tests.models.helpers import (
 SHARD = "model-00002-of-00005.safetensors"
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 EMBEDDING = "model.embed_tokens.weight"
+COMMANDS = {"huggingface": "hg_to_pp", "pipeline": "pp_to_hg"}  # by what they read
 NOT_CODE = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 
 Damage = Callable[[Path], object]
@@ -42,7 +46,22 @@ def text(file: str, content: str) -> Damage:
 
 
 def cut(file: str, share: float) -> Damage:
-    return lambda folder: os.truncate(folder / file, int((folder / file).stat().st_size * share))
+    """Leave a share of a file, or all but a number of bytes."""
+
+    def damage(folder: Path) -> None:
+        size = (folder / file).stat().st_size
+        os.truncate(folder / file, size + int(share) if share < 0 else int(size * share))
+
+    return damage
+
+
+def overwritten(file: str, place: int, data: bytes) -> Damage:
+    def damage(folder: Path) -> None:
+        whole = bytearray((folder / file).read_bytes())
+        whole[place : place + len(data)] = data
+        (folder / file).write_bytes(whole)
+
+    return damage
 
 
 def unlink(file: str) -> Damage:
@@ -59,6 +78,17 @@ def weights(change: Callable[[dict[str, Tensor]], object]) -> Damage:
 
 def without(name: str) -> Damage:
     return weights(lambda tensors: tensors.pop(name, None))
+
+
+def rows(name: str, count: int) -> Damage:
+    """Give a weight fewer rows than it has."""
+    return weights(lambda tensors: tensors.update({name: tensors[name][:count]}) if name in tensors else None)
+
+
+def without_field(name: str) -> Damage:
+    return lambda folder: (folder / "config.json").write_text(
+        json.dumps({field: value for field, value in read_config(folder).items() if field != name})
+    )
 
 
 def layer(number: int, change: Callable[[dict[str, Any]], object]) -> Damage:
@@ -94,7 +124,12 @@ COMMON: dict[str, Bad] = {
 HUGGINGFACE: dict[str, Bad] = COMMON | {
     "no-weights": (lambda folder: write_weights(folder, {}), ("safetensors",)),
     "truncated": (cut(SHARD, 0.5), (SHARD,)),
+    "one-byte-short": (cut(SHARD, -1), (SHARD,)),
     "empty": (cut(SHARD, 0), (SHARD,)),
+    "header-too-long": (overwritten(SHARD, 0, b"\xff" * 8), (SHARD,)),
+    "header-too-short": (overwritten(SHARD, 0, b"\x09"), (SHARD,)),
+    "header-garbage": (overwritten(SHARD, 8, b"\x80" * 40), (SHARD,)),
+    "header-of-no-tensors": (overwritten(SHARD, 0, (2).to_bytes(8, "little") + b"[]"), (SHARD,)),
     "not-fetched": (text(SHARD, NOT_CODE), (SHARD,)),
     "missing-shard": (unlink(SHARD), (SHARD,)),
     "index-not-json": (text(SAFETENSORS_INDEX, "{"), (SAFETENSORS_INDEX,)),
@@ -104,8 +139,8 @@ HUGGINGFACE: dict[str, Bad] = COMMON | {
     "missing-embedding": (without(EMBEDDING), (EMBEDDING,)),
     "missing-norm": (without("model.norm.weight"), ("model.norm.weight",)),
     "missing-head": (without("lm_head.weight"), ("lm_head.weight",)),
-    "a-block-too-many": (config(num_hidden_layers=1), (QUERY.replace("q_proj", "k_proj"),)),
-    "a-block-too-few": (config(num_hidden_layers=3), ("model.layers.2.",)),
+    "a-block-too-many": (config(num_hidden_layers=1), ("unexpected", "layers.1.input_layernorm.weight", " and 4 more")),
+    "a-block-too-few": (config(num_hidden_layers=3), ("missing", "layers.2.input_layernorm.weight", " and 4 more")),
     "unexpected-weight": (weights(lambda t: t.update({f"{QUERY}_scale": torch.ones(1)})), ("q_proj.weight_scale",)),
     "tied-but-with-another-head": (config(tie_word_embeddings=True), ("lm_head.weight", "tie_word_embeddings")),
     "bin-no-tensor": (as_one_bin({"note": "hello"}), ("pytorch_model.bin", "tensors")),
@@ -115,7 +150,9 @@ PIPELINE: dict[str, Bad] = COMMON | {
     "missing-layer": (unlink("layer_02-model_states.pt"), ("layer_02-model_states.pt",)),
     "missing-first-layer": (unlink("layer_00-model_states.pt"), ("layer_00-model_states.pt",)),
     "truncated": (cut("layer_01-model_states.pt", 0.5), ("layer_01-model_states.pt",)),
+    "one-byte-short": (cut("layer_01-model_states.pt", -1), ("layer_01-model_states.pt",)),
     "empty": (cut("layer_01-model_states.pt", 0), ("layer_01-model_states.pt",)),
+    "garbage": (overwritten("layer_01-model_states.pt", 0, b"\xff" * 300), ("layer_01-model_states.pt",)),
     "not-fetched": (text("layer_01-model_states.pt", NOT_CODE), ("layer_01-model_states.pt",)),
     "not-weights": (text("layer_01-model_states.pt", "hello"), ("layer_01-model_states.pt",)),
     "wrong-shape": (config(intermediate_size=95), ("layer_01", "gate_proj.weight", "[96, 64]", "[95, 64]")),
@@ -126,19 +163,55 @@ PIPELINE: dict[str, Bad] = COMMON | {
     "a-block-too-many": (config(num_hidden_layers=1), ()),
     "a-block-too-few": (config(num_hidden_layers=3), ()),
 }
-CASES = [("huggingface", name) for name in HUGGINGFACE] + [("pipeline", name) for name in PIPELINE]
+DAMAGES = [("huggingface", name) for name in HUGGINGFACE] + [("pipeline", name) for name in PIPELINE]
 
 
-@pytest.mark.parametrize(("layout", "name"), CASES, ids=[f"{layout}-{name}" for layout, name in CASES])
+def assert_told(folder: Path, command: str, wanted: tuple[str, ...]) -> None:
+    """Loading and converting a folder are refused in one line that says what is wanted, and leave nothing behind."""
+    before = set(folder.parent.iterdir())
+    for told in (error_line(lambda: load_model(folder)), refusal(command, folder, folder.with_name("out"))):
+        assert str(folder) in told
+        assert [fragment for fragment in wanted if fragment not in told] == [], told
+    assert set(folder.parent.iterdir()) == before
+
+
+@pytest.mark.parametrize(("layout", "name"), DAMAGES, ids=[f"{layout}-{name}" for layout, name in DAMAGES])
 def test_damage_is_told_in_one_line(both_layouts: dict[str, Path], layout: str, name: str, tmp_path: Path) -> None:
     damage, wanted = (HUGGINGFACE if layout == "huggingface" else PIPELINE)[name]
     folder = copy_of(both_layouts[layout], tmp_path / "bad")
     damage(folder)
-    for use in (lambda: load_model(folder), lambda: CONVERTERS[layout](folder, tmp_path / "out")):
-        told = error_line(use)
-        assert str(folder) in told
-        assert [fragment for fragment in wanted if fragment not in told] == [], told
-    assert list(tmp_path.iterdir()) == [folder]
+    assert_told(folder, COMMANDS[layout], wanted)
+
+
+W_PACK, EXPERT = "model.layers.1.self_attn.W_pack.weight", "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+FUSED_KEYS = "transformer.encoder.layers.0.self_attention.query_key_value"
+FAMILIES: dict[str, tuple[str, Damage, tuple[str, ...]]] = {  # of weights that are one tensor here and several there
+    "pack-of-other-rows": ("baichuan2-7b", rows(W_PACK, 191), (W_PACK, "[191, 64]", "[192, 64]", "config.json")),
+    "expert-of-other-rows": ("mixtral", rows(EXPERT, 95), (EXPERT, "[95, 64]", "[96, 64]", "config.json")),
+    "expert-missing": ("mixtral", without(EXPERT), ("missing", EXPERT)),
+    "experts-too-few": ("mixtral", config(num_local_experts=5), ("missing", "experts.4.w1.weight", " and 4 more")),
+    "experts-too-many": ("mixtral", config(num_local_experts=3), ("unexpected", "experts.3.w1.weight", " and 4 more")),
+    "bias-missing": ("chatglm3", without(f"{FUSED_KEYS}.bias"), ("missing", f"{FUSED_KEYS}.bias")),
+    "other-groups": ("chatglm3", config(multi_query_group_num=1), (f"{FUSED_KEYS}.weight", "[128, 64]", "[96, 64]")),
+    "no-field": ("chatglm3", without_field("ffn_hidden_size"), ("config.json", "ffn_hidden_size")),
+    "first-baichuan": ("baichuan2-7b", config(vocab_size=64_000), ("config.json", "64000", "first Baichuan")),
+}
+IN_LAYERS_TOO = {"experts-too-few", "experts-too-many", "other-groups", "no-field", "first-baichuan"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_damage_of_fused_weights_is_told_in_one_line(
+    name: str, make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    case, damage, wanted = FAMILIES[name]
+    folder = make_checkpoint(CASES[case].model_type, {"max_shard_size": "50KB"}, **CASES[case].changes)
+    layers = tmp_path / "layers"
+    hg_to_pp(folder, layers)
+    damage(folder)
+    assert_told(folder, "hg_to_pp", wanted)
+    if name in IN_LAYERS_TOO:
+        damage(layers)
+        assert_told(layers, "pp_to_hg", ("config.json",))
 
 
 READERS: list[Callable[[Path], object]] = [

@@ -19,7 +19,7 @@ def bindings_with_shapes(draw: st.DrawFn) -> tuple[Binding, dict[str, torch.Size
         n_experts, parts, rows = draw(st.integers(2, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
         disk = [f"{expert}.{part}" for expert in range(n_experts) for part in range(parts)]
         shapes = {"stacked": torch.Size((n_experts, parts * rows, *rest))}
-        return Binding(tuple(disk), 1, ("stacked",)), shapes, dict.fromkeys(disk, torch.Size((rows, *rest)))
+        return Binding(tuple(disk), 1, ("stacked",), True), shapes, dict.fromkeys(disk, torch.Size((rows, *rest)))
     count = 1 if kind == "renamed" else draw(st.integers(2, 4))
     shapes = {str(number): torch.Size((draw(st.integers(1, 4)), *rest)) for number in range(count)}
     rows = sum(shape[0] for shape in shapes.values())

@@ -1,4 +1,4 @@
-"""Shows that a weight file's pickle never runs code, and that damage anywhere in it is told in one line."""
+"""Shows that a weight file's pickle never runs code, that damage in it is told in one line, and NaN warned of."""
 
 from __future__ import annotations
 
@@ -10,7 +10,21 @@ import pytest
 import torch
 
 from models import load_model
-from tests.models.helpers import CONVERTERS, copy_of, error_line, joined, read_weights, write_weights
+from tests.models.cases import CASES
+from tests.models.command_line import convert
+from tests.models.helpers import (
+    CONVERTERS,
+    assert_same_bits,
+    change_weights,
+    copy_of,
+    error_line,
+    joined,
+    read_weights,
+    write_weights,
+)
+
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+INFINITE = torch.tensor([torch.inf, -torch.inf])
 
 
 class RunsCode:
@@ -57,3 +71,43 @@ def test_bin_cut_anywhere_is_told_in_one_line(both_layouts: dict[str, Path], zip
     for length in [*range(0, 400, 7), len(whole) // 2, len(whole) - 100, len(whole) - 1]:
         path.write_bytes(whole[:length])
         assert str(path) in error_line(lambda: load_model(folder))
+
+
+def test_nan_is_warned_of_and_kept_and_infinities_are_only_kept(
+    both_layouts: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, layers = copy_of(both_layouts["huggingface"], tmp_path / "folder"), tmp_path / "layers"
+    change_weights(folder, lambda tensors: [t.view(-1)[:2].copy_(INFINITE) for t in tensors.values()])
+    change_weights(folder, lambda tensors: [t.view(-1)[2].fill_(torch.nan) for n, t in tensors.items() if n == QUERY])
+    places = (f"{folder}: {QUERY} ", f"{layers / 'layer_02-model_states.pt'}: block.self_attn.q_proj.weight ")
+    conversions = [("hg_to_pp", folder, layers), ("pp_to_hg", layers, tmp_path / "exported")]
+    for place, conversion in zip(places, conversions, strict=True):
+        code, lines = convert(*conversion)
+        assert code == 0
+        assert len(lines) == 1, lines
+        assert lines[0].startswith(f"warning: {place}")
+    assert_same_bits(joined(read_weights(tmp_path / "exported")), joined(read_weights(folder)))
+
+    for place, model in zip(places, (folder, layers), strict=True):
+        caplog.clear()
+        load_model(model)
+        assert [message.startswith(f"warning: {place}") for message in caplog.messages] == [True]
+
+
+@pytest.mark.parametrize(
+    ("case", "block", "name"),
+    [
+        ("mixtral", "model.layers.1.block_sparse_moe", "experts.2.w3.weight"),
+        ("chatglm3", "transformer.encoder.layers.1", "self_attention.query_key_value.bias"),
+        ("baichuan2-7b", "model.layers.1", "self_attn.W_pack.weight"),
+    ],
+)
+def test_nan_in_a_fused_weight_is_warned_of(
+    case: str, block: str, name: str, make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = make_checkpoint(CASES[case].model_type, **CASES[case].changes)
+    change_weights(folder, lambda tensors: tensors[f"{block}.{name}"].view(-1)[-1].fill_(torch.nan))
+    code, lines = convert("hg_to_pp", folder, tmp_path / "layers")
+    assert code == 0
+    assert len(lines) == 1, lines
+    assert lines[0].startswith(f"warning: {folder}: {block}.")

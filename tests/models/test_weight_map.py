@@ -147,7 +147,6 @@ def test_block_numbers_count_only_in_range_and_as_written(
         assert binding is None
 
 
-@pytest.mark.xfail(strict=True, reason="a wildcard rule takes experts out of range for tensors of their own")
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(ROUTED), experts, st.data(), numbers)
 def test_expert_numbers_count_only_in_range_and_as_written(
@@ -229,7 +228,6 @@ def test_names_without_the_optional_prefix_have_the_same_places(depth: int) -> N
     assert full.binding("transformer.lm_head.weight") is short.binding("transformer.lm_head.weight") is None
 
 
-@pytest.mark.xfail(strict=True, reason="one name on disk is taken for a tensor that is not stacked")
 def test_single_expert_has_shapes_on_disk_like_one_of_many() -> None:
     weight_map = weight_map_of("mixtral", 1, n_experts=1)
     shapes = {GATE_UP: torch.Size((1, 6, 4)), DOWN: torch.Size((1, 4, 3))}
