@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -134,7 +135,12 @@ def reciter(shared: Path, tmp_path: Path) -> Callable[[int], Path]:
         folder.mkdir()
         shutil.copy(shared / "golden" / "tokenizers" / "chatglm3" / "tokenizer.model", folder)
         (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ChatGLMTokenizer"}))
-        sizes = {"hidden_size": 32, "kv_channels": 8, "num_attention_heads": 2, "multi_query_group_num": 1}
+        sizes: dict[str, Any] = {
+            "hidden_size": 32,
+            "kv_channels": 8,
+            "num_attention_heads": 2,
+            "multi_query_group_num": 1,
+        }
         sizes |= {"ffn_hidden_size": 8, "num_layers": 1, "padded_vocab_size": 65_024}
         save_original(folder, "chatglm", {}, initializer_range=0.0, **sizes)
         tokenizer = load_tokenizer(folder)

@@ -1,0 +1,215 @@
+"""Shows that a conversion holds about one layer, that a rank opens its own shards only, and that a full disk or a kill
+leaves nothing: with real processes and a checkpoint that is many times larger than a layer.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from models.checkpoint.source import HuggingFaceSource
+from models.spec import ModelSpec
+from tests.conftest import ROOT
+from tests.models.helpers import SAFETENSORS_INDEX, copy_of, error_line, run_convert_model, write_weights
+
+MIB = 2**20
+# A process tells its peak memory itself: what the system reports to its parent begins with the parent's own memory.
+MEASURED = """
+import re, runpy, sys
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+print(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
+"""
+FIELDS = {"torch_dtype": "bfloat16", "vocab_size": 64, "num_attention_heads": 8, "tie_word_embeddings": False}
+DENSE = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 2720, "num_hidden_layers": 24}
+EXPERTS = {
+    "model_type": "mixtral",
+    "hidden_size": 256,
+    "intermediate_size": 2048,
+    "num_local_experts": 32,
+    "num_hidden_layers": 4,
+}
+TINY_SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+LAYER = {"llama": 25 * 10**6, "mixtral": 101 * 10**6}  # bytes of a block
+
+Large = Callable[[str, str], Path]
+
+
+def write_model(folder: Path, suffix: str, sizes: dict[str, object]) -> None:
+    """A bf16 checkpoint in one file, without a tokenizer; every number is a half."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(FIELDS | {"num_key_value_heads": 8} | sizes))
+    spec = ModelSpec.from_folder(folder)
+    weight_map = spec.weight_map
+    tensors: dict[str, Tensor] = {}
+    for layer in range(spec.n_layers):
+        shapes = spec.shapes(layer)
+        for binding in weight_map.bindings(layer, shapes):
+            for name, shape in binding.disk_shapes(shapes).items():
+                tensors[name] = torch.full(shape, 0.5, dtype=torch.bfloat16)
+    if suffix == "bin":
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Large]:
+    """Folders of 400 to 600 MB by model type and suffix, made once each."""
+    made: dict[tuple[str, str], Path] = {}
+    root = tmp_path_factory.mktemp("large")
+
+    def get(model_type: str, suffix: str) -> Path:
+        key = (model_type, suffix)
+        if key not in made:
+            made[key] = root / "-".join(key)
+            write_model(made[key], suffix, DENSE if model_type == "llama" else EXPERTS)
+        return made[key]
+
+    yield get
+    shutil.rmtree(root)
+
+
+def peak_memory(command: str, source: Path, target: Path) -> int:
+    """Bytes that a conversion needs at most."""
+    words = ["convert_model.py", command, "--input-path", str(source), "--save-path", str(target)]
+    started = [sys.executable, "-c", MEASURED, *words]
+    done = subprocess.run(started, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.split()[-1]) * 1024
+
+
+@pytest.fixture(scope="module")
+def needed_by_any(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """What each direction needs for a model of no size: Python, torch and transformers."""
+    folder = tmp_path_factory.mktemp("tiny")
+    write_model(folder / "model", "safetensors", DENSE | TINY_SIZES)
+    return {
+        "hg_to_pp": peak_memory("hg_to_pp", folder / "model", folder / "layers"),
+        "pp_to_hg": peak_memory("pp_to_hg", folder / "layers", folder / "out"),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize("model_type", LAYER)
+def test_conversion_holds_two_layers_at_most(
+    model_type: str, suffix: str, large: Large, needed_by_any: dict[str, int], tmp_path: Path
+) -> None:
+    source = large(model_type, suffix)
+    size = sum(path.stat().st_size for path in source.iterdir())
+    most = 2 * LAYER[model_type] + 24 * MIB
+    assert most < size * 0.6
+    for command, folder, target in (
+        ("hg_to_pp", source, tmp_path / "layers"),
+        ("pp_to_hg", tmp_path / "layers", tmp_path / "out"),
+    ):
+        assert peak_memory(command, folder, target) - needed_by_any[command] < most
+    shutil.rmtree(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["hg_to_pp", "pp_to_hg"])
+def test_killed_process_leaves_no_model_and_the_next_one_cleans_up(command: str, large: Large, tmp_path: Path) -> None:
+    source = large("llama", "safetensors")
+    if command == "pp_to_hg":
+        arguments = ("--input-path", source, "--save-path", tmp_path.parent / f"{tmp_path.name}-layers")
+        assert run_convert_model("hg_to_pp", *arguments).returncode == 0
+        source = arguments[-1]
+    target = tmp_path / "target"
+    arguments = ("--input-path", source, "--save-path", target)
+    for share in (0.0, 0.3, 0.9):
+        words = [sys.executable, "convert_model.py", command, *map(str, arguments)]
+        process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.DEVNULL)
+        while process.poll() is None and written(tmp_path) <= share * 600 * 10**6:
+            time.sleep(0.002)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
+        assert not target.exists()
+        assert [path.name.startswith(".target.partial-") for path in tmp_path.iterdir()] == [True]
+    assert run_convert_model(command, *arguments).returncode == 0
+    assert list(tmp_path.iterdir()) == [target]
+    shutil.rmtree(tmp_path)
+
+
+def written(folder: Path) -> int:
+    """Blocks that the files below a folder take on the disk, in bytes; -1 before there are any files."""
+    sizes = []
+    for path in folder.rglob("*"):
+        try:
+            sizes.append(path.stat().st_blocks * 512)
+        except FileNotFoundError:  # what the process before left is removed meanwhile
+            return 0
+    return sum(sizes) if sizes else -1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["hg_to_pp", "pp_to_hg"])
+def test_full_disk_of_its_own_is_told_in_one_line(command: str, both_layouts: dict[str, Path], tmp_path: Path) -> None:
+    """On a disk of 200 KB in memory, mounted where only the process sees it."""
+    mount = f"mount -t tmpfs -o size=200k tmpfs {tmp_path} && "
+    inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if subprocess.run([*inside, mount + "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this system lets no user mount a disk")
+    source = both_layouts["huggingface" if command == "hg_to_pp" else "pipeline"]
+    convert = f"{sys.executable} convert_model.py {command} --input-path {source} --save-path {tmp_path}/out; code=$?; "
+    script = f"{mount}{convert} ls -A {tmp_path}; exit $code"
+    done = subprocess.run([*inside, script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr  # nothing is left on it
+    told = done.stderr.splitlines()[-1]
+    assert told.startswith(f"error: {tmp_path}/out: ")
+    assert "No space left on device" in told
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def shard_a_layer(llama: Callable[..., Path], tmp_path: Path) -> tuple[Path, dict[int, str]]:
+    """A llama with one shard a layer, all of them garbage; and the name of each layer's shard."""
+    folder = copy_of(llama(), tmp_path / "shards")
+    source = HuggingFaceSource(folder, ModelSpec.from_folder(folder))
+    shards = {layer: f"model-{layer + 1:05d}-of-00004.safetensors" for layer in range(4)}
+    files = {}
+    for layer, shard in shards.items():
+        bindings = source.weight_map.bindings(layer, source.spec.shapes(layer))
+        files[shard] = {name: source.read(name) for binding in bindings for name in binding.disk}
+    write_weights(folder, files)
+    (tmp_path / "good").mkdir()
+    for shard in shards.values():
+        shutil.move(folder / shard, tmp_path / "good")
+        (folder / shard).write_bytes(b"garbage" * 1000)
+    return folder, shards
+
+
+@pytest.mark.parametrize("layer", range(4))
+def test_rank_opens_the_shards_of_its_own_layers_only(
+    shard_a_layer: tuple[Path, dict[int, str]], layer: int, tmp_path: Path
+) -> None:
+    folder, shards = shard_a_layer
+    shutil.copy(tmp_path / "good" / shards[layer], folder)
+    source = HuggingFaceSource(folder, ModelSpec.from_folder(folder))
+    source.check_layer(layer)
+    assert source.read_layer(layer).keys() == source.spec.shapes(layer).keys()
+    for other in set(shards) - {layer}:
+        assert str(folder / shards[other]) in error_line(partial(source.check_layer, other))
+        assert str(folder / shards[other]) in error_line(partial(source.read_layer, other))
+
+
+def test_shard_that_is_promised_has_to_be_there(shard_a_layer: tuple[Path, dict[int, str]], tmp_path: Path) -> None:
+    folder, shards = shard_a_layer
+    shutil.copy(tmp_path / "good" / shards[0], folder)
+    (folder / shards[2]).unlink()
+    assert str(folder / shards[2]) in error_line(lambda: HuggingFaceSource(folder, ModelSpec.from_folder(folder)))
+    index = json.loads((folder / SAFETENSORS_INDEX).read_text())
+    assert set(index["weight_map"].values()) == set(shards.values())
