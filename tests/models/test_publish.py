@@ -182,10 +182,12 @@ def test_full_disk_is_told_in_one_line_and_leaves_nothing(
     assert everything(tmp_path) >= before
 
 
+WRITE = "the converter's own way of writing"
+WRITERS = {"hg_to_pp": "models.checkpoint.layer_files.torch.save", "pp_to_hg": "models.checkpoint.parallel.os.pwrite"}
 # What the conversion does when the process is killed, and for the how-manieth time.
 MOMENTS = {
-    "first-write": ("models.checkpoint.parallel.os.pwrite", 1),
-    "third-write": ("models.checkpoint.parallel.os.pwrite", 3),
+    "first-write": (WRITE, 1),
+    "third-write": (WRITE, 3),
     "side-files": ("models.checkpoint.convert.shutil.copyfile", 2),
     "reading-back": ("models.checkpoint.verify.os.fsync", 2),
     "publishing": ("pathlib.Path.rename", 1),
@@ -203,7 +205,8 @@ def test_killed_conversion_leaves_no_model_and_the_next_one_cleans_up(
         target.mkdir()
         (target / "old.txt").write_text("still good")
     words = (command, both_layouts[COMMANDS[command]], target, "--overwrite", "--verify")
-    assert killed_at(*MOMENTS[moment], lambda: run_command(*words)) == signal.SIGKILL
+    place, time = MOMENTS[moment]
+    assert killed_at(WRITERS[command] if place == WRITE else place, time, lambda: run_command(*words)) == signal.SIGKILL
     left = list(tmp_path.iterdir())
     assert left
     assert all(path.name.startswith(".target.partial-") for path in left)
