@@ -12,10 +12,9 @@ import sys
 from pathlib import Path
 
 import torch
-from accelerate.utils import convert_file_size_to_int
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from data.errors import DataError
-from data.native_tokenizers import export_tokenizer
 from models import CheckpointError
 from models.checkpoint.convert import hg_to_pp
 from models.checkpoint.download import download
@@ -35,7 +34,7 @@ def main() -> None:
                 dtype=DTYPES.get(arguments.dtype),
                 max_shard_bytes=arguments.max_shard_size,
                 verify=arguments.verify,
-                add_tokenizer=export_tokenizer,
+                add_tokenizer=add_tokenizer,
             )
             pp_to_hg(arguments.input_path, arguments.save_path, arguments.overwrite, options)
         else:
@@ -77,12 +76,19 @@ def parse_arguments() -> argparse.Namespace:
 def file_size(text: str) -> int:
     """A number of bytes from "5GB", "500MB" or "2GiB"."""
     try:
-        size = convert_file_size_to_int(text.upper().replace("IB", "iB"))
-    except ValueError:
+        size = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
         size = 0
     if size <= 0:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a size such as 5GB or 500MB")
-    return int(size)
+    return size
+
+
+def add_tokenizer(source: Path, target: Path) -> None:
+    """Imported only where it is called: it takes a second, which matters beside small models."""
+    from data.native_tokenizers import export_tokenizer
+
+    export_tokenizer(source, target)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from models.checkpoint.layout import (
     resolve,
     side_files,
 )
+from models.checkpoint.parallel import in_parallel, write_behind
 from models.checkpoint.progress import byte_bar
 from models.checkpoint.publish import publish_folder
 from models.checkpoint.safetensors_files import DTYPE_NAMES, SafetensorsWriter
@@ -48,6 +49,8 @@ def hg_to_pp(input_path: str | Path, save_path: str | Path, overwrite: bool = Fa
         with byte_bar("hg_to_pp", _size(source)) as bar:
             for layer in range(spec.n_layers):
                 bar.update(_write_layer(source, layer, target))
+                for recent in range(max(0, layer - 1), layer + 1):
+                    write_behind(target / layer_file(recent))
         copy_side_files(folder, target)
         if verify:
             _verify(source, target)
@@ -88,8 +91,7 @@ def copy_side_files(source: Path, target: Path) -> None:
 
 def _write_layer(source: HuggingFaceSource, layer: int, target: Path) -> int:
     state = source.read_layer(layer)
-    for name, tensor in state.items():
-        warn_of_nan(source.describe(layer, name), tensor)
+    in_parallel(lambda item: warn_of_nan(source.describe(layer, item[0]), item[1]), state.items())
     save_state_dict(state, target / layer_file(layer))
     return sum(tensor.nbytes for tensor in state.values())
 

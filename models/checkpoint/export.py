@@ -109,6 +109,7 @@ class _Export:
         with byte_bar("pp_to_hg", total) as bar, SafetensorsWriter(target, self.files, self.infos) as writer:
             for tensors in self._layers():
                 in_parallel(lambda item: writer.write(*item), tensors.items())
+                writer.write_behind()
                 bar.update(sum(self.infos[name].nbytes for name in tensors))
         if list(self.files) != [SINGLE_FILE]:
             weight_map = {name: file for file, names in self.files.items() for name in names}

@@ -1,14 +1,20 @@
-"""Bytes to a file from several threads.
+"""Bytes to files: from several threads, and on to the disk.
 
 A copy from memory into the system's cache keeps a core busy at about a gigabyte a second, which is less than most disks
 take. Threads do it side by side: Python lets go of its lock in each call.
+
+Left alone, the system lets gigabytes of unwritten pages pile up, then stops every writer until it has found room. A
+checkpoint that is sent to the disk as it is written, and leaves the cache behind it, gets there up to twice as fast
+and pushes nothing else out of memory (`python -m benchmarks.convert` against cp).
 """
 
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -33,10 +39,28 @@ def write_at(descriptor: int, place: int, tensor: Tensor) -> None:
     Raises:
         OSError: the disk is full or cannot be written.
     """
-    if not tensor.numel():
-        return
-    rest = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    rest = _bytes_of(tensor)
     while rest:
         written = os.pwrite(descriptor, rest[:PIECE], place)
         place += written
         rest = rest[written:]
+
+
+def write_behind(path: Path) -> None:
+    """Start bringing a file's new pages to the disk, without waiting, and let go of those that are there already."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def checksum(tensor: Tensor) -> int:
+    """CRC-32 of a tensor's bytes, as zip files have it; some 4 GB/s a core."""
+    return zlib.crc32(_bytes_of(tensor))
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    if not tensor.numel():
+        return memoryview(b"")
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.checkpoint.parallel import write_at
+from models.checkpoint.parallel import write_at, write_behind
 from models.errors import CheckpointError
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -131,6 +131,11 @@ class SafetensorsWriter:
         """Put a tensor in its place, cast to the announced dtype; threads may do so side by side."""
         descriptor, place = self._places.pop(name)
         write_at(descriptor, place, tensor.detach().to(device="cpu", dtype=self.infos[name].dtype))
+
+    def write_behind(self) -> None:
+        """Send what was written so far on to the disk."""
+        for handle in self._handles:
+            write_behind(Path(handle.name))
 
     def __enter__(self) -> SafetensorsWriter:
         return self
