@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from models.causal_lm import CausalLM
+from models.rope import turning_length
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,11 @@ def generate(
 ) -> Iterator[int]:
     """Yield the ids that follow `prompt`, up to `max_new_tokens` or until one of `stop`, which is not yielded."""
     device = next(model.parameters()).device
-    cache = DynamicCache(config=model.spec.config)
-    ids = torch.tensor([prompt], device=device)
+    config = model.spec.config
+    turn = turning_length(config)
+    cache = DynamicCache(config=config)
+    text = list(prompt)
+    ids = torch.tensor([text], device=device)
     for _ in range(max_new_tokens):
         hidden = model.stream(ids, cache=cache)[0]
         logits = model.head.project(model.head.norm(hidden[0, -1])).float()
@@ -48,7 +52,12 @@ def generate(
         if token in stop:
             return
         yield token
-        ids = torch.tensor([[token]], device=device)
+        text.append(token)
+        if turn is not None and len(text) == turn + 1:
+            cache = DynamicCache(config=config)
+            ids = torch.tensor([text], device=device)
+        else:
+            ids = torch.tensor([[token]], device=device)
 
 
 def choose(logits: Tensor, sampling: Sampling) -> int:

@@ -2,8 +2,8 @@
 
 Position ids restart at 0 with each document of a packed row. From them each stage makes, once per micro-batch, the
 keyword arguments of its blocks: masks, rotary angles, ALiBi biases. A family names the class that does it. Padding
-stands on the right, where no real token attends to it, and is treated like any token: its ids, -1 - p, become p here,
-so that a padded row still needs no mask.
+stands on the right, where no real token attends to it, and is treated like any token: its ids, -1 - p, become p for
+masks and biases, so that a padded row still needs no mask.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from models.position_ids import unmarked
+from models.rope import DocumentRotary, depends_on_length
 
 if TYPE_CHECKING:
     from models.architectures import Family
@@ -46,7 +49,8 @@ class Positions:
         self.config = config
         # On the CPU even where the caller builds on the meta device: the frequencies are computed, not loaded.
         with torch.device("cpu"):
-            self.rotary = family.rotary(config=config) if family.rotary else None
+            rotary = family.rotary(config=config) if family.rotary else None
+        self.rotary = DocumentRotary(rotary, config) if rotary and depends_on_length(config) else rotary
         self.kinds = {attention_kind(config, index) for index in range(config.num_hidden_layers)}
         self._last: tuple[Tensor, tuple[Any, ...], dict[str, Arguments]] | None = None
 
@@ -55,8 +59,7 @@ class Positions:
         version = None if position_ids.is_inference() else position_ids._version
         state = (version, hidden.dtype, hidden.device, torch.is_inference_mode_enabled())
         if self._last is None or self._last[0] is not position_ids or self._last[1] != state:
-            unmarked = torch.where(position_ids < 0, -1 - position_ids, position_ids)
-            arguments = self.arguments(hidden, unmarked, cache)
+            arguments = self.arguments(hidden, position_ids, cache)
             if cache is not None:
                 for each in arguments.values():
                     each |= {self.cache_argument: cache, "use_cache": True}
@@ -64,12 +67,13 @@ class Positions:
         return self._last[2][kind]
 
     def arguments(self, hidden: Tensor, position_ids: Tensor, cache: Cache | None) -> dict[str, Arguments]:
-        """The arguments for every kind of attention in the model; padding has ordinary position ids here."""
+        """The arguments for every kind of attention in the model; padding is still marked here."""
         angles = self.angles(hidden, position_ids)
+        positions = unmarked(position_ids)
         return {
             kind: {
-                "attention_mask": self.mask(kind, hidden, position_ids, cache),
-                "position_ids": position_ids,
+                "attention_mask": self.mask(kind, hidden, positions, cache),
+                "position_ids": positions,
                 "position_embeddings": angles[kind],
             }
             for kind in self.kinds
@@ -78,7 +82,8 @@ class Positions:
     def angles(self, hidden: Tensor, position_ids: Tensor) -> dict[str, Angles]:
         """The rotary angles (cos, sin) for every kind of attention, here the same for all."""
         assert self.rotary is not None
-        return dict.fromkeys(self.kinds, self.rotary.to(hidden.device)(hidden, position_ids=position_ids))
+        positions = position_ids if isinstance(self.rotary, DocumentRotary) else unmarked(position_ids)
+        return dict.fromkeys(self.kinds, self.rotary.to(hidden.device)(hidden, positions))
 
     def mask(self, kind: str, hidden: Tensor, position_ids: Tensor, cache: Cache | None) -> Any:
         """The mask in the form that the attention kernel takes; None where plain causal attention is enough."""

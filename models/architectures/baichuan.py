@@ -23,6 +23,7 @@ from models.architectures.family import Family, Native, Rule
 from models.attention import EAGER, TORCH
 from models.errors import CheckpointError
 from models.layers import Head
+from models.position_ids import unmarked
 from models.positions import FULL, Arguments, Positions
 
 FIRST_VOCABULARY = 64_000  # that of the first Baichuan, whose head is not normalised
@@ -64,7 +65,7 @@ class AlibiPositions(Positions):
         self.config._attn_implementation = EAGER  # a mask of numbers, also where nothing is packed
 
     def arguments(self, hidden: Tensor, position_ids: Tensor, cache: Cache | None) -> dict[str, Arguments]:
-        queries = position_ids
+        position_ids = queries = unmarked(position_ids)
         if (queries == queries[:1]).all():
             queries = queries[:1]
         mask = self.mask(FULL, hidden[: len(queries)], queries, cache)

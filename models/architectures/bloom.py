@@ -13,6 +13,7 @@ from transformers.models.bloom.modeling_bloom import BloomBlock, build_alibi_ten
 
 from models.architectures.family import Family, Rule, Tie
 from models.attention import EAGER
+from models.position_ids import unmarked
 from models.positions import FULL, Arguments, Positions
 
 
@@ -37,6 +38,7 @@ class BloomPositions(Positions):
         self.slopes = alibi_slopes(config.n_head)
 
     def arguments(self, hidden: Tensor, position_ids: Tensor, cache: Cache | None) -> dict[str, Arguments]:
+        position_ids = unmarked(position_ids)
         seen = cache.get_seq_length() if cache is not None else 0
         keys = position_ids
         if seen:

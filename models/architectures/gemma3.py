@@ -12,6 +12,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer, Gemma
 
 from models.architectures import gemma2
 from models.attention import FLASH, TORCH
+from models.position_ids import unmarked
 from models.positions import Angles, Positions
 
 
@@ -21,7 +22,8 @@ class Gemma3Positions(Positions):
     def angles(self, hidden: Tensor, position_ids: Tensor) -> dict[str, Angles]:
         assert self.rotary is not None
         rotary = self.rotary.to(hidden.device)
-        return {kind: rotary(hidden, position_ids, kind) for kind in self.kinds}
+        positions = unmarked(position_ids)
+        return {kind: rotary(hidden, positions, kind) for kind in self.kinds}
 
 
 FAMILY = replace(

@@ -111,6 +111,7 @@ class _Export:
                 in_parallel(lambda item: writer.write(*item), tensors.items())
                 writer.write_behind()
                 bar.update(sum(self.infos[name].nbytes for name in tensors))
+                tensors.clear()  # or this layer would stay in memory while the next one is read
         if list(self.files) != [SINGLE_FILE]:
             weight_map = {name: file for file, names in self.files.items() for name in names}
             _write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}, sort_keys=True)
@@ -139,9 +140,11 @@ class _Export:
             opened = SafetensorsFile(target / file)
             written |= dict.fromkeys(opened, opened)
         with byte_bar("verify", sum(info.nbytes for info in self.infos.values())) as bar:
-            for name, tensor in (item for tensors in self._layers() for item in tensors.items()):
-                expected = {name: tensor.to(self.infos[name].dtype)}
-                bar.update(compare(written[name].path, expected, {name: written[name].read(name)}))
+            for tensors in self._layers():
+                for name, tensor in tensors.items():
+                    expected = {name: tensor.to(self.infos[name].dtype)}
+                    bar.update(compare(written[name].path, expected, {name: written[name].read(name)}))
+                tensors.clear()
 
     def _layers(self) -> Iterator[dict[str, Tensor]]:
         """Every tensor that belongs on disk, under its name there, layer by layer."""

@@ -31,6 +31,7 @@ LONG_ROPE: dict[str, Any] = {
         "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 9.0],
     },
 }
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -42,6 +43,7 @@ CASES = {
     "bloom-untied": Case("bloom", {"tie_word_embeddings": False}),
     "llama-tied": Case("llama", {"tie_word_embeddings": True}),
     "llama-untied": Case("llama", {"tie_word_embeddings": False}),
+    "llama-dynamic": Case("llama", {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 32}),
     "llama-rope-scaling": Case("llama", {"rope_parameters": LLAMA3_ROPE}),
     "mistral": Case("mistral", {"sliding_window": None}),
     "mistral-window": Case("mistral", {"sliding_window": 16}),

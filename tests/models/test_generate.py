@@ -19,12 +19,8 @@ from tests.models.cases import CASES
 from tests.models.helpers import oracle, random_ids
 
 NEW = 24  # more than the windows
-GROWING_PAST = pytest.mark.xfail(strict=True, reason="longrope changes its angles at a length; the cache keeps the old")
-NAMES = [
-    pytest.param(name, marks=GROWING_PAST) if name == "phi3-long" else name
-    for name in CASES
-    if not name.endswith("tied")
-]
+NAMES = [name for name in CASES if not name.endswith("tied")]
+TURNING = ("phi3-long", "llama-dynamic")  # a text that grows past some length has other angles from its first token on
 PROMPT = random_ids(1, 12)[0].tolist()
 WIDE = {"initializer_range": 0.3, "tie_word_embeddings": False}  # so that a model does not repeat itself
 
@@ -51,7 +47,8 @@ def test_greedy_with_cache_equals_full_forwards_and_transformers(
     model = load_model(folder)
     written = list(generate(model, PROMPT, NEW, stop=set()))
     assert len(set(written)) > NEW // 2, "too monotonous to show anything"
-    assert written == greedy_without_cache(model)
+    if name != "llama-dynamic":  # whose cache holds keys of smaller angles, as it does in transformers
+        assert written == greedy_without_cache(model)
     if model_type not in ORIGINALS:
         theirs = oracle(folder).generate(
             torch.tensor([PROMPT]), do_sample=False, max_new_tokens=NEW, eos_token_id=-1, pad_token_id=0
@@ -59,7 +56,7 @@ def test_greedy_with_cache_equals_full_forwards_and_transformers(
         assert written == theirs[0, len(PROMPT) :].tolist()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in TURNING])
 def test_logits_with_cache_equal_those_without(name: str, make_checkpoint: Callable[..., Path]) -> None:
     model = load_model(make_checkpoint(CASES[name].model_type, **CASES[name].changes))
     ids = random_ids(1, 36)
