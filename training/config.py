@@ -5,154 +5,33 @@
 
 from __future__ import annotations
 
-import re
-from math import prod
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from data.prompts import PromptFormat
+from training.config_sections import (
+    HalfPrecision,
+    ModelTopo,
+    Optimizer,
+    RouterLoss,
+    Scheduler,
+    TensorBoard,
+    WandB,
+    Zero,
+    ZLoss,
+)
 from training.errors import ConfigError
 
 # DeepSpeed's top-level keys that a pipeline run can use (docs: deepspeed.ai/docs/config-json).
 DEEPSPEED_KEYS = frozenset(
     "activation_checkpointing aio amp checkpoint comms_logger communication_data_type compile csv_monitor data_types "
     "disable_allgather dump_state flops_profiler gradient_accumulation_steps gradient_predivide_factor "
-    "memory_breakdown pipeline prescale_gradients sparse_gradients tensorboard torch_autocast wall_clock_breakdown "
-    "wandb".split()
+    "memory_breakdown pipeline prescale_gradients sparse_gradients torch_autocast wall_clock_breakdown".split()
 )
 
 
 ALIASES = {"n_epochs": "n_epoches"}  # other spellings of our own keys
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class Optimizer(_Section):
-    """`optimizer`: the update rule."""
-
-    type: Literal["AdamW", "Adam", "Lion", "SGD"] = "AdamW"
-    # Passed to the optimizer's constructor: lr, betas, eps, weight_decay, ...
-    params: dict[str, Any] = {}
-    # Regular expressions; parameters whose name matches one get no weight decay.
-    no_wd_kws: list[str] = []
-
-    @model_validator(mode="after")
-    def _check(self) -> Optimizer:
-        for pattern in self.no_wd_kws:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"no_wd_kws: {pattern!r} is not a regular expression: {error}") from None
-        for name in ("lr", "weight_decay", "eps", "momentum"):
-            value = self.params.get(name, 0.0)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-                raise ValueError(f"params.{name}: expected a number of at least 0, found {value!r}")
-        return self
-
-
-class SchedulerParams(_Section):
-    """`scheduler.params`: ratios are of the optimizer's lr."""
-
-    # Steps until the full learning rate.
-    warmup_num_steps: int = Field(default=0, ge=0)
-    # Where the warm-up starts.
-    warmup_min_ratio: float = Field(default=0.0, ge=0, le=1)
-    # How the warm-up rises: linearly, or with the logarithm of the step as DeepSpeed does by default.
-    warmup_type: Literal["log", "linear"] = "log"
-    # Where the cosine ends.
-    cos_min_ratio: float = Field(default=0.0001, ge=0, le=1)
-
-
-class Scheduler(_Section):
-    """`scheduler`: the learning rate over the run; total_num_steps is computed from the data."""
-
-    type: Literal["WarmupCosineLR"] = "WarmupCosineLR"
-    params: SchedulerParams = SchedulerParams()
-
-
-class HalfPrecision(BaseModel):
-    """`bf16` and `fp16`: `enabled` and whatever else DeepSpeed takes there."""
-
-    model_config = ConfigDict(extra="allow")
-    enabled: bool = False
-
-
-class Zero(BaseModel):
-    """`zero_optimization`: passed to DeepSpeed; stage 1 shards the optimizer over the replicas of a stage."""
-
-    model_config = ConfigDict(extra="allow")
-    stage: int = Field(default=1, ge=0, le=3)
-    offload_optimizer: dict[str, Any] | None = None
-
-    @property
-    def offloads(self) -> bool:
-        return (self.offload_optimizer or {}).get("device", "none") != "none"
-
-
-class ZLoss(_Section):
-    """`aux_max_z_loss`: adds weight * mean of (max log-softmax)^2, which keeps logits from drifting."""
-
-    weight: float = Field(default=0.0, ge=0)
-
-
-class RouterLoss(_Section):
-    """`aux_router_loss`: the load-balancing loss of mixture-of-experts models."""
-
-    # As transformers would with the model's config.json where absent: its router_aux_loss_coef if it says
-    # output_router_logits, else none.
-    weight: float | None = Field(default=None, ge=0)
-
-
-class ProcessTopology(_Section):
-    """`model_topo.process_topology`: the grid of processes."""
-
-    axes: list[Literal["pipe", "data"]] = ["pipe", "data"]
-    # One size per axis: [8, 2] is 16 processes, two replicas of an 8-stage pipeline.
-    dims: list[int] = [1, 1]
-
-    @model_validator(mode="after")
-    def _check(self) -> ProcessTopology:
-        if sorted(self.axes) != ["data", "pipe"]:
-            raise ValueError(f"axes: expected pipe and data, found {self.axes}")
-        if len(self.dims) != len(self.axes) or any(dim < 1 for dim in self.dims):
-            raise ValueError(f"dims: expected {len(self.axes)} numbers of at least 1, found {self.dims}")
-        return self
-
-
-class ModelTopo(_Section):
-    """`model_topo`: how the model is spread."""
-
-    process_topology: ProcessTopology = ProcessTopology()
-    # Layers per stage (embedding + blocks + head); split evenly where absent.
-    parts: list[int] | None = None
-
-    @property
-    def stages(self) -> int:
-        return self._size("pipe")
-
-    @property
-    def replicas(self) -> int:
-        return self._size("data")
-
-    @property
-    def processes(self) -> int:
-        return prod(self.process_topology.dims)
-
-    def _size(self, axis: Literal["pipe", "data"]) -> int:
-        return self.process_topology.dims[self.process_topology.axes.index(axis)]
-
-    @model_validator(mode="after")
-    def _check(self) -> ModelTopo:
-        if self.parts is None:
-            return self
-        if len(self.parts) != self.stages:
-            raise ValueError(f"parts: expected one entry for each of {self.stages} stages, found {self.parts}")
-        if any(part < 1 for part in self.parts):
-            raise ValueError(f"parts: expected at least one layer a stage, found {self.parts}")
-        return self
 
 
 class TrainConfig(BaseModel):
@@ -199,6 +78,32 @@ class TrainConfig(BaseModel):
     zero_allow_untested_optimizer: bool = True
     # Under offload, take DeepSpeed's own CPU optimizers, faster than torch's once they are compiled.
     zero_force_ds_cpu_optimizer: bool = True
+
+    # Continue from the newest whole checkpoint in save_path (auto), from the one in this folder, or start anew (none).
+    resume: str = "auto"
+    # Save every so many optimizer steps, and whenever so many minutes have passed; always at the end.
+    save_interval: int | None = Field(default=None, ge=1)
+    save_minutes: float | None = Field(default=None, gt=0)
+    # How many checkpoints stay; the best one by evaluation stays besides.
+    keep_last: int = Field(default=2, ge=1)
+    # What a run does when a checkpoint cannot be written, such as on a full disk.
+    on_save_error: Literal["continue", "stop"] = "continue"
+    # Write the HuggingFace folder at the end, to save_path/hf.
+    export_hf: bool = False
+
+    # Records to measure the loss on, as in data_path; no evaluation where absent.
+    eval_data_path: str | Annotated[list[str], Field(min_length=1)] | None = None
+    # Evaluate every so many optimizer steps; at the end of each epoch where absent.
+    eval_interval: int | None = Field(default=None, ge=1)
+    # Evaluate before the first step too.
+    eval_at_start: bool = False
+
+    # Stop after so many steps in a row whose loss or gradient is not finite.
+    max_bad_steps: int = Field(default=3, ge=1)
+    # End the run when a rank has not moved for so many minutes.
+    timeout_minutes: float = Field(default=30.0, gt=0)
+    tensorboard: TensorBoard = TensorBoard()
+    wandb: WandB = WandB()
 
     model_topo: ModelTopo = ModelTopo()
     # Recompute activations in the backward pass: less memory for a third more arithmetic.

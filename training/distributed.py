@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from training.config import ModelTopo
+from training.config_sections import ModelTopo
 from training.errors import EXIT_CODE, USER_ERRORS, ConfigError, RunRefused
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from training.config import Optimizer, SchedulerParams, TrainConfig
+from training.config import TrainConfig
+from training.config_sections import Optimizer, SchedulerParams
 from training.errors import ConfigError
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]

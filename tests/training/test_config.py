@@ -9,8 +9,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.config import ModelTopo, ProcessTopology, TrainConfig
+from training.config import TrainConfig
 from training.config_file import load_config
+from training.config_sections import ModelTopo, ProcessTopology
 from training.engine import deepspeed_config
 from training.errors import ConfigError
 

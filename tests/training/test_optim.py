@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from training.config import Optimizer, Scheduler, SchedulerParams, TrainConfig
+from training.config import TrainConfig
+from training.config_sections import Optimizer, Scheduler, SchedulerParams
 from training.errors import ConfigError
 from training.optim import build_optimizer, build_scheduler, parameter_groups, warmup_cosine
 

@@ -1,0 +1,152 @@
+"""The sections of a run's config: optimizer, schedule, precision, ZeRO, losses, topology."""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Optimizer(_Section):
+    """`optimizer`: the update rule."""
+
+    type: Literal["AdamW", "Adam", "Lion", "SGD"] = "AdamW"
+    # Passed to the optimizer's constructor: lr, betas, eps, weight_decay, ...
+    params: dict[str, Any] = {}
+    # Regular expressions; parameters whose name matches one get no weight decay.
+    no_wd_kws: list[str] = []
+
+    @model_validator(mode="after")
+    def _check(self) -> Optimizer:
+        for pattern in self.no_wd_kws:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"no_wd_kws: {pattern!r} is not a regular expression: {error}") from None
+        for name in ("lr", "weight_decay", "eps", "momentum"):
+            value = self.params.get(name, 0.0)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+                raise ValueError(f"params.{name}: expected a number of at least 0, found {value!r}")
+        return self
+
+
+class SchedulerParams(_Section):
+    """`scheduler.params`: ratios are of the optimizer's lr."""
+
+    # Steps until the full learning rate.
+    warmup_num_steps: int = Field(default=0, ge=0)
+    # Where the warm-up starts.
+    warmup_min_ratio: float = Field(default=0.0, ge=0, le=1)
+    # How the warm-up rises: linearly, or with the logarithm of the step as DeepSpeed does by default.
+    warmup_type: Literal["log", "linear"] = "log"
+    # Where the cosine ends.
+    cos_min_ratio: float = Field(default=0.0001, ge=0, le=1)
+
+
+class Scheduler(_Section):
+    """`scheduler`: the learning rate over the run; total_num_steps is computed from the data."""
+
+    type: Literal["WarmupCosineLR"] = "WarmupCosineLR"
+    params: SchedulerParams = SchedulerParams()
+
+
+class HalfPrecision(BaseModel):
+    """`bf16` and `fp16`: `enabled` and whatever else DeepSpeed takes there."""
+
+    model_config = ConfigDict(extra="allow")
+    enabled: bool = False
+
+
+class Zero(BaseModel):
+    """`zero_optimization`: passed to DeepSpeed; stage 1 shards the optimizer over the replicas of a stage."""
+
+    model_config = ConfigDict(extra="allow")
+    stage: int = Field(default=1, ge=0, le=3)
+    offload_optimizer: dict[str, Any] | None = None
+
+    @property
+    def offloads(self) -> bool:
+        return (self.offload_optimizer or {}).get("device", "none") != "none"
+
+
+class ZLoss(_Section):
+    """`aux_max_z_loss`: adds weight * mean of (max log-softmax)^2, which keeps logits from drifting."""
+
+    weight: float = Field(default=0.0, ge=0)
+
+
+class RouterLoss(_Section):
+    """`aux_router_loss`: the load-balancing loss of mixture-of-experts models."""
+
+    # As transformers would with the model's config.json where absent: its router_aux_loss_coef if it says
+    # output_router_logits, else none.
+    weight: float | None = Field(default=None, ge=0)
+
+
+class TensorBoard(_Section):
+    """`tensorboard`: curves in save_path/tensorboard."""
+
+    enabled: bool = True
+
+
+class WandB(_Section):
+    """`wandb`: curves on Weights & Biases, where its package is installed and a key is set."""
+
+    enabled: bool = False
+    project: str = "pipetune"
+    name: str | None = None
+
+
+class ProcessTopology(_Section):
+    """`model_topo.process_topology`: the grid of processes."""
+
+    axes: list[Literal["pipe", "data"]] = ["pipe", "data"]
+    # One size per axis: [8, 2] is 16 processes, two replicas of an 8-stage pipeline.
+    dims: list[int] = [1, 1]
+
+    @model_validator(mode="after")
+    def _check(self) -> ProcessTopology:
+        if sorted(self.axes) != ["data", "pipe"]:
+            raise ValueError(f"axes: expected pipe and data, found {self.axes}")
+        if len(self.dims) != len(self.axes) or any(dim < 1 for dim in self.dims):
+            raise ValueError(f"dims: expected {len(self.axes)} numbers of at least 1, found {self.dims}")
+        return self
+
+
+class ModelTopo(_Section):
+    """`model_topo`: how the model is spread."""
+
+    process_topology: ProcessTopology = ProcessTopology()
+    # Layers per stage (embedding + blocks + head); split evenly where absent.
+    parts: list[int] | None = None
+
+    @property
+    def stages(self) -> int:
+        return self._size("pipe")
+
+    @property
+    def replicas(self) -> int:
+        return self._size("data")
+
+    @property
+    def processes(self) -> int:
+        return prod(self.process_topology.dims)
+
+    def _size(self, axis: Literal["pipe", "data"]) -> int:
+        return self.process_topology.dims[self.process_topology.axes.index(axis)]
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelTopo:
+        if self.parts is None:
+            return self
+        if len(self.parts) != self.stages:
+            raise ValueError(f"parts: expected one entry for each of {self.stages} stages, found {self.parts}")
+        if any(part < 1 for part in self.parts):
+            raise ValueError(f"parts: expected at least one layer a stage, found {self.parts}")
+        return self
