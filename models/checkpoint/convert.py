@@ -24,7 +24,8 @@ from models.checkpoint.parallel import in_parallel, write_behind
 from models.checkpoint.progress import byte_bar
 from models.checkpoint.publish import publish_folder
 from models.checkpoint.safetensors_files import DTYPE_NAMES, SafetensorsWriter
-from models.checkpoint.source import HuggingFaceSource, PipelineSource, warn_of_nan
+from models.checkpoint.source import HuggingFaceSource, PipelineSource, tell_of_nan
+from models.checkpoint.tensor_files import has_nan
 from models.checkpoint.verify import compare, forget_cached
 from models.errors import CheckpointError
 from models.spec import ModelSpec
@@ -91,7 +92,9 @@ def copy_side_files(source: Path, target: Path) -> None:
 
 def _write_layer(source: HuggingFaceSource, layer: int, target: Path) -> int:
     state = source.read_layer(layer)
-    in_parallel(lambda item: warn_of_nan(source.describe(layer, item[0]), item[1]), state.items())
+    for name, found in zip(state, in_parallel(has_nan, state.values()), strict=True):
+        if found:
+            tell_of_nan(source.describe(layer, name))
     save_state_dict(state, target / layer_file(layer))
     return sum(tensor.nbytes for tensor in state.values())
 

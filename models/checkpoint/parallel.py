@@ -21,16 +21,19 @@ import torch
 from torch import Tensor
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 WORKERS = min(4, os.cpu_count() or 1)
 PIECE = 64 * 2**20  # bytes a write; a call takes 2 GB at most
 
 
-def in_parallel(work: Callable[[Item], object], items: Iterable[Item]) -> None:
-    """Do `work` for every item; the first error is raised when all have ended."""
+def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """What `work` gives for every item, in their order; the first error is raised when all have ended.
+
+    `work` must not print or log: a progress bar's lock and the logger's, taken by two threads, wait for each other.
+    """
     with ThreadPoolExecutor(WORKERS) as pool:
-        for _ in pool.map(work, items):
-            pass
+        return list(pool.map(work, items))
 
 
 def write_at(descriptor: int, place: int, tensor: Tensor) -> None:

@@ -242,4 +242,8 @@ def _check_shape(where: Path, name: str, found: torch.Size, expected: torch.Size
 def warn_of_nan(place: str, tensor: Tensor) -> None:
     """Say so where a weight is no number; the conversion or the run goes on."""
     if has_nan(tensor):
-        logger.warning("warning: %s holds NaN: every loss of a model with this weight would be NaN", place)
+        tell_of_nan(place)
+
+
+def tell_of_nan(place: str) -> None:
+    logger.warning("warning: %s holds NaN: every loss of a model with this weight would be NaN", place)
