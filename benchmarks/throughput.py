@@ -129,8 +129,7 @@ def measure(setting: Setting, folder: Path, steps: int) -> None:
     from models.spec import ModelSpec
     from training import distributed
     from training.config import TrainConfig
-    from training.engine import build_engine
-    from training.loop import train_step
+    from training.pipeline_trainer import PipelineTrainer
 
     config = TrainConfig.model_validate(
         {
@@ -148,12 +147,12 @@ def measure(setting: Setting, folder: Path, steps: int) -> None:
     torch.set_num_threads(setting.threads)
     ids = torch.randint(0, VOCABULARY, (MICRO_BATCHES, LENGTH)).tolist()
     loader = Loader([{"input_ids": row, "labels": row} for row in ids], MICRO_BATCHES, 1, 1, seed=0)
-    engine = build_engine(config, ModelSpec.from_folder(folder), folder, total_steps=steps + 1)
+    trainer = PipelineTrainer.build(config, ModelSpec.from_folder(folder), folder, total_steps=steps + 1)
     first_step = time.time()
     seconds = []
     for step in range(steps + 1):
         begin = time.perf_counter()
-        train_step(engine, loader, loader.batch(step))
+        trainer.train_step(loader, loader.batch(step))
         seconds.append(time.perf_counter() - begin)
     if place.rank == 0:
         tokens_per_s = MICRO_BATCHES * LENGTH / min(seconds[1:])

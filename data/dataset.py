@@ -6,11 +6,13 @@ the cut cannot teach anything: it is counted as well and left out.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy
 from transformers import PreTrainedTokenizerBase
 
 from data.errors import DataError
@@ -25,6 +27,7 @@ class Dataset:
 
     Attributes:
         samples: in the order of the records.
+        types: of each sample's record.
         kinds: how many records of each type were read.
         truncated: how many were longer than the limit.
         silent: how many were left out because nothing of them bears loss.
@@ -32,10 +35,19 @@ class Dataset:
     """
 
     samples: list[Sample] = field(default_factory=list)
+    types: list[str] = field(default_factory=list)
     kinds: Counter[str] = field(default_factory=Counter)
     truncated: int = 0
     silent: int = 0
     longest: int = 0
+
+    def fingerprint(self) -> str:
+        """A digest of all tokens and labels: it changes with the records, the prompts, the tokenizer and the limit."""
+        digest = hashlib.sha256()
+        for sample in self.samples:
+            for ids in (sample["input_ids"], sample["labels"]):
+                digest.update(len(ids).to_bytes(8, "little") + numpy.asarray(ids, dtype="<i4").tobytes())
+        return digest.hexdigest()
 
     def summary(self, max_seq_len: int) -> str:
         """One line for the log."""
@@ -76,6 +88,7 @@ def load_dataset(
         cut: Sample = {"input_ids": sample["input_ids"][:max_seq_len], "labels": sample["labels"][:max_seq_len]}
         if supervised_count(cut):
             dataset.samples.append(cut)
+            dataset.types.append(record.type)
         else:
             dataset.silent += 1
     if not dataset.samples:

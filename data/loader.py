@@ -30,11 +30,13 @@ class GlobalBatch:
 
     Attributes:
         micro_batches: for each replica, its micro-batches, each a list of sample numbers; as many for every replica.
+        lengths: of the samples, over all replicas.
         tokens: tokens without padding, over all replicas.
         supervised: how many of them bear loss: the denominator of the loss.
     """
 
     micro_batches: list[list[list[int]]]
+    lengths: list[int]
     tokens: int
     supervised: int
 
@@ -84,12 +86,14 @@ class Loader:
         first = position * self.batch_size
         chosen = self._order(epoch)[first : first + self.batch_size]
         longest_first = sorted(chosen, key=lambda number: (-len(self.samples[number]["input_ids"]), number))
+        lengths = [len(self.samples[number]["input_ids"]) for number in longest_first]
         size = self.micro_batch_size
         groups = [longest_first[start : start + size] for start in range(0, len(chosen), size)]
         groups += [[] for _ in range(-len(groups) % self.replicas)]  # a replica without samples still takes part
         return GlobalBatch(
             micro_batches=[groups[replica :: self.replicas] for replica in range(self.replicas)],
-            tokens=sum(len(self.samples[number]["input_ids"]) for number in chosen),
+            lengths=lengths,
+            tokens=sum(lengths),
             supervised=sum(supervised_count(self.samples[number]) for number in chosen),
         )
 

@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.layers import Head, Stream
+from models.router import router_loss
+
 IGNORED = -100  # the label of a token without loss, as in transformers and torch
 
 
@@ -39,3 +42,29 @@ def token_loss(
         largest = logits.amax(dim=-1) - torch.logsumexp(logits, dim=-1)
         total = total + z_loss_weight * largest.square().sum()
     return total
+
+
+def micro_batch_loss(
+    head: Head,
+    stream: Stream,
+    labels: tuple[Tensor, Tensor, Tensor],
+    z_loss_weight: float = 0.0,
+    router_loss_weight: float = 0.0,
+) -> Tensor:
+    """A micro-batch's part of the global batch's loss, in fp32; the parts of all micro-batches are averaged.
+
+    It is the token sum times `scale`, plus the router loss, which is no sum over tokens, times the micro-batch's
+    `share` of the global batch's tokens. A model in evaluation mode has the cross-entropy only.
+
+    Args:
+        head: projects hidden states to the vocabulary.
+        stream: what the head gave: normalised hidden states [B, S, H], position ids, router sums.
+        labels: labels [B, S], scale [] and share [].
+        z_loss_weight: see `token_loss`.
+        router_loss_weight: weight of the load-balancing loss of mixture-of-experts (`models.router`).
+    """
+    targets, scale, share = labels
+    loss = token_loss(stream[0], targets, head.project, z_loss_weight if head.training else 0.0) * scale
+    if router_loss_weight and head.training:
+        loss = loss + router_loss_weight * router_loss(stream[2], head.config.num_experts_per_tok) * share
+    return loss

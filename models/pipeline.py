@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 from models.layers import Block, Head, Stream
 from models.loading import LayerStates, build_layer, tie_weights
-from models.loss import token_loss
-from models.router import router_loss
+from models.loss import micro_batch_loss
 from models.spec import ModelSpec
 
 TIE_KEY = "embedding"
@@ -55,8 +54,7 @@ class PipelineModel(PipelineModule):
         z_loss_weight: see `models.loss.token_loss`.
         router_loss_weight: weight of the load-balancing loss of mixture-of-experts (`models.router`).
 
-    A micro-batch is `((input_ids, position_ids), (labels, scale, share))`. Its loss is its token sum times `scale`,
-    plus its router loss, which is no sum over tokens, times its `share` of the global batch's tokens.
+    A micro-batch is `((input_ids, position_ids), (labels, scale, share))`.
 
     Raises:
         CheckpointError: the weights are not those of the layers that this stage builds.
@@ -89,20 +87,9 @@ class PipelineModel(PipelineModule):
                 layer.project_in_loss = True
 
     def loss(self, stream: Stream, labels: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """The loss of one micro-batch, in fp32.
-
-        Args:
-            stream: what the head gives: normalised hidden states [B, S, H], position ids, router sums.
-            labels: labels [B, S], scale [] and share [].
-        """
-        targets, scale, share = labels
+        """The loss of one micro-batch (`models.loss.micro_batch_loss`); DeepSpeed calls it on the last stage."""
         head = self.forward_funcs[-1]
-        loss = token_loss(stream[0], targets, head.project, self._z_loss_weight) * scale
-        if self._router_loss_weight:
-            loss = (
-                loss + self._router_loss_weight * router_loss(stream[2], self.spec.config.num_experts_per_tok) * share
-            )
-        return loss
+        return micro_batch_loss(head, stream, labels, self._z_loss_weight, self._router_loss_weight)
 
     def get_tied_weights_and_groups(self) -> list[tuple[Tensor, Any]]:
         """The tied weight that this process holds with the group to sum its gradient over; the engine asks for it."""

@@ -44,6 +44,18 @@ def run(*words: str | Path, timeout: int = TIMEOUT) -> subprocess.CompletedProce
     )
 
 
+def start(*words: str | Path) -> subprocess.Popen[str]:
+    """Start a command like `run`, without waiting for it."""
+    return subprocess.Popen(
+        [str(word) for word in words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
 def write_config(path: Path, **keys: Any) -> Path:
     """A YAML file of a run: small defaults for tests, and what is given on top."""
     defaults: dict[str, Any] = {

@@ -88,7 +88,7 @@ class TrainConfig(BaseModel):
     keep_last: int = Field(default=2, ge=1)
     # What a run does when a checkpoint cannot be written, such as on a full disk.
     on_save_error: Literal["continue", "stop"] = "continue"
-    # Write the HuggingFace folder at the end, to save_path/hf.
+    # Write the trained model as a HuggingFace folder at the end, to save_path/hf.
     export_hf: bool = False
 
     # Records to measure the loss on, as in data_path; no evaluation where absent.
@@ -98,10 +98,7 @@ class TrainConfig(BaseModel):
     # Evaluate before the first step too.
     eval_at_start: bool = False
 
-    # Stop after so many steps in a row whose loss or gradient is not finite.
-    max_bad_steps: int = Field(default=3, ge=1)
-    # End the run when a rank has not moved for so many minutes.
-    timeout_minutes: float = Field(default=30.0, gt=0)
+    # Curves of the metrics, besides metrics.jsonl.
     tensorboard: TensorBoard = TensorBoard()
     wandb: WandB = WandB()
 
@@ -118,11 +115,6 @@ class TrainConfig(BaseModel):
     def _check(self) -> TrainConfig:
         if self.bf16.enabled and self.fp16.enabled:
             raise ValueError("bf16.enabled: expected at most one of bf16 and fp16")
-        if self.zero_optimization.stage > 1:
-            raise ValueError(
-                f"zero_optimization.stage: {self.zero_optimization.stage} cannot be combined with a pipeline; "
-                "expected 0 or 1"
-            )
         unit = self.train_micro_batch_size_per_gpu * self.model_topo.replicas
         if self.train_batch_size % unit:
             raise ValueError(
@@ -141,6 +133,22 @@ class TrainConfig(BaseModel):
     @property
     def data_paths(self) -> list[str]:
         return [self.data_path] if isinstance(self.data_path, str) else self.data_path
+
+    def check_pipeline(self) -> None:
+        """Refuse what only train_ds_zero.py can do.
+
+        Raises:
+            ConfigError: a stage of ZeRO that shards what a pipeline needs whole.
+        """
+        if self.zero_optimization.stage > 1:
+            raise ConfigError(
+                f"zero_optimization.stage: {self.zero_optimization.stage} cannot be combined with a pipeline; "
+                "expected 0 or 1, or train_ds_zero.py"
+            )
+
+    @property
+    def eval_data_paths(self) -> list[str]:
+        return [self.eval_data_path] if isinstance(self.eval_data_path, str) else self.eval_data_path or []
 
     def parts_for(self, n_layers: int) -> list[int]:
         """Layers per stage for a model of `n_layers`, checked.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from math import prod
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 
 class _Section(BaseModel):
@@ -16,7 +17,7 @@ class _Section(BaseModel):
 class Optimizer(_Section):
     """`optimizer`: the update rule."""
 
-    type: Literal["AdamW", "Adam", "Lion", "SGD"] = "AdamW"
+    type: Literal["AdamW", "Adam", "Lion", "Adafactor", "SGD"] = "AdamW"
     # Passed to the optimizer's constructor: lr, betas, eps, weight_decay, ...
     params: dict[str, Any] = {}
     # Regular expressions; parameters whose name matches one get no weight decay.
@@ -29,15 +30,18 @@ class Optimizer(_Section):
                 re.compile(pattern)
             except re.error as error:
                 raise ValueError(f"no_wd_kws: {pattern!r} is not a regular expression: {error}") from None
-        for name in ("lr", "weight_decay", "eps", "momentum"):
+        numbers = ["lr", "weight_decay", "momentum"]
+        if self.type != "Adafactor":  # whose eps is a pair
+            numbers.append("eps")
+        for name in numbers:
             value = self.params.get(name, 0.0)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
                 raise ValueError(f"params.{name}: expected a number of at least 0, found {value!r}")
         return self
 
 
-class SchedulerParams(_Section):
-    """`scheduler.params`: ratios are of the optimizer's lr."""
+class WarmUp(_Section):
+    """The warm-up that every schedule begins with; ratios are of the optimizer's lr."""
 
     # Steps until the full learning rate.
     warmup_num_steps: int = Field(default=0, ge=0)
@@ -45,15 +49,64 @@ class SchedulerParams(_Section):
     warmup_min_ratio: float = Field(default=0.0, ge=0, le=1)
     # How the warm-up rises: linearly, or with the logarithm of the step as DeepSpeed does by default.
     warmup_type: Literal["log", "linear"] = "log"
+
+
+class WarmupCosineParams(WarmUp):
+    """`scheduler.params` of WarmupCosineLR."""
+
     # Where the cosine ends.
     cos_min_ratio: float = Field(default=0.0001, ge=0, le=1)
+
+
+class LinearParams(WarmUp):
+    """`scheduler.params` of linear."""
+
+    # Where the line ends.
+    min_ratio: float = Field(default=0.0001, ge=0, le=1)
+
+
+class ConstantParams(WarmUp):
+    """`scheduler.params` of constant."""
+
+
+class WSDParams(WarmUp):
+    """`scheduler.params` of WSD."""
+
+    # Where the decay ends.
+    min_ratio: float = Field(default=0.0001, ge=0, le=1)
+    # The share of all steps that the decay takes, at the end.
+    decay_ratio: float = Field(default=0.1, gt=0, le=1)
+
+
+_SCHEDULER_PARAMS: dict[str, type[WarmUp]] = {
+    "WarmupCosineLR": WarmupCosineParams,
+    "linear": LinearParams,
+    "constant": ConstantParams,
+    "WSD": WSDParams,
+}
 
 
 class Scheduler(_Section):
     """`scheduler`: the learning rate over the run; total_num_steps is computed from the data."""
 
-    type: Literal["WarmupCosineLR"] = "WarmupCosineLR"
-    params: SchedulerParams = SchedulerParams()
+    type: Literal["WarmupCosineLR", "linear", "constant", "WSD"] = "WarmupCosineLR"
+    # Those of the type.
+    params: WarmupCosineParams | LinearParams | ConstantParams | WSDParams = Field(
+        default_factory=dict, validate_default=True
+    )
+
+    @field_validator("params", mode="before")
+    @classmethod
+    def _params_of_the_type(cls, params: Any, info: ValidationInfo) -> Any:
+        kind = info.data.get("type")
+        if kind is None:  # refused already
+            return params
+        section = _SCHEDULER_PARAMS[kind]
+        if isinstance(params, dict):
+            for name in (name for name in params if name not in section.model_fields):
+                near = difflib.get_close_matches(str(name), section.model_fields, n=1, cutoff=0.0)
+                raise ValueError(f"{name}: {kind} does not have it; did you mean {near[0]}?")
+        return section.model_validate(params)
 
 
 class HalfPrecision(BaseModel):

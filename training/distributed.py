@@ -13,11 +13,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
 from training.config_sections import ModelTopo
 from training.errors import EXIT_CODE, USER_ERRORS, ConfigError, RunRefused
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,13 @@ def stop() -> None:
         torch.distributed.destroy_process_group()
 
 
+def gather(value: Value) -> list[Value]:
+    """What every rank gives, by rank; all ranks call it together."""
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
 @contextmanager
 def agreed() -> Iterator[None]:
     """Let all ranks do something that may fail on some of them, without communication inside.
@@ -110,9 +120,7 @@ def agreed() -> Iterator[None]:
         yield
     except USER_ERRORS as error:
         failure = str(error)
-    failures: list[str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(failures, failure)
-    first = next((text for text in failures if text is not None), None)
+    first = next((text for text in gather(failure) if text is not None), None)
     if first is not None:
         raise RunRefused(first)
 

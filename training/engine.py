@@ -10,7 +10,6 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import ProcessTopology
@@ -21,8 +20,8 @@ from models.loading import LayerStates, SeededStates
 from models.pipeline import PipelineModel
 from models.spec import ModelSpec
 from training.config import TrainConfig
+from training.deepspeed_config import check_device, deepspeed_config, router_loss_weight, training_dtype
 from training.distributed import agreed
-from training.errors import ConfigError
 from training.optim import build_optimizer, build_scheduler
 
 
@@ -39,8 +38,7 @@ def build_engine(config: TrainConfig, spec: ModelSpec, folder: Path, total_steps
     topo = config.model_topo
     topology = ProcessTopology(axes=list(topo.process_topology.axes), dims=list(topo.process_topology.dims))
     with agreed():
-        if config.fp16.enabled and not get_accelerator().is_fp16_supported():
-            raise ConfigError("fp16.enabled: this device does not compute in fp16; expected bf16 or neither")
+        check_device(config)
         parts = config.parts_for(spec.n_layers)
         router_weight = router_loss_weight(config, spec)
         states: LayerStates = SeededStates(spec, config.seed) if config.from_scratch else open_source(folder, spec)
@@ -75,58 +73,6 @@ def build_engine(config: TrainConfig, spec: ModelSpec, folder: Path, total_steps
     if config.zero_optimization.stage == 0 and engine.gradient_clipping() > 0:
         engine.clip_fp32_gradients = MethodType(_clip_by_global_norm, engine)
     return engine
-
-
-def router_loss_weight(config: TrainConfig, spec: ModelSpec) -> float:
-    """The weight of the router loss: the config's, or what transformers would take from the model's config.json.
-
-    Raises:
-        ConfigError: a weight for a model without experts.
-    """
-    wanted = config.aux_router_loss.weight
-    if not spec.family.router:
-        if wanted:
-            raise ConfigError(
-                f"aux_router_loss.weight: {spec.family.name} has no experts; expected a mixture-of-experts"
-            )
-        return 0.0
-    if wanted is None:
-        return float(spec.config.router_aux_loss_coef) if spec.config.output_router_logits else 0.0
-    return wanted
-
-
-def training_dtype(config: TrainConfig) -> torch.dtype:
-    """bf16 or fp16 where the config enables it, else fp32."""
-    if config.bf16.enabled:
-        return torch.bfloat16
-    return torch.float16 if config.fp16.enabled else torch.float32
-
-
-def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
-    """DeepSpeed's part of the config.
-
-    bf16 accumulates gradients in fp32 unless `data_types` says otherwise: summing a hundred micro-batches with 8 bits
-    of mantissa loses the small ones. It does so parameter by parameter, as gradients arrive: DeepSpeed's other way
-    collects them when the last stage's module has run backward, and misses the head, which the loss uses outside the
-    module.
-    """
-    resolved: dict[str, Any] = {
-        "train_batch_size": config.train_batch_size,
-        "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu,
-        "gradient_clipping": config.gradient_clipping,
-        "zero_optimization": config.zero_optimization.model_dump(exclude_none=True),
-        "zero_allow_untested_optimizer": config.zero_allow_untested_optimizer,
-        "zero_force_ds_cpu_optimizer": False,  # build_optimizer already chose
-        "steps_per_print": None,  # Pipetune reports progress itself
-    }
-    for name, precision in (("bf16", config.bf16), ("fp16", config.fp16)):
-        if precision.enabled:
-            resolved[name] = precision.model_dump()
-    if config.bf16.enabled:
-        resolved["bf16"]["immediate_grad_update"] = True
-        if config.zero_optimization.stage == 1:
-            resolved["data_types"] = {"grad_accum_dtype": "fp32"}
-    return resolved | (config.model_extra or {})
 
 
 class _Joined(torch.autograd.Function):

@@ -1,47 +1,92 @@
-"""The training loop: one global batch after the other through the pipeline."""
+"""The training loop: one global batch after the other, with checkpoints, evaluation and a clean end in between."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from dataclasses import dataclass
 
-from deepspeed.runtime.pipe.engine import PipelineEngine
-
-from data.loader import GlobalBatch, Loader
+from data.loader import Loader
+from training.evaluation import Evaluation
+from training.flops import Utilization
 from training.metrics import Reporter, StepMetrics
+from training.peak_memory import peak_memory_by_stage
+from training.saving import Checkpointer
+from training.signals import StopRequest
+from training.trainer import Trainer
 
 
-def train(engine: PipelineEngine, loader: Loader, total_steps: int, folder: Path, steps_per_print: int) -> None:
-    """Run `total_steps` optimizer steps and report each.
+@dataclass
+class Run:
+    """What a loop works with.
 
-    Every rank walks through the same global batches; the first and last stages turn their replica's part into tensors.
+    Attributes:
+        done: how many steps are done already.
+        total_steps: of the whole run.
+        stages: of the pipeline.
     """
-    with Reporter(folder, total_steps, engine.global_rank == 0, steps_per_print) as reporter:
-        for step in range(total_steps):
-            begin = time.monotonic()
-            batch = loader.batch(step)
-            lr = engine.get_lr()[0]
-            loss = train_step(engine, loader, batch)
-            seconds = time.monotonic() - begin
-            reporter.report(
-                StepMetrics(
-                    step=step + 1,
-                    epoch=step // loader.steps_per_epoch + 1,
-                    loss=loss,
-                    lr=lr,
-                    grad_norm=float(engine.get_global_grad_norm() or 0.0),
-                    samples=sum(len(group) for replica in batch.micro_batches for group in replica),
-                    tokens=batch.tokens,
-                    supervised=batch.supervised,
-                    tokens_per_s=batch.tokens / seconds,
-                    seconds=seconds,
-                )
-            )
+
+    trainer: Trainer
+    loader: Loader
+    checkpointer: Checkpointer
+    reporter: Reporter
+    stop: StopRequest
+    evaluation: Evaluation | None
+    utilization: Utilization
+    done: int
+    total_steps: int
+    stages: int
 
 
-def train_step(engine: PipelineEngine, loader: Loader, batch: GlobalBatch) -> float:
-    """One optimizer step on a global batch; its loss, the mean over the batch's supervised tokens."""
-    replica = engine.grid.get_data_parallel_id()
-    # An epoch's last batch may have fewer micro-batches; DeepSpeed averages over as many as it is told.
-    engine.set_train_batch_size(batch.n_micro_batches * loader.micro_batch_size * loader.replicas)
-    return float(engine.train_batch(loader.tensors(batch, replica)))
+def train(run: Run) -> int:
+    """Run the optimizer steps that are left and report each; the number of the last one done.
+
+    Every rank walks through the same global batches. The state is saved where the config asks for it, when somebody
+    asks the run to stop, and at the end.
+    """
+    if run.evaluation and run.evaluation.at_start and not run.done:
+        evaluate(run, 0)
+    for step in range(run.done + 1, run.total_steps + 1):
+        run.reporter.report(_step(run, step))
+        stopping, due = run.stop.agreed(run.checkpointer.due(step))
+        last = step == run.total_steps
+        # Before the save: a run that is killed in between repeats the step, and the evaluation with it.
+        found = evaluate(run, step) if run.evaluation and run.evaluation.due(step, last) and not stopping else None
+        best = found is not None and run.checkpointer.is_best(found)
+        if due or best or stopping or last:
+            with run.trainer.timings("checkpoint"):
+                run.checkpointer.save(step, found if best else None)
+        if stopping:
+            return step
+    return run.total_steps
+
+
+def evaluate(run: Run, step: int) -> float:
+    """Measure and report the evaluation loss."""
+    assert run.evaluation is not None
+    found = run.evaluation.run(run.trainer)
+    run.reporter.report_evaluation(step, found)
+    return found["eval_loss"]
+
+
+def _step(run: Run, step: int) -> StepMetrics:
+    begin = time.monotonic()
+    with run.trainer.timings("data"):
+        batch = run.loader.batch(step - 1)
+    lr = run.trainer.engine.get_lr()[0]
+    loss = run.trainer.train_step(run.loader, batch)
+    seconds = time.monotonic() - begin
+    return StepMetrics(
+        step=step,
+        epoch=(step - 1) // run.loader.steps_per_epoch + 1,
+        loss=loss,
+        lr=lr,
+        grad_norm=float(run.trainer.engine.get_global_grad_norm() or 0.0),
+        samples=len(batch.lengths),
+        tokens=batch.tokens,
+        supervised=batch.supervised,
+        tokens_per_s=batch.tokens / seconds,
+        seconds=seconds,
+        mfu=run.utilization(batch.lengths, batch.supervised, seconds),
+        times=run.trainer.timings.take(),
+        peak_memory=peak_memory_by_stage(run.trainer.stage, run.stages),
+    )

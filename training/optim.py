@@ -1,12 +1,13 @@
-"""Optimizers and learning-rate schedules, by name.
+"""Optimizers by name, with the schedule of their learning rate.
 
 Parameters whose name matches one of `no_wd_kws` form a group without weight decay. Under CPU offload DeepSpeed's own
-CPU optimizers take the place of torch's (compiled at first use), unless `zero_force_ds_cpu_optimizer` is false.
+CPU optimizers take the place of torch's (compiled at first use), unless `zero_force_ds_cpu_optimizer` is false. What
+an optimizer keeps, in bytes a parameter: 8 for AdamW and Adam, 4 for Lion and for SGD with momentum, next to nothing
+for Adafactor, which needs each weight in its own shape: fp32 without ZeRO.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,8 +17,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from training.config import TrainConfig
-from training.config_sections import Optimizer, SchedulerParams
+from training.config_sections import Optimizer
 from training.errors import ConfigError
+from training.schedules import lr_ratio
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -26,11 +28,14 @@ def build_optimizer(config: TrainConfig, parameters: NamedParameters) -> torch.o
     """The optimizer of one stage.
 
     Raises:
-        ConfigError: `optimizer.params` holds something that the optimizer does not take.
+        ConfigError: `optimizer.params` holds something that the optimizer does not take, or the optimizer does not go
+            with offload, ZeRO or the precision.
     """
     compiled = config.zero_optimization.offloads and config.zero_force_ds_cpu_optimizer
     builders = _CPU_OFFLOAD_BUILDERS if compiled else _BUILDERS
     kind = config.optimizer.type
+    if kind == "Adafactor":
+        _refuse_joined_weights(config)
     if kind not in builders:
         raise ConfigError(
             f"optimizer.type: {kind} cannot be offloaded; expected one of {', '.join(builders)}, "
@@ -41,6 +46,24 @@ def build_optimizer(config: TrainConfig, parameters: NamedParameters) -> torch.o
         return builders[kind](groups, **config.optimizer.params)
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"optimizer.params: {kind} does not take them: {error}") from None
+
+
+def _refuse_joined_weights(config: TrainConfig) -> None:
+    """Refuse what hands Adafactor the weights of a stage as one long vector.
+
+    It keeps a row and a column for a matrix but a number for each element of a vector, and takes the size of its steps
+    from the norm of what it is given. ZeRO joins the weights, and so do DeepSpeed's bf16 and fp16 optimizers without
+    it: the memory would be Lion's, and the steps would depend on how the model is cut.
+    """
+    stage = config.zero_optimization.stage
+    joined = {
+        f"zero_optimization.stage: {stage}": stage > 0,
+        "bf16.enabled: true": config.bf16.enabled,
+        "fp16.enabled: true": config.fp16.enabled,
+    }
+    for key, found in joined.items():
+        if found:
+            raise ConfigError(f"{key} joins the weights, which Adafactor needs apart; expected stage 0 and fp32")
 
 
 def parameter_groups(optimizer: Optimizer, parameters: NamedParameters) -> list[dict[str, Any]]:
@@ -56,28 +79,8 @@ def parameter_groups(optimizer: Optimizer, parameters: NamedParameters) -> list[
 
 def build_scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer, total_steps: int) -> LambdaLR:
     """The learning rate over `total_steps` optimizer steps; constant where the config has no scheduler."""
-    if config.scheduler is None:
-        return LambdaLR(optimizer, lambda step: 1.0)
-    params = config.scheduler.params
-    return LambdaLR(optimizer, lambda step: warmup_cosine(step, total_steps, params))
-
-
-def warmup_cosine(step: int, total_steps: int, params: SchedulerParams) -> float:
-    """The share of the full learning rate at `step` (from 0): a warm-up, then half a cosine down to `cos_min_ratio`.
-
-    The curve of DeepSpeed's WarmupCosineLR, taken one step further: DeepSpeed's first two steps have the learning rate
-    of the warm-up's start, usually 0, and do nothing; here the first step is already on its way up and the last one
-    arrives at `cos_min_ratio`.
-    """
-    done = step + 1
-    if done < params.warmup_num_steps:
-        if params.warmup_type == "linear":
-            risen = done / params.warmup_num_steps
-        else:
-            risen = math.log(done + 1) / math.log(params.warmup_num_steps + 1)
-        return params.warmup_min_ratio + (1 - params.warmup_min_ratio) * risen
-    progress = min(1.0, (done - params.warmup_num_steps) / max(1, total_steps - params.warmup_num_steps))
-    return params.cos_min_ratio + (1 - params.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2
+    scheduler = config.scheduler
+    return LambdaLR(optimizer, lambda step: lr_ratio(step, total_steps, scheduler) if scheduler else 1.0)
 
 
 def _adamw(groups: Any, **params: Any) -> torch.optim.Optimizer:
@@ -90,6 +93,10 @@ def _adam(groups: Any, **params: Any) -> torch.optim.Optimizer:
 
 def _sgd(groups: Any, **params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, **params)
+
+
+def _adafactor(groups: Any, **params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(groups, **params)
 
 
 def _lion(groups: Any, **params: Any) -> torch.optim.Optimizer:
@@ -114,5 +121,5 @@ def _cpu_lion(groups: Any, **params: Any) -> torch.optim.Optimizer:
 
 
 _Builder = Callable[..., torch.optim.Optimizer]
-_BUILDERS: dict[str, _Builder] = {"AdamW": _adamw, "Adam": _adam, "Lion": _lion, "SGD": _sgd}
+_BUILDERS: dict[str, _Builder] = {"AdamW": _adamw, "Adam": _adam, "Lion": _lion, "Adafactor": _adafactor, "SGD": _sgd}
 _CPU_OFFLOAD_BUILDERS: dict[str, _Builder] = {"AdamW": _cpu_adam, "Lion": _cpu_lion}

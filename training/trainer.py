@@ -12,6 +12,10 @@ from typing import Protocol
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from data.loader import GlobalBatch, Loader
+from models.spec import ModelSpec
+from training.checkpoint_folder import Topology
+from training.config import TrainConfig
+from training.timings import Timings
 
 
 class Trainer(Protocol):
@@ -19,12 +23,34 @@ class Trainer(Protocol):
 
     Attributes:
         engine: saves and loads checkpoints, and knows step, learning rate and gradient norm.
+        stage: of the pipeline, from 0.
+        timings: where the time of a step goes.
     """
 
     engine: DeepSpeedEngine
+    stage: int
+    timings: Timings
+
+    @classmethod
+    def topology(cls, config: TrainConfig, spec: ModelSpec) -> Topology:
+        """How a model is divided under this config.
+
+        Raises:
+            ConfigError: the config and the model do not fit each other.
+        """
+        ...
+
+    @classmethod
+    def build(cls, config: TrainConfig, spec: ModelSpec, folder: Path, total_steps: int) -> Trainer:
+        """Load this rank's weights from `folder` and make the engine.
+
+        Raises:
+            RunRefused: on every rank, when some rank's weights or settings are unusable.
+        """
+        ...
 
     def train_step(self, loader: Loader, batch: GlobalBatch) -> float:
-        """One optimizer step; the loss, a mean over the supervised tokens of the global batch, the same on all ranks."""
+        """One optimizer step; the loss, a mean over the global batch's supervised tokens, the same on all ranks."""
         ...
 
     def eval_loss(self, loader: Loader, batch: GlobalBatch) -> float:

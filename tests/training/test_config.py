@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from training.config import TrainConfig
 from training.config_file import load_config
-from training.config_sections import ModelTopo, ProcessTopology
+from training.config_sections import (
+    ConstantParams,
+    LinearParams,
+    ModelTopo,
+    ProcessTopology,
+    WarmUp,
+    WarmupCosineParams,
+    WSDParams,
+)
 from training.engine import deepspeed_config
 from training.errors import ConfigError
 
@@ -123,13 +131,49 @@ def test_the_saved_config_is_read_back_as_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "params"),
+    [
+        ("scheduler: {}", WarmupCosineParams()),
+        ("scheduler: {params: {warmup_num_steps: 3}}", WarmupCosineParams(warmup_num_steps=3)),
+        ("scheduler: {type: linear}", LinearParams()),
+        ("scheduler: {type: constant, params: {warmup_type: linear}}", ConstantParams(warmup_type="linear")),
+        ("scheduler: {params: {decay_ratio: 0.2}, type: WSD}", WSDParams(decay_ratio=0.2)),
+    ],
+)
+def test_the_type_of_a_schedule_says_which_params_there_are(line: str, params: WarmUp, tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, line))
+    assert config.scheduler is not None
+    assert config.scheduler.params == params
+    assert config.dump()["scheduler"]["params"] == params.model_dump()
+    saved = tmp_path / "config.yml"
+    saved.write_text(yaml.safe_dump(config.dump()), encoding="utf-8")
+    assert load_config(saved) == config
+
+
+@pytest.mark.parametrize(
     ("line", "reason"),
     [
         ("optimiser: {}", "unknown key optimiser; did you mean optimizer?"),
         ("wall_clock_break: true", "unknown key wall_clock_break; did you mean wall_clock_breakdown?"),
         ("optimizer: {parms: {}}", "unknown key optimizer.parms; did you mean optimizer.params?"),
         ("model_topo: {process_topology: {dim: [1]}}", "unknown key model_topo.process_topology.dim; did you mean "),
-        ("scheduler: {params: {warmup_steps: 3}}", "unknown key scheduler.params.warmup_steps; did you mean scheduler"),
+        ("scheduler: {parms: {}}", "unknown key scheduler.parms; did you mean scheduler.params?"),
+        (
+            "scheduler: {params: {warmup_steps: 3}}",
+            "scheduler.params.warmup_steps: WarmupCosineLR does not have it; did you mean warmup_num_steps?",
+        ),
+        (
+            "scheduler: {params: {cos_min_ratio: 0.1}, type: WSD}",
+            "scheduler.params.cos_min_ratio: WSD does not have it; did you mean min_ratio?",
+        ),
+        ("scheduler: {type: linear, params: {1: 2}}", "scheduler.params.1: linear does not have it; did you mean "),
+        ("scheduler: {type: linear, params: {min_ratio: 2}}", "scheduler.params.min_ratio: expected less than or "),
+        ("scheduler: {type: constant, params: 3}", "scheduler.params: expected a dictionary"),
+        (
+            "scheduler: {type: cosine, params: {min_ratio: 0.1}}",
+            "scheduler.type: expected 'WarmupCosineLR', 'linear', 'constant' or 'WSD', found 'cosine'",
+        ),
+        ("scheduler: {type: [WSD]}", "scheduler.type: expected 'WarmupCosineLR', 'linear', 'constant' or 'WSD', found"),
         ("seed: 1\nseed: 2", "line 6, column 1: key 'seed' stands twice"),
         ("optimizer: {type: SGD, type: Lion}", "line 5, column 24: key 'type' stands twice"),
         ("seed: [1", "line 6, column 1: "),
@@ -143,12 +187,12 @@ def test_the_saved_config_is_read_back_as_the_same(tmp_path: Path) -> None:
         ("use_grad_ckpt: maybe", "use_grad_ckpt: expected a boolean"),
         ("data_path: 3", "data_path: expected a string, found 3"),
         ("optimizer: AdamW", "optimizer: expected a dictionary"),
-        ("optimizer: {type: Adagrad}", "optimizer.type: expected 'AdamW', 'Adam', 'Lion' or 'SGD', found 'Adagrad'"),
+        ("optimizer: {type: Adagrad}", "optimizer.type: expected 'AdamW', 'Adam', 'Lion', 'Adafactor' or 'SGD'"),
         ("optimizer: {params: {lr: fast}}", "optimizer.params.lr: expected a number of at least 0, found 'fast'"),
+        ("optimizer: {params: {eps: [1, 2]}}", "optimizer.params.eps: expected a number of at least 0, found [1, 2]"),
         ("optimizer: {no_wd_kws: ['(']}", "optimizer.no_wd_kws: '(' is not a regular expression"),
         ("prompt_format: alpaca", "prompt_format: expected 'chat_template' or 'plain', found 'alpaca'"),
         ("bf16: {enabled: true}\nfp16: {enabled: true}", "bf16.enabled: expected at most one of bf16 and fp16"),
-        ("zero_optimization: {stage: 2}", "zero_optimization.stage: 2 cannot be combined with a pipeline; expected 0"),
         ("train_micro_batch_size_per_gpu: 3", "train_batch_size: 8 is not a multiple of 3 "),
         ("gradient_accumulation_steps: 4", "gradient_accumulation_steps: 4 contradicts train_batch_size 8; expected 8"),
         ("model_topo: {process_topology: {dims: [1, 3]}}", "train_batch_size: 8 is not a multiple of 3 "),
@@ -187,3 +231,12 @@ def test_a_missing_key_is_named_and_so_is_a_file_without_keys(tmp_path: Path) ->
         assert refusal(path).startswith(f"{path}: ")
     assert refusal(tmp_path / "none.yml") == f"{tmp_path / 'none.yml'}: not found; expected a YAML file"
     assert refusal(tmp_path).startswith(f"{tmp_path}: cannot be read")
+
+
+def test_sharding_what_a_pipeline_needs_whole_is_refused() -> None:
+    TrainConfig.model_validate(REQUIRED | {"zero_optimization": {"stage": 1}}).check_pipeline()
+    config = TrainConfig.model_validate(REQUIRED | {"zero_optimization": {"stage": 2}})
+    with pytest.raises(
+        ConfigError, match=r"zero_optimization\.stage: 2 cannot be combined with a pipeline; expected 0"
+    ):
+        config.check_pipeline()

@@ -19,7 +19,7 @@ SAID = re.compile(r"on (\d+) GPUs, (\d+) blocks \+ 2 layers")
 def test_ready_made_config_loads_and_splits_the_layers_it_names(path: Path) -> None:
     config = load_config(path)
     said = SAID.search(path.read_text(encoding="utf-8"))
-    if path.stem == "quickstart":  # for a model that `make quickstart` makes, on the CPU
+    if path.stem in ("quickstart", "ds_config_zero"):  # on the CPU, and on as many GPUs as there are
         assert said is None
         return
     assert said is not None, "the first lines name the GPUs and the blocks"

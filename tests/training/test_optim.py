@@ -1,34 +1,27 @@
-"""Optimizers by name, groups without weight decay, and the learning-rate curve."""
+"""Optimizers by name, what they keep, groups without weight decay, and the learning rate of each step."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from training.config import TrainConfig
-from training.config_sections import Optimizer, Scheduler, SchedulerParams
+from training.config_sections import Optimizer, Scheduler, WarmupCosineParams, Zero
 from training.errors import ConfigError
-from training.optim import build_optimizer, build_scheduler, parameter_groups, warmup_cosine
+from training.optim import build_optimizer, build_scheduler, parameter_groups
+from training.schedules import lr_ratio
 
 PARAMS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 0.1, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01},
     "Adam": {"lr": 0.1, "betas": [0.9, 0.95]},
     "Lion": {"lr": 0.1, "betas": [0.95, 0.98], "weight_decay": 0.02},
+    "Adafactor": {"lr": 0.1, "eps": [None, 1e-3], "weight_decay": 0.01},
     "SGD": {"lr": 0.1, "momentum": 0.9},
 }
-CURVES = st.builds(
-    SchedulerParams,
-    warmup_num_steps=st.integers(0, 50),
-    warmup_min_ratio=st.floats(0, 1),
-    warmup_type=st.sampled_from(["log", "linear"]),
-    cos_min_ratio=st.floats(0, 1),
-)
+STATE = {"AdamW": 8, "Adam": 8, "Lion": 4, "Adafactor": 4 * (64 + 32) / (64 * 32), "SGD": 4}  # bytes a parameter
 
 
 def config_with(kind: Any, params: dict[str, Any], no_wd_kws: list[str] | None = None) -> TrainConfig:
@@ -38,15 +31,12 @@ def config_with(kind: Any, params: dict[str, Any], no_wd_kws: list[str] | None =
         save_path="s",
         train_batch_size=1,
         optimizer=Optimizer(type=kind, params=params, no_wd_kws=no_wd_kws or []),
+        zero_optimization=Zero(stage=0),
     )
 
 
 def weights() -> nn.Parameter:
     return nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
-
-
-def curve(total: int, **params: Any) -> list[float]:
-    return [warmup_cosine(step, total, SchedulerParams(**params)) for step in range(total)]
 
 
 def test_parameters_that_match_a_pattern_get_no_weight_decay() -> None:
@@ -66,7 +56,7 @@ def test_a_group_without_parameters_is_left_out(patterns: list[str]) -> None:
     assert len(group["params"]) == 2
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "Lion"])
+@pytest.mark.parametrize("kind", ["AdamW", "Lion", "Adafactor"])
 def test_weight_decay_reaches_only_the_decayed_group(kind: str) -> None:
     decayed, exempt = weights(), weights()
     config = config_with(kind, {"lr": 0.1, "weight_decay": 0.5}, ["bias"])
@@ -119,39 +109,37 @@ def test_an_optimizer_that_cannot_be_offloaded_is_refused() -> None:
         build_optimizer(config, [("weight", weights())])
 
 
-@given(params=CURVES, total=st.integers(1, 80))
-def test_the_curve_stays_between_zero_and_one_and_arrives(params: SchedulerParams, total: int) -> None:
-    ratios = [warmup_cosine(step, total, params) for step in range(total)]
-    assert all(0.0 <= ratio <= 1.0 + 1e-12 for ratio in ratios)
-    assert ratios[0] > 0.0 or total == 1  # the only step is also the last one
-    top = max(params.warmup_num_steps, 1) - 1
-    if top < total - 1:
-        assert ratios[: top + 1] == sorted(ratios[: top + 1])
-        assert ratios[top:] == sorted(ratios[top:], reverse=True)
-    if params.warmup_num_steps < total:
-        assert ratios[-1] == pytest.approx(params.cos_min_ratio, abs=1e-12)
+@pytest.mark.parametrize("kind", PARAMS)
+def test_what_an_optimizer_keeps_for_a_matrix(kind: str) -> None:
+    parameter = nn.Parameter(torch.ones(64, 32))
+    optimizer = build_optimizer(config_with(kind, PARAMS[kind]), [("weight", parameter)])
+    parameter.grad = torch.ones(64, 32)
+    optimizer.step()
+    tensors = [value for value in optimizer.state[parameter].values() if torch.is_tensor(value) and value.numel() > 1]
+    assert sum(tensor.nbytes for tensor in tensors) / parameter.numel() == STATE[kind]
 
 
-def test_the_warm_up_rises_linearly_or_with_the_logarithm() -> None:
-    linear = curve(10, warmup_num_steps=4, warmup_type="linear", warmup_min_ratio=0.2, cos_min_ratio=0.1)
-    assert linear[:4] == pytest.approx([0.4, 0.6, 0.8, 1.0])
-    log = curve(10, warmup_num_steps=4, warmup_type="log")
-    assert log[:4] == pytest.approx([math.log(step + 2) / math.log(5) for step in range(4)])
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"zero_optimization": {"stage": 1}}, "zero_optimization.stage: 1"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "zero_optimization.stage: 1"),
+        ({"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}}, "bf16.enabled: true"),
+        ({"zero_optimization": {"stage": 0}, "fp16": {"enabled": True}}, "fp16.enabled: true"),
+    ],
+)
+def test_adafactor_is_refused_where_the_weights_are_joined(keys: dict[str, Any], reason: str) -> None:
+    config = TrainConfig.model_validate(config_with("Adafactor", {"lr": 0.1}).model_dump() | keys)
+    with pytest.raises(ConfigError) as caught:
+        build_optimizer(config, [("weight", weights())])
+    expected = f"{reason} joins the weights, which Adafactor needs apart; expected stage 0 and fp32"
+    assert str(caught.value) == expected
 
 
-def test_after_the_warm_up_half_a_cosine_falls_to_the_last_step() -> None:
-    ratios = curve(12, warmup_num_steps=4, cos_min_ratio=0.1)
-    assert ratios[3] == 1.0
-    assert ratios[7] == pytest.approx(0.55)
-    assert ratios[5] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
-    assert ratios[11] == pytest.approx(0.1)
-
-
-def test_a_longer_warm_up_than_the_run_never_reaches_the_top() -> None:
-    assert curve(3, warmup_num_steps=6, warmup_type="linear") == pytest.approx([1 / 6, 2 / 6, 3 / 6])
-
-
-@pytest.mark.parametrize("scheduler", [None, Scheduler(params=SchedulerParams(warmup_num_steps=2, cos_min_ratio=0.5))])
+@pytest.mark.parametrize(
+    "scheduler",
+    [None, Scheduler(params=WarmupCosineParams(warmup_num_steps=2, cos_min_ratio=0.5)), Scheduler(type="WSD")],
+)
 def test_the_scheduler_gives_each_step_its_learning_rate(scheduler: Scheduler | None) -> None:
     config = config_with("SGD", {"lr": 0.1})
     config.scheduler = scheduler
@@ -162,5 +150,5 @@ def test_the_scheduler_gives_each_step_its_learning_rate(scheduler: Scheduler | 
         seen.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    expected = curve(6, warmup_num_steps=2, cos_min_ratio=0.5) if scheduler else [1.0] * 6
+    expected = [lr_ratio(step, 6, scheduler) if scheduler else 1.0 for step in range(6)]
     assert seen == pytest.approx([0.1 * ratio for ratio in expected])

@@ -19,7 +19,7 @@ from models.spec import ModelSpec
 from training import distributed
 from training.config import TrainConfig
 from training.engine import build_engine
-from training.loop import train_step
+from training.pipeline_trainer import PipelineTrainer
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ def run_case(name: str, config: TrainConfig, folder: Path) -> None:
         take_step(lr_kwargs)
 
     engine._take_model_step = keep_gradients
-    loss = train_step(engine, loader, loader.batch(0))
+    loss = PipelineTrainer(engine).train_step(loader, loader.batch(0))
     if engine.grid.get_data_parallel_id() == 0:
         save_file(gradients, folder / f"{name}.stage{engine.stage_id}.safetensors")
     if engine.global_rank == 0:

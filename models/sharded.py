@@ -1,0 +1,81 @@
+"""The same layers in every process, for ZeRO: each replica runs the whole model, and stage 3 shards its weights.
+
+The layers are built one after the other. Under stage 3 each is cut into one slice a process before the next is read, so
+no process ever holds more than its slices and one whole layer; in the other stages every process holds the model, as
+ZeRO demands.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+
+from models.layers import Block, Head, Stream
+from models.loading import LayerStates, build_layer, tie_weights
+from models.loss import micro_batch_loss
+from models.spec import ModelSpec
+
+
+class ShardedModel(nn.ModuleList):
+    """Embedding, blocks and head with their loss; parameters are named `<layer>.<name>`, as in the pipeline.
+
+    Args:
+        spec: the architecture.
+        states: where the weights come from; every process reads them all, layer by layer.
+        dtype: the dtype to train in.
+        shards: DeepSpeed's config of a stage-3 run, by which each layer is sharded as soon as it is built; None where
+            each process holds the whole model.
+        recompute: recompute the activations of every block in the backward pass.
+        z_loss_weight, router_loss_weight: see `models.loss.micro_batch_loss`.
+
+    Raises:
+        CheckpointError: the weights are not those of the layers.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        states: LayerStates,
+        dtype: torch.dtype,
+        shards: dict[str, Any] | None,
+        recompute: bool = False,
+        z_loss_weight: float = 0.0,
+        router_loss_weight: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self._z_loss_weight = z_loss_weight
+        self._router_loss_weight = router_loss_weight
+        positions = spec.positions()
+        device = torch.device(get_accelerator().current_device_name())
+        for number in range(spec.n_layers):
+            layer = build_layer(spec, number, states, positions, dtype, device)
+            if isinstance(layer, Block):
+                layer.recompute = recompute
+            elif isinstance(layer, Head):
+                layer.project_in_loss = True
+                if spec.tied:
+                    tie_weights(spec, self[0], layer)
+            if shards is not None:
+                self._shard(layer, shards)
+            self.append(layer)
+
+    def forward(self, inputs: Stream, labels: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """The loss of one micro-batch `((input_ids, position_ids), (labels, scale, share))`."""
+        stream = inputs
+        for layer in self:
+            stream = layer(stream)
+        head = self[-1]
+        assert isinstance(head, Head)
+        return micro_batch_loss(head, stream, labels, self._z_loss_weight, self._router_loss_weight)
+
+    def _shard(self, layer: nn.Module, config: dict[str, Any]) -> None:
+        """Leave each process its slice of every parameter; a tied weight is already sharded with the embedding."""
+        sharded: Any = next(self.parameters(), None)
+        if sharded is None:
+            deepspeed.zero.Init(module=layer, config_dict_or_path=config)
+        else:  # by the settings of the first layer: a second Init would make the process groups of ZeRO++ again
+            sharded.convert_to_zero_parameters(param_list=list(layer.parameters()))

@@ -1,0 +1,110 @@
+"""Shows which checkpoint folders count as whole, and which are removed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from training.checkpoint_folder import (
+    RECORD,
+    Best,
+    CheckpointRecord,
+    DataOrder,
+    Topology,
+    fault,
+    file_record,
+    prune,
+    set_aside,
+    step_folder,
+    step_folders,
+)
+
+DATA = DataOrder(samples=3, fingerprint="f", seed=1, train_batch_size=2, dataloader_drop_last=False)
+TOPOLOGY = Topology(stages=2, replicas=1, zero_stage=1, parts=[3, 2])
+NAMES = ("layer_00-model_states.pt", "mp_rank_00_model_states.pt", "config.json")
+
+
+def whole(save_path: Path, step: int) -> Path:
+    folder = step_folder(save_path, step)
+    folder.mkdir(parents=True)
+    for name in NAMES:
+        (folder / name).write_bytes(name.encode() * 1000)
+    files = {name: file_record(folder / name) for name in NAMES}
+    CheckpointRecord(step=step, topology=TOPOLOGY, data=DATA, files=files).write(folder)
+    return folder
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "truncated": (truncate, r"has \d+ bytes instead of \d+"),
+    "flipped": (flip, "is damaged: its checksum differs"),
+    "deleted": (Path.unlink, "is missing"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_of_any_file_is_found_and_named(damage: str, name: str, tmp_path: Path) -> None:
+    folder = whole(tmp_path, 5)
+    assert fault(folder) is None
+    harm, reason = DAMAGES[damage]
+    harm(folder / name)
+    assert re.fullmatch(f"{name} {reason}", fault(folder) or "")
+    assert [fault(folder, share, 3) is None for share in range(3)].count(False) == 1  # one rank's share holds it
+
+
+def test_unfinished_folder_and_broken_record_are_told_apart(tmp_path: Path) -> None:
+    folder = whole(tmp_path, 5)
+    (folder / RECORD).write_text("{")
+    assert fault(folder) == f"{RECORD} is damaged"
+    (folder / RECORD).unlink()
+    assert fault(folder) == f"no {RECORD}: it was never finished"
+
+
+def test_steps_are_ordered_by_number_and_other_folders_do_not_count(tmp_path: Path) -> None:
+    for step in (5, 1000000, 20):
+        whole(tmp_path, step)
+    for name in ("step-abc", "step-000030.damaged", "steps", "step-7x"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-000040").write_text("a file")
+    assert [path.name for path in step_folders(tmp_path)] == ["step-1000000", "step-000020", "step-000005"]
+
+
+def test_pruning_keeps_the_newest_whole_ones_and_the_best(tmp_path: Path) -> None:
+    for step in (5, 10, 15, 20):
+        whole(tmp_path, step)
+    (step_folder(tmp_path, 18) / "part").mkdir(parents=True)  # never finished
+    prune(tmp_path, keep_last=2, keep={"step-000005"})
+    assert [path.name for path in step_folders(tmp_path)] == ["step-000020", "step-000015", "step-000005"]
+
+
+def test_damaged_folder_set_aside_keeps_its_files(tmp_path: Path) -> None:
+    for _ in range(2):
+        folder = whole(tmp_path, 5)
+        flip(folder / NAMES[0])
+        set_aside(folder)
+        assert not step_folders(tmp_path)
+    assert {path.name for path in (tmp_path / "step-000005.damaged").iterdir()} == {*NAMES, RECORD}
+
+
+def test_best_counts_only_up_to_the_resumed_step_and_while_it_is_there(tmp_path: Path) -> None:
+    assert Best.read(tmp_path, 10) is None
+    folder = whole(tmp_path, 10)
+    best = Best(checkpoint=folder.name, step=10, eval_loss=1.5)
+    best.write(tmp_path)
+    assert Best.read(tmp_path, 10) == best
+    assert Best.read(tmp_path, 9) is None
+    (folder / RECORD).unlink()
+    assert Best.read(tmp_path, 10) is None

@@ -1,0 +1,98 @@
+"""Gradient clipping over all stages is that of one process, wherever DeepSpeed clips: fp32 and bf16, with and without
+ZeRO.
+
+SGD alone takes the gradient's length into its step: AdamW and Lion walk nearly as far with a gradient that was scaled
+wrongly. The model is tied, so a norm that counted both copies of the weight would be too large.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.launching import deepspeed, topology
+
+pytestmark = pytest.mark.launched
+
+NORM = 0.5
+SGD = {"type": "SGD", "params": {"lr": 1.0, "momentum": 0.5}}
+WITHOUT_ZERO = {"zero_optimization": {"stage": 0}}
+BF16 = {"bf16": {"enabled": True}}
+# The last two numbers: the tolerances of a loss and, relative, of a norm.
+VARIANTS: dict[str, tuple[dict[str, Any], float, float]] = {
+    "sgd": ({"optimizer": SGD}, 1e-5, 1e-4),
+    "sgd_without_zero": ({"optimizer": SGD} | WITHOUT_ZERO, 1e-5, 1e-4),
+    "sgd_bf16": ({"optimizer": SGD} | BF16, 3e-3, 1e-2),
+    "sgd_bf16_without_zero": ({"optimizer": SGD} | BF16 | WITHOUT_ZERO, 3e-3, 1e-2),
+    "lion": ({"optimizer": {"type": "Lion", "params": {"lr": 1.0e-3}}}, 1e-5, 1e-4),
+    "adafactor": ({"optimizer": {"type": "Adafactor", "params": {"lr": 1.0e-2}}} | WITHOUT_ZERO, 1e-5, 1e-4),
+}
+
+
+TOPOLOGIES = {
+    (1, 1): ([5], list(VARIANTS)),
+    (2, 1): ([3, 2], list(VARIANTS)),
+    (2, 2): ([2, 3], ["sgd", "sgd_without_zero"]),
+}
+CASES = [(variant, dims) for dims, (_, variants) in TOPOLOGIES.items() for variant in variants if dims != (1, 1)]
+
+
+class Outcome(NamedTuple):
+    losses: torch.Tensor
+    norms: torch.Tensor
+
+
+Outcomes = dict[tuple[str, tuple[int, int]], Outcome]
+
+
+@pytest.fixture(scope="module")
+def outcomes(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """Every case, in one launch for each topology."""
+    folder = tmp_path_factory.mktemp("clipping")
+    model = make_checkpoint("llama", tie_word_embeddings=True)
+    (folder / "samples.json").write_text(json.dumps(samples()))
+    outcomes: Outcomes = {}
+    for dims, (parts, variants) in TOPOLOGIES.items():
+        config = {
+            "model_path": str(model),
+            "data_path": str(folder / "samples.json"),
+            "save_path": str(folder),
+            "train_batch_size": 8,
+            "train_micro_batch_size_per_gpu": 2 // dims[1],
+            "n_epoches": 2,
+            "gradient_clipping": NORM,
+            "model_topo": topology(dims, parts),
+        }
+        cases = [{"name": variant, "config": config | VARIANTS[variant][0]} for variant in variants]
+        (folder / "cases.json").write_text(json.dumps(cases))
+        result = deepspeed(dims[0] * dims[1], "tests/workers/clipping.py", folder / "cases.json")
+        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+        for variant in variants:
+            found = json.loads((folder / f"{variant}.json").read_text())
+            outcomes[variant, dims] = Outcome(torch.tensor(found["losses"]), torch.tensor(found["norms"]))
+    return outcomes
+
+
+def samples() -> list[dict[str, list[int]]]:
+    """Sixteen samples of 5 to 60 tokens, the first third of each without loss."""
+    generator = random.Random(0)
+    samples = []
+    for length in (5, 60, 17, 8, 41, 23, 55, 12) * 2:
+        ids = [generator.randrange(3, 512) for _ in range(length)]
+        samples.append({"input_ids": ids, "labels": [-100] * (length // 3) + ids[length // 3 :]})
+    return samples
+
+
+@pytest.mark.parametrize(("variant", "dims"), CASES, ids=str)
+def test_clipped_steps_are_those_of_one_process(variant: str, dims: tuple[int, int], outcomes: Outcomes) -> None:
+    expected, found = outcomes[variant, (1, 1)], outcomes[variant, dims]
+    _, loss_tolerance, norm_tolerance = VARIANTS[variant]
+    assert expected.norms.min() > 2 * NORM, "little was clipped"
+    torch.testing.assert_close(found.losses, expected.losses, atol=loss_tolerance, rtol=0)
+    torch.testing.assert_close(found.norms, expected.norms, atol=0, rtol=norm_tolerance)

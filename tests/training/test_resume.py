@@ -1,0 +1,173 @@
+"""Shows that a run that was killed goes on to the last bit, through the real launcher and with real kills."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from models.checkpoint.export import pp_to_hg
+from tests.conftest import FAQ
+from tests.launching import DEEPSPEED, error_lines, metrics, run, start, topology, write_config
+from tests.training.test_checkpoint_folder import flip
+from training.distributed import free_port
+
+pytestmark = pytest.mark.launched
+
+STEPS = 20  # five epochs of 30 records in batches of 8
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+FP32 = {"zero_optimization": {"stage": 0}}
+CASES: dict[str, tuple[tuple[int, int], dict[str, Any], str]] = {
+    "1x1-fp32": ((1, 1), FP32, "llama"),
+    "2x1-bf16-dropout": ((2, 1), BF16, "bloom"),
+    "2x1-fp32": ((2, 1), FP32, "llama"),
+    "2x2-bf16": ((2, 2), BF16, "llama"),
+    "1x1-bf16": ((1, 1), BF16, "llama"),
+    "2x2-fp32": ((2, 2), FP32 | {"zero_optimization": {"stage": 1}}, "llama"),
+}
+SLOW = {"1x1-bf16", "2x2-fp32"}
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("records") / "records.json"
+    path.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:30]), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def models(make_checkpoint: Callable[..., Path]) -> dict[str, Path]:
+    return {
+        "llama": make_checkpoint("llama", tie_word_embeddings=True),
+        "bloom": make_checkpoint("bloom", **DROPOUT),
+    }
+
+
+def command(config: Path) -> list[str]:
+    dims = config.stem.split("-")[0].split("x")
+    processes = str(int(dims[0]) * int(dims[1]))
+    launcher = [*DEEPSPEED, "--num_gpus", processes, "--master_port", str(free_port())]
+    return [*launcher, "train_ds.py", "--config", str(config)]
+
+
+def kill_after(step: int, config: Path) -> None:
+    """Start a run and kill all of its processes once it has reported a step."""
+    process = start(*command(config))
+    wait_for_step(step, config, process)
+    kill_all(process)
+
+
+def kill_all(process: subprocess.Popen[str]) -> None:
+    family = [process, *psutil.Process(process.pid).children(recursive=True)]
+    for member in family:
+        member.kill()
+    process.wait()
+    psutil.wait_procs([member for member in family if isinstance(member, psutil.Process)])
+
+
+def settings(models: dict[str, Path], records: Path, name: str) -> dict[str, Any]:
+    dims, keys, model = CASES[name]
+    return {
+        "model_path": str(models[model]),
+        "data_path": str(records),
+        "n_epoches": 5,
+        "save_interval": 5,
+        "model_topo": topology(dims),
+        "optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3}},
+        "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 5}},
+    } | keys
+
+
+def finished(config: Path) -> subprocess.CompletedProcess[str]:
+    done = run(*command(config))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+def losses(config: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in metrics(config.with_suffix("")) if "loss" in line]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES])
+def test_killed_run_goes_on_to_the_last_bit(name: str, models: dict[str, Path], records: Path, tmp_path: Path) -> None:
+    """The run that is killed evaluates as well, which must not change it."""
+    shared = settings(models, records, name)
+    straight = write_config(tmp_path / f"{name}.yml", **shared)
+    killed = write_config(tmp_path / f"{name}-killed.yml", eval_data_path=str(records), eval_interval=3, **shared)
+    finished(straight)
+    kill_after(12, killed)
+    assert "resumed: " in finished(killed).stdout
+
+    expected = losses(straight)
+    assert [step for step, _ in expected] == list(range(1, STEPS + 1))
+    assert losses(killed) == expected
+    for config in (straight, killed):
+        pp_to_hg(config.with_suffix(""), config.with_suffix(".hf"))
+    weights = [load_file(config.with_suffix(".hf") / "model.safetensors") for config in (straight, killed)]
+    assert all(torch.equal(weights[0][tensor], weights[1][tensor]) for tensor in weights[0])
+
+
+def test_stopped_run_with_a_damaged_checkpoint(models: dict[str, Path], records: Path, tmp_path: Path) -> None:
+    """SIGTERM saves and leaves; a flipped byte sends the next start back to the checkpoint before, aloud."""
+    config = write_config(tmp_path / "1x1.yml", **settings(models, records, "1x1-fp32"))
+    folder = config.with_suffix("")
+    process = start(*command(config))
+    wait_for_step(7, config, process)
+    for worker in workers(process):
+        worker.terminate()
+    told = process.communicate(timeout=120)[0]
+    assert process.returncode not in (0, None)
+    stopped = re.search(r"stopped after step (\d+) of 20", told)
+    assert stopped, told
+    step = int(stopped[1])
+    assert (folder / "latest").read_text() == f"step-{step:06d}"
+    assert len(losses(config)) == step
+
+    flip(folder / f"step-{step:06d}" / "layer_01-model_states.pt")
+    told = finished(config).stdout
+    assert f"step-{step:06d} is passed over: layer_01-model_states.pt is damaged" in told
+    assert re.search(r"resumed: .*step-000005, after step 5", told)
+    assert [number for number, _ in losses(config)] == list(range(1, STEPS + 1))
+
+    assert "after step 20" in finished(config).stdout, "a run that is done is done"
+    assert len(losses(config)) == STEPS
+
+
+def test_changed_data_and_order_are_noticed(models: dict[str, Path], records: Path, tmp_path: Path) -> None:
+    shared = settings(models, records, "1x1-fp32") | {"n_epoches": 1}
+    config = write_config(tmp_path / "1x1.yml", **shared)
+    finished(config)
+    fewer = tmp_path / "fewer.json"
+    fewer.write_text(json.dumps(json.loads(records.read_text())[1:]))
+    for change, parts in (
+        (f"data_path={fewer}", ("data_path: not the samples", "(30 then, 29 now)")),
+        ("seed=7", ("seed: 7, but", "was trained with 42")),
+        ("resume=none", ("save_path:", "step-000004")),
+    ):
+        done = run(*command(config), change)
+        assert done.returncode != 0
+        (line,) = error_lines(done)
+        assert all(part in line for part in parts), line
+
+
+def wait_for_step(step: int, config: Path, process: subprocess.Popen[str]) -> None:
+    lines = config.with_suffix("") / "metrics.jsonl"
+    while not (lines.is_file() and lines.read_text().count("\n") >= step):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+def workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes that train, below the launchers."""
+    family = psutil.Process(process.pid).children(recursive=True)
+    return [member for member in family if "--local_rank=0" in member.cmdline() or not member.children()]

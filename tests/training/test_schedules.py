@@ -1,0 +1,129 @@
+"""The learning rate over a run: bounds, the ends of the phases, and values by hand for each schedule."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from training.config_sections import (
+    ConstantParams,
+    LinearParams,
+    Scheduler,
+    WarmUp,
+    WarmupCosineParams,
+    WSDParams,
+)
+from training.schedules import lr_ratio
+
+RATIO = st.floats(0, 1)
+WARM_UP: dict[str, st.SearchStrategy[Any]] = {
+    "warmup_num_steps": st.integers(0, 50),
+    "warmup_min_ratio": RATIO,
+    "warmup_type": st.sampled_from(["log", "linear"]),
+}
+SCHEDULERS = st.one_of(
+    st.builds(Scheduler, params=st.builds(WarmupCosineParams, **WARM_UP, cos_min_ratio=RATIO)),
+    st.builds(Scheduler, type=st.just("linear"), params=st.builds(LinearParams, **WARM_UP, min_ratio=RATIO)),
+    st.builds(Scheduler, type=st.just("constant"), params=st.builds(ConstantParams, **WARM_UP)),
+    st.builds(
+        Scheduler,
+        type=st.just("WSD"),
+        params=st.builds(
+            WSDParams, **WARM_UP, min_ratio=RATIO, decay_ratio=st.floats(0, 1, exclude_min=True, allow_subnormal=False)
+        ),
+    ),
+)
+TYPES: list[Any] = ["WarmupCosineLR", "linear", "constant", "WSD"]
+
+
+def curve(total: int, kind: Any = "WarmupCosineLR", **params: Any) -> list[float]:
+    scheduler = Scheduler.model_validate({"type": kind, "params": params})
+    return [lr_ratio(step, total, scheduler) for step in range(total)]
+
+
+def least(params: WarmUp) -> float:
+    """Where a schedule ends."""
+    return next((getattr(params, name) for name in ("cos_min_ratio", "min_ratio") if hasattr(params, name)), 1.0)
+
+
+@given(scheduler=SCHEDULERS, total=st.integers(1, 80))
+def test_a_curve_rises_to_one_and_falls_to_its_least(scheduler: Scheduler, total: int) -> None:
+    params = scheduler.params
+    top = max(params.warmup_num_steps, 1) - 1
+    ratios = [lr_ratio(step, total, scheduler) for step in range(total)]
+    rise, fall = ratios[: top + 1], ratios[top:]
+    assert ratios[0] > 0.0
+    assert all(params.warmup_min_ratio - 1e-12 <= ratio <= 1.0 + 1e-12 for ratio in rise)
+    assert all(least(params) - 1e-12 <= ratio <= 1.0 + 1e-12 for ratio in fall)
+    assert rise == sorted(rise)
+    assert fall == sorted(fall, reverse=True)
+    if fall:
+        assert fall[0] == pytest.approx(1.0, abs=1e-12)
+    if len(fall) > 1:
+        assert fall[-1] == pytest.approx(least(params), abs=1e-12)
+
+
+@pytest.mark.parametrize("warmup_type", ["log", "linear"])
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_long_run_has_no_jumps_where_the_phases_meet(kind: str, warmup_type: str) -> None:
+    ratios = curve(20_000, kind, warmup_num_steps=1_000, warmup_type=warmup_type)
+    assert max(abs(after - before) for before, after in pairwise(ratios[10:])) < 0.025
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_single_step_without_warm_up_has_the_full_rate(kind: str) -> None:
+    assert curve(1, kind) == [1.0]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_step_after_the_last_one_keeps_its_rate(kind: Any) -> None:
+    scheduler = Scheduler(type=kind)
+    assert lr_ratio(25, 10, scheduler) == lr_ratio(9, 10, scheduler)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_longer_warm_up_than_the_run_never_reaches_the_top(kind: str) -> None:
+    assert curve(3, kind, warmup_num_steps=6, warmup_type="linear") == pytest.approx([1 / 6, 2 / 6, 3 / 6])
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_the_warm_up_rises_linearly_or_with_the_logarithm(kind: str) -> None:
+    linear = curve(10, kind, warmup_num_steps=4, warmup_type="linear", warmup_min_ratio=0.2)
+    assert linear[:4] == pytest.approx([0.4, 0.6, 0.8, 1.0])
+    log = curve(10, kind, warmup_num_steps=4, warmup_type="log")
+    assert log[:4] == pytest.approx([math.log(step + 2) / math.log(5) for step in range(4)])
+
+
+def test_half_a_cosine_falls_from_the_warm_up_to_the_last_step() -> None:
+    ratios = curve(12, warmup_num_steps=4, cos_min_ratio=0.1)
+    assert ratios[3] == 1.0
+    assert ratios[7] == pytest.approx(0.55)
+    assert ratios[5] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
+    assert ratios[11] == pytest.approx(0.1)
+
+
+def test_a_straight_line_falls_from_the_warm_up_to_the_last_step() -> None:
+    ratios = curve(6, "linear", warmup_num_steps=2, min_ratio=0.2)
+    assert ratios[1:] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_a_constant_rate_stays_after_the_warm_up() -> None:
+    assert curve(6, "constant", warmup_num_steps=2)[1:] == [1.0] * 5
+
+
+def test_wsd_is_stable_until_the_last_part_of_all_steps() -> None:
+    ratios = curve(40, "WSD", warmup_num_steps=4, min_ratio=0.2)
+    assert ratios[3:36] == [1.0] * 33
+    assert ratios[36:] == pytest.approx([1 - 0.8 * math.sqrt(step / 4) for step in (1, 2, 3, 4)])
+    assert curve(40, "WSD", decay_ratio=0.5)[19:21] == pytest.approx([1.0, 1 - 0.9999 * math.sqrt(1 / 20)])
+
+
+def test_the_decay_of_wsd_takes_a_step_at_least_and_waits_for_the_warm_up() -> None:
+    assert curve(3, "WSD", min_ratio=0.2) == pytest.approx([1.0, 1.0, 0.2])
+    late = curve(10, "WSD", warmup_num_steps=8, decay_ratio=0.5, min_ratio=0.0)
+    assert late[7:] == pytest.approx([1.0, 1 - math.sqrt(1 / 2), 0.0])

@@ -1,0 +1,181 @@
+"""TensorBoard's event files, read back by TensorBoard itself; W&B, by a stand-in for its package."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from training import tracking
+from training.config import TrainConfig
+from training.errors import ConfigError
+from training.metrics import Reporter
+from training.tracking import TensorBoardWriter, WandBWriter, open_trackers
+
+
+def make_config(**sections: Any) -> TrainConfig:
+    return TrainConfig.model_validate(
+        {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 4} | sections
+    )
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows of a run: for each curve its steps and values."""
+    accumulator = EventAccumulator(str(folder / "tensorboard"))
+    accumulator.Reload()
+    return {
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def log(folder: Path, first: int, last: int, offset: float = 0.0) -> None:
+    writer = TensorBoardWriter(folder, first)
+    for step in range(first, last + 1):
+        writer.log(step, {"loss": step + offset, "times/data": 0.5})
+    writer.close(failed=False)
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    log(tmp_path, 1, 3)
+    assert curves(tmp_path) == {"loss": [(1, 1), (2, 2), (3, 3)], "times/data": [(1, 0.5), (2, 0.5), (3, 0.5)]}
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
+    log(tmp_path, 1, 5)
+    time.sleep(1.1)  # event files are read in the order of the second in their names
+    log(tmp_path, 4, 7, offset=100)
+    expected = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 104.0), (5, 105.0), (6, 106.0), (7, 107.0)]
+    assert curves(tmp_path)["loss"] == expected
+
+
+def test_a_new_run_hides_an_old_one_in_its_folder(tmp_path: Path) -> None:
+    old = TensorBoardWriter(tmp_path, 1)
+    old.log(0, {"eval_loss": 9.0})
+    old.log(1, {"eval_loss": 8.0})
+    old.close(failed=False)
+    time.sleep(1.1)
+    new = TensorBoardWriter(tmp_path, 1)
+    new.log(0, {"eval_loss": 3.0})
+    new.close(failed=False)
+    assert curves(tmp_path) == {"eval_loss": [(0, 3.0)]}
+
+
+def test_numbers_that_are_not_finite_are_no_error(tmp_path: Path) -> None:
+    writer = TensorBoardWriter(tmp_path, 1)
+    writer.log(1, {"loss": math.nan, "grad_norm": math.inf})
+    writer.close(failed=False)
+    found = curves(tmp_path)
+    assert math.isnan(found["loss"][0][1])
+    assert math.isinf(found["grad_norm"][0][1])
+
+
+def test_a_step_and_its_evaluation_are_curves_of_their_own(tmp_path: Path) -> None:
+    with Reporter(tmp_path, 3, True, 1, trackers=open_trackers(make_config(), tmp_path, 1)) as reporter:
+        reporter.report_evaluation(2, {"eval_loss": 1.5, "eval_loss/instruct": 1.25})
+    assert curves(tmp_path) == {"eval_loss": [(2, 1.5)], "eval_loss/instruct": [(2, 1.25)]}
+
+
+def test_tensorboard_is_on_by_default_and_wandb_is_not(tmp_path: Path) -> None:
+    trackers = open_trackers(make_config(), tmp_path, 1)
+    for tracker in trackers:
+        tracker.close(failed=False)
+    assert [tracker.name for tracker in trackers] == ["tensorboard"]
+    assert open_trackers(make_config(tensorboard={"enabled": False}), tmp_path, 1) == []
+
+
+def test_what_is_off_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("tensorboard", "wandb"):
+        monkeypatch.setitem(sys.modules, package, None)  # importing it would fail
+    spec = importlib.util.spec_from_file_location("tracking_anew", tracking.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    anew = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(anew)
+    assert anew.open_trackers(make_config(tensorboard={"enabled": False}), tmp_path, 1) == []
+
+
+class FakeWandB(ModuleType):
+    """The part of the package that Pipetune calls; it remembers the calls."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__("wandb")
+        self.began: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.exit_codes: list[int] = []
+        self.fails = fails
+
+    def init(self, **settings: Any) -> FakeWandB:
+        if self.fails:
+            raise RuntimeError("api_key not configured (no-tty).\ncall wandb.login")
+        self.began.append(settings)
+        return self
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self.logged.append((step, numbers))
+
+    def finish(self, exit_code: int) -> None:
+        self.exit_codes.append(exit_code)
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandB:
+    module = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+WANDB = {"enabled": True, "project": "llamas", "name": "first try"}
+
+
+def test_wandb_gets_config_numbers_and_the_end(tmp_path: Path, wandb: FakeWandB) -> None:
+    config = make_config(wandb=WANDB, tensorboard={"enabled": False})
+    (tracker,) = open_trackers(config, tmp_path, 1)
+    tracker.log(1, {"loss": 2.5})
+    tracker.close(failed=True)
+    (began,) = wandb.began
+    assert (began["project"], began["name"], began["dir"]) == ("llamas", "first try", str(tmp_path))
+    assert began["config"] == config.dump()
+    assert wandb.logged == [(1, {"loss": 2.5})]
+    assert wandb.exit_codes == [1]
+
+
+def test_wandb_goes_on_with_the_run_that_goes_on(tmp_path: Path, wandb: FakeWandB) -> None:
+    config = make_config(wandb=WANDB)
+    for first_step in (1, 5, 9, 1):
+        WandBWriter(tmp_path, first_step, config)
+    first, second, third, new = (began["id"] for began in wandb.began)
+    assert first == second == third != new
+    assert {began["resume"] for began in wandb.began} == {"allow"}
+
+
+def test_a_missing_package_is_the_user_s_to_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"wandb\.enabled: the package wandb is not installed; expected pip install"):
+        open_trackers(make_config(wandb=WANDB), tmp_path, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_named_wandb_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B leaves such folders wherever it ran, and Python would import them as empty packages."""
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(ConfigError, match="is not installed"):
+        open_trackers(make_config(wandb=WANDB), tmp_path, 1)
+
+
+def test_a_missing_key_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandB(fails=True))
+    with pytest.raises(ConfigError) as caught:
+        open_trackers(make_config(wandb=WANDB), tmp_path, 1)
+    assert str(caught.value) == (
+        "wandb: cannot begin a run: api_key not configured (no-tty). call wandb.login; "
+        "expected wandb login, WANDB_MODE=offline, or enabled: false"
+    )

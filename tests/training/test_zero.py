@@ -1,0 +1,234 @@
+"""ZeRO against the pipeline: same data, same losses, whatever the stage; and what a rank holds under stage 3.
+
+The samples differ much in length, and an epoch's last batch is smaller, so that one replica has a micro-batch without
+samples. All cases of a number of processes share one launch (tests/workers/zero.py).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from transformers import AutoModelForCausalLM
+
+import train_ds_zero
+from models import load_model
+from models.checkpoint.convert import copy_side_files
+from models.checkpoint.export import pp_to_hg
+from models.spec import ModelSpec
+from tests.conftest import FAQ
+from tests.launching import deepspeed, metrics, topology, write_config
+from training.config import TrainConfig
+from training.deepspeed_config import check_device
+from training.distributed import Place
+from training.errors import ConfigError
+from training.zero_trainer import ZeroTrainer
+
+pytestmark = pytest.mark.launched
+
+STEPS, RESUME_AT = 10, 7  # as in tests/workers/zero.py
+PROCESSES = 2
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "untied": ("llama", {"tie_word_embeddings": False}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "baichuan": ("baichuan", {"max_position_embeddings": 256}),  # its head uses the weight without calling its layer
+}
+BF16 = {"bf16": {"enabled": True}}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+SHARD_ALL = {"stage3_param_persistence_threshold": 0}  # DeepSpeed would keep small weights whole: all of a tiny model
+
+
+class Case(NamedTuple):
+    """A run by ZeRO: the keys of `zero_optimization`, others, and the largest difference to the pipeline."""
+
+    name: str
+    model: str
+    zero: dict[str, Any]
+    keys: dict[str, Any] = {}
+    tolerance: float = 1e-5
+
+    @property
+    def reference(self) -> str:
+        return "pipeline-bf16" if "bf16" in self.keys else f"pipeline-{self.model}"
+
+
+def stage(number: int, **keys: Any) -> dict[str, Any]:
+    return {"stage": number} | (SHARD_ALL if number == 3 else {}) | keys
+
+
+SLOW_ADAM = {"zero_force_ds_cpu_optimizer": False}  # torch's, which needs no compiling
+CASES = [
+    *(Case(f"tied-{number}", "tied", stage(number)) for number in range(4)),
+    Case("untied-3", "untied", stage(3)),
+    Case("mixtral-3-recompute", "mixtral", stage(3), {"use_grad_ckpt": True}),
+    Case("baichuan-3", "baichuan", stage(3)),
+    Case("offload-2", "tied", stage(2, **OFFLOAD), SLOW_ADAM),
+    Case("offload-3", "tied", stage(3, offload_param={"device": "cpu"}, **OFFLOAD), SLOW_ADAM),
+    Case("hpz-3", "tied", stage(3, zero_hpz_partition_size=2)),
+    *(Case(f"bf16-{number}", "tied", stage(number), BF16, 2e-3) for number in (0, 2, 3)),
+]
+RESUMED = ("tied-2", "tied-3", "offload-3", "bf16-0", "bf16-3")
+REFERENCES = [Case(f"pipeline-{model}", model, stage(1)) for model in MODELS]
+REFERENCES += [Case("pipeline-bf16", "tied", stage(1), BF16)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("zero")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(make_checkpoint: Callable[..., Path]) -> dict[str, Path]:
+    return {model: make_checkpoint(family, **changes) for model, (family, changes) in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path, checkpoints: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    """What every case and its reference gave."""
+    generator = random.Random(0)
+    samples = []
+    for _ in range(37):  # 4 batches of 8 and one of 5
+        ids = [generator.randrange(3, 512) for _ in range(generator.randrange(5, 90))]
+        samples.append({"input_ids": ids, "labels": [-100] * (len(ids) // 3) + ids[len(ids) // 3 :]})
+    (folder / "samples.json").write_text(json.dumps(samples))
+    for kind, processes, cases in (("pipeline", 1, REFERENCES), ("zero", PROCESSES, CASES)):
+        described = [
+            {
+                "name": case.name,
+                "kind": kind,
+                "config": config(case, processes, checkpoints[case.model], folder),
+                "resume": case.name in RESUMED,
+            }
+            for case in cases
+        ]
+        (folder / "cases.json").write_text(json.dumps(described))
+        result = deepspeed(processes, "tests/workers/zero.py", folder / "cases.json", timeout=400)
+        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return {case.name: json.loads((folder / f"{case.name}.json").read_text()) for case in (*REFERENCES, *CASES)}
+
+
+def config(case: Case, processes: int, model_path: Path, folder: Path) -> dict[str, Any]:
+    return {
+        "model_path": str(model_path),
+        "data_path": str(folder / "samples.json"),
+        "save_path": str(folder),
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3, "eps": 1.0e-6}},
+        "aux_router_loss": {"weight": 0.5 if case.model == "mixtral" else None},
+        "aux_max_z_loss": {"weight": 1.0e-2},
+        "zero_optimization": case.zero,
+        "model_topo": topology((1, processes)),
+        **case.keys,
+    }
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_losses_are_the_pipelines(case: Case, outcomes: dict[str, dict[str, Any]]) -> None:
+    found, expected = outcomes[case.name], outcomes[case.reference]
+    assert len(found["loss"]) == STEPS
+    assert min(expected["grad_norm"]) > 0.5, "nothing was clipped"
+    for quantity in ("loss", "eval"):
+        difference = torch.tensor(found[quantity]) - torch.tensor(expected[quantity])
+        assert difference.abs().max() < case.tolerance, f"{quantity}: {difference.tolist()}"
+    norms = [torch.tensor(outcome["grad_norm"]) for outcome in (found, expected)]
+    torch.testing.assert_close(*norms, atol=0, rtol=10 * case.tolerance)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_repeats_the_losses_bit_for_bit(name: str, outcomes: dict[str, dict[str, Any]]) -> None:
+    assert outcomes[name]["resumed"] == outcomes[name]["loss"][RESUME_AT:]
+
+
+def test_evaluation_is_the_cross_entropy_alone(outcomes: dict[str, dict[str, Any]]) -> None:
+    """The first step's loss is that of the same weights and samples, with the weighted terms on top."""
+    for name in ("mixtral-3-recompute", "pipeline-mixtral"):
+        assert outcomes[name]["loss"][0] - outcomes[name]["eval"][0] > 0.5
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.zero["stage"] == 3], ids=lambda case: case.name)
+def test_no_rank_ever_holds_the_model_in_stage_3(
+    case: Case, outcomes: dict[str, dict[str, Any]], checkpoints: dict[str, Path]
+) -> None:
+    spec = ModelSpec.from_folder(checkpoints[case.model])
+    sizes = [sum(shape.numel() for shape in spec.shapes(layer).values()) for layer in range(spec.n_layers)]
+    model = sum(sizes) - (sizes[0] if spec.tied else 0)
+    for held, most in zip(outcomes[case.name]["held"], outcomes[case.name]["held_while_reading"], strict=True):
+        assert held == pytest.approx(model / PROCESSES, rel=0.01)
+        assert most <= model / PROCESSES + max(sizes) < model
+
+
+@pytest.mark.parametrize("name", ["tied-0", "tied-3", "untied-3", "mixtral-3-recompute", "bf16-3"])
+def test_the_layer_files_are_a_pipelines(
+    name: str, folder: Path, outcomes: dict[str, dict[str, Any]], checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    del outcomes  # already on disk
+    original = checkpoints[next(case.model for case in CASES if case.name == name)]
+    copy_side_files(original, folder / name)
+    pp_to_hg(folder / name, tmp_path / "hg")
+    ids = torch.arange(3, 43).view(2, 20)
+    with torch.no_grad():
+        trained = load_model(folder / name)
+        assert trained.embedding.embed_tokens.weight.dtype == (torch.bfloat16 if "bf16" in name else torch.float32)
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hg", dtype=torch.float32)(ids).logits
+        torch.testing.assert_close(exported, trained.float()(ids), atol=1e-5, rtol=0)
+        assert (exported - load_model(original)(ids)).abs().max() > 1e-2
+
+
+def test_both_doors_take_one_config(folder: Path, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    records = folder / "records.json"
+    records.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[::5][:20]), encoding="utf-8")
+    path = write_config(tmp_path / "run.yml", model_path=str(checkpoints["tied"]), data_path=str(records))
+    losses = {}
+    for door, processes, *words in (
+        ("train_ds.py", 1),
+        ("train_ds_zero.py", PROCESSES, "zero_optimization.stage=3"),
+    ):
+        save_path = tmp_path / door
+        result = deepspeed(processes, door, "--config", path, f"save_path={save_path}", *words)
+        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+        losses[door] = torch.tensor([line["loss"] for line in metrics(save_path)])
+        pp_to_hg(save_path, tmp_path / f"{door}.hg")
+    torch.testing.assert_close(losses["train_ds_zero.py"], losses["train_ds.py"], atol=1e-5, rtol=0)
+
+
+def test_the_processes_are_the_replicas_unless_the_config_says_otherwise(tmp_path: Path) -> None:
+    keys = {"model_path": "m", "data_path": "d", "train_batch_size": 8}
+    path = str(write_config(tmp_path / "run.yml", **keys))
+    place = Place(rank=0, world_size=4, local_rank=0, local_size=4)
+    assert train_ds_zero.load_spread_config(path, [], place).model_topo.replicas == 4
+    assert train_ds_zero.load_spread_config(path, [], None).model_topo.replicas == max(1, torch.cuda.device_count())
+    path = str(write_config(tmp_path / "topo.yml", **keys, model_topo=topology((1, 2))))
+    assert train_ds_zero.load_spread_config(path, [], place).model_topo.replicas == 2
+
+
+def test_a_config_with_stages_is_refused(checkpoints: dict[str, Path]) -> None:
+    keys = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 8}
+    staged = TrainConfig.model_validate(keys | {"model_topo": topology((2, 1))})
+    with pytest.raises(ConfigError, match=r"^model_topo.process_topology.dims: \[2, 1\] asks for 2 stages"):
+        ZeroTrainer.topology(staged, ModelSpec.from_folder(checkpoints["tied"]))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the kernels")
+@pytest.mark.parametrize("key", ["zero_quantized_weights", "zero_quantized_gradients"])
+def test_quantized_communication_without_cuda_is_refused(key: str) -> None:
+    keys = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 8}
+    config = TrainConfig.model_validate(keys | {"zero_optimization": {"stage": 3, key: True}})
+    with pytest.raises(ConfigError, match=rf"^zero_optimization\.{key}: its kernels need CUDA"):
+        check_device(config)
+
+
+def test_fp16_is_refused_where_the_loss_would_not_be_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda accelerator: True)
+    keys = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 8, "fp16": {"enabled": True}}
+    check_device(TrainConfig.model_validate(keys))
+    with pytest.raises(ConfigError, match=r"^zero_optimization\.stage: 0"):
+        check_device(TrainConfig.model_validate(keys | {"zero_optimization": {"stage": 0}}))

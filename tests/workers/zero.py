@@ -1,0 +1,113 @@
+"""Training by ZeRO or by a pipeline, case by case in one launch: started by the real launcher.
+
+usage: zero.py CASES.json, a list of {"name", "config": {...}, "kind": "zero" | "pipeline", "resume": bool}; writes
+<folder>/<name>.json with the losses and gradient norms of STEPS steps, the losses of an evaluation before and after,
+with `resume` the losses after step RESUME_AT of a second engine that took up the first one's checkpoint, and what each
+rank held of the weights: at most while they were read, and then. With ZeRO it also writes the layer files into
+<folder>/<name>.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from torch import nn
+
+import models.sharded
+from data.loader import Loader
+from models.spec import ModelSpec
+from training import distributed
+from training.config import TrainConfig
+from training.pipeline_trainer import PipelineTrainer
+from training.trainer import Trainer
+from training.zero_trainer import ZeroTrainer
+
+KINDS: dict[str, type[Trainer]] = {"pipeline": PipelineTrainer, "zero": ZeroTrainer}
+STEPS, RESUME_AT = 10, 7
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cases", type=Path)
+    parser.add_argument("--local_rank", type=int)
+    arguments = parser.parse_args()
+    place = distributed.Place.from_environment()
+    assert place is not None
+    cases = json.loads(arguments.cases.read_text())
+    distributed.start(place, TrainConfig.model_validate(cases[0]["config"]).model_topo)
+    for case in cases:
+        config = TrainConfig.model_validate(case["config"])
+        outcome = run_case(KINDS[case["kind"]], config, arguments.cases.parent / case["name"], case["resume"])
+        if place.rank == 0:
+            (arguments.cases.parent / f"{case['name']}.json").write_text(json.dumps(outcome))
+    distributed.stop()
+
+
+def run_case(kind: type[Trainer], config: TrainConfig, folder: Path, resume: bool) -> dict[str, Any]:
+    samples = json.loads(Path(config.data_paths[0]).read_text())
+    replicas = config.model_topo.replicas
+    loader = Loader(samples, config.train_batch_size, config.train_micro_batch_size_per_gpu, replicas, config.seed)
+    outcome: dict[str, Any] = {"loss": [], "grad_norm": []}
+    with watched_build() as held:
+        trainer = build(kind, config)
+    outcome["held_while_reading"] = distributed.gather(max(held, default=0))
+    outcome["held"] = distributed.gather(held_of(trainer.engine.module.parameters()))
+    outcome["eval"] = [trainer.eval_loss(loader, loader.batch(0))]
+    for step in range(STEPS):
+        outcome["loss"].append(trainer.train_step(loader, loader.batch(step)))
+        outcome["grad_norm"].append(float(trainer.engine.get_global_grad_norm() or 0))
+        if resume and step + 1 == RESUME_AT:
+            trainer.engine.save_checkpoint(str(folder), tag="resume")
+    outcome["eval"].append(trainer.eval_loss(loader, loader.batch(0)))
+    folder.mkdir(exist_ok=True)
+    trainer.write_layers(folder)
+    trainer.engine.destroy()
+    if not resume:
+        return outcome
+    again = build(kind, config)
+    again.engine.load_checkpoint(str(folder), tag="resume")
+    outcome["resumed"] = [again.train_step(loader, loader.batch(step)) for step in range(RESUME_AT, STEPS)]
+    again.engine.destroy()
+    return outcome
+
+
+def build(kind: type[Trainer], config: TrainConfig) -> Trainer:
+    folder = Path(config.model_path)
+    return kind.build(config, ModelSpec.from_folder(folder), folder, STEPS)
+
+
+@contextmanager
+def watched_build() -> Iterator[list[int]]:
+    """Note how many elements of the weights this process holds whenever a layer has been read."""
+    known = {id(each) for each in all_parameters()}
+    held: list[int] = []
+    build_layer = models.sharded.build_layer
+
+    def watched(*arguments: Any) -> nn.Module:
+        layer = build_layer(*arguments)
+        held.append(held_of(each for each in all_parameters() if id(each) not in known))
+        return layer
+
+    with patch("models.sharded.build_layer", watched):
+        yield held
+
+
+def held_of(parameters: Iterable[nn.Parameter]) -> int:
+    """Elements of parameters, whole or in slices."""
+    return sum(each.numel() + (each.ds_tensor.numel() if hasattr(each, "ds_tensor") else 0) for each in parameters)
+
+
+def all_parameters() -> list[nn.Parameter]:
+    """Those that exist in this process and have memory."""
+    return [each for each in gc.get_objects() if type(each) is nn.Parameter and each.device.type != "meta"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Fine-tune a model with ZeRO: the same config, data, loss, checkpoints and export as train_ds.py, without a pipeline.
+
+deepspeed --num_gpus 8 train_ds_zero.py --config configs/ds_config_zero.yml [key.sub=value ...]
+deepspeed --hostfile ./hostfile train_ds_zero.py --config FILE
+python train_ds_zero.py --config FILE     starts its own launcher, with a process for each GPU
+python train_ds_zero.py --config FILE --inspect 3
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from training import distributed
+from training.command_line import inspect, parse_arguments
+from training.config import TrainConfig
+from training.config_file import load_config
+from training.distributed import Place, exit_on_user_error
+
+
+def main() -> None:
+    arguments = parse_arguments("Fine-tune a model with ZeRO.")
+    place = Place.from_environment()
+    with exit_on_user_error(place.rank if place else 0):
+        config = load_spread_config(arguments.config, arguments.overrides, place)
+        if arguments.inspect:
+            inspect(config, arguments.inspect)
+        elif place is None:
+            distributed.launch(config.model_topo, sys.argv)
+        else:
+            distributed.start(place, config.model_topo)
+            try:
+                run(config, place)
+            finally:
+                distributed.stop()
+
+
+def run(config: TrainConfig, place: Place) -> None:
+    """The whole job of one rank."""
+    from training.job import run_job
+    from training.zero_trainer import ZeroTrainer
+
+    run_job(config, place, ZeroTrainer)
+
+
+def load_spread_config(path: str, overrides: list[str], place: Place | None) -> TrainConfig:
+    """The config; where it has no model_topo, every process that was started, or every GPU, is a replica."""
+    config = load_config(path, overrides)
+    if "model_topo" in config.model_fields_set:
+        return config
+    processes = place.world_size if place else max(1, torch.cuda.device_count())
+    return load_config(path, [*overrides, f"model_topo.process_topology.dims=[1, {processes}]"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""The whole job of one rank, the same for both training doors: model, data, engine, resume, loop, export."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+from rich.console import Console
+
+from data.dataset import Dataset
+from data.loader import Loader
+from models.attention import choose_attention
+from models.checkpoint.export import pp_to_hg
+from models.checkpoint.layout import resolve
+from models.spec import ModelSpec
+from training.checkpoint_folder import RECORD, Best, CheckpointRecord, DataOrder, Topology, step_folder
+from training.config import TrainConfig
+from training.deepspeed_config import training_dtype
+from training.distributed import Place, agreed
+from training.errors import ConfigError
+from training.evaluation import Evaluation
+from training.flops import Utilization
+from training.loop import Run, train
+from training.metrics import Reporter
+from training.resume import check_resumable, find_checkpoint, restore
+from training.run_data import read_data, read_evaluation_data
+from training.run_info import write_run_info
+from training.saving import Checkpointer
+from training.signals import StopRequest
+from training.tracking import open_trackers
+from training.trainer import Trainer
+
+
+@dataclass
+class Inputs:
+    """What a run is made of, read and checked before anything is built.
+
+    Attributes:
+        folder: the resolved `model_path`.
+        dataset: the records to train on.
+        evaluation_set: the records to evaluate on, if any.
+        save_path: the run's folder.
+    """
+
+    folder: Path
+    spec: ModelSpec
+    topology: Topology
+    dataset: Dataset
+    loader: Loader
+    evaluation_set: Dataset | None
+    save_path: Path
+
+    @classmethod
+    def read(cls, config: TrainConfig, kind: type[Trainer], log: Console) -> Inputs:
+        """Read model config and records, make the run's folder."""
+        folder = resolve(config.model_path)
+        spec = ModelSpec.from_folder(folder)
+        topology = kind.topology(config, spec)
+        dataset = read_data(config, folder, log)
+        loader = Loader(
+            dataset.samples,
+            config.train_batch_size,
+            config.train_micro_batch_size_per_gpu,
+            topology.replicas,
+            config.seed,
+            config.dataloader_drop_last,
+        )
+        evaluation_set = read_evaluation_data(config, folder, log)
+        return cls(folder, spec, topology, dataset, loader, evaluation_set, make_run_folder(config.save_path))
+
+    def order(self, config: TrainConfig) -> DataOrder:
+        """What decides which samples a step sees."""
+        return DataOrder(
+            samples=len(self.dataset.samples),
+            fingerprint=self.dataset.fingerprint(),
+            seed=config.seed,
+            train_batch_size=config.train_batch_size,
+            dataloader_drop_last=config.dataloader_drop_last,
+        )
+
+
+def run_job(config: TrainConfig, place: Place, kind: type[Trainer]) -> None:
+    """Train, from the beginning or from the newest checkpoint.
+
+    Args:
+        kind: how the model is spread: `PipelineTrainer` or `ZeroTrainer`.
+    """
+    reporting = place.rank == 0
+    log = Console(quiet=not reporting, highlight=False, soft_wrap=True)
+    stop = StopRequest()
+    with agreed():
+        inputs = Inputs.read(config, kind, log)
+    spec, topology, loader, save_path = inputs.spec, inputs.topology, inputs.loader, inputs.save_path
+    total_steps = config.n_epoches * loader.steps_per_epoch
+    order = inputs.order(config)
+    checkpoint = find_checkpoint(config, save_path, log)
+    with agreed():
+        if checkpoint:
+            check_resumable(checkpoint, order, topology)
+    describe(config, inputs, total_steps, log)
+    if reporting:
+        (save_path / "config.yml").write_text(yaml.safe_dump(config.dump(), sort_keys=False), encoding="utf-8")
+    trainer = kind.build(config, spec, inputs.folder, total_steps)
+    done = restore(trainer, checkpoint) if checkpoint else 0
+    if checkpoint:
+        log.print(f"resumed: {checkpoint}, after step {done}")
+    record = CheckpointRecord(step=done, topology=topology, data=order)
+    best = Best.read(save_path, done) if checkpoint else None
+    checkpointer = Checkpointer(trainer, config, save_path, inputs.folder, record, log, best)
+    evaluation = None
+    if inputs.evaluation_set:
+        evaluation = Evaluation(inputs.evaluation_set, config, topology.replicas, loader.steps_per_epoch, reporting)
+    utilization = Utilization(spec, training_dtype(config), place.world_size)
+    with agreed():
+        trackers = open_trackers(config, save_path, done + 1) if reporting else []
+        if reporting:
+            write_run_info(save_path, config, topology.parts, done + 1)
+    with Reporter(save_path, total_steps, reporting, config.steps_per_print, done + 1, trackers) as reporter:
+        run = Run(
+            trainer, loader, checkpointer, reporter, stop, evaluation, utilization, done, total_steps, topology.stages
+        )
+        done = train(run)
+    saved = step_folder(save_path, done)
+    if done < total_steps:
+        log.print(f"stopped after step {done} of {total_steps}; the same command goes on from there: {saved}")
+        sys.exit(stop.exit_code)
+    finish(config, saved, log)
+
+
+def describe(config: TrainConfig, inputs: Inputs, total_steps: int, log: Console) -> None:
+    """Choose the attention and say what is about to run."""
+    spec = inputs.spec
+    log.print(f"model: {spec.family.name}, {spec.n_layers} layers {inputs.topology.told}")
+    attention = choose_attention(config.use_flash_attn, training_dtype(config), spec.family.attention)
+    spec.set_attention(attention.implementation)
+    log.print(f"attention: {attention.reason}")
+    if config.zero_optimization.offloads and config.zero_force_ds_cpu_optimizer:
+        log.print("optimizer: on the CPU; DeepSpeed compiles its part at the first use, about a minute")
+    steps_per_epoch = inputs.loader.steps_per_epoch
+    log.print(f"steps: {total_steps} of {config.train_batch_size} samples, {steps_per_epoch} an epoch")
+
+
+def finish(config: TrainConfig, saved: Path, log: Console) -> None:
+    """See that the last checkpoint is there, and export it where the config asks for that.
+
+    Raises:
+        RunRefused: on every rank, where it could not be saved or exported.
+    """
+    with agreed():
+        if not (saved / RECORD).is_file():
+            raise ConfigError(
+                f"save_path: the last checkpoint, {saved}, could not be saved; the same command tries again"
+            )
+    log.print(f"saved: {saved}")
+    if config.export_hf:
+        target = saved.parent / "hf"
+        with agreed():
+            if torch.distributed.get_rank() == 0:
+                pp_to_hg(saved, target, overwrite=True)
+        log.print(f"exported: {target}")
+
+
+def make_run_folder(save_path: str) -> Path:
+    """The run's folder, made where it does not exist."""
+    folder = Path(save_path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"save_path: {folder}: cannot be made: {error.strerror}; expected a folder") from None
+    return folder

@@ -1,0 +1,61 @@
+"""Where the time of a step goes: data, forward and backward, optimizer, checkpoint.
+
+Parts may lie inside each other (the pipeline engine fetches data and steps the optimizer in the middle of its
+schedule); time counts for the innermost one, so the parts never add up to more than the step. It is the clock of this
+process's Python thread: on a GPU nothing waits for kernels to finish, so work that one part queued counts for the part
+that first needs its result. Two readings of the clock a part: under a microsecond.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+PARTS = ("data", "forward_backward", "optimizer", "checkpoint")
+
+Item = TypeVar("Item")
+
+
+class Timings:
+    """A stopwatch with one hand for each of `PARTS`: `with timings("data"): ...`, then `timings.take()`."""
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._open: list[str] = []
+        self._since = 0.0
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        """Count the time of the block for `part`."""
+        self._switch()
+        self._open.append(part)
+        try:
+            yield
+        finally:
+            self._switch()
+            self._open.pop()
+
+    def each(self, part: str, items: Iterable[Item]) -> Iterator[Item]:
+        """The items, with the time that making each of them takes counted for `part`."""
+        iterator = iter(items)
+        while True:
+            with self(part):
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+            yield item
+
+    def take(self) -> dict[str, float]:
+        """Seconds of each part since the last call; called outside of all parts."""
+        seconds, self._seconds = self._seconds, dict.fromkeys(PARTS, 0.0)
+        return seconds
+
+    def _switch(self) -> None:
+        """Give the time since the last change to the innermost part."""
+        now = time.perf_counter()
+        if self._open:
+            self._seconds[self._open[-1]] += now - self._since
+        self._since = now
