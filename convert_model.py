@@ -74,9 +74,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def file_size(text: str) -> int:
-    """A number of bytes from "5GB", "500MB" or "2GiB"."""
+    """A number of bytes from "5GB", "500MB" or "2GiB"; one without a unit is more likely a slip than bytes."""
     try:
-        size = int(TypeAdapter(ByteSize).validate_python(text))
+        size = 0 if text.strip().isdecimal() else int(TypeAdapter(ByteSize).validate_python(text))
     except ValidationError:
         size = 0
     if size <= 0:

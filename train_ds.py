@@ -20,7 +20,7 @@ from training.distributed import Place, exit_on_user_error
 def main() -> None:
     arguments = parse_arguments("Fine-tune a model with DeepSpeed pipeline parallelism.")
     place = Place.from_environment()
-    with exit_on_user_error(place.rank if place else 0):
+    with exit_on_user_error(place):
         config = load_config(arguments.config, arguments.overrides)
         config.check_pipeline()
         if arguments.inspect:

@@ -22,7 +22,7 @@ from training.distributed import Place, exit_on_user_error
 def main() -> None:
     arguments = parse_arguments("Fine-tune a model with ZeRO.")
     place = Place.from_environment()
-    with exit_on_user_error(place.rank if place else 0):
+    with exit_on_user_error(place):
         config = load_spread_config(arguments.config, arguments.overrides, place)
         if arguments.inspect:
             inspect(config, arguments.inspect)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from huggingface_hub import save_torch_state_dict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -106,6 +107,12 @@ def save_tokenizer(folder: Path, chat_template: str | None = CHATML) -> None:
     )
     fast.chat_template = chat_template
     fast.save_pretrained(folder)
+
+
+@pytest.fixture(autouse=True)
+def no_bar_of_an_earlier_test() -> None:
+    """Forget what a library left open when a test made it fail: our own bar would move down a line beside it."""
+    getattr(tqdm, "_instances", set()).clear()
 
 
 @pytest.fixture(scope="session")

@@ -126,14 +126,27 @@ def agreed() -> Iterator[None]:
 
 
 @contextmanager
-def exit_on_user_error(rank: int = 0) -> Iterator[None]:
-    """Turn a mistake of the user's into one line on one rank's standard error and exit code 2 on all."""
+def exit_on_user_error(place: Place | None = None) -> Iterator[None]:
+    """Turn a mistake of the user's into one line on one rank's standard error and exit code 2 on all.
+
+    A rank ends here, without Python's own teardown: threads of the process group may still be under way and would now
+    and then abort a run that is done ("terminate called without an active exception").
+    """
+    code: Any = 0
     try:
         yield
     except (*USER_ERRORS, RunRefused) as error:
-        if rank == 0:
+        code = EXIT_CODE
+        if place is None or place.rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(EXIT_CODE)
+    except SystemExit as leaving:
+        code = leaving.code
+    if place is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code or 0)
+    if code:
+        sys.exit(code)
 
 
 def _keep_freed_memory() -> None:

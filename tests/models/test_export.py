@@ -149,7 +149,7 @@ def test_max_shard_size_divides_anew(
     assert_same_bits(oracle(tmp_path / "out").state_dict(), oracle(folder).state_dict())
 
 
-@pytest.mark.parametrize("size", ["", "0GB", "-5GB", "5", "5G", "GB", "many", "nan", "5 potatoes"])
+@pytest.mark.parametrize("size", ["", "0GB", "-5GB", "5", "GB", "many", "nan", "5 potatoes"])
 def test_shard_size_that_is_none_is_told(both_layouts: dict[str, Path], size: str, tmp_path: Path) -> None:
     code, lines = convert("pp_to_hg", both_layouts["pipeline"], tmp_path / "out", f"--max-shard-size={size}")
     assert code == 2
