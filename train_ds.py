@@ -8,31 +8,21 @@ python train_ds.py --config FILE --inspect 3
 
 from __future__ import annotations
 
-import sys
-
-from training import distributed
-from training.command_line import inspect, parse_arguments
+from training.command_line import open_door, parse_arguments
 from training.config import TrainConfig
 from training.config_file import load_config
-from training.distributed import Place, exit_on_user_error
+from training.distributed import Place
 
 
 def main() -> None:
     arguments = parse_arguments("Fine-tune a model with DeepSpeed pipeline parallelism.")
-    place = Place.from_environment()
-    with exit_on_user_error(place):
+
+    def load(place: Place | None) -> TrainConfig:
         config = load_config(arguments.config, arguments.overrides)
         config.check_pipeline()
-        if arguments.inspect:
-            inspect(config, arguments.inspect)
-        elif place is None:
-            distributed.launch(config.model_topo, sys.argv)
-        else:
-            distributed.start(place, config.model_topo)
-            try:
-                run(config, place)
-            finally:
-                distributed.stop()
+        return config
+
+    open_door(arguments, load, run)
 
 
 def run(config: TrainConfig, place: Place) -> None:

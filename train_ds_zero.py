@@ -8,32 +8,17 @@ python train_ds_zero.py --config FILE --inspect 3
 
 from __future__ import annotations
 
-import sys
-
 import torch
 
-from training import distributed
-from training.command_line import inspect, parse_arguments
+from training.command_line import open_door, parse_arguments
 from training.config import TrainConfig
 from training.config_file import load_config
-from training.distributed import Place, exit_on_user_error
+from training.distributed import Place
 
 
 def main() -> None:
     arguments = parse_arguments("Fine-tune a model with ZeRO.")
-    place = Place.from_environment()
-    with exit_on_user_error(place):
-        config = load_spread_config(arguments.config, arguments.overrides, place)
-        if arguments.inspect:
-            inspect(config, arguments.inspect)
-        elif place is None:
-            distributed.launch(config.model_topo, sys.argv)
-        else:
-            distributed.start(place, config.model_topo)
-            try:
-                run(config, place)
-            finally:
-                distributed.stop()
+    open_door(arguments, lambda place: load_spread_config(arguments.config, arguments.overrides, place), run)
 
 
 def run(config: TrainConfig, place: Place) -> None:

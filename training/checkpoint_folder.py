@@ -7,7 +7,6 @@ tells damage from accident, not from intent: 4 GB/s a core, so checking runs at 
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import zlib
@@ -16,6 +15,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from models.checkpoint.layout import LATEST
+from training.files import replace_text
 
 RECORD = "checkpoint.json"
 BEST = "best.json"
@@ -165,16 +165,6 @@ def prune(save_path: Path, keep_last: int, keep: set[str]) -> None:
     for folder in step_folders(save_path):
         if folder.name not in kept:
             remove(folder)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a small file so that at every moment either the old or the new one is there."""
-    partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def _step(path: Path) -> re.Match[str] | None:

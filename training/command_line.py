@@ -1,16 +1,19 @@
-"""What both training doors offer on the command line."""
+"""What both training doors do with their command line."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable
 
 from rich.console import Console
 
 from data.inspect import show_samples
-from data.tokenize import load_tokenizer
 from models.checkpoint.layout import resolve
+from training import distributed
 from training.config import TrainConfig
-from training.run_data import read_data
+from training.distributed import Place, exit_on_user_error
+from training.run_data import RecordReader
 
 
 def parse_arguments(description: str) -> argparse.Namespace:
@@ -23,9 +26,35 @@ def parse_arguments(description: str) -> argparse.Namespace:
     return parser.parse_intermixed_args()
 
 
+def open_door(
+    arguments: argparse.Namespace,
+    load: Callable[[Place | None], TrainConfig],
+    run: Callable[[TrainConfig, Place], None],
+) -> None:
+    """Inspect the data, start the launcher, or be one rank of a run.
+
+    Args:
+        arguments: see `parse_arguments`.
+        load: gives the checked config.
+        run: the whole job of one rank.
+    """
+    place = Place.from_environment()
+    with exit_on_user_error(place):
+        config = load(place)
+        if arguments.inspect:
+            inspect(config, arguments.inspect)
+        elif place is None:
+            distributed.launch(config.model_topo, sys.argv)
+        else:
+            distributed.start(place, config.model_topo)
+            try:
+                run(config, place)
+            finally:
+                distributed.stop()
+
+
 def inspect(config: TrainConfig, count: int) -> None:
     """Print the first samples as they would be trained."""
-    folder = resolve(config.model_path)
     console = Console()
-    dataset = read_data(config, folder, console)
-    show_samples(dataset.samples[:count], load_tokenizer(folder), console)
+    reader = RecordReader.of(config, resolve(config.model_path), console)
+    show_samples(reader.read("data", config.data_paths).samples[:count], reader.tokenizer, console)

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from tqdm import tqdm
 
 from data.dataset import Dataset
-from data.loader import Loader
 from training.config import TrainConfig
+from training.run_data import build_loader
 from training.trainer import Trainer
 
 
@@ -39,15 +39,11 @@ class Evaluation:
         self._interval = config.eval_interval or steps_per_epoch
         self._active = active
         self.at_start = config.eval_at_start
-        batch_size = config.train_batch_size
-        micro_batch_size = config.train_micro_batch_size_per_gpu
         self._loaders = {
-            kind: Loader(
+            kind: build_loader(
                 [sample for sample, its in zip(dataset.samples, dataset.types, strict=True) if its == kind],
-                batch_size,
-                micro_batch_size,
+                config,
                 replicas,
-                config.seed,
             )
             for kind in sorted(set(dataset.types))
         }

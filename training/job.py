@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import yaml
 from rich.console import Console
 
 from data.dataset import Dataset
 from data.loader import Loader
 from models.attention import choose_attention
-from models.checkpoint.export import pp_to_hg
 from models.checkpoint.layout import resolve
 from models.spec import ModelSpec
 from training.checkpoint_folder import RECORD, Best, CheckpointRecord, DataOrder, Topology, step_folder
@@ -22,11 +21,12 @@ from training.deepspeed_config import training_dtype
 from training.distributed import Place, agreed
 from training.errors import ConfigError
 from training.evaluation import Evaluation
+from training.exporting import export_run
 from training.flops import Utilization
 from training.loop import Run, train
 from training.metrics import Reporter
 from training.resume import check_resumable, find_checkpoint, restore
-from training.run_data import read_data, read_evaluation_data
+from training.run_data import RecordReader, build_loader
 from training.run_info import write_run_info
 from training.saving import Checkpointer
 from training.signals import StopRequest
@@ -59,16 +59,10 @@ class Inputs:
         folder = resolve(config.model_path)
         spec = ModelSpec.from_folder(folder)
         topology = kind.topology(config, spec)
-        dataset = read_data(config, folder, log)
-        loader = Loader(
-            dataset.samples,
-            config.train_batch_size,
-            config.train_micro_batch_size_per_gpu,
-            topology.replicas,
-            config.seed,
-            config.dataloader_drop_last,
-        )
-        evaluation_set = read_evaluation_data(config, folder, log)
+        reader = RecordReader.of(config, folder, log)
+        dataset = reader.read("data", config.data_paths)
+        loader = build_loader(dataset.samples, config, topology.replicas, config.dataloader_drop_last)
+        evaluation_set = reader.read("evaluation data", config.eval_data_paths) if config.eval_data_paths else None
         return cls(folder, spec, topology, dataset, loader, evaluation_set, make_run_folder(config.save_path))
 
     def order(self, config: TrainConfig) -> DataOrder:
@@ -127,7 +121,7 @@ def run_job(config: TrainConfig, place: Place, kind: type[Trainer]) -> None:
     if done < total_steps:
         log.print(f"stopped after step {done} of {total_steps}; the same command goes on from there: {saved}")
         sys.exit(stop.exit_code)
-    finish(config, saved, log)
+    finish(config, trainer.stage, topology.parts or [spec.n_layers], saved, log)
 
 
 def describe(config: TrainConfig, inputs: Inputs, total_steps: int, log: Console) -> None:
@@ -143,8 +137,13 @@ def describe(config: TrainConfig, inputs: Inputs, total_steps: int, log: Console
     log.print(f"steps: {total_steps} of {config.train_batch_size} samples, {steps_per_epoch} an epoch")
 
 
-def finish(config: TrainConfig, saved: Path, log: Console) -> None:
+def finish(config: TrainConfig, stage: int, parts: Sequence[int], saved: Path, log: Console) -> None:
     """See that the last checkpoint is there, and export it where the config asks for that.
+
+    Args:
+        stage: this rank's.
+        parts: layers per stage.
+        saved: the checkpoint.
 
     Raises:
         RunRefused: on every rank, where it could not be saved or exported.
@@ -157,9 +156,7 @@ def finish(config: TrainConfig, saved: Path, log: Console) -> None:
     log.print(f"saved: {saved}")
     if config.export_hf:
         target = saved.parent / "hf"
-        with agreed():
-            if torch.distributed.get_rank() == 0:
-                pp_to_hg(saved, target, overwrite=True)
+        export_run(saved, target, stage, parts)
         log.print(f"exported: {target}")
 
 

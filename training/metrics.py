@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
+
+from training.files import replacing
 
 if TYPE_CHECKING:  # reading a run's metrics needs neither torch nor a config
     from training.tracking import Tracker
@@ -171,13 +172,9 @@ def cut(path: Path, first_step: int) -> None:
     """
     if not path.exists():
         return
-    partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "wb") as file:
+    with replacing(path) as file:
         if first_step > 1:
             file.writelines(line for line, values in _lines(path) if values["step"] < first_step)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

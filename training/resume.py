@@ -1,8 +1,8 @@
 """Continuing a run from a checkpoint, with the same next sample and, on the same topology, the same bits.
 
 `resume: auto` takes the newest whole checkpoint in `save_path`; damaged and unfinished ones are named, set aside and
-passed over.
-What the step alone does not say (model, optimizer, schedule, loss scale, random states) comes back from the files.
+passed over. What the step alone does not say (model, optimizer, schedule, loss scale, random states) comes back from
+the files.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from training.config import TrainConfig
+from training.files import replace_text
 from training.metrics import to_json
 
 RUN_FILE = "run.json"
@@ -53,9 +54,7 @@ def write_run_info(folder: Path, config: TrainConfig, parts: Sequence[int], firs
         "config": config.dump(),
         "earlier": _earlier_starts(path) if first_step > 1 else [],
     }
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(to_json(info, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    replace_text(path, to_json(info, indent=2) + "\n")
 
 
 def versions() -> dict[str, str]:

@@ -127,8 +127,8 @@ class Checkpointer:
     def _finish(self, folder: Path, step: int, written: dict[str, FileRecord]) -> str | None:
         """Rank 0's part once all files are there."""
         try:
-            others = [path for path in folder.rglob("*") if path.is_file()]
-            files = {name: written.get(name) or file_record(path) for path in others for name in [_name(folder, path)]}
+            present = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+            files = {name: written.get(name) or file_record(path) for name, path in present.items()}
             self.record.model_copy(update={"step": step, "files": files}).write(folder)
             checkpoint_folder.point_latest(self.save_path, folder)
             checkpoint_folder.prune(
@@ -152,10 +152,6 @@ def restore_random_states(states: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(states["cpu"])
     if "device" in states and get_accelerator().device_name() != "cpu":
         get_accelerator().set_rng_state(states["device"])
-
-
-def _name(folder: Path, path: Path) -> str:
-    return path.relative_to(folder).as_posix()
 
 
 def _told(error: OSError) -> str:

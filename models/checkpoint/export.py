@@ -4,12 +4,16 @@
 config byte for byte. `layout="native"` writes families that shipped with code of their own under the names of
 transformers' classes, so that any server loads them without that code. At most one layer is in memory, and the folder
 appears whole or not at all.
+
+Several processes may share an export (`training.exporting`): each makes the same plan from the layer files' headers,
+then reads and writes the layers of its own. A file has one writer, as network file systems need; where two would share
+one it is cut between them, which is the only way in which the result depends on their number.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +23,7 @@ from torch import Tensor
 
 from models.architectures import Native, cut
 from models.checkpoint.convert import copy_files
-from models.checkpoint.export_plan import SINGLE_FILE, cast, divide, native_infos, original_infos
+from models.checkpoint.export_plan import SINGLE_FILE, Files, cast, cut_between, divide, native_infos, original_infos
 from models.checkpoint.layout import CARRIED, Layout, Manifest, layout_of, resolve, side_files
 from models.checkpoint.parallel import in_parallel
 from models.checkpoint.progress import byte_bar
@@ -71,7 +75,7 @@ def pp_to_hg(
     folder = resolve(input_path)
     if layout_of(folder) is not Layout.PIPELINE:
         raise CheckpointError(f"{folder}: not in the pipeline layout; pp_to_hg expects layer_*-model_states.pt files")
-    export = _Export(folder, options or ExportOptions())
+    export = Export(folder, options or ExportOptions())
     with publish_folder(Path(save_path), overwrite) as target:
         export.write_weights(target)
         export.write_side_files(target)
@@ -79,10 +83,18 @@ def pp_to_hg(
             export.verify(target)
 
 
-class _Export:
-    """One export; what every file will hold is settled before the first byte is written."""
+class Export:
+    """One export; what every file will hold is settled before the first byte is written.
 
-    def __init__(self, folder: Path, options: ExportOptions) -> None:
+    Args:
+        folder: in the pipeline layout.
+        writers: the layers of each writer, where there are several; each layer has one.
+
+    Raises:
+        CheckpointError: the folder is damaged or unknown, or the family has no native layout.
+    """
+
+    def __init__(self, folder: Path, options: ExportOptions, writers: Sequence[Sequence[int]] | None = None) -> None:
         self.folder = folder
         self.options = options
         self.spec = ModelSpec.from_folder(folder)
@@ -98,26 +110,29 @@ class _Export:
             self.infos = native_infos(self.source, original, self.weight_map, self.infos)
         if options.dtype:
             self.infos = cast(self.infos, options.dtype, carried)
-        if self.manifest and not self.native and not options.max_shard_bytes:
-            self.files = self.manifest.files
-        else:
-            self.files = divide(self.infos, options.max_shard_bytes or MAX_SHARD_BYTES)
+        self.writers = writers or [range(self.spec.n_layers)]
+        self.writer_of = self._assign()
+        self.files = self._divide()
 
-    def write_weights(self, target: Path) -> None:
-        """The weight files, and their index where there are several."""
-        total = sum(info.nbytes for info in self.infos.values())
-        with byte_bar("pp_to_hg", total) as bar, SafetensorsWriter(target, self.files, self.infos) as writer:
-            for tensors in self._layers():
-                in_parallel(lambda item: writer.write(*item), tensors.items())
-                writer.write_behind()
+    def write_weights(self, target: Path, writer: int = 0) -> None:
+        """The weight files of one writer; the first one shows its progress."""
+        files = {
+            file: names for file, names in self.files.items() if all(self.writer_of[name] == writer for name in names)
+        }
+        total = sum(self.infos[name].nbytes for names in files.values() for name in names)
+        with byte_bar("pp_to_hg", total, shown=writer == 0) as bar, SafetensorsWriter(target, files, self.infos) as out:
+            for tensors in self._layers(writer):
+                in_parallel(lambda item: out.write(*item), tensors.items())
+                out.write_behind()
                 bar.update(sum(self.infos[name].nbytes for name in tensors))
                 tensors.clear()  # or this layer would stay in memory while the next one is read
-        if list(self.files) != [SINGLE_FILE]:
-            weight_map = {name: file for file, names in self.files.items() for name in names}
-            _write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}, sort_keys=True)
 
     def write_side_files(self, target: Path) -> None:
-        """Config, tokenizer and whatever else lay in the original."""
+        """The index where there are several weight files, config, tokenizer and whatever else lay in the original."""
+        if list(self.files) != [SINGLE_FILE]:
+            total = sum(info.nbytes for info in self.infos.values())
+            weight_map = {name: file for file, names in self.files.items() for name in names}
+            _write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}, sort_keys=True)
         names = self.manifest.side_files if self.manifest else [path.name for path in side_files(self.folder)]
         if self.native:
             replaced = REMOTE_CODE if "tokenizer.json" in names else (*REMOTE_CODE, *TOKENIZER)
@@ -140,17 +155,34 @@ class _Export:
             opened = SafetensorsFile(target / file)
             written |= dict.fromkeys(opened, opened)
         with byte_bar("verify", sum(info.nbytes for info in self.infos.values())) as bar:
-            for tensors in self._layers():
+            for tensors in self._layers(writer=0):
                 for name, tensor in tensors.items():
                     expected = {name: tensor.to(self.infos[name].dtype)}
                     bar.update(compare(written[name].path, expected, {name: written[name].read(name)}))
                 tensors.clear()
 
-    def _layers(self) -> Iterator[dict[str, Tensor]]:
-        """Every tensor that belongs on disk, under its name there, layer by layer."""
-        for layer in range(self.spec.n_layers):
+    def _assign(self) -> dict[str, int]:
+        """The writer of each tensor; what belongs to no layer is the first one's."""
+        assigned = dict.fromkeys(self.carried or (), 0)
+        for writer, layers in enumerate(self.writers):
+            for layer in layers:
+                for binding in self.weight_map.bindings(layer, self.spec.shapes(layer)):
+                    assigned |= dict.fromkeys(binding.disk, writer)
+        return assigned
+
+    def _divide(self) -> Files:
+        """As the original was divided, where that can be."""
+        if self.manifest and not self.native and not self.options.max_shard_bytes:
+            files = self.manifest.files
+        else:
+            files = divide(self.infos, self.options.max_shard_bytes or MAX_SHARD_BYTES)
+        return files if len(self.writers) == 1 else cut_between(files, self.writer_of)
+
+    def _layers(self, writer: int) -> Iterator[dict[str, Tensor]]:
+        """Every tensor of a writer that belongs on disk, under its name there, layer by layer."""
+        for layer in self.writers[writer]:
             yield dict(self._layer(layer))
-        if self.carried and not self.native:
+        if self.carried and not self.native and writer == 0:
             yield {name: self.carried.read(name) for name in self.carried}
 
     def _layer(self, layer: int) -> Iterator[tuple[str, Tensor]]:

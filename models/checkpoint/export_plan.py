@@ -15,6 +15,7 @@ from models.errors import CheckpointError
 SINGLE_FILE = "model.safetensors"
 
 Infos = dict[str, TensorInfo]  # by name on disk
+Files = dict[str, list[str]]  # file name -> its tensors, in order
 
 
 def original_infos(
@@ -75,8 +76,8 @@ def cast(infos: Infos, dtype: torch.dtype, exceptions: Mapping[str, object]) -> 
     }
 
 
-def divide(infos: Infos, max_shard_bytes: int) -> dict[str, list[str]]:
-    """File name -> tensors, in order, no file larger than asked unless one tensor alone is."""
+def divide(infos: Infos, max_shard_bytes: int) -> Files:
+    """Files of which none is larger than asked unless one tensor alone is."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, info in infos.items():
@@ -85,6 +86,26 @@ def divide(infos: Infos, max_shard_bytes: int) -> dict[str, list[str]]:
             filled = 0
         filled += info.nbytes
         shards[-1].append(name)
+    return _numbered(shards)
+
+
+def cut_between(files: Files, writers: Mapping[str, int]) -> Files:
+    """The same division, but a file that several writers would share is cut into one for each.
+
+    Args:
+        writers: the number of each tensor's writer.
+    """
+    pieces: list[list[str]] = []
+    for names in files.values():
+        by_writer: dict[int, list[str]] = {}
+        for name in names:
+            by_writer.setdefault(writers[name], []).append(name)
+        pieces += [by_writer[writer] for writer in sorted(by_writer)]
+    return files if pieces == list(files.values()) else _numbered(pieces)
+
+
+def _numbered(shards: list[list[str]]) -> Files:
+    """Under the names that transformers gives."""
     if len(shards) == 1:
         return {SINGLE_FILE: shards[0]}
     count = len(shards)

@@ -11,7 +11,8 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 
 @contextmanager
-def byte_bar(what: str, total: int) -> Iterator[tqdm[NoReturn]]:
+def byte_bar(what: str, total: int, shown: bool = True) -> Iterator[tqdm[NoReturn]]:
     """A bar that counts to `total` bytes and shows the rate in MB/s or GB/s; warnings are printed above it."""
-    with logging_redirect_tqdm(), tqdm(desc=what, total=total, unit="B", unit_scale=True, smoothing=0.05) as bar:
+    bar = tqdm(desc=what, total=total, unit="B", unit_scale=True, smoothing=0.05, disable=not shown)
+    with logging_redirect_tqdm(), bar:
         yield bar

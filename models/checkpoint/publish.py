@@ -36,16 +36,28 @@ def publish_folder(target: Path, overwrite: bool = False) -> Iterator[Path]:
     prefix = f".{target.name}.partial-{socket.gethostname()}-"
     partial = target.parent / f"{prefix}{os.getpid()}"
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        for stale in target.parent.glob(f"{prefix}*"):
-            _clear(stale, target, prefix)
-        partial.mkdir()
-        yield partial
-        _replace(partial, target)
-    except OSError as error:
-        raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}; nothing was changed") from error
+        with writing(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            for stale in target.parent.glob(f"{prefix}*"):
+                _clear(stale, target, prefix)
+            partial.mkdir()
+            yield partial
+            _replace(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Work on a folder that `publish_folder` is to publish, here or in another process.
+
+    Raises:
+        CheckpointError: in one line, what the system says of a full or read-only disk.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}; nothing was changed") from error
 
 
 def _replace(partial: Path, target: Path) -> None:

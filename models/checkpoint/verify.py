@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from models.checkpoint.parallel import write_behind
 from models.checkpoint.source import same_bytes
 from models.errors import CheckpointError
 
@@ -26,9 +27,6 @@ def compare(path: Path, expected: Mapping[str, Tensor], found: Mapping[str, Tens
 
 def forget_cached(path: Path) -> None:
     """Bring a file onto the disk and drop the system's copy in memory, so that the next read is a real one."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    write_behind(path)

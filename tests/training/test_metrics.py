@@ -250,7 +250,7 @@ def test_a_kill_while_cutting_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     def killed(descriptor: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module.os, "fsync", killed)
+    monkeypatch.setattr(os, "fsync", killed)
     with pytest.raises(KeyboardInterrupt):
         Reporter(tmp_path, STEPS, True, 1, first_step=3)
     assert (tmp_path / METRICS_FILE).read_bytes() == before

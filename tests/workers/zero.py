@@ -9,7 +9,6 @@ rank held of the weights: at most while they were read, and then. With ZeRO it a
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 from collections.abc import Iterable, Iterator
@@ -18,11 +17,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import nn
 
 import models.sharded
-from data.loader import Loader
 from models.spec import ModelSpec
+from tests.workers.cases import loader_of, run_cases
 from training import distributed
 from training.config import TrainConfig
 from training.pipeline_trainer import PipelineTrainer
@@ -33,27 +33,14 @@ KINDS: dict[str, type[Trainer]] = {"pipeline": PipelineTrainer, "zero": ZeroTrai
 STEPS, RESUME_AT = 10, 7
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("cases", type=Path)
-    parser.add_argument("--local_rank", type=int)
-    arguments = parser.parse_args()
-    place = distributed.Place.from_environment()
-    assert place is not None
-    cases = json.loads(arguments.cases.read_text())
-    distributed.start(place, TrainConfig.model_validate(cases[0]["config"]).model_topo)
-    for case in cases:
-        config = TrainConfig.model_validate(case["config"])
-        outcome = run_case(KINDS[case["kind"]], config, arguments.cases.parent / case["name"], case["resume"])
-        if place.rank == 0:
-            (arguments.cases.parent / f"{case['name']}.json").write_text(json.dumps(outcome))
-    distributed.stop()
+def keep_outcome(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
+    outcome = run_case(KINDS[case["kind"]], config, folder / case["name"], case["resume"])
+    if torch.distributed.get_rank() == 0:
+        (folder / f"{case['name']}.json").write_text(json.dumps(outcome))
 
 
 def run_case(kind: type[Trainer], config: TrainConfig, folder: Path, resume: bool) -> dict[str, Any]:
-    samples = json.loads(Path(config.data_paths[0]).read_text())
-    replicas = config.model_topo.replicas
-    loader = Loader(samples, config.train_batch_size, config.train_micro_batch_size_per_gpu, replicas, config.seed)
+    loader = loader_of(config)
     outcome: dict[str, Any] = {"loss": [], "grad_norm": []}
     with watched_build() as held:
         trainer = build(kind, config)
@@ -110,4 +97,4 @@ def all_parameters() -> list[nn.Parameter]:
 
 
 if __name__ == "__main__":
-    main()
+    run_cases(keep_outcome)
