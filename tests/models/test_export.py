@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,9 @@ from torch import Tensor
 from models import load_model
 from models.checkpoint import export
 from models.checkpoint.convert import copy_side_files, hg_to_pp
-from models.checkpoint.export import pp_to_hg
+from models.checkpoint.export import Export, ExportOptions, pp_to_hg
+from models.checkpoint.export_plan import cut_between
+from models.checkpoint.source import PipelineSource
 from tests.models.command_line import convert
 from tests.models.helpers import (
     LAYOUTS,
@@ -155,3 +157,87 @@ def test_shard_size_that_is_none_is_told(both_layouts: dict[str, Path], size: st
     assert code == 2
     assert all(f in lines[-1] for f in ("error: ", "--max-shard-size", repr(size), "expected a size such as 5GB"))
     assert list(tmp_path.iterdir()) == []
+
+
+# Each writer's layers, of four: two blocks between embedding and head.
+WRITERS: dict[str, list[Sequence[int]]] = {
+    "two": [range(3), range(3, 4)],
+    "one-without-layers": [range(2), range(2, 2), range(2, 4)],
+    "in-turn": [(0, 2), (1, 3)],
+    "one-each": [(0,), (1,), (2,), (3,)],
+}
+
+
+def export_by(writers: list[Sequence[int]], layers: Path, target: Path, options: ExportOptions) -> list[Export]:
+    """What the ranks of a run do, each with a plan of its own, the last one first."""
+    target.mkdir()
+    exports = [Export(layers, options, writers) for _ in writers]
+    for writer in reversed(range(len(writers))):
+        exports[writer].write_weights(target, writer)
+    exports[0].write_side_files(target)
+    return exports
+
+
+@pytest.mark.parametrize("writers", WRITERS.values(), ids=WRITERS)
+@pytest.mark.parametrize("division", ["single", "sharded"])
+def test_several_writers_give_the_tensors_of_one(
+    llama: Callable[..., Path], division: str, writers: list[Sequence[int]], tmp_path: Path
+) -> None:
+    folder = llama(torch.bfloat16, division, True)
+    hg_to_pp(folder, tmp_path / "layers")
+    exports = export_by(writers, tmp_path / "layers", tmp_path / "out", ExportOptions())
+
+    assert all(export.files == exports[0].files for export in exports)
+    files = read_weights(tmp_path / "out")
+    assert_same_bits(joined(files), joined(read_weights(folder)))
+    assert side_files(tmp_path / "out") == side_files(folder)
+    for tensors in files.values():
+        assert len({exports[0].writer_of[name] for name in tensors}) == 1
+    index = json.loads((tmp_path / "out" / SAFETENSORS_INDEX).read_text())
+    assert index["weight_map"] == {name: file for file, tensors in files.items() for name in tensors}
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in joined(files).values())
+    assert_same_bits(oracle(tmp_path / "out", torch.bfloat16).state_dict(), oracle(folder, torch.bfloat16).state_dict())
+
+
+def test_several_writers_cast_divide_and_carry_like_one(llama_of_2023: Path, tmp_path: Path) -> None:
+    hg_to_pp(llama_of_2023, tmp_path / "layers")
+    options = ExportOptions(dtype=torch.bfloat16, max_shard_bytes=60_000)
+    pp_to_hg(tmp_path / "layers", tmp_path / "one", options=options)
+    export_by(WRITERS["two"], tmp_path / "layers", tmp_path / "two", options)
+    assert_same_bits(joined(read_weights(tmp_path / "two")), joined(read_weights(tmp_path / "one")))
+    assert side_files(tmp_path / "two") == side_files(tmp_path / "one")
+
+
+def test_several_writers_write_the_native_layout(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    hg_to_pp(make_checkpoint("chatglm", num_layers=2), tmp_path / "layers")
+    options = ExportOptions(layout="native")
+    pp_to_hg(tmp_path / "layers", tmp_path / "one", options=options)
+    export_by(WRITERS["two"], tmp_path / "layers", tmp_path / "two", options)
+    assert_same_bits(joined(read_weights(tmp_path / "two")), joined(read_weights(tmp_path / "one")))
+
+
+def test_a_writer_reads_its_own_layers_alone(
+    both_layouts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    read_layer = PipelineSource.read_layer
+
+    def watched(source: PipelineSource, layer: int) -> dict[str, Tensor]:
+        read.append(layer)
+        return read_layer(source, layer)
+
+    monkeypatch.setattr(PipelineSource, "read_layer", watched)
+    export = Export(both_layouts["pipeline"], ExportOptions(), WRITERS["in-turn"])
+    assert read == []
+    export.write_weights(tmp_path, 1)
+    assert read == [1, 3]
+
+
+def test_only_files_that_writers_would_share_are_cut() -> None:
+    files = {"first.safetensors": ["a"], "second.safetensors": ["b", "c", "d"]}
+    assert cut_between(files, {"a": 0, "b": 1, "c": 1, "d": 1}) == files
+    assert cut_between(files, {"a": 0, "b": 1, "c": 0, "d": 1}) == {
+        "model-00001-of-00003.safetensors": ["a"],
+        "model-00002-of-00003.safetensors": ["c"],
+        "model-00003-of-00003.safetensors": ["b", "d"],
+    }

@@ -23,6 +23,7 @@ from models.checkpoint.convert import hg_to_pp
 from models.checkpoint.export import pp_to_hg
 from tests.conftest import FAQ
 from tests.launching import deepspeed, metrics, run, topology, torchrun, write_config
+from tests.models.helpers import assert_same_bits, joined, read_weights, side_files
 
 pytestmark = pytest.mark.launched
 
@@ -61,6 +62,7 @@ def runs(folder: Path, records: Path, tied: Path) -> dict[tuple[int, int], Path]
             data_path=str(records),
             n_epoches=2,
             gradient_clipping=0.5,
+            export_hf=True,
             model_topo=topology(dims, parts),
         )
         command = ("train_ds.py", "--config", path)
@@ -116,6 +118,19 @@ def test_a_run_is_a_valid_input_of_pp_to_hg(
         untrained = load_model(tied)(ids)
     torch.testing.assert_close(exported, trained, atol=1e-5, rtol=0)
     assert (trained - untrained).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_the_run_exports_what_pp_to_hg_would(
+    dims: tuple[int, int], runs: dict[tuple[int, int], Path], tmp_path: Path
+) -> None:
+    pp_to_hg(runs[dims], tmp_path / "hg")
+    exported = runs[dims] / "hf"
+    files = read_weights(exported)
+    assert len(files) == dims[0] * dims[1], "each rank its own"
+    assert_same_bits(joined(files), joined(read_weights(tmp_path / "hg")))
+    assert side_files(exported) == side_files(tmp_path / "hg")
+    AutoModelForCausalLM.from_pretrained(exported)
 
 
 def test_the_weights_after_training_agree(runs: dict[tuple[int, int], Path], tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from models.checkpoint.export import pp_to_hg
 from models.spec import ModelSpec
 from tests.conftest import FAQ
 from tests.launching import deepspeed, metrics, topology, write_config
+from tests.models.helpers import assert_same_bits, joined, read_weights
 from training.config import TrainConfig
 from training.deepspeed_config import check_device
 from training.distributed import Place
@@ -186,7 +187,9 @@ def test_the_layer_files_are_a_pipelines(
 def test_both_doors_take_one_config(folder: Path, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     records = folder / "records.json"
     records.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[::5][:20]), encoding="utf-8")
-    path = write_config(tmp_path / "run.yml", model_path=str(checkpoints["tied"]), data_path=str(records))
+    path = write_config(
+        tmp_path / "run.yml", model_path=str(checkpoints["tied"]), data_path=str(records), export_hf=True
+    )
     losses = {}
     for door, processes, *words in (
         ("train_ds.py", 1),
@@ -197,6 +200,9 @@ def test_both_doors_take_one_config(folder: Path, checkpoints: dict[str, Path], 
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
         losses[door] = torch.tensor([line["loss"] for line in metrics(save_path)])
         pp_to_hg(save_path, tmp_path / f"{door}.hg")
+        exported = read_weights(save_path / "hf")
+        assert len(exported) == processes
+        assert_same_bits(joined(exported), joined(read_weights(tmp_path / f"{door}.hg")))
     torch.testing.assert_close(losses["train_ds_zero.py"], losses["train_ds.py"], atol=1e-5, rtol=0)
 
 
