@@ -1,4 +1,6 @@
-"""How much of the ideal speed-up a pipeline of two stages reaches on two cores: `python -m benchmarks.throughput`.
+"""Speed of a pipeline on two cores, and what its checkpoints cost: `python -m benchmarks.throughput`.
+
+How much of the ideal speed-up do two stages reach? (`benchmarks.checkpoints` is the other half.)
 
 The same model, batch and optimizer run three times through Pipetune's own engine: one process with one thread, one
 process with two threads, and two stages with one thread each. With m micro-batches and p stages a pipeline without
@@ -13,18 +15,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from training.distributed import free_port
+from benchmarks import checkpoints
+from benchmarks.ranks import run_ranks
 
 MICRO_BATCHES = 16
 LENGTH = 512
@@ -44,8 +45,13 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run the model."""
+    """One way to run the model.
 
+    Attributes:
+        key: in the JSON object.
+    """
+
+    key: str
     name: str
     stages: int
     threads: int
@@ -53,71 +59,79 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("one process, one thread", stages=1, threads=1, parts=[14]),
-    Setting("one process, two threads", stages=1, threads=2, parts=[14]),
-    Setting("two stages, one thread each", stages=2, threads=1, parts=[7, 7]),
+    Setting("one_thread", "one process, one thread", stages=1, threads=1, parts=[14]),
+    Setting("two_threads", "one process, two threads", stages=1, threads=2, parts=[14]),
+    Setting("pipeline", "two stages, one thread each", stages=2, threads=1, parts=[7, 7]),
 )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Speed of a two-stage pipeline against one process.")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser = argparse.ArgumentParser(description="Speed of a two-stage pipeline, and what its checkpoints cost.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--rounds", type=int, default=2, help="how often each setting is measured")
     parser.add_argument("--steps", type=int, default=3, help="measured steps in each round")
+    parser.add_argument("--folder", type=Path, default=Path("."), help="where to work; its disk is the one measured")
+    parser.add_argument("--only", choices=("speed", "checkpoints"), help="measure one of the two halves alone")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        measure(Setting(**json.loads(arguments.worker)), Path(arguments.folder), arguments.steps)
+        measure(Setting(**json.loads(arguments.worker)), arguments.folder, arguments.steps)
         return
-    speeds = {setting.name: 0.0 for setting in SETTINGS}
+    figures: dict[str, Any] = {}
+    console = Console(quiet=arguments.json)
+    with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="benchmark-") as name:
+        folder = Path(name).resolve()
+        if arguments.only != "checkpoints":
+            figures |= speed(folder, arguments.rounds, arguments.steps)
+            console.print(table(figures))
+            console.print(f"start-up to the first step of two stages: {figures['startup_s']:.1f} s")
+        if arguments.only != "speed":
+            figures |= checkpoints.measure(folder)
+            console.print(checkpoints.table(figures))
+    if arguments.json:
+        print(json.dumps(figures))
+
+
+def speed(folder: Path, rounds: int, steps: int) -> dict[str, Any]:
+    """Tokens per second of each setting, the share of the ideal, and the time to start."""
+    (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+    speeds = {setting.key: 0.0 for setting in SETTINGS}
     startup = float("inf")
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
-        for _ in range(arguments.rounds):
-            for setting in SETTINGS:
-                speed, seconds = launch(setting, folder, arguments.steps)
-                speeds[setting.name] = max(speeds[setting.name], speed)
-                if setting.stages > 1:
-                    startup = min(startup, seconds)
-    report(speeds, startup, as_json=arguments.json)
-
-
-def report(speeds: dict[str, float], startup: float, as_json: bool) -> None:
-    """Print tokens per second and the share of the ideal."""
-    one, two, pipeline = (speeds[setting.name] for setting in SETTINGS)
+    for _ in range(rounds):
+        for setting in SETTINGS:
+            tokens_per_s, seconds = launch(setting, folder, steps)
+            speeds[setting.key] = max(speeds[setting.key], tokens_per_s)
+            if setting.stages > 1:
+                startup = min(startup, seconds)
     stages = SETTINGS[-1].stages
-    ideal = MICRO_BATCHES / (MICRO_BATCHES + stages - 1) * stages * one
-    if as_json:
-        figures = {"one_thread": one, "two_threads": two, "pipeline": pipeline, "ideal": ideal}
-        print(json.dumps({"pipeline_vs_ideal": pipeline / ideal, "startup_s": startup, "tokens_per_s": figures}))
-        return
-    table = Table(title=f"tokens/s, {MICRO_BATCHES} micro-batches of {LENGTH} tokens")
-    table.add_column("setting")
-    table.add_column("tokens/s", justify="right")
-    table.add_column("of the ideal", justify="right")
-    for name, speed in speeds.items():
-        table.add_row(name, f"{speed:,.0f}", f"{speed / ideal:.3f}")
-    table.add_row("the ideal of two stages", f"{ideal:,.0f}", "1.000")
-    console = Console()
-    console.print(table)
-    console.print(f"start-up to the first step of two stages: {startup:.1f} s")
+    ideal = MICRO_BATCHES / (MICRO_BATCHES + stages - 1) * stages * speeds["one_thread"]
+    return {
+        "pipeline_vs_ideal": speeds["pipeline"] / ideal,
+        "startup_s": startup,
+        "tokens_per_s": speeds | {"ideal": ideal},
+    }
 
 
-def launch(setting: Setting, folder: str, steps: int) -> tuple[float, float]:
+def table(figures: dict[str, Any]) -> Table:
+    """The speeds for people."""
+    speeds = figures["tokens_per_s"]
+    made = Table(title=f"tokens/s, {MICRO_BATCHES} micro-batches of {LENGTH} tokens")
+    made.add_column("setting")
+    made.add_column("tokens/s", justify="right")
+    made.add_column("of the ideal", justify="right")
+    names = {setting.key: setting.name for setting in SETTINGS} | {"ideal": "the ideal of two stages"}
+    for key, name in names.items():
+        made.add_row(name, f"{speeds[key]:,.0f}", f"{speeds[key] / speeds['ideal']:.3f}")
+    return made
+
+
+def launch(setting: Setting, folder: Path, steps: int) -> tuple[float, float]:
     """Run one setting through the real launcher; its tokens per second, and the seconds until its first step."""
-    result = Path(folder) / "result.json"
     begin = time.time()
-    root = Path(__file__).parent.parent
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(setting.stages)]
-    command += ["--master_port", str(free_port()), __file__]
-    command += ["--worker", json.dumps(asdict(setting)), "--folder", folder, "--steps", str(steps)]
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{setting.name} failed:\n{done.stdout}{done.stderr}")
-    measured = json.loads(result.read_text(encoding="utf-8"))
+    words = ("--worker", json.dumps(asdict(setting)), "--folder", str(folder), "--steps", str(steps))
+    run_ranks(setting.stages, __file__, *words)
+    measured = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     return measured["tokens_per_s"], measured["first_step"] - begin
 
 

@@ -7,10 +7,10 @@ others wait in a barrier would hang the run; and reads with `weights_only=True`.
 
 from __future__ import annotations
 
-import zlib
+import pickle
 from collections import OrderedDict, defaultdict
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, cast
 
 import torch
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
@@ -20,6 +20,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from models.errors import CheckpointError
 from training.checkpoint_folder import FileRecord
+from training.summed_file import SummedFile
 
 # What DeepSpeed puts into its files besides tensors and containers.
 KNOWN = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, OrderedDict, defaultdict]
@@ -47,16 +48,15 @@ class CheckpointFiles(TorchCheckpointEngine):
         if self.error:
             return
         try:
-            with open(path, "wb") as file:
-                summed = _Summed(file)
-                torch.save(state_dict, cast(IO[bytes], summed))
+            with SummedFile(Path(path)) as file:
+                torch.save(state_dict, cast(IO[bytes], file))
         except (OSError, RuntimeError) as error:
             cause = error if isinstance(error, OSError) else error.__context__
             if not isinstance(cause, OSError):
                 raise
             self.error = cause
             return
-        self.written[Path(path).name] = FileRecord(size=summed.size, crc32=summed.checksum)
+        self.written[Path(path).name] = FileRecord(size=file.size, crc32=file.checksum)
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Read one file.
@@ -64,27 +64,24 @@ class CheckpointFiles(TorchCheckpointEngine):
         Raises:
             CheckpointError: it is damaged or holds what could run code.
         """
-        try:
-            with torch.serialization.safe_globals(KNOWN):
-                return torch.load(path, map_location=map_location, weights_only=True)
-        except Exception as error:  # the unpickler meets broken bytes with errors of many kinds
-            reason = " ".join(str(error).split())[:300]
-            raise CheckpointError(f"{path}: cannot be read: {reason}") from None
+        return _read(path, map_location=map_location)
 
 
-class _Summed:
-    """A file that sums up what is written to it."""
+def read_mapped(path: Path) -> Any:
+    """Read one file; its tensors stay on the disk, and of them only what is used comes into memory.
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.size = 0
-        self.checksum = 0
+    Raises:
+        CheckpointError: it is damaged or holds what could run code.
+    """
+    return _read(str(path), map_location="cpu", mmap=True)
 
-    def write(self, data: Any) -> int:
-        written = self._file.write(data)
-        self.size += written
-        self.checksum = zlib.crc32(data, self.checksum)
-        return written
 
-    def flush(self) -> None:
-        self._file.flush()
+def _read(path: str, **how: Any) -> Any:
+    try:
+        with torch.serialization.safe_globals(KNOWN):
+            return torch.load(path, weights_only=True, **how)
+    except pickle.UnpicklingError:
+        raise CheckpointError(f"{path}: refused, it holds more than DeepSpeed writes and could run code") from None
+    except Exception as error:  # the unpickler meets broken bytes with errors of many kinds
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{path}: cannot be read: {reason}") from None
