@@ -19,7 +19,7 @@ from training.files import replace_text
 
 RECORD = "checkpoint.json"
 BEST = "best.json"
-PIECE = 16 * 2**20
+PIECE = 2**20  # what is summed up is still in the processor's cache
 
 
 class FileRecord(BaseModel):
@@ -48,6 +48,12 @@ class Topology(BaseModel):
         """For the log."""
         return f"in {self.stages} stages of {self.parts}" if self.parts else f"under ZeRO stage {self.zero_stage}"
 
+    @property
+    def told_in_full(self) -> str:
+        """For the log, where two of them are compared."""
+        zero = f", ZeRO stage {self.zero_stage}" if self.parts else ""
+        return f"{self.told}{zero}, {self.replicas} {'replica' if self.replicas == 1 else 'replicas'}"
+
 
 class DataOrder(BaseModel):
     """What decides which samples a step sees; with the step itself it is the position in the data."""
@@ -62,24 +68,36 @@ class DataOrder(BaseModel):
 
 
 class CheckpointRecord(BaseModel):
-    """`checkpoint.json`."""
+    """`checkpoint.json`.
+
+    Attributes:
+        settings: what else of the config has to stay the same, by key.
+    """
 
     step: int
     topology: Topology
     data: DataOrder
+    settings: dict[str, bool | str] = {}
     files: dict[str, FileRecord] = {}
+    crc32: int = 0
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointRecord | None:
         """The record of a folder; None where there is none, or none that can be read."""
         try:
-            return cls.model_validate_json((folder / RECORD).read_bytes())
+            record = cls.model_validate_json((folder / RECORD).read_bytes())
         except (OSError, ValidationError):
             return None
+        return record if record.crc32 == record.checksum() else None
 
     def write(self, folder: Path) -> None:
         """Write it last: from now on the folder counts as whole."""
-        replace_text(folder / RECORD, self.model_dump_json(indent=1) + "\n")
+        whole = self.model_copy(update={"crc32": self.checksum()})
+        replace_text(folder / RECORD, whole.model_dump_json(indent=1) + "\n")
+
+    def checksum(self) -> int:
+        """The CRC-32 of all that it says but this."""
+        return zlib.crc32(self.model_dump_json(exclude={"crc32"}).encode())
 
 
 class Best(BaseModel):
@@ -132,10 +150,11 @@ def fault(folder: Path, share: int = 0, shares: int = 1) -> str | None:
 def file_record(path: Path) -> FileRecord:
     """Size and checksum of a file."""
     checksum = size = 0
+    memory = memoryview(bytearray(PIECE))
     with open(path, "rb", buffering=0) as file:
-        while piece := file.read(PIECE):
-            checksum = zlib.crc32(piece, checksum)
-            size += len(piece)
+        while count := file.readinto(memory):
+            checksum = zlib.crc32(memory[:count], checksum)
+            size += count
     return FileRecord(size=size, crc32=checksum)
 
 

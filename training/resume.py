@@ -1,5 +1,8 @@
 """Continuing a run from a checkpoint, with the same next sample and, on the same topology, the same bits.
 
+On another topology the weights and the optimizer's state are the same bits too (`training.topology_change`), but sums
+over stages and replicas are rounded in another order, and dropout draws other numbers.
+
 `resume: auto` takes the newest whole checkpoint in `save_path`; damaged and unfinished ones are named, set aside and
 passed over. What the step alone does not say (model, optimizer, schedule, loss scale, random states) comes back from
 the files.
@@ -13,12 +16,14 @@ import torch
 from rich.console import Console
 
 from models.checkpoint.layout import resolve
+from models.spec import ModelSpec
 from training.checkpoint_engine import CheckpointFiles
 from training.checkpoint_folder import CheckpointRecord, DataOrder, Topology, fault, set_aside, step_folders
 from training.config import TrainConfig
 from training.distributed import agreed, gather
 from training.errors import ConfigError
 from training.saving import random_file, restore_random_states
+from training.topology_change import take_over
 from training.trainer import Trainer
 
 AUTO, NONE = "auto", "none"
@@ -60,6 +65,54 @@ def _newest(save_path: Path, log: Console) -> Path | None:
     return None
 
 
+def resume(
+    folder: Path,
+    topology: Topology,
+    config: TrainConfig,
+    kind: type[Trainer],
+    spec: ModelSpec,
+    model_folder: Path,
+    total_steps: int,
+    log: Console,
+) -> tuple[Trainer, int]:
+    """Build the trainer that goes on from a checkpoint; with it, the step after which that was saved.
+
+    Args:
+        topology: of the run, which may be another than the checkpoint's.
+        kind: how the model is spread now.
+        model_folder: the folder that the run started from.
+        total_steps: of the whole run.
+
+    Raises:
+        RunRefused: on every rank, when some rank's files are unusable.
+    """
+    record = CheckpointRecord.read(folder)
+    assert record is not None, "found whole before"
+    changed = record.topology != topology
+    if not changed and not _beyond_deepspeed(topology, config):
+        trainer = kind.build(config, spec, model_folder, total_steps)
+        return trainer, restore(trainer, folder)
+    if changed:
+        log.print(
+            f"{folder.name} was saved {record.topology.told_in_full}; dividing its weights and optimizer states anew: "
+            f"{topology.told_in_full}; dropout, if any, draws other numbers"
+        )
+    trainer = kind.build(config.model_copy(update={"from_scratch": False}), spec, folder, total_steps)
+    with agreed():
+        take_over(trainer.engine, folder, record, spec)
+    rank = torch.distributed.get_rank()
+    if changed:
+        torch.manual_seed(config.seed + rank + record.step * 2**20)  # no rank draws what it drew at the run's start
+    else:
+        restore_random_states(CheckpointFiles().load(str(folder / random_file(rank))))
+    return trainer, record.step
+
+
+def _beyond_deepspeed(topology: Topology, config: TrainConfig) -> bool:
+    """Whether DeepSpeed 0.19.8 cannot read what it wrote: a pipeline in bf16 without ZeRO."""
+    return bool(topology.parts) and topology.zero_stage == 0 and config.bf16.enabled
+
+
 def restore(trainer: Trainer, folder: Path) -> int:
     """Load a checkpoint into a fresh engine; the step after which it was saved.
 
@@ -74,11 +127,20 @@ def restore(trainer: Trainer, folder: Path) -> int:
     return int(engine.global_steps)
 
 
-def check_resumable(folder: Path, data: DataOrder, topology: Topology) -> None:
-    """See that a step means the same samples as when the checkpoint was written, and that its files fit the processes.
+def fixed_settings(config: TrainConfig) -> dict[str, bool | str]:
+    """What decides which states the optimizer keeps, by key; a run cannot go on with others."""
+    return {
+        "optimizer.type": config.optimizer.type,
+        "bf16.enabled": config.bf16.enabled,
+        "fp16.enabled": config.fp16.enabled,
+    }
+
+
+def check_resumable(folder: Path, data: DataOrder, settings: dict[str, bool | str]) -> None:
+    """See that a step means the same samples as when the checkpoint was written, and the same kind of update.
 
     Raises:
-        ConfigError: the records, what orders them, or the division of the model changed.
+        ConfigError: the records, what orders them, the optimizer or the precision changed.
     """
     record = CheckpointRecord.read(folder)
     assert record is not None, "found whole before"
@@ -87,17 +149,13 @@ def check_resumable(folder: Path, data: DataOrder, topology: Topology) -> None:
             f"data_path: not the samples that {folder} was trained on ({record.data.samples} then, {data.samples} "
             "now); expected the same records, tokenizer and max_seq_len, or another save_path"
         )
-    for key in ("seed", "train_batch_size", "dataloader_drop_last"):
-        then, now = getattr(record.data, key), getattr(data, key)
+    order = {key: getattr(record.data, key) for key in ("seed", "train_batch_size", "dataloader_drop_last")}
+    for key, then in (order | record.settings).items():
+        now = settings[key] if key in settings else getattr(data, key)
         if then != now:
             raise ConfigError(
                 f"{key}: {now}, but {folder} was trained with {then}; expected {then}, or another save_path"
             )
-    if record.topology != topology:
-        raise ConfigError(
-            f"model_topo: the run has the model {topology.told}, {topology.replicas} times, but {folder} was saved "
-            f"{record.topology.told}, {record.topology.replicas} times; expected the same dims, parts and ZeRO stage"
-        )
 
 
 def _fault_together(folder: Path) -> str | None:

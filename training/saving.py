@@ -24,6 +24,7 @@ from training.checkpoint_folder import Best, CheckpointRecord, FileRecord, file_
 from training.config import TrainConfig
 from training.distributed import gather
 from training.errors import ConfigError
+from training.optimizer_slices import slices_of
 from training.trainer import Trainer
 
 
@@ -105,7 +106,7 @@ class Checkpointer:
                 error = _told(failure)
         if error := _first(gather(error)):
             return error
-        self.trainer.engine.save_checkpoint(str(self.save_path), tag=folder.name, save_latest=False)
+        self._save_state(folder)
         self._files.save(random_states(), str(folder / random_file(rank)))
         try:
             if not self._files.error:
@@ -123,6 +124,13 @@ class Checkpointer:
             if error:
                 shutil.rmtree(folder, ignore_errors=True)
         return _first(gather(error))
+
+    def _save_state(self, folder: Path) -> None:
+        """DeepSpeed's part. Without ZeRO it numbers the weights and keeps no names, so they go along."""
+        engine = self.trainer.engine
+        sharded = engine.zero_optimization()
+        names = {} if sharded else {"parameter_names": [piece.name for piece in slices_of(engine)]}
+        engine.save_checkpoint(str(self.save_path), tag=folder.name, client_state=names, save_latest=False)
 
     def _finish(self, folder: Path, step: int, written: dict[str, FileRecord]) -> str | None:
         """Rank 0's part once all files are there."""

@@ -38,7 +38,7 @@ def whole(save_path: Path, step: int) -> Path:
 
 
 def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def flip(path: Path) -> None:
@@ -63,6 +63,13 @@ def test_damage_of_any_file_is_found_and_named(damage: str, name: str, tmp_path:
     harm(folder / name)
     assert re.fullmatch(f"{name} {reason}", fault(folder) or "")
     assert [fault(folder, share, 3) is None for share in range(3)].count(False) == 1  # one rank's share holds it
+
+
+def test_a_changed_number_in_the_record_is_damage(tmp_path: Path) -> None:
+    folder = whole(tmp_path, 5)
+    path = folder / RECORD
+    path.write_text(path.read_text().replace('"step": 5', '"step": 4'))
+    assert fault(folder) == f"{RECORD} is damaged"
 
 
 def test_unfinished_folder_and_broken_record_are_told_apart(tmp_path: Path) -> None:

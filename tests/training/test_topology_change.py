@@ -1,0 +1,281 @@
+"""A checkpoint is taken up on other stages, parts, replicas and ZeRO stages: same state to the bit, same losses.
+
+The processes of a launch serve all cases of their number (tests/workers/topology.py); one test goes through the door.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from models.errors import CheckpointError
+from models.spec import ModelSpec
+from tests.conftest import FAQ
+from tests.launching import deepspeed, metrics, topology, write_config
+from tests.workers.topology import ORDER, SAVED_AT, STEPS
+from training.checkpoint_folder import CheckpointRecord, DataOrder, Topology, step_folder
+from training.config import TrainConfig
+from training.errors import ConfigError
+from training.resume import check_resumable, fixed_settings
+from training.saved_slices import SavedOptimizer
+
+pytestmark = pytest.mark.launched
+
+MODELS = {"tied": True, "untied": False}
+BF16 = {"bf16": {"enabled": True}}
+FORGETFUL = "forgetful"
+
+
+class Case(NamedTuple):
+    """A run: from the beginning, to be taken up by others, or from the checkpoint of another case.
+
+    `parts` starts with the settings of the optimizer that OTHER_RATES has, but goes on with those of the checkpoint, as
+    a run on the same topology does.
+    """
+
+    name: str
+    dims: tuple[int, int]
+    zero: int = 1
+    parts: list[int] | None = None
+    source: str | None = None
+    keys: dict[str, Any] = {}
+    kind: str = "pipeline"
+    model: str = "tied"
+    slow: bool = False
+
+    @property
+    def processes(self) -> int:
+        return self.dims[0] * self.dims[1]
+
+
+LION = {"optimizer": {"type": "Lion", "params": {"lr": 2.0e-4, "weight_decay": 0.1}, "no_wd_kws": ["norm"]}}
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
+ADAFACTOR = {"optimizer": {"type": "Adafactor", "params": {"lr": 1.0e-2}}}
+OTHER_RATES = {"optimizer": {"type": "AdamW", "params": {"lr": 5.0e-3, "weight_decay": 0.5}, "no_wd_kws": ["norm"]}}
+OFFLOAD = {
+    "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+    "zero_force_ds_cpu_optimizer": False,
+}
+SOURCES = [
+    Case("1x1", (1, 1)),
+    Case("4x1", (4, 1)),
+    Case("4x1-bf16", (4, 1), keys=BF16),
+    Case("2x1", (2, 1), parts=[2, 3], model="untied"),
+    Case("zero-3", (1, 2), 3, kind="zero"),
+    Case("2x1-lion", (2, 1), keys=LION),
+    Case("2x1-plain", (2, 1), 0),
+    Case("1x2-plain-bf16", (1, 2), 0, keys=BF16),
+    Case("zero-0-bf16", (1, 2), 0, keys=BF16, kind="zero", slow=True),
+    Case("2x2", (2, 2), slow=True),
+    Case("2x1-sgd", (2, 1), keys=SGD, slow=True),
+    Case("2x1-adafactor", (2, 1), 0, keys=ADAFACTOR, slow=True),
+    Case("zero-2", (1, 2), 2, kind="zero", slow=True),
+]
+TAKEN_UP = [
+    Case("4x1-to-2x1", (2, 1), source="4x1"),
+    Case("4x1-to-2x2", (2, 2), parts=[3, 2], source="4x1"),
+    Case("parts", (2, 1), parts=[4, 1], source="2x1", model="untied", keys=OTHER_RATES),
+    Case("1x1-to-2x1", (2, 1), source="1x1"),
+    Case("4x1-to-1x2", (1, 2), source="4x1", slow=True),
+    Case("4x1-to-zero-1", (1, 2), source="4x1", kind="zero"),
+    Case("4x1-to-zero-3", (1, 2), 3, source="4x1", kind="zero"),
+    Case("zero-3-to-2x1", (2, 1), source="zero-3"),
+    Case("lion-to-1x2", (1, 2), source="2x1-lion", keys=LION),
+    Case("plain-to-1x2", (1, 2), source="2x1-plain"),
+    Case("1x1-to-plain", (2, 1), 0, source="1x1", slow=True),
+    Case("bf16-to-2x2", (2, 2), source="4x1-bf16", keys=BF16),
+    Case("bf16-to-zero-3", (1, 2), 3, source="4x1-bf16", keys=BF16, kind="zero", slow=True),
+    Case("bf16-to-plain", (1, 2), 0, source="4x1-bf16", keys=BF16, slow=True),
+    Case("bf16-to-zero-0", (1, 2), 0, source="4x1-bf16", keys=BF16, kind="zero", slow=True),
+    Case("zero-0-bf16-to-2x1", (2, 1), source="zero-0-bf16", keys=BF16, slow=True),
+    Case("plain-bf16-to-2x1", (2, 1), source="1x2-plain-bf16", keys=BF16, slow=True),
+    Case("4x1-to-zero-0", (1, 2), 0, source="4x1", kind="zero", slow=True),
+    Case("4x1-to-zero-2", (1, 2), 2, source="4x1", kind="zero", slow=True),
+    Case("zero-2-to-2x1", (2, 1), source="zero-2", slow=True),
+    Case("zero-3-to-zero-2", (1, 2), 2, source="zero-3", kind="zero", slow=True),
+    Case("2x2-to-4x1", (4, 1), source="2x2", slow=True),
+    Case("2x2-to-zero-3", (1, 2), 3, source="2x2", kind="zero", slow=True),
+    Case("sgd-to-1x2", (1, 2), source="2x1-sgd", keys=SGD, slow=True),
+    Case("adafactor-parts", (2, 1), 0, [4, 1], source="2x1-adafactor", keys=ADAFACTOR, slow=True),
+    Case("4x1-to-offload", (1, 2), source="4x1", keys=OFFLOAD, slow=True),
+]
+UNDER_TEST = [pytest.param(case, id=case.name, marks=pytest.mark.slow if case.slow else ()) for case in TAKEN_UP]
+
+
+@pytest.fixture(scope="module")
+def models(make_checkpoint: Callable[..., Path]) -> dict[str, Path]:
+    return {name: make_checkpoint("llama", tie_word_embeddings=tied) for name, tied in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Where all cases that this session asks for have left their outcomes."""
+    folder = tmp_path_factory.mktemp("topologies")
+    generator = random.Random(0)
+    samples = []
+    for _ in range(37):  # 4 batches of 8 and one of 5
+        ids = [generator.randrange(3, 512) for _ in range(generator.randrange(5, 90))]
+        samples.append({"input_ids": ids, "labels": [-100] * (len(ids) // 3) + ids[len(ids) // 3 :]})
+    (folder / "samples.json").write_text(json.dumps(samples))
+    asked = {item.callspec.id for item in request.session.items if hasattr(item, "callspec")}
+    taken_up = [case for case in TAKEN_UP if case.name in asked]
+    needed = {case.source for case in taken_up} | {"4x1", "1x2-plain-bf16"}
+    runs = [case for case in SOURCES if case.name in needed] + taken_up
+    runs.append(TAKEN_UP[0]._replace(name=FORGETFUL))
+    runs.append(Case("plain-bf16-again", (1, 2), 0, source="1x2-plain-bf16", keys=BF16))
+    for processes in (1, 4, 2):
+        described = [describe(case, models[case.model], folder) for case in runs if case.processes == processes]
+        if not described:
+            continue
+        (folder / "cases.json").write_text(json.dumps(described))
+        result = deepspeed(processes, "tests/workers/topology.py", folder / "cases.json", timeout=300)
+        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return folder
+
+
+def describe(case: Case, model_path: Path, folder: Path) -> dict[str, Any]:
+    config = {
+        "model_path": str(model_path),
+        "data_path": str(folder / "samples.json"),
+        "save_path": str(folder / case.name),
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.5,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1.0e-3, "eps": 1.0e-6, "weight_decay": 0.1},
+            "no_wd_kws": ["norm"],
+        },
+        "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 4}},
+        "zero_optimization": {"stage": case.zero}
+        | ({"stage3_param_persistence_threshold": 0} if case.zero == 3 else {}),
+        "model_topo": topology(case.dims, case.parts),
+    }
+    return {
+        "name": case.name,
+        "kind": case.kind,
+        "config": config | case.keys,
+        "source": case.source,
+        "forget": case.name == FORGETFUL,
+    }
+
+
+def outcome(name: str, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+    return found
+
+
+def state(name: str, folder: Path) -> dict[str, Tensor]:
+    """What the optimizer kept, over all stages."""
+    return {key: value for path in folder.glob(f"{name}.stage*") for key, value in load_file(path).items()}
+
+
+@pytest.mark.parametrize("case", UNDER_TEST)
+def test_the_state_is_the_same_to_the_bit(case: Case, folder: Path, models: dict[str, Path]) -> None:
+    before, after = state(str(case.source), folder), state(case.name, folder)
+    spec = ModelSpec.from_folder(models[case.model])
+    if spec.tied:  # one weight or two, as one process holds both ends or not
+        for found in (before, after):
+            ends = f"0.{spec.family.tie.embedding}:", f"{spec.n_layers - 1}.{spec.family.tie.head}:"
+            found |= {name.replace(*ends): tensor for name, tensor in found.items() if name.startswith(ends[0])}
+    assert before.keys() == after.keys()
+    assert len(before) > 2 * spec.n_layers
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
+@pytest.mark.parametrize("case", UNDER_TEST)
+def test_the_losses_go_on(case: Case, folder: Path) -> None:
+    before, after = outcome(str(case.source), folder), outcome(case.name, folder)
+    assert len(after["losses"]) == STEPS - SAVED_AT
+    tolerance = 2e-3 if "bf16" in case.keys else 1e-5
+    torch.testing.assert_close(
+        torch.tensor(after["losses"]), torch.tensor(before["losses"][SAVED_AT:]), rtol=tolerance, atol=0
+    )
+    assert after["rates"] == before["rates"][SAVED_AT:]
+
+
+def test_without_the_moments_the_losses_would_differ(folder: Path) -> None:
+    before, after = (torch.tensor(outcome(name, folder)["losses"]) for name in ("4x1", FORGETFUL))
+    assert ((after - before[SAVED_AT:]) / after).abs()[1:].min() > 1e-4
+
+
+def test_bf16_without_zero_goes_on_to_the_last_bit(folder: Path) -> None:
+    """On the same topology, but DeepSpeed cannot read such a checkpoint."""
+    losses = [outcome(name, folder)["losses"] for name in ("1x2-plain-bf16", "plain-bf16-again")]
+    assert losses[1] == losses[0][SAVED_AT:]
+
+
+def test_through_the_door(models: dict[str, Path], tmp_path: Path) -> None:
+    """One line says what happens, and the next checkpoint is one of the new topology."""
+    records = tmp_path / "records.json"
+    records.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:16]), encoding="utf-8")
+    keys = {"model_path": str(models["tied"]), "data_path": str(records), "n_epoches": 3, "from_scratch": True}
+    path = write_config(tmp_path / "run.yml", **keys, save_interval=2, keep_last=5, model_topo=topology((2, 1)))
+    first = deepspeed(2, "train_ds.py", "--config", path)
+    assert first.returncode == 0, first.stdout[-3000:] + first.stderr[-3000:]
+    expected = [line["loss"] for line in metrics(path.with_suffix(""))]
+    for step in (4, 6):
+        shutil.rmtree(step_folder(path.with_suffix(""), step))
+    again = deepspeed(1, "train_ds.py", "--config", path, "model_topo.process_topology.dims=[1, 1]")
+    assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
+    assert (
+        "step-000002 was saved in 2 stages of [3, 2], ZeRO stage 1, 1 replica; dividing its weights and optimizer "
+        "states anew: in 1 stages of [5], ZeRO stage 1, 1 replica; dropout, if any, draws other numbers"
+    ) in again.stdout
+    losses = [line["loss"] for line in metrics(path.with_suffix(""))]
+    assert losses == pytest.approx(expected, rel=1e-5)
+    record = CheckpointRecord.read(step_folder(path.with_suffix(""), 6))
+    assert record is not None
+    assert record.topology == Topology(stages=1, replicas=1, zero_stage=1, parts=[5])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"optimizer": {"type": "Lion"}}, "optimizer.type: Lion, but .* was trained with AdamW"),
+        ({"bf16": {"enabled": True}}, "bf16.enabled: True, but .* was trained with False"),
+    ],
+)
+def test_another_kind_of_update_is_refused(change: dict[str, Any], told: str, tmp_path: Path) -> None:
+    keys = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 8}
+    settings = fixed_settings(TrainConfig.model_validate(keys))
+    divided = Topology(stages=1, replicas=1, zero_stage=1, parts=[5])
+    CheckpointRecord(step=1, topology=divided, data=ORDER, settings=settings).write(tmp_path)
+    check_resumable(tmp_path, ORDER, settings)
+    with pytest.raises(ConfigError, match=f"^{told}"):
+        check_resumable(tmp_path, ORDER, fixed_settings(TrainConfig.model_validate(keys | change)))
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, ("false",)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({"optimizer": Harmful(), "parameter_names": []}, r"mp_rank_00_model_states\.pt: refused, .* could run code"),
+        ({"optimizer": {"state": {}}}, "the optimizer's files of stage 0 are not laid out as expected"),
+    ],
+)
+def test_files_that_are_something_else_are_refused(content: dict[str, Any], told: str, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "mp_rank_00_model_states.pt")
+    saved = SavedOptimizer(tmp_path, Topology(stages=1, replicas=1, zero_stage=0, parts=[5]))
+    with pytest.raises(CheckpointError, match=told):
+        list(saved.slices(0))
+
+
+def test_records_of_before_have_no_settings(tmp_path: Path) -> None:
+    divided = Topology(stages=1, replicas=1, zero_stage=1, parts=[5])
+    CheckpointRecord(step=1, topology=divided, data=ORDER).write(tmp_path)
+    check_resumable(tmp_path, DataOrder.model_validate(ORDER.model_dump()), {"optimizer.type": "Lion"})

@@ -1,0 +1,109 @@
+"""Training on one topology and going on on another, case by case in one launch: started by the real launcher.
+
+usage: topology.py CASES.json, a list of {"name", "config": {...}, "kind": "zero" | "pipeline", "source": the name of a
+case whose checkpoint is taken up, or null, "forget": the moments after that}. A case without a source is trained for
+STEPS steps and saved after step SAVED_AT, one with a source from there on. Writes <folder>/<name>.json with the losses
+and learning rates and <folder>/<name>.stage<k>.safetensors with what the optimizer kept after step SAVED_AT, as
+`<layer>.<name>:<state>`, asked from DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_optimizer_state
+from rich.console import Console
+from safetensors.torch import save_file
+from torch import Tensor
+
+from models.spec import ModelSpec
+from tests.workers.cases import loader_of, run_cases
+from training.checkpoint_folder import CheckpointRecord, DataOrder, step_folder
+from training.config import TrainConfig
+from training.pipeline_trainer import PipelineTrainer
+from training.resume import fixed_settings, resume
+from training.saving import Checkpointer
+from training.trainer import Trainer
+from training.zero_trainer import ZeroTrainer
+
+KINDS: dict[str, type[Trainer]] = {"pipeline": PipelineTrainer, "zero": ZeroTrainer}
+STEPS, SAVED_AT = 10, 6
+ORDER = DataOrder(samples=0, fingerprint="", seed=0, train_batch_size=8, dataloader_drop_last=False)
+
+
+def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
+    kind, loader, log = KINDS[case["kind"]], loader_of(config), Console(quiet=True)
+    model_folder = Path(config.model_path)
+    spec = ModelSpec.from_folder(model_folder)
+    topology = kind.topology(config, spec)
+    state = folder / case["name"]
+    groups.mpu = None  # a pipeline's grid, of the case before
+    if case["source"]:
+        checkpoint = step_folder(folder / case["source"], SAVED_AT)
+        trainer, done = resume(checkpoint, topology, config, kind, spec, model_folder, STEPS, log)
+        keep_state(trainer, state)
+        if case["forget"]:
+            forget_moments(trainer.engine)
+    else:
+        trainer, done = kind.build(config, spec, model_folder, STEPS), 0
+    outcome: dict[str, Any] = {"losses": [], "rates": []}
+    for step in range(done, STEPS):
+        outcome["rates"].append(trainer.engine.get_lr()[0])
+        outcome["losses"].append(trainer.train_step(loader, loader.batch(step)))
+        if not case["source"] and step + 1 == SAVED_AT:
+            record = CheckpointRecord(step=0, topology=topology, data=ORDER, settings=fixed_settings(config))
+            Checkpointer(trainer, config, folder / case["name"], model_folder, record, log).save(SAVED_AT)
+            keep_state(trainer, state)
+    if torch.distributed.get_rank() == 0:
+        (folder / f"{case['name']}.json").write_text(json.dumps(outcome))
+    torch.distributed.barrier()
+    trainer.engine.destroy()
+
+
+def keep_state(trainer: Trainer, path: Path) -> None:
+    """Write what the optimizer keeps of the weights of this rank's stage."""
+    engine = trainer.engine
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
+        # DeepSpeed 0.19.8 does this in the first step only, when but the first group has states.
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+    states = next(iter(engine.basic_optimizer.state.values()))
+    keys = [key for key, state in states.items() if isinstance(state, Tensor) and state.dim()]
+    kept = {}
+    for name, weight in engine.module.named_parameters():
+        for key, tensor in state_of(engine, weight, keys).items():
+            kept[f"{name}:{key}"] = tensor.detach().clone().contiguous()
+    kept["step"] = torch.tensor(float(states.get("step", 0)))
+    replica = engine.grid.get_data_parallel_id() if isinstance(trainer, PipelineTrainer) else engine.global_rank
+    if replica == 0:
+        save_file(kept, path.with_name(f"{path.name}.stage{trainer.stage}.safetensors"))
+
+
+def state_of(engine: DeepSpeedEngine, weight: Any, keys: list[str]) -> dict[str, Tensor]:
+    """The fp32 weight and the states of a parameter, whole."""
+    if hasattr(weight, "ds_id") or hasattr(weight, "_hp_mapping"):
+        states = {key: safe_get_full_optimizer_state(weight, key) for key in keys}
+        return {"fp32": safe_get_full_fp32_param(weight)} | states
+    owner = weight
+    for masters, weights in zip(
+        getattr(engine.optimizer, "fp32_groups", []), getattr(engine.optimizer, "fp16_groups", []), strict=True
+    ):
+        owner = next((master for master, each in zip(masters, weights, strict=True) if each is weight), owner)
+    state = engine.basic_optimizer.state[owner]
+    return {"fp32": owner} | {key: state[key] for key in state.keys() & {*keys, "row_var", "col_var", "variance"}}
+
+
+def forget_moments(engine: DeepSpeedEngine) -> None:
+    for states in engine.basic_optimizer.state.values():
+        for state in states.values():
+            if state.dim():
+                state.zero_()
+
+
+if __name__ == "__main__":
+    run_cases(run_case)
