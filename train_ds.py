@@ -12,6 +12,7 @@ from training.command_line import open_door, parse_arguments
 from training.config import TrainConfig
 from training.config_file import load_config
 from training.distributed import Place
+from training.lifeline import Lifeline
 
 
 def main() -> None:
@@ -25,12 +26,12 @@ def main() -> None:
     open_door(arguments, load, run)
 
 
-def run(config: TrainConfig, place: Place) -> None:
+def run(config: TrainConfig, place: Place, lifeline: Lifeline) -> None:
     """The whole job of one rank."""
     from training.job import run_job
     from training.pipeline_trainer import PipelineTrainer
 
-    run_job(config, place, PipelineTrainer)
+    run_job(config, place, lifeline, PipelineTrainer)
 
 
 if __name__ == "__main__":

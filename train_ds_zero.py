@@ -14,6 +14,7 @@ from training.command_line import open_door, parse_arguments
 from training.config import TrainConfig
 from training.config_file import load_config
 from training.distributed import Place
+from training.lifeline import Lifeline
 
 
 def main() -> None:
@@ -21,12 +22,12 @@ def main() -> None:
     open_door(arguments, lambda place: load_spread_config(arguments.config, arguments.overrides, place), run)
 
 
-def run(config: TrainConfig, place: Place) -> None:
+def run(config: TrainConfig, place: Place, lifeline: Lifeline) -> None:
     """The whole job of one rank."""
     from training.job import run_job
     from training.zero_trainer import ZeroTrainer
 
-    run_job(config, place, ZeroTrainer)
+    run_job(config, place, lifeline, ZeroTrainer)
 
 
 def load_spread_config(path: str, overrides: list[str], place: Place | None) -> TrainConfig:

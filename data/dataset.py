@@ -28,6 +28,7 @@ class Dataset:
     Attributes:
         samples: in the order of the records.
         types: of each sample's record.
+        origins: file and number, from 1, of each sample's record.
         kinds: how many records of each type were read.
         truncated: how many were longer than the limit.
         silent: how many were left out because nothing of them bears loss.
@@ -36,10 +37,16 @@ class Dataset:
 
     samples: list[Sample] = field(default_factory=list)
     types: list[str] = field(default_factory=list)
+    origins: list[tuple[str, int]] = field(default_factory=list)
     kinds: Counter[str] = field(default_factory=Counter)
     truncated: int = 0
     silent: int = 0
     longest: int = 0
+
+    def origin(self, number: int) -> str:
+        """Where a sample comes from, for a person."""
+        file, record = self.origins[number]
+        return f"{file}: record {record}"
 
     def fingerprint(self) -> str:
         """A digest of all tokens and labels: it changes with the records, the prompts, the tokenizer and the limit."""
@@ -89,6 +96,7 @@ def load_dataset(
         if supervised_count(cut):
             dataset.samples.append(cut)
             dataset.types.append(record.type)
+            dataset.origins.append((str(file), number))
         else:
             dataset.silent += 1
     if not dataset.samples:

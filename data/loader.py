@@ -84,7 +84,10 @@ class Loader:
         """The global batch of a step, counted from 0 over all epochs."""
         epoch, position = divmod(step, self.steps_per_epoch)
         first = position * self.batch_size
-        chosen = self._order(epoch)[first : first + self.batch_size]
+        return self.batch_of(self._order(epoch)[first : first + self.batch_size])
+
+    def batch_of(self, chosen: Sequence[int]) -> GlobalBatch:
+        """A global batch of these samples."""
         longest_first = sorted(chosen, key=lambda number: (-len(self.samples[number]["input_ids"]), number))
         lengths = [len(self.samples[number]["input_ids"]) for number in longest_first]
         size = self.micro_batch_size

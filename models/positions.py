@@ -36,6 +36,11 @@ def attention_kind(config: PreTrainedConfig, index: int) -> str:
     return SLIDING if getattr(config, "sliding_window", None) else FULL
 
 
+def _same_memory(known: Tensor, other: Tensor) -> bool:
+    """Whether two tensors that both exist are one; hooks of ZeRO hand on views."""
+    return known.data_ptr() == other.data_ptr() != 0 and known.shape == other.shape
+
+
 class Positions:
     """Causal masks and rotary angles, as llama and most families take them.
 
@@ -58,7 +63,7 @@ class Positions:
         """The arguments of a block of this kind of attention, for `hidden` [B, S, H] at `position_ids` [B, S]."""
         version = None if position_ids.is_inference() else position_ids._version
         state = (version, hidden.dtype, hidden.device, torch.is_inference_mode_enabled())
-        if self._last is None or self._last[0] is not position_ids or self._last[1] != state:
+        if self._last is None or not _same_memory(self._last[0], position_ids) or self._last[1] != state:
             arguments = self.arguments(hidden, position_ids, cache)
             if cache is not None:
                 for each in arguments.values():

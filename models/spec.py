@@ -77,6 +77,13 @@ class ModelSpec:
     def tied(self) -> bool:
         return bool(self.config.tie_word_embeddings)
 
+    @property
+    def tied_names(self) -> tuple[str, str] | None:
+        """The two names, `<layer>.<name>`, of the weight that is both embedding and head."""
+        if not self.tied:
+            return None
+        return f"0.{self.family.tie.embedding}", f"{self.n_layers - 1}.{self.family.tie.head}"
+
     def positions(self) -> Positions:
         """What the blocks of one process share."""
         return self.family.positions(self.family, self.config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 
 from rich.console import Console
 
@@ -13,6 +14,7 @@ from models.checkpoint.layout import resolve
 from training import distributed
 from training.config import TrainConfig
 from training.distributed import Place, exit_on_user_error
+from training.lifeline import Lifeline
 from training.run_data import RecordReader
 
 
@@ -29,7 +31,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
 def open_door(
     arguments: argparse.Namespace,
     load: Callable[[Place | None], TrainConfig],
-    run: Callable[[TrainConfig, Place], None],
+    run: Callable[[TrainConfig, Place, Lifeline], None],
 ) -> None:
     """Inspect the data, start the launcher, or be one rank of a run.
 
@@ -46,11 +48,11 @@ def open_door(
         elif place is None:
             distributed.launch(config.model_topo, sys.argv)
         else:
-            distributed.start(place, config.model_topo)
-            try:
-                run(config, place)
-            finally:
-                distributed.stop()
+            # The watchdog must find a hang, and name the rank, before the process group gives up.
+            distributed.start(place, config.model_topo, timedelta(minutes=max(30, 2 * config.timeout_minutes)))
+            with Lifeline(place, config.model_topo.stage_of(place.rank), config.timeout_minutes) as lifeline:
+                run(config, place, lifeline)
+            distributed.stop()
 
 
 def inspect(config: TrainConfig, count: int) -> None:

@@ -79,7 +79,8 @@ class TrainConfig(BaseModel):
     # Under offload, take DeepSpeed's own CPU optimizers, faster than torch's once they are compiled.
     zero_force_ds_cpu_optimizer: bool = True
 
-    # Continue from the newest whole checkpoint in save_path (auto), from the one in this folder, or start anew (none).
+    # Continue from the newest whole checkpoint in save_path (auto), from the one in this folder, or start anew (none);
+    # dims, parts and the ZeRO stage may be others than it was saved with.
     resume: str = "auto"
     # Save every so many optimizer steps, and whenever so many minutes have passed; always at the end.
     save_interval: int | None = Field(default=None, ge=1)
@@ -88,6 +89,10 @@ class TrainConfig(BaseModel):
     keep_last: int = Field(default=2, ge=1)
     # What a run does when a checkpoint cannot be written, such as on a full disk.
     on_save_error: Literal["continue", "stop"] = "continue"
+    # End the run when nothing moved for so many minutes: a step, an evaluation's batch and a save must take less.
+    timeout_minutes: float = Field(default=30, gt=0)
+    # End the run after so many steps in a row whose loss or gradient is not finite; such a step changes no weight.
+    max_bad_steps: int = Field(default=3, ge=1)
     # Write the trained model as a HuggingFace folder at the end, to save_path/hf.
     export_hf: bool = False
 

@@ -7,6 +7,7 @@ import re
 from math import prod
 from typing import Any, Literal
 
+import numpy
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 
@@ -190,6 +191,11 @@ class ModelTopo(_Section):
     @property
     def processes(self) -> int:
         return prod(self.process_topology.dims)
+
+    def stage_of(self, rank: int) -> int:
+        """The stage that a process runs; the first of the axes changes slowest."""
+        grid = self.process_topology
+        return int(numpy.unravel_index(rank, grid.dims)[grid.axes.index("pipe")])
 
     def _size(self, axis: Literal["pipe", "data"]) -> int:
         return self.process_topology.dims[self.process_topology.axes.index(axis)]

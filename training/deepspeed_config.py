@@ -66,7 +66,8 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
     resolved: dict[str, Any] = {
         "train_batch_size": config.train_batch_size,
         "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu,
-        "gradient_clipping": config.gradient_clipping,
+        # DeepSpeed looks at the norm, and leaves out a step whose norm is not finite, only where it may have to clip.
+        "gradient_clipping": config.gradient_clipping or torch.finfo(torch.float32).max,
         "zero_optimization": config.zero_optimization.model_dump(exclude_none=True),
         "zero_allow_untested_optimizer": config.zero_allow_untested_optimizer,
         "zero_force_ds_cpu_optimizer": False,  # build_optimizer already chose
@@ -76,7 +77,7 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
         if precision.enabled:
             resolved[name] = precision.model_dump()
     if config.bf16.enabled:
-        resolved["bf16"]["immediate_grad_update"] = True
+        resolved["bf16"] |= {"immediate_grad_update": True, "check_grad_overflow": True}
         if config.zero_optimization.stage:
             resolved["data_types"] = {"grad_accum_dtype": "fp32"}
     return resolved | (config.model_extra or {})

@@ -10,15 +10,20 @@ import ctypes
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 
 from training.config_sections import ModelTopo
 from training.errors import EXIT_CODE, USER_ERRORS, ConfigError, RunRefused
+
+RANK_0_SPEAKS = 20.0  # seconds for rank 0 to find the same mistake as this rank
+LEAVING = 2.0  # seconds for rank 0 to say what all know
 
 Value = TypeVar("Value")
 
@@ -61,8 +66,11 @@ def launch(topology: ModelTopo, arguments: list[str]) -> None:
     os.execv(sys.executable, [*launcher, "--master_port", str(free_port()), *arguments])
 
 
-def start(place: Place, topology: ModelTopo) -> None:
+def start(place: Place, topology: ModelTopo, patience: timedelta = timedelta(minutes=30)) -> None:
     """Join the other processes: NCCL where there are GPUs, gloo elsewhere.
+
+    Args:
+        patience: how long a rank waits for the others in one operation.
 
     Raises:
         ConfigError: the launcher started another number of processes than `dims` asks for.
@@ -87,7 +95,7 @@ def start(place: Place, topology: ModelTopo) -> None:
     else:
         get_accelerator().set_device(place.local_rank)
     try:
-        deepspeed.init_distributed(verbose=False)
+        deepspeed.init_distributed(verbose=False, timeout=patience)
     except torch.distributed.DistNetworkError as error:
         raise ConfigError(
             f"the processes cannot meet: {str(error).splitlines()[0]}; where another run uses the port, "
@@ -137,7 +145,10 @@ def exit_on_user_error(place: Place | None = None) -> Iterator[None]:
         yield
     except (*USER_ERRORS, RunRefused) as error:
         code = EXIT_CODE
-        if place is None or place.rank == 0:
+        if place is not None and place.rank > 0:
+            # A launcher ends all ranks as soon as one has left: the one that speaks must be the first.
+            time.sleep(LEAVING if isinstance(error, RunRefused) else RANK_0_SPEAKS)
+        if place is None or place.rank == 0 or not isinstance(error, RunRefused):
             print(f"error: {error}", file=sys.stderr, flush=True)
     except SystemExit as leaving:
         code = leaving.code

@@ -13,6 +13,7 @@ import torch
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import ProcessTopology
+from deepspeed.runtime.utils import combine_grad_norm_groups
 from torch import Tensor
 
 from models.checkpoint.source import open_source
@@ -58,7 +59,7 @@ def build_engine(config: TrainConfig, spec: ModelSpec, folder: Path, total_steps
         router_loss_weight=router_weight,
     )
     with agreed():
-        optimizer = build_optimizer(config, model.named_parameters())
+        optimizer = build_optimizer(config, model.named_parameters(), spec.tied_names)
     engine: PipelineEngine
     scheduler = build_scheduler(config, optimizer, total_steps)
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the memory in use, four times
@@ -70,7 +71,9 @@ def build_engine(config: TrainConfig, spec: ModelSpec, folder: Path, total_steps
         schedule.BackwardPass: _backward_once,
     }
     engine._allocate_or_extend_buffers = MethodType(_allocate_buffer, engine)
-    if config.zero_optimization.stage == 0 and engine.gradient_clipping() > 0:
+    if hasattr(engine.optimizer, "scaled_global_norm"):
+        _count_uneven_groups(engine)
+    if config.zero_optimization.stage == 0:
         engine.clip_fp32_gradients = MethodType(_clip_by_global_norm, engine)
     return engine
 
@@ -123,15 +126,46 @@ def _sum_tied_gradients(engine: PipelineEngine) -> None:
         torch.distributed.all_reduce(weight.grad if gradient is None else gradient, group=group)
 
 
+def _count_uneven_groups(engine: PipelineEngine) -> None:
+    """Let the norm of the gradient be computed where the stages have different numbers of parameter groups.
+
+    DeepSpeed 0.19.8 sums each group's part over the stages in an operation of its own: a stage without weights that
+    `no_wd_kws` matches takes part in one less, and all wait for ever.
+    """
+    optimizer = engine.optimizer
+    own = len(optimizer.bit16_groups)
+    most = torch.tensor(own, device=engine.device)
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+
+    def norm() -> Tensor:
+        parts = []
+        for group in range(int(most)):
+            parameters = optimizer.params_in_partition[group] if group < own else []
+            if optimizer.cpu_offload:
+                parts.append(optimizer.complete_grad_norm_calculation_for_cpu_offload(parameters))
+            else:
+                gradients = optimizer.averaged_gradients[group] if group < own else []
+                parts.append(optimizer.get_grad_norm_direct(gradients, parameters))
+        return combine_grad_norm_groups(parts)
+
+    optimizer.scaled_global_norm = norm
+
+
 @torch.no_grad()
 def _clip_by_global_norm(engine: PipelineEngine) -> None:
-    """Clip by the norm over all stages. Without ZeRO, DeepSpeed clips each stage of an fp32 run by its own norm."""
+    """Clip by the norm over all stages. Without ZeRO, DeepSpeed clips each stage of an fp32 run by its own norm.
+
+    A gradient that is not finite is dropped, as DeepSpeed does with ZeRO.
+    """
     parameters = [parameter for parameter in engine.module.parameters() if parameter.grad is not None]
     counted = [parameter for parameter in parameters if not parameter.ds_pipe_replicated]
     squares = torch.stack([parameter.grad.float().square().sum() for parameter in counted]).sum()
     torch.distributed.all_reduce(squares, group=engine.grid.get_pipe_parallel_group())
     norm = squares.sqrt()
     engine._global_grad_norm = norm
+    if not norm.isfinite():
+        engine.zero_grad()
+        return
     scale = torch.clamp(engine.gradient_clipping() / (norm + 1e-6), max=1.0)
     for parameter in parameters:
         parameter.grad.mul_(scale)

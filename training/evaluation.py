@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from data.dataset import Dataset
 from training.config import TrainConfig
+from training.lifeline import Lifeline
 from training.run_data import build_loader
 from training.trainer import Trainer
 
@@ -52,7 +53,7 @@ class Evaluation:
         """Whether to evaluate after `step`; always after the last one."""
         return last or step % self._interval == 0
 
-    def run(self, trainer: Trainer) -> dict[str, float]:
+    def run(self, trainer: Trainer, lifeline: Lifeline) -> dict[str, float]:
         """`eval_loss`, `eval_perplexity` and, where there are several types, `eval_loss/<type>`."""
         losses: dict[str, tuple[float, int]] = {}
         batches = sum(loader.steps_per_epoch for loader in self._loaders.values())
@@ -64,6 +65,7 @@ class Evaluation:
                     total += trainer.eval_loss(loader, batch) * batch.supervised
                     tokens += batch.supervised
                     bar.update()
+                    lifeline.mark("a batch of an evaluation")
                 losses[kind] = (total, int(tokens))
         return summary(losses)
 

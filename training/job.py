@@ -15,6 +15,7 @@ from data.loader import Loader
 from models.attention import choose_attention
 from models.checkpoint.layout import resolve
 from models.spec import ModelSpec
+from training.bad_steps import BadSteps
 from training.checkpoint_folder import RECORD, Best, CheckpointRecord, DataOrder, Topology, step_folder
 from training.config import TrainConfig
 from training.deepspeed_config import training_dtype
@@ -23,9 +24,10 @@ from training.errors import ConfigError
 from training.evaluation import Evaluation
 from training.exporting import export_run
 from training.flops import Utilization
+from training.lifeline import Lifeline
 from training.loop import Run, train
 from training.metrics import Reporter
-from training.resume import check_resumable, find_checkpoint, restore
+from training.resume import check_resumable, find_checkpoint, fixed_settings, resume
 from training.run_data import RecordReader, build_loader
 from training.run_info import write_run_info
 from training.saving import Checkpointer
@@ -76,10 +78,11 @@ class Inputs:
         )
 
 
-def run_job(config: TrainConfig, place: Place, kind: type[Trainer]) -> None:
+def run_job(config: TrainConfig, place: Place, lifeline: Lifeline, kind: type[Trainer]) -> None:
     """Train, from the beginning or from the newest checkpoint.
 
     Args:
+        lifeline: by which the run ends everywhere when it fails somewhere.
         kind: how the model is spread: `PipelineTrainer` or `ZeroTrainer`.
     """
     reporting = place.rank == 0
@@ -93,20 +96,22 @@ def run_job(config: TrainConfig, place: Place, kind: type[Trainer]) -> None:
     checkpoint = find_checkpoint(config, save_path, log)
     with agreed():
         if checkpoint:
-            check_resumable(checkpoint, order, topology)
+            check_resumable(checkpoint, order, fixed_settings(config))
     describe(config, inputs, total_steps, log)
     if reporting:
         (save_path / "config.yml").write_text(yaml.safe_dump(config.dump(), sort_keys=False), encoding="utf-8")
-    trainer = kind.build(config, spec, inputs.folder, total_steps)
-    done = restore(trainer, checkpoint) if checkpoint else 0
     if checkpoint:
+        trainer, done = resume(checkpoint, topology, config, kind, spec, inputs.folder, total_steps, log)
         log.print(f"resumed: {checkpoint}, after step {done}")
-    record = CheckpointRecord(step=done, topology=topology, data=order)
+    else:
+        trainer, done = kind.build(config, spec, inputs.folder, total_steps), 0
+    record = CheckpointRecord(step=done, topology=topology, data=order, settings=fixed_settings(config))
     best = Best.read(save_path, done) if checkpoint else None
     checkpointer = Checkpointer(trainer, config, save_path, inputs.folder, record, log, best)
     evaluation = None
     if inputs.evaluation_set:
         evaluation = Evaluation(inputs.evaluation_set, config, topology.replicas, loader.steps_per_epoch, reporting)
+    bad_steps = BadSteps(config.max_bad_steps, config.fp16.enabled, inputs.dataset, log, reporting)
     utilization = Utilization(spec, training_dtype(config), place.world_size)
     with agreed():
         trackers = open_trackers(config, save_path, done + 1) if reporting else []
@@ -114,7 +119,18 @@ def run_job(config: TrainConfig, place: Place, kind: type[Trainer]) -> None:
             write_run_info(save_path, config, topology.parts, done + 1)
     with Reporter(save_path, total_steps, reporting, config.steps_per_print, done + 1, trackers) as reporter:
         run = Run(
-            trainer, loader, checkpointer, reporter, stop, evaluation, utilization, done, total_steps, topology.stages
+            trainer=trainer,
+            loader=loader,
+            checkpointer=checkpointer,
+            reporter=reporter,
+            stop=stop,
+            lifeline=lifeline,
+            bad_steps=bad_steps,
+            evaluation=evaluation,
+            utilization=utilization,
+            done=done,
+            total_steps=total_steps,
+            stages=topology.stages,
         )
         done = train(run)
     saved = step_folder(save_path, done)

@@ -6,8 +6,10 @@ import time
 from dataclasses import dataclass
 
 from data.loader import Loader
+from training.bad_steps import BadSteps
 from training.evaluation import Evaluation
 from training.flops import Utilization
+from training.lifeline import Lifeline
 from training.metrics import Reporter, StepMetrics
 from training.peak_memory import peak_memory_by_stage
 from training.saving import Checkpointer
@@ -30,6 +32,8 @@ class Run:
     checkpointer: Checkpointer
     reporter: Reporter
     stop: StopRequest
+    lifeline: Lifeline
+    bad_steps: BadSteps
     evaluation: Evaluation | None
     utilization: Utilization
     done: int
@@ -46,7 +50,7 @@ def train(run: Run) -> int:
     if run.evaluation and run.evaluation.at_start and not run.done:
         evaluate(run, 0)
     for step in range(run.done + 1, run.total_steps + 1):
-        run.reporter.report(_step(run, step))
+        _step(run, step)
         stopping, due = run.stop.agreed(run.checkpointer.due(step))
         last = step == run.total_steps
         # Before the save: a run that is killed in between repeats the step, and the evaluation with it.
@@ -55,6 +59,7 @@ def train(run: Run) -> int:
         if due or best or stopping or last:
             with run.trainer.timings("checkpoint"):
                 run.checkpointer.save(step, found if best else None)
+            run.lifeline.mark(f"the checkpoint of step {step}")
         if stopping:
             return step
     return run.total_steps
@@ -63,30 +68,35 @@ def train(run: Run) -> int:
 def evaluate(run: Run, step: int) -> float:
     """Measure and report the evaluation loss."""
     assert run.evaluation is not None
-    found = run.evaluation.run(run.trainer)
+    found = run.evaluation.run(run.trainer, run.lifeline)
     run.reporter.report_evaluation(step, found)
     return found["eval_loss"]
 
 
-def _step(run: Run, step: int) -> StepMetrics:
+def _step(run: Run, step: int) -> None:
     begin = time.monotonic()
     with run.trainer.timings("data"):
         batch = run.loader.batch(step - 1)
     lr = run.trainer.engine.get_lr()[0]
     loss = run.trainer.train_step(run.loader, batch)
     seconds = time.monotonic() - begin
-    return StepMetrics(
-        step=step,
-        epoch=(step - 1) // run.loader.steps_per_epoch + 1,
-        loss=loss,
-        lr=lr,
-        grad_norm=float(run.trainer.engine.get_global_grad_norm() or 0.0),
-        samples=len(batch.lengths),
-        tokens=batch.tokens,
-        supervised=batch.supervised,
-        tokens_per_s=batch.tokens / seconds,
-        seconds=seconds,
-        mfu=run.utilization(batch.lengths, batch.supervised, seconds),
-        times=run.trainer.timings.take(),
-        peak_memory=peak_memory_by_stage(run.trainer.stage, run.stages),
+    grad_norm = float(run.trainer.engine.get_global_grad_norm() or 0.0)
+    run.lifeline.mark(f"step {step}")
+    run.reporter.report(
+        StepMetrics(
+            step=step,
+            epoch=(step - 1) // run.loader.steps_per_epoch + 1,
+            loss=loss,
+            lr=lr,
+            grad_norm=grad_norm,
+            samples=len(batch.lengths),
+            tokens=batch.tokens,
+            supervised=batch.supervised,
+            tokens_per_s=batch.tokens / seconds,
+            seconds=seconds,
+            mfu=run.utilization(batch.lengths, batch.supervised, seconds),
+            times=run.trainer.timings.take(),
+            peak_memory=peak_memory_by_stage(run.trainer.stage, run.stages),
+        )
     )
+    run.bad_steps.check(run.trainer, run.loader, batch, step, loss, grad_norm)

@@ -24,8 +24,13 @@ from training.schedules import lr_ratio
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
-def build_optimizer(config: TrainConfig, parameters: NamedParameters) -> torch.optim.Optimizer:
+def build_optimizer(
+    config: TrainConfig, parameters: NamedParameters, tied_names: tuple[str, str] | None = None
+) -> torch.optim.Optimizer:
     """The optimizer of one stage.
+
+    Args:
+        tied_names: see `parameter_groups`.
 
     Raises:
         ConfigError: `optimizer.params` holds something that the optimizer does not take, or the optimizer does not go
@@ -41,7 +46,7 @@ def build_optimizer(config: TrainConfig, parameters: NamedParameters) -> torch.o
             f"optimizer.type: {kind} cannot be offloaded; expected one of {', '.join(builders)}, "
             "or zero_force_ds_cpu_optimizer: false"
         )
-    groups = parameter_groups(config.optimizer, parameters)
+    groups = parameter_groups(config.optimizer, parameters, tied_names)
     try:
         return builders[kind](groups, **config.optimizer.params)
     except (TypeError, ValueError, AssertionError) as error:
@@ -66,13 +71,22 @@ def _refuse_joined_weights(config: TrainConfig) -> None:
             raise ConfigError(f"{key} joins the weights, which Adafactor needs apart; expected stage 0 and fp32")
 
 
-def parameter_groups(optimizer: Optimizer, parameters: NamedParameters) -> list[dict[str, Any]]:
-    """One group with weight decay and one without; empty ones are left out."""
+def parameter_groups(
+    optimizer: Optimizer, parameters: NamedParameters, tied_names: tuple[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """One group with weight decay and one without; empty ones are left out.
+
+    Args:
+        tied_names: the names of a weight that may lie on two stages, where it must be treated alike: each of them goes
+            by both.
+    """
     patterns = [re.compile(pattern) for pattern in optimizer.no_wd_kws]
     decayed: list[nn.Parameter] = []
     exempt: list[nn.Parameter] = []
     for name, parameter in parameters:
-        (exempt if any(pattern.search(name) for pattern in patterns) else decayed).append(parameter)
+        names = tied_names if tied_names and name in tied_names else (name,)
+        matches = any(pattern.search(each) for pattern in patterns for each in names)
+        (exempt if matches else decayed).append(parameter)
     groups: list[dict[str, Any]] = [{"params": decayed}, {"params": exempt, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 

@@ -55,7 +55,7 @@ def build_zero_engine(config: TrainConfig, spec: ModelSpec, folder: Path, total_
         router_loss_weight=router_weight,
     )
     with agreed():
-        optimizer = build_optimizer(config, model.named_parameters())
+        optimizer = build_optimizer(config, model.named_parameters(), spec.tied_names)
     scheduler = build_scheduler(config, optimizer, total_steps)
     engine: DeepSpeedEngine
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the memory in use
@@ -68,9 +68,11 @@ def build_zero_engine(config: TrainConfig, spec: ModelSpec, folder: Path, total_
 
 
 def _clip_gradients(engine: DeepSpeedEngine) -> None:
-    """Clip and remember the norm, which DeepSpeed forgets in fp32 without ZeRO."""
+    """Clip and remember the norm, which DeepSpeed forgets in fp32 without ZeRO; drop a gradient that is not finite."""
     norm = torch.nn.utils.clip_grad_norm_(engine.module.parameters(), engine.gradient_clipping())
     engine._global_grad_norm = norm
+    if not norm.isfinite():
+        engine.zero_grad()
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@
 ZeRO.
 
 SGD alone takes the gradient's length into its step: AdamW and Lion walk nearly as far with a gradient that was scaled
-wrongly. The model is tied, so a norm that counted both copies of the weight would be too large.
+wrongly. The model is tied, so a norm that counted both copies of the weight would be too large. Stages may
+have different numbers of parameter groups, and `no_wd_kws` may match one name of the tied weight only.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ pytestmark = pytest.mark.launched
 
 NORM = 0.5
 SGD = {"type": "SGD", "params": {"lr": 1.0, "momentum": 0.5}}
+DECAY = {"lr": 1.0, "momentum": 0.5, "weight_decay": 0.02}
+OFFLOAD = {
+    "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+    "zero_force_ds_cpu_optimizer": False,
+}
 WITHOUT_ZERO = {"zero_optimization": {"stage": 0}}
 BF16 = {"bf16": {"enabled": True}}
 # The last two numbers: the tolerances of a loss and, relative, of a norm.
@@ -31,13 +37,17 @@ VARIANTS: dict[str, tuple[dict[str, Any], float, float]] = {
     "sgd_bf16": ({"optimizer": SGD} | BF16, 3e-3, 1e-2),
     "sgd_bf16_without_zero": ({"optimizer": SGD} | BF16 | WITHOUT_ZERO, 3e-3, 1e-2),
     "lion": ({"optimizer": {"type": "Lion", "params": {"lr": 1.0e-3}}}, 1e-5, 1e-4),
+    "uneven_groups": ({"optimizer": SGD | {"no_wd_kws": ["norm"], "params": DECAY}}, 1e-5, 1e-4),
+    "uneven_groups_bf16": ({"optimizer": SGD | {"no_wd_kws": ["norm"], "params": DECAY}} | BF16, 3e-3, 1e-2),
+    "uneven_groups_offload": ({"optimizer": SGD | {"no_wd_kws": ["norm"], "params": DECAY}} | OFFLOAD, 1e-5, 1e-4),
+    "one_end_exempt": ({"optimizer": SGD | {"no_wd_kws": ["embed"], "params": DECAY}}, 1e-5, 1e-4),
     "adafactor": ({"optimizer": {"type": "Adafactor", "params": {"lr": 1.0e-2}}} | WITHOUT_ZERO, 1e-5, 1e-4),
 }
 
 
 TOPOLOGIES = {
     (1, 1): ([5], list(VARIANTS)),
-    (2, 1): ([3, 2], list(VARIANTS)),
+    (2, 1): ([1, 4], list(VARIANTS)),  # no norm on the first stage
     (2, 2): ([2, 3], ["sgd", "sgd_without_zero"]),
 }
 CASES = [(variant, dims) for dims, (_, variants) in TOPOLOGIES.items() for variant in variants if dims != (1, 1)]

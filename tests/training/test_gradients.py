@@ -133,7 +133,10 @@ def outcomes(folder: Path, checkpoints: dict[str, Path], samples: list[Sample]) 
     del samples  # already on disk
     for processes in (1, 2, 4):
         cases = [case for case in CASES if case.dims[0] * case.dims[1] == processes]
-        described = [{"name": case.name, "config": config(case, checkpoints[case.model], folder)} for case in cases]
+        described = [
+            {"name": case.name, "kind": "pipeline", "config": config(case, checkpoints[case.model], folder)}
+            for case in cases
+        ]
         (folder / "cases.json").write_text(json.dumps(described))
         result = deepspeed(processes, "tests/workers/gradients.py", folder / "cases.json")
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]

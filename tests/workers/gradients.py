@@ -1,7 +1,8 @@
 """One training step per case, every gradient kept: started by the real launcher with the processes of one `dims`.
 
-usage: gradients.py CASES.json, a list of {"name", "config": {...}}; writes <folder>/<name>.stage<k>.safetensors with
-the gradient of every parameter under `<layer>.<name>`, and <folder>/<name>.json with the step's loss.
+usage: gradients.py CASES.json, a list of {"name", "config": {...}, "kind": "pipeline" | "zero"}; writes
+<folder>/<name>.stage<k>.safetensors with the gradient of every parameter under `<layer>.<name>`, and
+<folder>/<name>.json with the step's loss and norm.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from safetensors.torch import save_file
 
 from models.spec import ModelSpec
 from tests.workers.cases import loader_of, run_cases
+from tests.workers.zero import KINDS
 from training.config import TrainConfig
-from training.engine import build_engine
-from training.pipeline_trainer import PipelineTrainer
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     name, loader = case["name"], loader_of(config)
     model_folder = Path(config.model_path)
-    engine = build_engine(config, ModelSpec.from_folder(model_folder), model_folder, total_steps=2)
+    trainer = KINDS[case["kind"]].build(config, ModelSpec.from_folder(model_folder), model_folder, total_steps=2)
+    engine = trainer.engine
     gradients: dict[str, torch.Tensor] = {}
     take_step = engine._take_model_step
 
@@ -37,9 +38,9 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
         take_step(lr_kwargs)
 
     engine._take_model_step = keep_gradients
-    loss = PipelineTrainer(engine).train_step(loader, loader.batch(0))
-    if engine.grid.get_data_parallel_id() == 0:
-        save_file(gradients, folder / f"{name}.stage{engine.stage_id}.safetensors")
+    loss = trainer.train_step(loader, loader.batch(0))
+    if engine.global_rank % config.model_topo.replicas == 0:
+        save_file(gradients, folder / f"{name}.stage{trainer.stage}.safetensors")
     if engine.global_rank == 0:
         outcome = {"loss": loss, "grad_norm": float(engine.get_global_grad_norm() or 0)}
         (folder / f"{name}.json").write_text(json.dumps(outcome))

@@ -1,0 +1,126 @@
+"""Contract 4 as a table: loss and gradients are those of the global batch, however it is cut and spread.
+
+Every row runs the same eight samples, of 5 to 60 tokens, through the real launcher and must give the loss, the norm and
+every gradient of one process that runs them one by one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from data.tokenize import Sample
+from tests.launching import deepspeed, topology
+from tests.training.test_gradients import Outcome, folder, reference, samples  # noqa: F401
+
+pytestmark = pytest.mark.launched
+
+TOLERANCE = 1e-5  # relative, in fp32
+
+
+class Row(NamedTuple):
+    """A way to cut a batch.
+
+    Attributes:
+        dims: stages and replicas.
+        micro_batch: samples.
+        parts: layers per stage, for a pipeline.
+        zero_stage: a pipeline has 0 or 1; without parts it is train_ds_zero.py.
+        batch: train_batch_size; where it is no 8, the batch is an epoch's last one, which is smaller.
+    """
+
+    dims: tuple[int, int]
+    micro_batch: int
+    parts: list[int]
+    zero_stage: int = 1
+    batch: int = 8
+
+    @property
+    def name(self) -> str:
+        parts = "+".join(map(str, self.parts)) or "zero"
+        return f"{self.dims[0]}x{self.dims[1]}-{parts}-stage{self.zero_stage}-micro{self.micro_batch}of{self.batch}"
+
+
+ONE, TWO, FOUR = [5], [3, 2], [1, 2, 1, 1]
+TABLE = [
+    *(Row((1, 1), micro, ONE) for micro in (1, 2, 4, 8)),
+    *(Row((2, 1), micro, parts) for micro in (1, 4) for parts in (TWO, [1, 4], [4, 1])),
+    *(Row((1, 2), micro, ONE) for micro in (1, 4)),
+    *(Row((4, 1), micro, parts) for micro in (2, 8) for parts in (FOUR, [2, 1, 1, 1])),
+    *(Row((2, 2), micro, parts) for micro in (1, 4) for parts in (TWO, [1, 4])),
+    *(Row((1, 4), micro, ONE) for micro in (1, 2)),
+    *(Row(dims, 2, parts, 0) for dims, parts in (((1, 1), ONE), ((2, 1), TWO), ((2, 2), TWO), ((4, 1), FOUR))),
+    Row((2, 1), 3, TWO, batch=12),
+    Row((1, 2), 3, ONE, batch=12),
+    Row((2, 2), 3, TWO, batch=12),
+    *(Row((1, replicas), 8 // replicas // 2, [], stage) for replicas in (1, 2, 4) for stage in range(4)),
+    *(Row((1, 2), micro, [], stage) for micro in (1, 4) for stage in (2, 3)),
+    *(Row((1, 4), 3, [], stage, batch=12) for stage in range(4)),
+]
+
+
+@pytest.fixture(scope="module")
+def model(make_checkpoint: Callable[..., Path]) -> Path:
+    return make_checkpoint("llama", tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, samples: list[Sample]) -> Outcome:  # noqa: F811
+    return reference(model, samples, replicas=1)
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path, model: Path, samples: list[Sample]) -> dict[str, dict[str, float]]:  # noqa: F811
+    """Loss and norm of every row, from one launch for each number of processes."""
+    del samples  # already on disk
+    for processes in (1, 2, 4):
+        # ZeRO first: DeepSpeed remembers the grid of a pipeline for every engine after it.
+        rows = sorted((row for row in TABLE if math.prod(row.dims) == processes), key=lambda row: len(row.parts))
+        described = [
+            {"name": row.name, "kind": "pipeline" if row.parts else "zero", "config": config(row, model, folder)}
+            for row in rows
+        ]
+        (folder / "rows.json").write_text(json.dumps(described))
+        result = deepspeed(processes, "tests/workers/gradients.py", folder / "rows.json")
+        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return {row.name: json.loads((folder / f"{row.name}.json").read_text()) for row in TABLE}
+
+
+def config(row: Row, model: Path, folder: Path) -> dict[str, Any]:  # noqa: F811
+    sharding = {"stage3_param_persistence_threshold": 0} if row.zero_stage == 3 else {}
+    return {
+        "model_path": str(model),
+        "data_path": str(folder / "samples.json"),
+        "save_path": str(folder),
+        "train_batch_size": row.batch,
+        "train_micro_batch_size_per_gpu": row.micro_batch,
+        "model_topo": topology(row.dims, row.parts),
+        "zero_optimization": {"stage": row.zero_stage} | sharding,
+    }
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_loss_and_gradients_are_those_of_the_global_batch(
+    row: Row,
+    outcomes: dict[str, dict[str, float]],
+    expected: Outcome,
+    folder: Path,  # noqa: F811
+) -> None:
+    found = outcomes[row.name]
+    norm = torch.stack([gradient.square().sum() for gradient in expected.gradients.values()]).sum().sqrt()
+    assert found["loss"] == pytest.approx(expected.loss, rel=TOLERANCE)
+    assert found["grad_norm"] == pytest.approx(norm.item(), rel=TOLERANCE)
+    gradients: dict[str, torch.Tensor] = {}
+    for stage in range(row.dims[0]):
+        gradients |= load_file(folder / f"{row.name}.stage{stage}.safetensors")
+    assert expected.gradients.keys() <= gradients.keys()
+    for name, gradient in expected.gradients.items():
+        error = (gradients[name] - gradient).norm() / gradient.norm()
+        assert error < TOLERANCE, f"{name} differs by {error:.2e}"

@@ -1,0 +1,41 @@
+"""A step on a sample that makes everything NaN, case by case in one launch: started by the real launcher.
+
+usage: bad_steps.py CASES.json, a list of {"name", "config": {...}, "kind": "zero" | "pipeline"}; the last sample of the
+data is the bad one. Writes <folder>/<name>.json: the evaluation loss of the good samples before, after a step on all
+samples, and after a step on the good ones; with the bad step's loss and norm.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.spec import ModelSpec
+from tests.workers.cases import loader_of, run_cases
+from tests.workers.zero import KINDS
+from training.config import TrainConfig
+
+
+def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
+    loader = loader_of(config)
+    model_folder = Path(config.model_path)
+    trainer = KINDS[case["kind"]].build(config, ModelSpec.from_folder(model_folder), model_folder, 4)
+    everything = list(range(len(loader.samples)))
+    good = loader.batch_of(everything[:-1])
+    outcome = {"before": trainer.eval_loss(loader, good)}
+    outcome["loss"] = trainer.train_step(loader, loader.batch_of(everything))
+    outcome["grad_norm"] = float(trainer.engine.get_global_grad_norm())
+    outcome["after_bad"] = trainer.eval_loss(loader, good)
+    trainer.train_step(loader, good)
+    outcome["after_good"] = trainer.eval_loss(loader, good)
+    if trainer.engine.global_rank == 0:
+        (folder / f"{case['name']}.json").write_text(json.dumps(outcome))
+    torch.distributed.barrier()
+    trainer.engine.destroy()
+
+
+if __name__ == "__main__":
+    run_cases(run_case)

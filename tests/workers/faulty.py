@@ -1,0 +1,66 @@
+"""train_ds.py with a fault in one rank: started by the real launcher.
+
+usage: FAULT=<kind>:<rank>:<step> faulty.py <arguments of train_ds.py>. At the beginning of the step that rank
+- raises: an error of a program, - mistake: an error that a user can mend, - dies: by SIGKILL, - freezes: by SIGSTOP,
+- hangs: waits in Python for what never comes, - fills: cannot write large files any more, as on a full disk.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+
+import train_ds
+from data.errors import DataError
+from data.loader import GlobalBatch, Loader
+from training.pipeline_trainer import PipelineTrainer
+
+
+def raises() -> None:
+    raise ValueError("the third step breaks")
+
+
+def mistake() -> None:
+    raise DataError("data.json: record 7: gone")
+
+
+def dies() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def freezes() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hangs() -> None:
+    time.sleep(3600)
+
+
+def fills() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+
+FAULTS: dict[str, Callable[[], None]] = {each.__name__: each for each in (raises, mistake, dies, freezes, hangs, fills)}
+
+
+def main() -> None:
+    kind, rank, step = os.environ["FAULT"].split(":")
+    train_step = PipelineTrainer.train_step
+    steps = 0
+
+    def faulty_step(self: PipelineTrainer, loader: Loader, batch: GlobalBatch) -> float:
+        nonlocal steps
+        steps += 1
+        if self.engine.global_rank == int(rank) and steps == int(step):
+            FAULTS[kind]()
+        return train_step(self, loader, batch)
+
+    PipelineTrainer.train_step = faulty_step  # type: ignore[method-assign]
+    train_ds.main()
+
+
+if __name__ == "__main__":
+    main()

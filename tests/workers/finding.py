@@ -1,0 +1,31 @@
+"""Looking for the checkpoint to continue from, case by case in one launch: started by the real launcher.
+
+usage: finding.py CASES.json, a list of {"name", "config": {...}}; writes <folder>/<name>.json with the name of the
+checkpoint that was "found" in the config's save_path, or null, and what was "told".
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from tests.workers.cases import run_cases
+from training.config import TrainConfig
+from training.resume import find_checkpoint
+
+
+def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
+    told = io.StringIO()
+    found = find_checkpoint(config, Path(config.save_path), Console(file=told, soft_wrap=True))
+    if torch.distributed.get_rank() == 0:
+        outcome = {"found": found and found.name, "told": told.getvalue()}
+        (folder / f"{case['name']}.json").write_text(json.dumps(outcome))
+
+
+if __name__ == "__main__":
+    run_cases(run_case)
