@@ -2,7 +2,7 @@
 
 transformers calls the kernels; all of them are exact and keep packed documents apart. `use_flash_attn: true` asks for
 the flash-attn package, which needs a GPU from Ampere on and 16-bit weights; where it cannot run, torch's own
-scaled_dot_product_attention is taken, which has a flash kernel of its own on GPUs and on CPUs.
+scaled_dot_product_attention is taken, document by document (`models.document_attention`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 from transformers.utils import is_flash_attn_2_available
 
-TORCH, FLASH, EAGER = "sdpa", "flash_attention_2", "eager"
+from models.document_attention import BY_DOCUMENT
+
+TORCH, FLASH, EAGER = BY_DOCUMENT, "flash_attention_2", "eager"
 AMPERE = (8, 0)
 _NAMES = {TORCH: "torch's scaled_dot_product_attention", FLASH: "flash-attn", EAGER: "the layer's own"}
 

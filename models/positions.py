@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from models.attention import FLASH, TORCH
+from models.document_attention import Documents
 from models.position_ids import unmarked
 from models.rope import DocumentRotary, depends_on_length
 
@@ -75,14 +77,27 @@ class Positions:
         """The arguments for every kind of attention in the model; padding is still marked here."""
         angles = self.angles(hidden, position_ids)
         positions = unmarked(position_ids)
+        separates = self.config._attn_implementation in (TORCH, FLASH) and cache is None
+        documents = Documents.of(positions) if separates else None
         return {
             kind: {
-                "attention_mask": self.mask(kind, hidden, positions, cache),
                 "position_ids": positions,
                 "position_embeddings": angles[kind],
+                **(
+                    self.separated(kind, documents, hidden.device)
+                    if documents
+                    else {"attention_mask": self.mask(kind, hidden, positions, cache)}
+                ),
             }
             for kind in self.kinds
         }
+
+    def separated(self, kind: str, documents: Documents, device: torch.device) -> Arguments:
+        """What keeps the documents of packed rows apart without a mask."""
+        if self.config._attn_implementation == FLASH:
+            return {"attention_mask": None, **documents.flash_arguments(device)}
+        window = self.config.sliding_window if kind == SLIDING else None
+        return {"attention_mask": None, "documents": documents, "document_window": window}
 
     def angles(self, hidden: Tensor, position_ids: Tensor) -> dict[str, Angles]:
         """The rotary angles (cos, sin) for every kind of attention, here the same for all."""

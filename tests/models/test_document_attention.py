@@ -1,0 +1,60 @@
+"""Shows that attention document by document equals a mask over the whole row: outputs and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from models.document_attention import Documents, attend
+
+ROWS = [[5, 1, 9, 3], [18]]
+
+
+def position_ids() -> torch.Tensor:
+    return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in ROWS])
+
+
+class Grouped(nn.Module):
+    """What the kernel asks of an attention layer with two queries a key."""
+
+    num_key_value_groups = 2
+    is_causal = True
+
+
+@pytest.mark.parametrize("window", [None, 4, 100])
+def test_equals_a_mask_over_the_row(window: int | None) -> None:
+    torch.manual_seed(0)
+    positions = position_ids()
+    documents = Documents.of(positions)
+    assert documents is not None and [list(row) for row in documents.rows] == ROWS
+    query, key, value = (torch.randn(2, heads, 18, 8, requires_grad=True) for heads in (4, 2, 2))
+    found, _ = attend(Grouped(), query, key, value, None, documents=documents, document_window=window)
+
+    number = (positions == 0).cumsum(dim=1)
+    distance = positions[:, :, None] - positions[:, None, :]
+    seen = (number[:, :, None] == number[:, None, :]) & (distance >= 0)
+    if window:
+        seen &= distance < window
+    twins = q, k, v = tuple(tensor.detach().clone().requires_grad_() for tensor in (query, key, value))
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], enable_gqa=True)
+    torch.testing.assert_close(found, expected.transpose(1, 2), atol=1e-6, rtol=0)
+    weights = torch.randn_like(found)
+    (found * weights).sum().backward()
+    (expected.transpose(1, 2) * weights).sum().backward()
+    for tensor, twin in zip((query, key, value), twins, strict=True):
+        torch.testing.assert_close(tensor.grad, twin.grad, atol=1e-5, rtol=0)
+
+
+def test_rows_of_one_document_need_no_care() -> None:
+    assert Documents.of(torch.arange(18).repeat(2, 1)) is None
+
+
+def test_flash_is_told_where_documents_begin_and_how_long_the_longest_is() -> None:
+    documents = Documents.of(position_ids())
+    assert documents is not None
+    arguments = documents.flash_arguments(torch.device("cpu"))
+    assert arguments["cu_seq_lens_q"].tolist() == [0, 5, 6, 15, 18, 36]
+    assert arguments["cu_seq_lens_q"].dtype == torch.int32
+    assert arguments["max_length_q"] == arguments["max_length_k"] == 18
