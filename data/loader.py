@@ -1,27 +1,35 @@
-"""Global batches: which samples a step trains on, and how they are spread over micro-batches and replicas.
+"""Global batches: which samples a step trains on, and how they are spread over rows, micro-batches and replicas.
 
 The order is a pure function of (seed, epoch, position), so a run with other processes sees the same samples at the same
-step. Within a global batch the samples are sorted by length before they are cut into micro-batches: the loss does not
-depend on who sits beside whom (contract 4), and a micro-batch is padded only to its own longest sample. Micro-batch j
-goes to replica j mod replicas, so that the replicas work on equal lengths at the same time.
+step. A micro-batch has a fixed number of rows, each of one sample or, packed, of several, one after the other; position
+ids restart at 0 with each, by which the model keeps them apart. The loss does not depend on who sits beside whom
+(contract 4), so a batch's samples are sorted and packed freely: `batch` packs each global batch, `dataset` the whole
+shuffled epoch, in which case a global batch is made of rows. A micro-batch is padded to its own longest row. The rows
+are dealt out by length, so that the replicas work on equal lengths at the same time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from data.dataset import supervised_count
 from data.errors import DataError
-from data.tokenize import IGNORED, Sample
+from data.packing import best_fit, level
+from data.sample_set import SampleSet
+from data.tokenize import IGNORED
 
 PAD_MULTIPLE = 8  # lengths are rounded up: kernels like multiples of eight, and shapes repeat more often
 
+Packing = Literal["batch", "dataset", False]
 MicroBatch = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+Rows = list[list[int]]  # sample numbers by row
 
 
 @dataclass(frozen=True)
@@ -29,13 +37,13 @@ class GlobalBatch:
     """What one optimizer step trains on.
 
     Attributes:
-        micro_batches: for each replica, its micro-batches, each a list of sample numbers; as many for every replica.
+        micro_batches: for each replica, its micro-batches, each a list of rows; as many for every replica.
         lengths: of the samples, over all replicas.
         tokens: tokens without padding, over all replicas.
         supervised: how many of them bear loss: the denominator of the loss.
     """
 
-    micro_batches: list[list[list[int]]]
+    micro_batches: list[list[Rows]]
     lengths: list[int]
     tokens: int
     supervised: int
@@ -45,60 +53,78 @@ class GlobalBatch:
         """Micro-batches per replica."""
         return len(self.micro_batches[0])
 
+    @property
+    def samples(self) -> list[int]:
+        """The numbers of all samples."""
+        return [number for replica in self.micro_batches for rows in replica for row in rows for number in row]
+
 
 class Loader:
-    """Cuts a shuffled dataset into global batches and these into tensors.
+    """Cuts a shuffled set of samples into global batches and these into tensors.
 
     Args:
-        samples: the tokenized records.
-        batch_size: samples in a global batch.
-        micro_batch_size: samples in a micro-batch.
+        data: the tokenized records.
+        batch_size: samples in a global batch; rows with `packing` dataset.
+        micro_batch_size: rows in a micro-batch.
         replicas: data-parallel size.
         seed: of the shuffling.
-        drop_last: leave out the samples that do not fill an epoch's last global batch; else that batch is smaller.
+        drop_last: leave out what does not fill an epoch's last global batch; else that batch is smaller.
+        packing: what is packed together; False for a row of its own for each sample.
+        row_length: the most tokens that are packed into a row.
+        numbers: which samples of `data` take part; all where absent.
     """
 
     def __init__(
         self,
-        samples: Sequence[Sample],
+        data: SampleSet,
         batch_size: int,
         micro_batch_size: int,
         replicas: int,
         seed: int,
         drop_last: bool = False,
+        packing: Packing = False,
+        row_length: int = 0,
+        numbers: Sequence[int] | None = None,
     ) -> None:
-        self.samples = samples
+        self.data = data
         self.batch_size = batch_size
         self.micro_batch_size = micro_batch_size
         self.replicas = replicas
         self.seed = seed
-        whole, rest = divmod(len(samples), batch_size)
+        self.packing = packing
+        self.row_length = row_length
+        self._numbers = numpy.arange(len(data.lengths)) if numbers is None else numpy.asarray(numbers)
+        self._epoch = -1
+        self._load(0)
+        whole, rest = divmod(len(self._groups), batch_size)
         self.steps_per_epoch = whole + (1 if rest and not drop_last else 0)
         if not self.steps_per_epoch:
+            what = "rows" if packing == "dataset" else "samples"
             raise DataError(
-                f"{len(samples)} samples do not fill a batch of train_batch_size {batch_size} with "
+                f"{len(self._groups)} {what} do not fill a batch of train_batch_size {batch_size} with "
                 "dataloader_drop_last; expected more samples or a smaller batch"
             )
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """How many rows a packed epoch has: as many in each, since the lengths are the same."""
+        return len(self._groups)
 
     def batch(self, step: int) -> GlobalBatch:
         """The global batch of a step, counted from 0 over all epochs."""
         epoch, position = divmod(step, self.steps_per_epoch)
         first = position * self.batch_size
-        return self.batch_of(self._order(epoch)[first : first + self.batch_size])
+        self._load(epoch)
+        groups = self._groups[first : first + self.batch_size]
+        return self._spread(groups) if self.packing == "dataset" else self.batch_of(groups)
 
     def batch_of(self, chosen: Sequence[int]) -> GlobalBatch:
         """A global batch of these samples."""
-        longest_first = sorted(chosen, key=lambda number: (-len(self.samples[number]["input_ids"]), number))
-        lengths = [len(self.samples[number]["input_ids"]) for number in longest_first]
-        size = self.micro_batch_size
-        groups = [longest_first[start : start + size] for start in range(0, len(chosen), size)]
-        groups += [[] for _ in range(-len(groups) % self.replicas)]  # a replica without samples still takes part
-        return GlobalBatch(
-            micro_batches=[groups[replica :: self.replicas] for replica in range(self.replicas)],
-            lengths=lengths,
-            tokens=sum(lengths),
-            supervised=sum(supervised_count(self.samples[number]) for number in chosen),
-        )
+        if not self.packing:
+            return self._spread([[number] for number in chosen])
+        lengths = self.data.lengths[numpy.asarray(chosen)].tolist()
+        rows = level(lengths, self.row_length, self.micro_batch_size * self.replicas)
+        return self._spread([[chosen[position] for position in row] for row in rows])
 
     def tensors(self, batch: GlobalBatch, replica: int) -> Iterator[MicroBatch]:
         """A replica's micro-batches: `((input_ids, position_ids), (labels, scale, share))`; [B, S] int64 and [] fp32.
@@ -109,28 +135,78 @@ class Loader:
         """
         n_losses = batch.n_micro_batches * self.replicas
         scale = torch.tensor(n_losses / max(batch.supervised, 1), dtype=torch.float32)
-        for numbers in batch.micro_batches[replica]:
-            input_ids, position_ids, labels = self._collate(numbers)
-            tokens = sum(len(self.samples[number]["input_ids"]) for number in numbers)
+        for rows in batch.micro_batches[replica]:
+            input_ids, position_ids, labels = self._collate(rows)
+            tokens = sum(self._tokens(row) for row in rows)
             share = torch.tensor(n_losses * tokens / max(batch.tokens, 1), dtype=torch.float32)
             yield (input_ids, position_ids), (labels, scale, share)
 
-    def _collate(self, numbers: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        samples = [self.samples[number] for number in numbers]
-        longest = max((len(sample["input_ids"]) for sample in samples), default=1)
-        shape = (max(len(samples), 1), -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE)
+    def efficiency(self, batches: int = 64) -> float:
+        """The share of tokens that are no padding, in the first batches of the first epoch."""
+        kept = total = 0
+        for step in range(min(batches, self.steps_per_epoch)):
+            batch = self.batch(step)
+            kept += batch.tokens
+            for rows in (rows for replica in batch.micro_batches for rows in replica):
+                total += math.prod(self._shape(rows))
+        return kept / total
+
+    def _spread(self, rows: Rows) -> GlobalBatch:
+        """Deal rows out: micro-batch j, of rows of like length, goes to replica j mod replicas."""
+        chosen = numpy.asarray([number for row in rows for number in row])
+        rows = sorted((sorted(row) for row in rows), key=lambda row: (-self._tokens(row), row))
+        size = self.micro_batch_size
+        groups = [rows[start : start + size] for start in range(0, len(rows), size)]
+        groups += [[] for _ in range(-len(groups) % self.replicas)]  # a replica without samples still takes part
+        lengths = self.data.lengths[chosen]
+        return GlobalBatch(
+            micro_batches=[groups[replica :: self.replicas] for replica in range(self.replicas)],
+            lengths=lengths.tolist(),
+            tokens=int(lengths.sum()),
+            supervised=int(self.data.supervised[chosen].sum()),
+        )
+
+    def _tokens(self, row: list[int]) -> int:
+        return int(self.data.lengths[row].sum()) if row else 0
+
+    def _shape(self, rows: Rows) -> tuple[int, int]:
+        """Of a micro-batch."""
+        longest = max((self._tokens(row) for row in rows), default=0)
+        return max(len(rows), 1), max(-(-longest // PAD_MULTIPLE), 1) * PAD_MULTIPLE
+
+    def _collate(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+        shape = self._shape(rows)
         # Padding stands on the right, where no real token attends to it; any id will do. Its position p is -1 - p.
         input_ids = torch.zeros(shape, dtype=torch.int64)
         position_ids = -1 - torch.arange(shape[1]).repeat(shape[0], 1)
         labels = torch.full(shape, IGNORED, dtype=torch.int64)
-        for row, sample in enumerate(samples):
-            length = len(sample["input_ids"])
-            input_ids[row, :length] = torch.tensor(sample["input_ids"])
-            position_ids[row, :length] = torch.arange(length)
-            labels[row, :length] = torch.tensor(sample["labels"])
+        for index, row in enumerate(rows):
+            begin = 0
+            for number in row:
+                sample = self.data.samples[number]
+                end = begin + len(sample["input_ids"])
+                input_ids[index, begin:end] = torch.tensor(sample["input_ids"])
+                position_ids[index, begin:end] = torch.arange(end - begin)
+                # The first token has no predecessor of its own sample that could predict it.
+                labels[index, begin + 1 : end] = torch.tensor(sample["labels"][1:])
+                begin = end
         return input_ids, position_ids, labels
 
-    def _order(self, epoch: int) -> list[int]:
-        generator = numpy.random.Generator(numpy.random.PCG64([self.seed, epoch]))
-        order: list[int] = generator.permutation(len(self.samples)).tolist()
-        return order
+    def _load(self, epoch: int) -> None:
+        """Keep what the global batches of an epoch are cut from: rows or samples."""
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._groups: list[Any] = self._rows(epoch) if self.packing == "dataset" else self._order(epoch).tolist()
+
+    def _order(self, epoch: int) -> NDArray[numpy.int64]:
+        """The shuffled samples of an epoch."""
+        return self._generator(epoch).permutation(self._numbers)
+
+    def _generator(self, epoch: int) -> numpy.random.Generator:
+        return numpy.random.Generator(numpy.random.PCG64([self.seed, epoch]))
+
+    def _rows(self, epoch: int) -> Rows:
+        """The rows of a packed epoch, shuffled; the shuffling before decides which of equal length go together."""
+        order = self._order(epoch)
+        packed = best_fit(self.data.lengths[order].tolist(), self.row_length)
+        return [order[packed[row]].tolist() for row in self._generator(epoch).permutation(len(packed))]

@@ -57,7 +57,7 @@ class BadSteps:
         raise RunRefused(f"{what}; ended after {times} (max_bad_steps); {self._cause(trainer, loader, batch)}")
 
     def _cause(self, trainer: Trainer, loader: Loader, batch: GlobalBatch) -> str:
-        numbers = sorted(number for replica in batch.micro_batches for group in replica for number in group)
+        numbers = sorted(batch.samples)
         bad = [
             number
             for number in tqdm(numbers, "looking for the records", disable=None if self._active else True, leave=False)

@@ -56,7 +56,11 @@ class Topology(BaseModel):
 
 
 class DataOrder(BaseModel):
-    """What decides which samples a step sees; with the step itself it is the position in the data."""
+    """What decides which samples a step sees; with the step itself it is the position in the data.
+
+    Attributes:
+        packed_epoch: the length of the rows where whole epochs are packed; 0 elsewhere.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -65,6 +69,7 @@ class DataOrder(BaseModel):
     seed: int
     train_batch_size: int
     dataloader_drop_last: bool
+    packed_epoch: int = 0
 
 
 class CheckpointRecord(BaseModel):

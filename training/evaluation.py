@@ -42,9 +42,7 @@ class Evaluation:
         self.at_start = config.eval_at_start
         self._loaders = {
             kind: build_loader(
-                [sample for sample, its in zip(dataset.samples, dataset.types, strict=True) if its == kind],
-                config,
-                replicas,
+                dataset, config, replicas, numbers=[number for number, its in enumerate(dataset.types) if its == kind]
             )
             for kind in sorted(set(dataset.types))
         }

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from data.loader import Packing
 from data.tokenize import Sample
 from tests.launching import deepspeed, topology
 from tests.training.test_gradients import Outcome, folder, reference, samples  # noqa: F401
@@ -34,6 +35,7 @@ class Row(NamedTuple):
         parts: layers per stage, for a pipeline.
         zero_stage: a pipeline has 0 or 1; without parts it is train_ds_zero.py.
         batch: train_batch_size; where it is no 8, the batch is an epoch's last one, which is smaller.
+        packing: see `data.loader.Loader`; rows are of 64 tokens.
     """
 
     dims: tuple[int, int]
@@ -41,13 +43,16 @@ class Row(NamedTuple):
     parts: list[int]
     zero_stage: int = 1
     batch: int = 8
+    packing: Packing = False
 
     @property
     def name(self) -> str:
         parts = "+".join(map(str, self.parts)) or "zero"
-        return f"{self.dims[0]}x{self.dims[1]}-{parts}-stage{self.zero_stage}-micro{self.micro_batch}of{self.batch}"
+        cut = f"micro{self.micro_batch}of{self.batch}-{self.packing or 'padded'}"
+        return f"{self.dims[0]}x{self.dims[1]}-{parts}-stage{self.zero_stage}-{cut}"
 
 
+PACKED: list[Packing] = ["batch", "dataset"]
 ONE, TWO, FOUR = [5], [3, 2], [1, 2, 1, 1]
 TABLE = [
     *(Row((1, 1), micro, ONE) for micro in (1, 2, 4, 8)),
@@ -57,12 +62,18 @@ TABLE = [
     *(Row((2, 2), micro, parts) for micro in (1, 4) for parts in (TWO, [1, 4])),
     *(Row((1, 4), micro, ONE) for micro in (1, 2)),
     *(Row(dims, 2, parts, 0) for dims, parts in (((1, 1), ONE), ((2, 1), TWO), ((2, 2), TWO), ((4, 1), FOUR))),
+    *(Row((1, 1), micro, ONE, packing=packing) for micro in (1, 2) for packing in PACKED),
+    *(Row((2, 1), micro, TWO, packing=packing) for micro in (1, 2) for packing in PACKED),
+    *(Row((2, 2), micro, TWO, packing=packing) for micro in (1, 2) for packing in PACKED),
+    Row((4, 1), 1, FOUR, packing="batch"),
+    Row((1, 4), 1, ONE, packing="batch"),
     Row((2, 1), 3, TWO, batch=12),
     Row((1, 2), 3, ONE, batch=12),
     Row((2, 2), 3, TWO, batch=12),
     *(Row((1, replicas), 8 // replicas // 2, [], stage) for replicas in (1, 2, 4) for stage in range(4)),
     *(Row((1, 2), micro, [], stage) for micro in (1, 4) for stage in (2, 3)),
     *(Row((1, 4), 3, [], stage, batch=12) for stage in range(4)),
+    *(Row((1, 2), 1, [], stage, packing=packing) for stage in range(4) for packing in PACKED),
 ]
 
 
@@ -103,6 +114,8 @@ def config(row: Row, model: Path, folder: Path) -> dict[str, Any]:  # noqa: F811
         "train_micro_batch_size_per_gpu": row.micro_batch,
         "model_topo": topology(row.dims, row.parts),
         "zero_optimization": {"stage": row.zero_stage} | sharding,
+        "packing": row.packing,
+        "pack_len": 64,
     }
 
 

@@ -1,8 +1,9 @@
 """Every parameter's gradient through the real launcher equals that of one process without Pipetune's engine.
 
 The reference runs each sample by itself, without padding, micro-batches or DeepSpeed, and divides by the number of
-supervised tokens. The workers run 4 micro-batches of samples that differ much in length (contract 4). The router loss
-of mixture-of-experts is that of each micro-batch, so the reference adds up the sums of its samples.
+supervised tokens. The workers run samples that differ much in length, packed into rows, in several micro-batches
+(contract 4). The router loss of mixture-of-experts is that of each micro-batch, so the reference adds up the sums of
+its samples.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from data.loader import Loader
+from data.sample_set import InMemory
 from data.tokenize import Sample
 from models import load_model
 from models.router import router_loss
@@ -26,6 +28,7 @@ from tests.launching import deepspeed, topology
 
 pytestmark = pytest.mark.launched
 
+ROW = 64  # tokens: the samples are packed into four rows
 PARTS = {1: [5], 2: [3, 2], 4: [1, 2, 1, 1]}
 DIMS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2)]
 OFFLOAD = {
@@ -35,6 +38,7 @@ OFFLOAD = {
 # What the gradients must not depend on; the last number is the relative tolerance.
 VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
     "fp32": ({}, 1e-5),
+    "unpacked": ({"packing": False}, 1e-5),
     "recompute": ({"use_grad_ckpt": True}, 1e-5),
     "without_zero": ({"zero_optimization": {"stage": 0}}, 1e-5),
     "offload": (OFFLOAD, 1e-5),
@@ -152,6 +156,7 @@ def config(case: Case, model_path: Path, folder: Path) -> dict[str, Any]:
         "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 2 // replicas,
         "gradient_clipping": 0.0,
+        "pack_len": ROW,
         "model_topo": topology(case.dims, PARTS[stages]),
         "aux_router_loss": {"weight": ROUTER_WEIGHT if MODELS[case.model][0] in ROUTED else None},
         **VARIANTS[case.variant][0],
@@ -170,8 +175,9 @@ def reference(path: Path, samples: list[Sample], replicas: int) -> Outcome:
     supervised = sum(label != -100 for sample in samples for label in sample["labels"][1:])
     tokens = sum(len(sample["input_ids"]) for sample in samples)
     total = torch.zeros(())
-    loader = Loader(samples, len(samples), 2 // replicas, replicas, seed=0)
-    for numbers in (group for replica in loader.batch(0).micro_batches for group in replica):
+    loader = Loader(InMemory(samples), 8, 2 // replicas, replicas, seed=42, packing="batch", row_length=ROW)
+    for rows in (group for replica in loader.batch(0).micro_batches for group in replica):
+        numbers = [number for row in rows for number in row]
         sums = torch.zeros(())
         for sample in (samples[number] for number in numbers):
             hidden, _, *routed = model.stream(torch.tensor([sample["input_ids"]]))

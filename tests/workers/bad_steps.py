@@ -23,7 +23,7 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     loader = loader_of(config)
     model_folder = Path(config.model_path)
     trainer = KINDS[case["kind"]].build(config, ModelSpec.from_folder(model_folder), model_folder, 4)
-    everything = list(range(len(loader.samples)))
+    everything = list(range(len(loader.data.lengths)))
     good = loader.batch_of(everything[:-1])
     outcome = {"before": trainer.eval_loss(loader, good)}
     outcome["loss"] = trainer.train_step(loader, loader.batch_of(everything))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data.loader import Loader
+from data.sample_set import InMemory
 from training import distributed
 from training.config import TrainConfig
 from training.run_data import build_loader
@@ -34,5 +35,5 @@ def run_cases(run_case: Callable[[dict[str, Any], TrainConfig, Path], None]) -> 
 
 def loader_of(config: TrainConfig) -> Loader:
     """The global batches of samples that are tokenized already."""
-    samples = json.loads(Path(config.data_paths[0]).read_text())
+    samples = InMemory(json.loads(Path(str(config.data_path[0])).read_text()))
     return build_loader(samples, config, config.model_topo.replicas)
