@@ -1,8 +1,8 @@
-"""The five kinds of record, and reading a file of them.
+"""Pipetune's own five kinds of record, and reading a JSON list of them.
 
-A JSON file holds a list of objects; kinds may be mixed and fields that Pipetune does not know (ids, sources) are left
-alone. Every record is checked before anything is trained, and what is wrong is said in one line with the file, the
-number of the record (from 1) and the field.
+Kinds may be mixed, and fields that Pipetune does not know (ids, sources) are left alone. Every record is checked before
+anything is trained, and what is wrong is said in one line with the file, the number of the record (from 1) and the
+field. Other layouts are turned into these kinds, or into a `Chat`, by `data.formats`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter, ValidationError, field_validator
+from pydantic_core import from_json
 
+from data.chat import Chat
 from data.errors import DataError
 
 
@@ -47,15 +49,15 @@ class ApiCall(BaseModel):
         if not isinstance(value, str):
             return value
         try:
-            return json.loads(value)
-        except json.JSONDecodeError:
+            return from_json(value, allow_inf_nan=False)
+        except ValueError:
             raise ValueError("expected an object or a JSON string of one") from None
 
 
 class ApiAnswer(BaseModel):
     """An answer that was found by calling tools."""
 
-    actions: list[ApiCall]
+    actions: list[ApiCall] = Field(fail_fast=True)
     ans: str
 
 
@@ -79,9 +81,9 @@ class _Dialogue(BaseModel):
             if not isinstance(entry, (list, tuple)) or len(entry) != 2:
                 raise ValueError(f"rounds[{number}]: expected a pair of role and text")
             if entry[0] not in roles:
-                raise ValueError(f"rounds[{number}][0]: expected one of {', '.join(roles)}, found {entry[0]!r}")
+                raise ValueError(f"rounds[{number}][0]: expected one of {', '.join(roles)}, found {shown(entry[0])}")
         if rounds and rounds[0][0] != "ask":
-            raise ValueError(f"rounds[0][0]: expected the first round to be an ask, found {rounds[0][0]!r}")
+            raise ValueError(f"rounds[0][0]: expected the first round to be an ask, found {shown(rounds[0][0])}")
         if rounds and not any(entry[0] != "ask" for entry in rounds):
             raise ValueError("rounds: expected at least one answer, found asks only")
         return rounds
@@ -91,7 +93,7 @@ class Conversation(_Dialogue):
     """Several rounds; loss on every answer."""
 
     type: Literal["conversation"]
-    rounds: list[Round] = Field(min_length=1)
+    rounds: list[Round] = Field(min_length=1, fail_fast=True)
 
 
 class ConverHasApi(_Dialogue):
@@ -99,7 +101,7 @@ class ConverHasApi(_Dialogue):
 
     type: Literal["conver_has_api"]
     api_desc: str
-    rounds: list[Round] = Field(min_length=1)
+    rounds: list[Round] = Field(min_length=1, fail_fast=True)
 
 
 class RefQA(_Dialogue):
@@ -107,10 +109,10 @@ class RefQA(_Dialogue):
 
     type: Literal["ref_qa"]
     reference: str
-    rounds: list[Round] = Field(min_length=1)
+    rounds: list[Round] = Field(min_length=1, fail_fast=True)
 
 
-Record = Pretrain | Instruct | Conversation | ConverHasApi | RefQA
+Record = Pretrain | Instruct | Conversation | ConverHasApi | RefQA | Chat
 KINDS: dict[str, type[BaseModel]] = {
     "pretrain": Pretrain,
     "instruct": Instruct,
@@ -128,16 +130,16 @@ def parse_record(raw: Any) -> Record:
         DataError: an unknown type, a missing field or a value of the wrong type; the text names the field.
     """
     if not isinstance(raw, dict):
-        raise DataError(f"expected an object with a type, found {_json_type(raw)}")
+        raise DataError(f"expected an object with a type, found {json_type(raw)}")
     kind = raw.get("type")
     if kind is None:
         raise DataError(f"field type: missing; expected one of {', '.join(KINDS)}")
     if not isinstance(kind, str) or kind not in KINDS:
-        raise DataError(f"field type: expected one of {', '.join(KINDS)}, found {kind!r}")
+        raise DataError(f"field type: expected one of {', '.join(KINDS)}, found {shown(kind)}")
     try:
         record: Record = _ADAPTERS[kind].validate_python(raw)
     except ValidationError as error:
-        raise DataError(_explain(error)) from None
+        raise DataError(explain(error)) from None
     return record
 
 
@@ -163,7 +165,7 @@ def _read_file(path: Path) -> list[Record]:
     except (OSError, RecursionError, ValueError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
     if not isinstance(raw, list):
-        raise DataError(f"{path}: expected a list of records, found {_json_type(raw)}")
+        raise DataError(f"{path}: expected a list of records, found {json_type(raw)}")
     if not raw:
         raise DataError(f"{path}: expected at least one record, found an empty list")
     records = []
@@ -175,21 +177,31 @@ def _read_file(path: Path) -> list[Record]:
     return records
 
 
-def _explain(error: ValidationError) -> str:
-    """pydantic's first complaint as `field rounds[2][1]: what was expected`."""
+def explain(error: ValidationError) -> str:
+    """pydantic's first complaint as one line: `field rounds[2][1]: what was expected`."""
     first = error.errors()[0]
     steps = [step for step in first["loc"] if step not in ("ask", "ans", "ans-api")]
     place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).lstrip(".")
     if first["type"] == "missing":
         return f"field {place}: missing"
+    if first["type"] == "model_type":
+        return f"field {place}: expected an object, found {json_type(first['input'])}"
     if first["type"] == "value_error":
         reason = str(first["ctx"]["error"])
-        return f"field {reason}" if reason.startswith("rounds") else f"field {place}: {reason}"
-    found = f", found {_json_type(first['input'])}" if first["type"].endswith("_type") else ""
+        return f"field {reason}" if not place or reason.startswith("rounds") else f"field {place}: {reason}"
+    found = f", found {json_type(first['input'])}" if first["type"].endswith("_type") else ""
     reason = first["msg"].replace("Input should be a valid ", "expected a ").replace("Input should be ", "expected ")
     return f"field {place}: {reason}{found}"
 
 
-def _json_type(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value in a complaint, cut where it is long."""
+    text = repr(value) if isinstance(value, (str, int, float, bool, type(None))) else json_type(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def json_type(value: Any) -> str:
+    """What JSON calls a value's type, with its article."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
+    default = "a number" if isinstance(value, (int, float)) else f"a {type(value).__name__}"  # of a Parquet column
+    return names.get(type(value), default)

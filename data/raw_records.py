@@ -1,0 +1,226 @@
+"""From a source's files to raw records: cheap pieces that any process can parse.
+
+What a file holds is found from its content: Parquet has a mark, and the first line of a JSON file tells a list, one
+object a line and objects over several lines apart. Only plain text goes by its name, `.txt`, as anything
+can be text. An object whose field `data` is a list (SQuAD's files, many exports) is read as that list.
+
+Nothing is parsed here but Parquet, whose rows come in batches: JSON stays bytes, so that one process can read for many
+that parse. A damaged file gives what can be read of it, and a raw record that says what is wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from data.decompression import chunks_of
+from data.json_values import DECODER, LONGEST_TOKEN, MAX_RECORD, split
+from data.sources import TEXT_FILE, TEXT_SUFFIXES, Source, bare_suffix, files_of
+
+HEAD = 64 << 10  # bytes that are looked at to find out what a file holds
+ROWS = 256  # of a Parquet file, made at once
+BUFFER = 1 << 20  # bytes of a Parquet file, read at once
+
+PARQUET = b"PAR1"
+UTF8_MARK, UTF16_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
+LINE_SUFFIXES = (".jsonl", ".ndjson")
+# {"version": "1.1", "data": [
+WRAPPED = re.compile(rb'\s*\{(?:\s*"\w+"\s*:\s*(?:"[^"\\]*"|[\d.]+|null)\s*,)*\s*"data"\s*:\s*\[')
+
+
+class RawRecord(NamedTuple):
+    """One record, not yet parsed.
+
+    Attributes:
+        file: where it is from.
+        number: from 1; in a file of lines, the number of the line. 0 for the file as a whole.
+        kind: what `value` is: bytes of "json" or of "text", a "row" of a table, or the complaint about "damage".
+    """
+
+    file: str
+    number: int
+    kind: Literal["json", "text", "row", "damage"]
+    value: Any
+
+
+def raw_records(source: Source) -> Iterator[RawRecord]:
+    """All the records of a source, file by file, as they stand.
+
+    Raises:
+        DataError: a path leads to nothing that can be read.
+    """
+    for file in files_of(source):
+        yield from read_file(file, source.format)
+
+
+def read_file(file: Path, format_name: str | None = None) -> Iterator[RawRecord]:
+    """The records of one file; a file without any gives one that says so."""
+    empty = True
+    for number, kind, value in _read(file, format_name):
+        empty = False
+        yield RawRecord(str(file), number, kind, value)
+    if empty:
+        yield RawRecord(str(file), 0, "damage", "expected at least one record, found none")
+
+
+_Item = tuple[int, Literal["json", "text", "row", "damage"], Any]
+
+
+def _read(file: Path, format_name: str | None) -> Iterator[_Item]:
+    damage: list[str] = []
+    chunks = chunks_of(file, damage)
+    head = b""
+    while len(head) < HEAD and (chunk := next(chunks, None)) is not None:
+        head += chunk
+    following = next(chunks, None)
+    if head.startswith(UTF16_MARKS) and b"\0" in head:
+        yield 0, "damage", "is in UTF-16; expected UTF-8"
+    elif head.startswith(PARQUET):
+        yield from _rows(file)
+    else:
+        head = head.removeprefix(UTF8_MARK)
+        rest = itertools.chain([following], chunks) if following is not None else iter(())
+        yield from _read_text(file, format_name, head, rest, ended=following is None, damage=damage)
+    for complaint in damage:
+        yield 0, "damage", complaint
+
+
+def _read_text(
+    file: Path, format_name: str | None, head: bytes, rest: Iterator[bytes], ended: bool, damage: list[str]
+) -> Iterator[_Item]:
+    whole = itertools.chain([head], rest)
+    named_text = bare_suffix(file) in TEXT_SUFFIXES
+    if format_name == TEXT_FILE:
+        text = _joined(whole)
+        if text is None or text.strip():
+            yield _line(1, "text", text)
+    elif format_name in (None, "text") and (named_text or (format_name and not head.lstrip().startswith((b"{", b"[")))):
+        for number, line, complete in _lines(whole):
+            if complete or not damage:  # half a text looks like a whole one
+                yield _line(number, "text", line)
+    else:
+        layout, skipped = _layout_of(head, ended, bare_suffix(file))
+        if layout == "lines":
+            for number, line, _ in _lines(whole):
+                yield _line(number, "json", line)
+        else:
+            records = itertools.chain([head[skipped:]], rest)
+            for number, value in split(records, in_list=layout != "objects", wrapped=layout == "wrapped"):
+                yield number, "json" if isinstance(value, bytes) else "damage", value
+
+
+def _layout_of(head: bytes, ended: bool, suffix: str) -> tuple[Literal["lines", "list", "objects", "wrapped"], int]:
+    """How a JSON file is written, from its beginning, and how many bytes stand before its first record."""
+    content = head.lstrip()
+    first, line_break, rest = content.partition(b"\n")
+    state = _completeness(first.decode("utf-8", "replace").rstrip(), cut=not (line_break or ended))
+    more_lines = bool(rest.strip()) or not ended
+    named_lines = suffix in LINE_SUFFIXES
+    if state == "whole" and more_lines:
+        return "lines", 0
+    if content.startswith(b"[") and not (state == "broken" and named_lines):
+        return "list", head.index(b"[") + 1
+    if (wrapped := WRAPPED.match(head)) and not (state == "cut" and named_lines):
+        return "wrapped", wrapped.end()
+    if state in ("open", "several"):
+        return "objects", 0
+    if state == "broken" and not named_lines:
+        second, line_break, _ = rest.lstrip().partition(b"\n")
+        if _completeness(second.decode("utf-8", "replace").rstrip(), cut=not (line_break or ended)) != "whole":
+            return "list", 0  # as likely as anything; its records are found wherever they are
+    return "lines", 0
+
+
+def _completeness(line: str, cut: bool) -> Literal["whole", "several", "open", "cut", "broken"]:
+    """What a file's first line is: a JSON value, several, the beginning of one, as much of it as was read, or wrong."""
+    try:
+        end = DECODER.raw_decode(line, 0)[1]
+        if end == len(line) and line.startswith(("{", "[")):
+            return "whole"
+        return "several" if line[end:].lstrip().startswith("{") else "broken"
+    except json.JSONDecodeError as error:
+        unterminated = error.msg.startswith("Unterminated string")
+        if cut and (unterminated or error.pos >= len(line) - LONGEST_TOKEN):
+            return "cut"
+        return "open" if error.pos >= len(line) else "broken"  # no string goes on in the next line
+    except RecursionError:
+        return "broken"
+
+
+def _line(number: int, kind: Literal["json", "text"], line: bytes | None) -> _Item:
+    if line is None:
+        return number, "damage", f"longer than {MAX_RECORD >> 20} MiB; expected a shorter record"
+    return number, kind, line
+
+
+def _joined(chunks: Iterable[bytes]) -> bytes | None:
+    """All of a file, or nothing where it is too long."""
+    parts, size = [], 0
+    for chunk in chunks:
+        parts.append(chunk)
+        size += len(chunk)
+        if size > MAX_RECORD:
+            return None
+    return b"".join(parts)
+
+
+def _lines(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes | None, bool]]:
+    """The lines that are not blank: number, bytes (none where it is too long), and whether a line break ends it."""
+    parts: list[bytes] = []
+    size = number = 0
+    for chunk in chunks:
+        first, *others = chunk.split(b"\n")
+        lines: list[bytes | None] = []
+        if others:
+            lines = [b"".join([*parts, first]) if size + len(first) <= MAX_RECORD else None, *others[:-1]]
+            first, parts, size = others[-1], [], 0
+        for line in lines:
+            number += 1
+            if line is None or (line and not line.isspace()):
+                yield number, line, True
+        size += len(first)
+        parts = [*parts, first] if size <= MAX_RECORD else []
+    last = b"".join(parts) if size <= MAX_RECORD else None
+    if last is None or last.strip():
+        yield number + 1, last, False
+
+
+def _rows(file: Path) -> Iterator[_Item]:
+    """The rows of a Parquet file. What is null is left out: a table has all fields in all its rows."""
+    import pyarrow
+    from pyarrow import parquet
+
+    number = 0
+    try:
+        with parquet.ParquetFile(file, buffer_size=BUFFER, pre_buffer=False) as table:
+            for batch in table.iter_batches(batch_size=ROWS):
+                for row in _rows_of(batch):
+                    number += 1
+                    yield (number, "damage", row) if isinstance(row, str) else (number, "row", _without_nulls(row))
+    except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
+        reason = " ".join(str(error).split())[:160]
+        yield 0, "damage", f"cannot be read to its end, records may be missing: {reason}"
+
+
+def _rows_of(batch: Any) -> Iterator[dict[str, Any] | str]:
+    """The rows of a batch; a complaint in the place of one that cannot be made, of bytes that are no UTF-8, say."""
+    try:
+        yield from batch.to_pylist()
+    except (ValueError, OverflowError):
+        for row in range(batch.num_rows):
+            try:
+                yield batch.slice(row, 1).to_pylist()[0]
+            except (ValueError, OverflowError) as error:
+                yield f"cannot be read: {' '.join(str(error).split())}"
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(field) for name, field in value.items() if field is not None}
+    if isinstance(value, list):
+        return [_without_nulls(entry) for entry in value]
+    return value

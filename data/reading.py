@@ -1,0 +1,146 @@
+"""Reading records: raw records parsed, bad ones reported and dealt with as `on_bad_record` says.
+
+A bad record costs one line: its file, its number, its field and what was expected. At most 20 lines are shown. `stop`
+looks for as many before it gives up, so that a person mends them all in one go; `skip` goes on without the bad ones and
+counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+from pydantic_core import from_json
+
+from data.errors import DataError
+from data.formats import convert
+from data.raw_records import RawRecord, raw_records
+from data.records import Record
+from data.sources import TEXT_FILE, Source
+
+OnBadRecord = Literal["stop", "skip"]
+
+SHOWN = 20
+LONGEST_LINE = 1000
+
+
+class Origin(NamedTuple):
+    """Where a record comes from: the file, and the number of the record in it, from 1 (0: the file as a whole)."""
+
+    file: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.file}: record {self.number}" if self.number else self.file
+
+
+def read(
+    sources: Sequence[Source], on_bad_record: OnBadRecord, log: Callable[[str], None]
+) -> Iterator[tuple[Origin, Record]]:
+    """All the records of the sources, once each, in order; read and parsed in this process while they are asked for.
+
+    Args:
+        log: gets the line of each bad record that is skipped, and their count.
+
+    Raises:
+        DataError: a path leads to nothing; or with `stop`, some records are bad: a line for each.
+    """
+    bad = BadRecords(on_bad_record, log)
+    for source in sources:
+        for raw in raw_records(source):
+            try:
+                records = parse(raw, source.format)
+            except DataError as error:
+                bad.add(Origin(raw.file, raw.number), error)
+            else:
+                yield from ((Origin(raw.file, raw.number), record) for record in records)
+    bad.finish()
+
+
+def parse(raw: RawRecord, format_name: str | None = None) -> list[Record]:
+    """The records in one raw record; mostly one, several where its layout holds several samples.
+
+    Args:
+        format_name: as in `Source`.
+
+    Raises:
+        DataError: it is broken or no known record; the text says what was expected, without file and number.
+    """
+    if raw.kind == "damage":
+        raise DataError(raw.value)
+    if raw.kind == "text":
+        return convert({"text": _text(raw.value)}, "text")
+    value = _json(raw.value) if raw.kind == "json" else raw.value
+    return convert(value, None if format_name == TEXT_FILE else format_name)
+
+
+def _text(line: bytes) -> str:
+    if (place := line.find(b"\0")) >= 0:
+        raise DataError(f"byte {place + 1} is NUL; expected plain text")
+    return _decoded(line).rstrip("\r\n")
+
+
+def _json(text: bytes) -> Any:
+    try:
+        return from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        _decoded(text)
+        raise DataError(f"not JSON: {error}") from None
+
+
+def _decoded(text: bytes) -> str:
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"byte {error.start + 1} is not UTF-8; expected text in UTF-8") from None
+
+
+class BadRecords:
+    """What is done about bad records, for whoever meets them.
+
+    Attributes:
+        count: how many there were.
+    """
+
+    def __init__(self, on_bad_record: OnBadRecord, log: Callable[[str], None]) -> None:
+        self.on_bad_record = on_bad_record
+        self.log = log
+        self.count = 0
+        self._lines: list[str] = []
+
+    def add(self, origin: Origin, error: DataError) -> None:
+        """Take note of one.
+
+        Raises:
+            DataError: with `stop`, once there are as many as are shown.
+        """
+        self.count += 1
+        if self.count > SHOWN:
+            return
+        line = _one_line(f"{origin}: {error}")
+        if self.on_bad_record == "skip":
+            self.log(f"skipped: {line}")
+            return
+        self._lines.append(line)
+        if self.count == SHOWN:
+            self._lines.append(f"{SHOWN} bad records; there may be more, as no further ones were looked for")
+            raise DataError("\n".join(self._lines))
+
+    def finish(self) -> None:
+        """Sum up, after the last record.
+
+        Raises:
+            DataError: with `stop`, when there was any.
+        """
+        if self._lines:
+            raise DataError("\n".join(self._lines if self.count == 1 else [*self._lines, f"{self.count} bad records"]))
+        if self.count:
+            unseen = f", {self.count - SHOWN} of them not shown" if self.count > SHOWN else ""
+            records = "record" if self.count == 1 else "records"
+            self.log(f"{self.count} bad {records} skipped{unseen}")
+
+
+def _one_line(text: str) -> str:
+    """File names and texts of others may hold anything; a terminal gets a single line of it."""
+    line = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 3]}..."

@@ -1,0 +1,147 @@
+"""Where a run's records come from: the entries of `data_path`, their files, and how much of each an epoch holds.
+
+An entry is a path (a file, a list of files, a glob, or a folder, whose data files are taken in the order of their
+names) or a `Source`, which adds how often its records are taken and which layout they have.
+
+The mixture. `repeat` says how often an epoch holds each record of a source: 3 is three times, 0.5 a half of them, 2.5
+all twice and a half of them once more. `weight` says which share of the epoch a source gets: shares are the weights
+divided by their sum, and the epoch holds as many records as all the sources together. So with weights a source that is
+larger than its share is thinned out, a smaller one is repeated, and the number of steps stays. Which half is taken is
+drawn once from the seed and is the same in every epoch. An epoch is thus a fixed set of records; only their order
+changes from epoch to epoch.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from data.errors import DataError
+from data.formats import FORMATS
+
+TEXT_FILE = "text_file"  # a format of files, not of records: one file is one text
+TEXT_SUFFIXES = (".txt",)
+DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", *TEXT_SUFFIXES)
+COMPRESSED_SUFFIXES = (".gz", ".zst")
+
+
+class Source(BaseModel):
+    """One entry of `data_path`.
+
+    Attributes:
+        path: a file, a glob or a folder, or a list of them.
+        repeat: how often an epoch holds each record; fractions are allowed.
+        weight: the share of the epoch, relative to the weights of the other entries; then every entry needs one.
+        format: of the records (`data.formats.FORMATS`), or `text_file`: each file is one text. Recognised where absent.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: str | list[str] = Field(min_length=1)
+    repeat: float = Field(default=1, gt=0, le=10_000, allow_inf_nan=False)
+    weight: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    format: str | None = None
+
+    @field_validator("format", mode="after")
+    @classmethod
+    def _known(cls, name: str | None) -> str | None:
+        names = [*FORMATS, TEXT_FILE]
+        if name is not None and name not in names:
+            raise ValueError(f"expected one of {', '.join(names)}, found {name!r}")
+        return name
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Source:
+        if self.weight is not None and "repeat" in self.model_fields_set:
+            raise ValueError("expected either repeat or weight, found both")
+        return self
+
+
+def as_sources(data_path: str | Path | Source | Sequence[str | Path | Source]) -> list[Source]:
+    """The entries of `data_path`, paths made sources.
+
+    Raises:
+        DataError: there is none, or only some of them have a weight.
+    """
+    entries = [data_path] if isinstance(data_path, (str, Path, Source)) else data_path
+    sources = [entry if isinstance(entry, Source) else Source(path=str(entry)) for entry in entries]
+    if not sources:
+        raise DataError("data_path: expected at least one file, found an empty list")
+    weighted = sum(source.weight is not None for source in sources)
+    if 0 < weighted < len(sources):
+        raise DataError(f"data_path: expected a weight for all {len(sources)} entries or for none, found {weighted}")
+    return sources
+
+
+def files_of(source: Source) -> list[Path]:
+    """The files of a source, in the order in which their records are numbered.
+
+    Raises:
+        DataError: a path leads to nothing that can be read.
+    """
+    paths = [source.path] if isinstance(source.path, str) else source.path
+    return [file for path in paths for file in _expand(path)]
+
+
+def _expand(path: str) -> list[Path]:
+    place = Path(path).expanduser()
+    if place.is_file():
+        return [place]
+    if place.is_dir():
+        files = sorted(file for file in place.iterdir() if file.is_file() and bare_suffix(file) in DATA_SUFFIXES)
+        if not files:
+            raise DataError(f"{path}: no data files in this folder; expected {', '.join(DATA_SUFFIXES)}")
+        return files
+    if place.exists():
+        raise DataError(f"{path}: not a regular file; expected a file, a folder or a glob")
+    matches = sorted(Path(match) for match in glob.glob(str(place), recursive=True))
+    files = [match for match in matches if match.is_file()]
+    if not files:
+        raise DataError(f"{path}: not found; expected a file, a folder or a glob")
+    return files
+
+
+def bare_suffix(file: Path) -> str:
+    """The suffix of a file's name, in small letters and without that of a compression."""
+    name = Path(file.name.lower())
+    return (name.with_suffix("") if name.suffix in COMPRESSED_SUFFIXES else name).suffix
+
+
+def mixture(sources: Sequence[Source], sizes: Sequence[int], seed: int) -> NDArray[numpy.int64]:
+    """The records that an epoch holds, as their numbers over all sources in order, from 0.
+
+    A record that is taken twice stands twice; the numbers are ascending.
+
+    Args:
+        sizes: how many records each source has.
+
+    Raises:
+        DataError: a source without records.
+    """
+    for source, size in zip(sources, sizes, strict=True):
+        if not size:
+            raise DataError(f"{source.path}: no usable records; expected at least one")
+    chosen = []
+    first = 0
+    for number, (size, count) in enumerate(zip(sizes, _counts(sources, sizes), strict=True)):
+        whole, rest = divmod(count, size)
+        # Each source draws by itself, so that a record more in one does not change which half another gives.
+        drawn = numpy.random.default_rng([seed, number]).choice(size, rest, replace=False, shuffle=False)
+        times = numpy.full(size, whole, dtype=numpy.int64)
+        times[drawn] += 1
+        chosen.append(numpy.repeat(numpy.arange(first, first + size, dtype=numpy.int64), times))
+        first += size
+    return numpy.concatenate(chosen)
+
+
+def _counts(sources: Sequence[Source], sizes: Sequence[int]) -> list[int]:
+    """How many records an epoch takes from each source; at least one."""
+    weights = [source.weight for source in sources if source.weight is not None]
+    if not weights:
+        return [max(1, round(source.repeat * size)) for source, size in zip(sources, sizes, strict=True)]
+    return [max(1, round(sum(sizes) * weight / sum(weights))) for weight in weights]

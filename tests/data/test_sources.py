@@ -1,0 +1,401 @@
+"""Entries of data_path: which files they mean, what raw records these hold, and how much of each an epoch takes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+import zstandard
+from pyarrow import parquet
+from pydantic import ValidationError
+
+from data import decompression, json_values, raw_records
+from data.errors import DataError
+from data.raw_records import RawRecord
+from data.sources import Source, as_sources, files_of, mixture
+
+RECORDS: list[dict[str, Any]] = [
+    {"text": "one"},
+    {"text": "zwei \u2028 \U0001f917 { ] , ["},
+    {"text": 'thr"ee\\', "id": 3, "more": {"text": "inner", "list": [1, {"text": "x"}]}},
+    {"text": "four\n"},
+]
+
+
+def read(path: Path, format_name: str | None = None) -> list[RawRecord]:
+    return list(raw_records.read_file(path, format_name))
+
+
+def values(path: Path, format_name: str | None = None) -> list[Any]:
+    """What the records of a file hold; complaints as text."""
+    return [json.loads(raw.value) if raw.kind == "json" else raw.value for raw in read(path, format_name)]
+
+
+LAYOUTS: dict[str, Callable[[], str]] = {
+    "a list in one line": lambda: json.dumps(RECORDS),
+    "a list in one line that no line break ends": lambda: json.dumps(RECORDS, ensure_ascii=False),
+    "a compact list": lambda: json.dumps(RECORDS, separators=(",", ":")),
+    "a list over many lines": lambda: "\n" + json.dumps(RECORDS, indent=2, ensure_ascii=False) + "\n",
+    "a list, one object a line": lambda: "[\n" + ",\n".join(map(json.dumps, RECORDS)) + "\n]\n",
+    "lines": lambda: "".join(json.dumps(record) + "\n" for record in RECORDS),
+    "lines with carriage returns": lambda: "".join(json.dumps(record) + "\r\n" for record in RECORDS),
+    "lines without the last break": lambda: "\n".join(map(json.dumps, RECORDS)),
+    "objects over many lines": lambda: "\n".join(json.dumps(record, indent=4) for record in RECORDS),
+    "objects side by side": lambda: "".join(map(json.dumps, RECORDS)),
+    "the field data of an object": lambda: json.dumps({"version": "1.1", "data": RECORDS}),
+    "the field data, then another": lambda: json.dumps({"data": RECORDS, "version": [1, 2]}, indent=1),
+}
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_json_file_holds_is_found_from_its_content(layout: str, name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(LAYOUTS[layout](), encoding="utf-8")
+    assert values(path) == RECORDS
+    path.write_text(LAYOUTS[layout](), encoding="utf-8-sig")
+    assert values(path) == RECORDS
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_records_are_whole_wherever_the_chunks_end(
+    layout: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decompression, "CHUNK", chunk)
+    monkeypatch.setattr(raw_records, "HEAD", 48)  # less than the file
+    path = tmp_path / "a.json"
+    path.write_text(LAYOUTS[layout](), encoding="utf-8")
+    assert values(path) == RECORDS
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [1 << 10, 100 << 10, 3 << 20])  # below a head, below a chunk, several chunks
+def test_what_a_file_holds_is_found_at_any_size(layout: str, size: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RECORDS[1], "text", "\u4e2d{" * (size // 4))
+        path.write_text(LAYOUTS[layout](), encoding="utf-8")
+        assert values(path) == RECORDS
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b'{"text": "a"}', [{"text": "a"}]),
+        (b'{\n"text":\n"a"}\n', [{"text": "a"}]),
+        (b'{"data": [1, 2]}\n{"data": [3]}\n', [{"data": [1, 2]}, {"data": [3]}]),  # lines with a field of that name
+        (b'{"id": "x", "data": "a"}', [{"id": "x", "data": "a"}]),
+        (b'[1, "a"]', ["expected an object, found '1'"]),
+        (b'[{"text": "a"},]', [{"text": "a"}]),
+        (b'[{"text": "a"} {"text": "b"}]', [{"text": "a"}, {"text": "b"}]),
+    ],
+)
+def test_small_files(content: bytes, expected: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    assert values(path) == expected
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n", b"[]", b" [ ] ", b"\xef\xbb\xbf"])
+def test_a_file_without_records_says_so(content: bytes, tmp_path: Path) -> None:
+    for name in ("a.json", "a.txt"):
+        path = tmp_path / name
+        path.write_bytes(content if name == "a.json" else content.translate(None, b"[]"))
+        assert read(path) == [RawRecord(str(path), 0, "damage", "expected at least one record, found none")]
+
+
+def test_numbers_are_those_of_the_lines_or_of_the_entries(tmp_path: Path) -> None:
+    lines, entries = tmp_path / "a.jsonl", tmp_path / "b.json"
+    lines.write_text('{"text": "a"}\n\n  \n{"text": "b"}\n')
+    entries.write_text('[\n\n{"text": "a"},\n{"text": "b"}]')
+    assert [raw.number for raw in read(lines)] == [1, 4]
+    assert [raw.number for raw in read(entries)] == [1, 2]
+
+
+def test_json_lines_are_handed_on_as_they_stand(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "\xff"}\nnot json\n')
+    assert [(raw.number, raw.kind, raw.value) for raw in read(path)] == [
+        (1, "json", b'{"text": "\xff"}'),
+        (2, "json", b"not json"),
+    ]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".bin"])
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
+def test_compression_is_found_from_the_content(
+    pack: Callable[[bytes], bytes], suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decompression, "ZSTD_CHUNK", 11)
+    lines = [json.dumps(record).encode() + b"\n" for record in RECORDS]
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(b"".join(map(pack, lines)))  # several members or frames, as `cat` makes them
+    assert values(path) == RECORDS
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
+def test_the_records_before_a_cut_are_kept_and_the_cut_is_reported(
+    pack: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    texts = [{"text": os.urandom(200).hex()} for _ in range(2000)]
+    packed = pack("".join(json.dumps(text) + "\n" for text in texts).encode())
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(packed[: len(packed) // 2])
+    *kept, broken, damage = read(path)
+    assert 700 < len(kept) < 1100
+    assert [json.loads(raw.value) for raw in kept] == texts[: len(kept)]
+    assert broken.kind == "json"
+    assert (damage.number, damage.kind) == (0, "damage")
+    assert damage.value.startswith("cannot be read to its end, records may be missing: Compressed file ended before")
+
+
+def test_half_a_line_of_text_is_no_record(tmp_path: Path) -> None:
+    lines = [os.urandom(500).hex() for _ in range(200)]
+    packed = gzip.compress("\n".join(lines).encode())
+    path = tmp_path / "a.txt.gz"
+    path.write_bytes(packed[: len(packed) // 2])
+    *kept, damage = read(path)
+    assert damage.kind == "damage"
+    assert len(kept) > 50
+    assert [raw.value.decode() for raw in kept] == lines[: len(kept)]
+
+
+def test_parquet_rows_come_in_batches_and_without_nulls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw_records, "ROWS", 3)
+    rows: list[dict[str, Any]] = [{"text": f"row {number}"} for number in range(10)]
+    rows[4] |= {"messages": [{"role": "user", "content": "q"}, {"role": "tool", "content": "a", "name": "f"}]}
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([{"text": None, "messages": None}, *rows]), path, row_group_size=4)
+    assert values(path) == [{}, *rows]
+    assert [raw.number for raw in read(path)] == list(range(1, 12))
+
+
+def test_a_parquet_row_that_is_no_utf8_costs_no_other(tmp_path: Path) -> None:
+    texts = pyarrow.array([b"a", b"\xff", b"c"]).view(pyarrow.string())
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": texts}), path)
+    first, second, third = read(path)
+    assert (first.value, third.value) == ({"text": "a"}, {"text": "c"})
+    assert (second.number, second.kind) == (2, "damage")
+
+
+def test_a_damaged_parquet_file_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(RECORDS[:2]), path)
+    path.write_bytes(path.read_bytes()[:-9])
+    (damage,) = read(path)
+    assert damage.value.startswith("cannot be read to its end, records may be missing: ")
+
+
+def test_text_is_a_record_a_line_or_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("{one}\n\n two \n", encoding="utf-8-sig")
+    assert values(path) == values(path, "text") == [b"{one}", b" two "]
+    assert values(path, "text_file") == [b"{one}\n\n two \n"]
+    other = path.rename(tmp_path / "a.md")
+    other.write_text("# one\ntwo")
+    assert values(other, "text") == [b"# one", b"two"]
+
+
+def test_format_text_of_a_json_file_means_its_field(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(RECORDS))
+    assert values(path, "text") == RECORDS
+
+
+def test_a_file_in_utf16_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("text", encoding="utf-16")
+    assert values(path) == ["is in UTF-16; expected UTF-8"]
+
+
+BROKEN = b'{"text": "a "quoted" word", "id": {"text": "x"}}'
+GOOD = [b'{"text": "%d", "inner": [{"role": "x"}, {"role": "y"}]}' % number for number in range(4)]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        BROKEN,
+        b'{"text": "no closing quote, "inner": [{"role": "x"}]}',
+        b'{"text": "a", "inner": [{"role": "x"}, {"role": "y"}}',
+        b'{"text": "a", "inner": [{"role": "x"}, {"role": "y"}]',
+        b'"text": "a", "inner": [{"role": "x"}, {"role": "y"}]}',
+        b'{"text": "a"}}',
+        b'{"text": "a"}]',
+        b'{"text": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+        b"\x00\xff",
+    ],
+)
+@pytest.mark.parametrize("place", [0, 2, 4])
+@pytest.mark.parametrize("separator", [b", ", b",\n  "])
+@pytest.mark.parametrize("chunk", [16, 1 << 20])
+def test_the_records_around_a_broken_one_are_kept(
+    broken: bytes, place: int, separator: bytes, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decompression, "CHUNK", chunk)
+    path = tmp_path / "a.json"
+    path.write_bytes(b"[" + separator.join([*GOOD[:place], broken, *GOOD[place:]]) + b"]")
+    raws = read(path)
+    found = [raw.value for raw in raws if raw.kind == "json"]
+    assert [value for value in found if value in GOOD] == GOOD
+    assert any(raw.kind == "damage" for raw in raws)
+    if place and broken is BROKEN:
+        assert [(raw.number, raw.kind) for raw in raws if raw.value not in GOOD] == [(place + 1, "damage")]
+        assert [raw.number for raw in raws] == [1, 2, 3, 4, 5]
+
+
+def test_a_list_that_is_cut_off_keeps_its_whole_records(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    whole = b"[" + b", ".join(GOOD)
+    path.write_bytes(whole)
+    assert [raw.value for raw in read(path)] == [*GOOD, "not JSON: the list has no end; the file is cut off"]
+    path.write_bytes(whole[:-10])
+    *kept, damage = read(path)
+    assert [raw.value for raw in kept] == GOOD[:-1]
+    assert damage[1:3] == (4, "damage")
+
+
+def test_what_is_too_long_for_a_record_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (raw_records, json_values):
+        monkeypatch.setattr(module, "MAX_RECORD", 1 << 20)
+    monkeypatch.setattr(decompression, "CHUNK", 1000)
+    lines = [b'{"text": "a"}', b'{"text": "' + b"x" * (4 << 20) + b'"}', b'{"text": "b"}']
+    for name, content in {"a.jsonl": b"\n".join(lines), "a.json": b"[" + b",".join(lines) + b"]"}.items():
+        path = tmp_path / name
+        path.write_bytes(content)
+        first, second, third = read(path)
+        assert (first.value, third.value) == (lines[0], lines[2])
+        assert second[1:] == (2, "damage", "longer than 1 MiB; expected a shorter record")
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"x " * (1 << 20))
+    assert values(path, "text_file") == ["longer than 1 MiB; expected a shorter record"]
+
+
+def test_a_path_is_a_file_a_glob_a_folder_or_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ["b.jsonl", "a.json.gz", "c.parquet", "d.TXT", "e.ndjson.zst", "README.md", "x[1].json", "deep/f.json"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+
+    def names(path: str | list[str]) -> list[str]:
+        return [file.name for file in files_of(Source(path=path))]
+
+    assert names("b.jsonl") == ["b.jsonl"]
+    assert names("README.md") == ["README.md"]  # who names a file wants it
+    assert names(str(tmp_path)) == ["a.json.gz", "b.jsonl", "c.parquet", "d.TXT", "e.ndjson.zst", "x[1].json"]
+    assert names("x[1].json") == ["x[1].json"]
+    assert names("?.json*") == ["a.json.gz", "b.jsonl"]
+    assert names("**/*.json") == ["f.json", "x[1].json"]
+    assert names(["c.parquet", "deep", "b.*"]) == ["c.parquet", "f.json", "b.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("none.json", "not found; expected a file, a folder or a glob"),
+        ("*.none", "not found; expected a file, a folder or a glob"),
+        ("empty", "no data files in this folder; expected .json, .jsonl, .ndjson, .parquet, .txt"),
+        ("pipe", "not a regular file; expected a file, a folder or a glob"),
+    ],
+)
+def test_a_path_that_leads_to_nothing_is_refused(path: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError) as caught:
+        files_of(Source(path=str(tmp_path / path)))
+    assert str(caught.value) == f"{tmp_path / path}: {reason}"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"path": ""},
+        {"path": []},
+        {"path": "a", "repeat": 0},
+        {"path": "a", "repeat": -1},
+        {"path": "a", "repeat": float("nan")},
+        {"path": "a", "weight": float("inf")},
+        {"path": "a", "weight": 1, "repeat": 2},
+        {"path": "a", "format": "alpacca"},
+        {"path": "a", "repeats": 2},
+    ],
+)
+def test_a_wrong_entry_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        Source(**fields)
+
+
+def test_entries_may_be_paths_or_sources() -> None:
+    source = Source(path="b", repeat=2)
+    assert as_sources("a") == as_sources(Path("a")) == as_sources(["a"]) == [Source(path="a")]
+    assert as_sources(["a", source]) == [Source(path="a"), source]
+    assert as_sources(source) == [source]
+    with pytest.raises(DataError, match="at least one file"):
+        as_sources([])
+    with pytest.raises(DataError, match="a weight for all 2 entries or for none, found 1"):
+        as_sources(["a", Source(path="b", weight=1)])
+
+
+def taken(sources: list[Source], sizes: list[int], seed: int = 0) -> list[Counter[int]]:
+    """How often an epoch holds each record, for each source."""
+    numbers = mixture(sources, sizes, seed).tolist()
+    assert numbers == sorted(numbers)
+    counts, first = [], 0
+    for size in sizes:
+        counts.append(Counter({n: c for n, c in Counter(numbers).items() if first <= n < first + size}))
+        first += size
+    assert sum(map(Counter.total, counts)) == len(numbers)
+    return counts
+
+
+def test_without_a_word_each_record_is_taken_once() -> None:
+    assert mixture(as_sources(["a", "b"]), [3, 2], 0).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_repeat_counts_how_often_a_record_is_taken() -> None:
+    sources = [Source(path="a", repeat=3), Source(path="b", repeat=0.5), Source(path="c", repeat=2.25)]
+    thrice, half, more = taken(sources, [4, 100, 8])
+    assert thrice == dict.fromkeys(range(4), 3)
+    assert len(half) == half.total() == 50
+    assert Counter(more.values()) == {2: 6, 3: 2}
+
+
+def test_a_half_is_drawn_from_the_seed_and_from_everywhere() -> None:
+    half = [Source(path="a", repeat=0.5)]
+    (first,), (again,), (other,) = taken(half, [1000]), taken(half, [1000]), taken(half, [1000], seed=1)
+    assert first == again != other
+    assert 200 < sum(number < 500 for number in first) < 300
+    (_, beside), (_, beside_more) = (
+        taken([Source(path="x"), *half], [5, 1000]),
+        taken([Source(path="x"), *half], [6, 1000]),
+    )
+    assert [n - 5 for n in beside] == [n - 6 for n in beside_more]
+
+
+def test_weights_are_shares_of_an_epoch_that_stays_as_long() -> None:
+    sources = [Source(path="a", weight=3), Source(path="b", weight=1)]
+    large, small = taken(sources, [900, 100])
+    assert (large.total(), small.total()) == (750, 250)
+    assert set(large.values()) == {1}  # thinned out
+    assert set(small.values()) == {2, 3}  # repeated
+    small, large = taken(sources, [100, 900])
+    assert (small.total(), large.total()) == (750, 250)
+    equal = [Source(path="a", weight=9), Source(path="b", weight=1)]
+    assert mixture(equal, [900, 100], 0).tolist() == list(range(1000))
+
+
+def test_the_smallest_share_is_one_record_and_no_source_is_empty() -> None:
+    tiny, _ = taken([Source(path="a", weight=1e-9), Source(path="b", weight=1)], [10, 10])
+    assert tiny.total() == 1
+    with pytest.raises(DataError, match=r"b\.json: no usable records"):
+        mixture(as_sources(["a.json", "b.json"]), [1, 0], 0)
