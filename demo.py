@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.errors import DataError
 from data.native_tokenizers import end_tokens
-from data.prompts import Dialogue, PromptFormat, Span, Turn
+from data.prompts import Dialogue, PromptFormat, Span, Turn, check_prompt_format
 from data.tokenize import encode_question, load_tokenizer
 from models import CausalLM, CheckpointError, load_model
 from models.checkpoint.layout import resolve
@@ -29,12 +29,12 @@ class Chat:
     """A dialogue with a model; it remembers the turns so far."""
 
     def __init__(self, folder: str | Path, prompt_format: PromptFormat | None = None) -> None:
+        self.prompt_format = check_prompt_format(prompt_format) if prompt_format else None
         resolved = resolve(folder)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model: CausalLM = load_model(resolved, device=device)
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(resolved)
         self.stop = stop_ids(resolved) | end_tokens(self.tokenizer)
-        self.prompt_format = prompt_format
         self.turns: tuple[Turn, ...] = ()
 
     def ask(self, text: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
@@ -93,7 +93,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", help="ask this and leave; an interactive chat where absent")
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
     parser.add_argument("--greedy", action="store_true", help="always take the likeliest token")
-    parser.add_argument("--prompt-format", choices=("chat_template", "plain"), help="as in the training config")
+    parser.add_argument(
+        "--prompt-format", metavar="FORMAT", help="chat_template, plain or a Jinja file, as in the training config"
+    )
     return parser.parse_args()
 
 

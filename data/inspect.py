@@ -5,7 +5,9 @@ The text is put together from the tokens themselves, so what is coloured is what
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -14,22 +16,69 @@ from transformers import PreTrainedTokenizerBase
 from data.tokenize import IGNORED, Sample
 
 SUPERVISED_STYLE = "bold green"
+CUT = "\ufffd"  # what a tokenizer writes for part of a character
+LONGEST_CHARACTER = 4  # bytes, and so tokens
 
 
-def show_samples(samples: list[Sample], tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
+class Piece(NamedTuple):
+    """The fewest tokens that hold whole characters, most often one.
+
+    Attributes:
+        special: a control token of the model, not text.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    supervised: bool
+    special: bool
+
+
+def summary(number: int, sample: Sample) -> str:
+    """A line that counts a sample's tokens."""
+    supervised = sum(int(label != IGNORED) for label in sample["labels"])
+    length = len(sample["input_ids"])
+    return f"sample {number}: {length} tokens, {supervised} supervised ({supervised / length:.0%})"
+
+
+def show_samples(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
     """Print samples, one after the other, with a line that counts their tokens."""
     for number, sample in enumerate(samples, start=1):
-        supervised = sum(label != IGNORED for label in sample["labels"])
-        length = len(sample["input_ids"])
-        console.rule(f"sample {number}: {length} tokens, {supervised} supervised ({supervised / length:.0%})")
+        console.rule(summary(number, sample))
         console.print(coloured(sample, tokenizer), soft_wrap=True)
     console.rule(f"[{SUPERVISED_STYLE}]supervised[/]: bears loss; the rest is context")
 
 
 def coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Text:
-    """The sample's text; whole runs of tokens are decoded together, so that split characters come out whole."""
+    """The sample's text."""
     text = Text()
-    pairs = zip(sample["input_ids"], sample["labels"], strict=True)
-    for supervised, run in groupby(pairs, key=lambda pair: pair[1] != IGNORED):
-        text.append(tokenizer.decode([token for token, _ in run]), style=SUPERVISED_STYLE if supervised else "")
+    for supervised, run in groupby(pieces(sample, tokenizer), key=lambda piece: piece.supervised):
+        text.append("".join(piece.text for piece in run), style=SUPERVISED_STYLE if supervised else "")
     return text
+
+
+def pieces(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
+    """A sample cut into its tokens, each with the text that it adds to what stands before it."""
+    added = tokenizer.added_tokens_decoder
+    special = {number for number, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+    done: list[Piece] = []
+    ids = [int(token) for token in sample["input_ids"]]  # a list, or an array where the samples were stored
+    loss = [label != IGNORED for label in sample["labels"]]
+    start = 0
+    while start < len(ids):
+        # Tokenizers drop a blank at the beginning of a text, so a token is decoded behind the one before it.
+        before = list(done[-1].ids) if done else []
+        known = len(_decode(before, tokenizer))
+        end = start
+        while True:
+            end += 1
+            text = _decode(before + ids[start:end], tokenizer)[known:]
+            whole = not text.endswith(CUT) or end - start == LONGEST_CHARACTER
+            if whole or end == len(ids) or loss[end] != loss[start]:
+                break
+        done.append(Piece(text, tuple(ids[start:end]), loss[start], ids[start] in special))
+        start = end
+    return done
+
+
+def _decode(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)) if ids else ""

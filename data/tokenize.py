@@ -1,22 +1,43 @@
 """Records to token ids and labels.
 
-A record's whole text is tokenized at once, exactly as a server would tokenize it, and a token bears loss when it begins
-inside a supervised piece. Labels are aligned with the input ids (not shifted).
+A record's whole text is tokenized at once, exactly as a server would tokenize it, and a token bears loss when it holds
+a supervised character. (Some prompts end with a blank that the tokenizer joins with the first word of the answer; the
+word has to be learnt.) Labels are aligned with the input ids (not shifted).
+
+Cost: `encode_many` gives a whole chunk to the tokenizer's own batch encoding, which is where the time goes, and asks
+the encoding only for the tokens at the ends of each range.
 """
 
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypedDict
 
 from pydantic import BaseModel
+from tokenizers import Encoding
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from data.chat import Chat
+from data.chat_template import ChatTemplate, chat_template
 from data.errors import DataError
+from data.messages import said_in_chat, said_in_dialogue
 from data.native_tokenizers import native_tokenizer
-from data.prompts import Dialogue, PromptFormat, Span, default_format, write, write_question
+from data.prompts import (
+    PLAIN,
+    Dialogue,
+    PromptFormat,
+    Written,
+    as_dialogue,
+    default_format,
+    end_of_sequence,
+    write_plain,
+)
 from data.records import Pretrain, Record, parse_record
+from data.rewrites import plain_dialogue
 
 IGNORED = -100  # the label of a token without loss, as in transformers and torch
 
@@ -26,6 +47,9 @@ class Sample(TypedDict):
 
     input_ids: list[int]
     labels: list[int]
+
+
+_NOT_YET = DataError("not encoded yet")
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
@@ -78,27 +102,99 @@ def encode_whole(
     record: Record | dict[str, Any], tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat | None = None
 ) -> Sample:
     """`encode` without a limit on the length."""
-    parsed: Record = record if isinstance(record, BaseModel) else parse_record(record)
-    chosen = prompt_format or default_format(tokenizer)
-    sample = _tokenize(write(parsed, tokenizer, chosen), tokenizer)
-    if chosen == "plain" or isinstance(parsed, Pretrain):
-        # A chat template writes its own beginning of sequence; elsewhere the tokenizer's goes first, as in pretraining.
-        prefix = beginning_of_sequence(tokenizer)
-        sample = {
-            "input_ids": prefix + sample["input_ids"],
-            "labels": [IGNORED] * len(prefix) + sample["labels"],
-        }
+    (sample,) = encode_many([record], tokenizer, prompt_format)
+    if isinstance(sample, DataError):
+        raise sample
     return sample
+
+
+def encode_many(
+    records: Sequence[Record | dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_format: PromptFormat | None = None,
+) -> list[Sample | DataError]:
+    """`encode_whole` for many records at once, in their order; what is wrong with a record stands in its place.
+
+    Raises:
+        DataError: the format cannot be used with this tokenizer, whatever the record.
+    """
+    writer = Writer(tokenizer, prompt_format)
+    done: list[Sample | DataError] = []
+    written: list[tuple[int, Written, list[int]]] = []
+    for number, record in enumerate(records):
+        done.append(_NOT_YET)
+        try:
+            text, prefix = writer.write(record if isinstance(record, BaseModel) else parse_record(record))
+            written.append((number, text, prefix))
+        except DataError as error:
+            done[number] = error
+    # transformers itself goes this way, and then makes objects of each sample that nobody needs here.
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    encodings = backend.encode_batch([text.text for _, text, _ in written], add_special_tokens=False)
+    for (number, text, prefix), encoding in zip(written, encodings, strict=True):
+        done[number] = _sample(text, prefix, encoding)
+    return done
+
+
+class Writer:
+    """Writes records in one format.
+
+    Args:
+        prompt_format: the tokenizer's chat template when it ships one, else plain, where absent.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._format = prompt_format or default_format(tokenizer)
+        self._templates: dict[bool, ChatTemplate] = {}
+        self._prefix: list[int] | None = None
+
+    def write(self, record: Record | Chat) -> tuple[Written, list[int]]:
+        """A record's text with its loss, and the ids that go before it.
+
+        A chat template writes its own beginning of sequence; elsewhere the tokenizer's goes first, as in pretraining.
+
+        Raises:
+            DataError: the format cannot hold the record.
+        """
+        if isinstance(record, Pretrain):
+            end = end_of_sequence(self._tokenizer.eos_token)
+            return Written(record.text + end, [(0, len(record.text + end))]), self._beginning()
+        if self._format == PLAIN:
+            dialogue = plain_dialogue(record) if isinstance(record, Chat) else as_dialogue(record)
+            return write_plain(dialogue, end_of_sequence(self._tokenizer.eos_token)), self._beginning()
+        if isinstance(record, Chat):
+            return self._template(bool(record.tools)).write(said_in_chat(record), record.tools), []
+        return self._template(False).write(said_in_dialogue(as_dialogue(record))), []
+
+    def ask(self, dialogue: Dialogue) -> tuple[str, list[int]]:
+        """The text up to where the answer to the last turn begins, and the ids that go before it."""
+        if self._format == PLAIN:
+            end = end_of_sequence(self._tokenizer.eos_token)
+            return write_plain(dialogue, end, open_end=True).text, self._beginning()
+        return self._template(False).ask(said_in_dialogue(dialogue)[:-1]), []
+
+    def _template(self, tools: bool) -> ChatTemplate:
+        if tools not in self._templates:
+            self._templates[tools] = chat_template(self._tokenizer, self._format, tools)
+        return self._templates[tools]
+
+    def _beginning(self) -> list[int]:
+        if self._prefix is None:
+            self._prefix = beginning_of_sequence(self._tokenizer)
+        return self._prefix
 
 
 def encode_question(
     dialogue: Dialogue, tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat | None = None
 ) -> list[int]:
     """The token ids that a model is asked with: the dialogue up to where its last answer begins."""
-    chosen = prompt_format or default_format(tokenizer)
-    text = write_question(dialogue, tokenizer, chosen)
+    text, prefix = Writer(tokenizer, prompt_format).ask(dialogue)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return beginning_of_sequence(tokenizer) + ids if chosen == "plain" else ids
+    return prefix + ids
 
 
 def beginning_of_sequence(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -111,17 +207,25 @@ def beginning_of_sequence(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return []
 
 
-def _tokenize(spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> Sample:
-    text = "".join(span.text for span in spans)
-    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ends, end = [], 0
-    for span in spans:
-        end += len(span.text)
-        ends.append(end)
-    labels = []
-    current = 0
-    for token, (start, _) in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True):
-        while current < len(ends) - 1 and start >= ends[current]:
-            current += 1
-        labels.append(token if spans[current].supervised else IGNORED)
-    return {"input_ids": list(encoding["input_ids"]), "labels": labels}
+def _sample(written: Written, prefix: list[int], encoding: Encoding) -> Sample:
+    ids = encoding.ids
+    labels = [IGNORED] * len(ids)
+    for begin, end in written.loss:
+        first = encoding.char_to_token(begin)
+        if first is None:  # no token holds this character: the normalizer dropped it
+            first = _token_at(encoding, begin)
+        last = _token_at(encoding, end)
+        labels[first:last] = ids[first:last]
+    if prefix:
+        ids, labels = prefix + ids, [IGNORED] * len(prefix) + labels
+    return {"input_ids": ids, "labels": labels}
+
+
+def _token_at(encoding: Encoding, place: int) -> int:
+    """The first token that begins at a character or after it."""
+    token = encoding.char_to_token(place)
+    if token is None:  # no token covers this character: the end of the text, or the normalizer dropped it
+        return bisect_left(list(accumulate((begin for begin, _ in encoding.offsets), max)), place)
+    while (covered := encoding.token_to_chars(token)) and covered[0] < place:
+        token += 1
+    return token

@@ -8,9 +8,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from data.chat import Chat
 from data.prompts import Dialogue, PromptFormat, Turn, as_dialogue
 from data.records import Pretrain, parse_record
-from data.tokenize import Sample, encode, encode_question
+from data.tokenize import Sample, encode, encode_question, encode_whole
+from tests.data.template_styles import Style
 
 Runs = list[tuple[bool, str]]
 
@@ -96,8 +98,30 @@ def question_ids(
 ) -> list[int]:
     """What a model is asked with to get the record's answer number `turns`."""
     parsed = parse_record(record)
-    assert not isinstance(parsed, Pretrain)
+    assert not isinstance(parsed, (Pretrain, Chat))
     dialogue = as_dialogue(parsed)
     last = dialogue.turns[turns - 1]
-    asked = Dialogue((*dialogue.turns[: turns - 1], Turn(last.ask, (), last.input)), dialogue.context)
+    asked = Dialogue((*dialogue.turns[: turns - 1], Turn(last.ask, (), last.input)), dialogue.contexts)
     return encode_question(asked, tokenizer, prompt_format)
+
+
+def chat(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> Chat:
+    return Chat.model_validate({"messages": messages, "tools": tools or []})
+
+
+def runs_under(style: Style, record: Chat, tokenizer: PreTrainedTokenizerBase) -> Runs:
+    return runs_of(encode_whole(record, style.put_on(tokenizer), "chat_template"), tokenizer)
+
+
+def supervised(runs: Runs) -> list[str]:
+    return [text for loss, text in runs if loss]
+
+
+def whole_text(runs: Runs) -> str:
+    return "".join(text for _, text in runs)
+
+
+def rendered(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+) -> str:
+    return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False))

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import re
+from html.parser import HTMLParser
 from io import StringIO
+from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from data.errors import DataError
 from data.inspect import SUPERVISED_STYLE, coloured, show_samples
+from data.inspect_html import write_page
 from data.prompts import PromptFormat
 from data.tokenize import Sample, encode
-from tests.data.helpers import RECORDS, runs
+from tests.data.helpers import RECORDS, runs, runs_of
 
 STYLED = re.compile(r"\x1b\[1;32m(.*?)\x1b\[0m")
 
@@ -56,3 +62,83 @@ def test_text_is_printed_literally_and_is_not_broken(tokenizer: PreTrainedTokeni
     text = "[red]not markup[/red] :smile: 42 " + "long " * 60
     printed = recorded([encode({"type": "pretrain", "text": text}, tokenizer, 10_000)], tokenizer, styles=True)
     assert f"\x1b[1;32m{text}<|im_end|>\x1b[0m" in printed
+
+
+class Page(HTMLParser):
+    """What a browser would take from a page: tokens with their marks, and whatever would load or run something."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tokens: list[tuple[str, str, str]] = []
+        self.active: list[str] = []
+        self._open: tuple[str, str] | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        known = dict(attrs)
+        if tag in ("script", "img", "link", "iframe", "object") or known.keys() & {"src", "href", "onclick"}:
+            self.active.append(tag)
+        if tag in ("b", "i") and "title" in known:
+            self._open = (tag, str(known["title"]))
+            self.tokens.append((*self._open, ""))
+
+    def handle_data(self, data: str) -> None:
+        if self._open:
+            self.tokens[-1] = (*self._open, self.tokens[-1][2] + data)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._open = None
+
+
+def page_of(samples: list[Sample], tokenizer: PreTrainedTokenizerBase, folder: Path, title: str = "Run") -> str:
+    write_page(samples, tokenizer, folder / "page.html", title)
+    return (folder / "page.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_the_page_holds_every_token_and_colours_what_bears_loss(
+    name: str, tokenizer: PreTrainedTokenizerBase, sentencepiece: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    for each in (tokenizer, sentencepiece):
+        sample = encode(RECORDS[name], each, 10_000)
+        tokens = Page(page_of([sample], each, tmp_path)).tokens
+        assert [int(number) for _, ids, _ in tokens for number in ids.split()] == sample["input_ids"]
+        for supervised, tag in ((True, "b"), (False, "i")):
+            shown = "".join(text.replace("↵\n", "\n") for kind, _, text in tokens if kind == tag)
+            expected = "".join(text for loss, text in runs_of(sample, each) if loss == supervised)
+            assert shown.replace(" ", "") == expected.replace(" ", "")  # decoding drops blanks after control tokens
+        assert all("\ufffd" not in text for _, _, text in tokens)
+
+
+def test_the_page_stands_alone_and_lets_no_record_in(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    evil = '</pre><script>alert(1)</script><img src=x onerror="alert(2)"> & &amp; {title}\r\n" onclick="x'
+    record = {"type": "instruct", "instruct": evil, "output": evil}
+    text = page_of([encode(record, tokenizer, 10_000, "plain")], tokenizer, tmp_path, "<b>Run</b>")
+    page = Page(text)
+    assert page.active == []
+    assert "".join(shown for kind, _, shown in page.tokens if kind == "b").startswith(evil[:-3].partition("\r")[0])
+    assert "http" not in text.replace("http-equiv", "")
+    assert "<title>&lt;b&gt;Run" in text
+
+
+def test_the_page_counts_each_sample_and_shows_control_tokens(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    samples = [encode(RECORDS[name], tokenizer, 10_000) for name in ("instruct", "ref_qa")]
+    text = page_of(samples, tokenizer, tmp_path)
+    for number, sample in enumerate(samples, start=1):
+        supervised = sum(label != -100 for label in sample["labels"])
+        assert f"sample {number}: {len(sample['input_ids'])} tokens, {supervised} supervised" in text
+    assert '<b class="s" title="2">&lt;|im_end|&gt;</b>' in text
+
+
+def test_stored_samples_are_shown_alike(tokenizer: PreTrainedTokenizerBase) -> None:
+    sample = encode(RECORDS["conversation"], tokenizer, 10_000)
+    stored: Any = {key: numpy.array(value, dtype=numpy.int32) for key, value in sample.items()}
+    assert recorded([stored], tokenizer, styles=True) == recorded([sample], tokenizer, styles=True)
+
+
+def test_a_page_that_cannot_be_written_is_told_in_one_line(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be written: Is a directory") as caught:
+        write_page([], tokenizer, tmp_path, "Run")
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,389 @@
+"""The cache of tokenized data: one build however many want it, whole or not there, and another one for every change."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data import building, recipe
+from data.cache import Cache, default_folder
+from data.dataset import Dataset, load_dataset
+from data.digests import Digests
+from data.errors import DataError
+from data.recipe import DataFile, Recipe
+from data.tokenizing import SAMPLES
+from tests.conftest import ROOT
+
+LIMIT = 160
+WORKER = ROOT / "tests" / "workers" / "caching.py"
+
+Load = Callable[..., Dataset]
+
+
+def records(count: int, answer: str = "One is a number.") -> list[dict[str, Any]]:
+    return [{"type": "instruct", "instruct": f"What is {number}?", "output": answer} for number in range(count)]
+
+
+def write(path: Path, entries: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
+    age(path)
+    return path
+
+
+def age(path: Path, seconds: float = 60) -> None:
+    """As if the file had been written a while ago, so that its digest is worth remembering."""
+    os.utime(path, (time.time() - seconds,) * 2)
+
+
+@pytest.fixture(autouse=True)
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests of files that were just written are remembered as well: nobody writes them twice in a tick here."""
+    monkeypatch.setattr("data.digests.SETTLED", -1.0)
+
+
+@pytest.fixture
+def load(tmp_path: Path, tokenizer_folder: Path) -> Load:
+    def run(data: Any, tokenizer: Path = tokenizer_folder, limit: int = LIMIT, **options: Any) -> Dataset:
+        return load_dataset(data, tokenizer, limit, "plain", cache_dir=tmp_path / "cache", **options)
+
+    return run
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that were tokenized, build by build."""
+    seen: list[str] = []
+    build = building._build
+
+    def counted(cache: Cache, wanted: Recipe, *rest: Any) -> Path:
+        seen.append(wanted.names)
+        return build(cache, wanted, *rest)
+
+    monkeypatch.setattr(building, "_build", counted)
+    return seen
+
+
+def caches(folder: Path) -> list[Path]:
+    return sorted((folder / "cache" / "datasets").iterdir())
+
+
+def left_over(folder: Path) -> list[Path]:
+    return [path for path in (folder / "cache" / "builds").iterdir() if path.is_dir()]
+
+
+def start(folder: Path, tokenizer: Path, data: Path, count: int, small: int = 0) -> list[subprocess.Popen[str]]:
+    """Processes that want the same samples at the same moment."""
+    job = {
+        "data": str(data),
+        "tokenizer": str(tokenizer),
+        "limit": LIMIT,
+        "cache": str(folder / "cache"),
+        "go": str(folder / "go"),
+        "small": small,
+    }
+    (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+    command = [sys.executable, str(WORKER), str(folder / "job.json")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+        for _ in range(count)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    (folder / "go").touch()
+    return processes
+
+
+def outcome(process: subprocess.Popen[str]) -> dict[str, Any]:
+    told, _ = process.communicate(timeout=300)
+    result: dict[str, Any] = json.loads(told.splitlines()[-1])
+    return result
+
+
+def test_a_second_start_tokenizes_nothing_and_reads_no_data(
+    tmp_path: Path, load: Load, builds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write(tmp_path / "a.jsonl", records(5))
+    first = load(data)
+    assert builds == [str(data)]
+    written = (first.folder / SAMPLES).stat()
+    monkeypatch.setattr(Digests, "take", None)  # whoever calls it fails
+    second = load(data)
+    assert (second.folder / SAMPLES).stat().st_mtime_ns == written.st_mtime_ns
+    assert second.fingerprint() == first.fingerprint()
+    assert len(builds) == len(caches(tmp_path)) == 1
+
+
+def test_a_file_that_was_only_touched_is_read_but_not_tokenized(tmp_path: Path, load: Load) -> None:
+    data = write(tmp_path / "a.jsonl", records(5))
+    folder = load(data).folder
+    written = (folder / SAMPLES).stat()
+    data.touch()
+    assert load(data).folder == folder
+    assert (folder / SAMPLES).stat().st_mtime_ns == written.st_mtime_ns
+
+
+def plain_recipe(data: Path, tokenizer: Path, **changes: Any) -> Recipe:
+    fields: dict[str, Any] = {"prompt_format": "plain", "max_seq_len": LIMIT} | changes
+    return Recipe((DataFile(str(data)),), str(tokenizer), **fields)
+
+
+def test_every_change_of_what_samples_depend_on_gives_another_cache(
+    tmp_path: Path, tokenizer_folder: Path, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write(tmp_path / "a.jsonl", records(3))
+    tokenizer = tmp_path / "tokenizer"
+    shutil.copytree(tokenizer_folder, tokenizer)
+
+    def key(**changes: Any) -> str:
+        return plain_recipe(data, tokenizer, **changes).key([Digests(tmp_path / "digests").take(data)])
+
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    keys = [key(), key(max_seq_len=LIMIT + 1), key(prompt_format="chat_template"), key(on_bad_record="skip")]
+    keys.append(key(prompt_format=str(template)))
+    template.write_text("{% for message in messages %}{{ message['content']  }}{% endfor %}")
+    keys.append(key(prompt_format=str(template)))
+    write(data, records(3, answer="One is a numbeR."))
+    keys.append(key())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tokenizer / name).write_text((tokenizer / name).read_text().rstrip() + "\n ")
+        keys.append(key())
+    recipe.code_digest.cache_clear()
+    monkeypatch.setattr(recipe, "LATER", (*recipe.LATER, "columns"))
+    keys.append(key())
+    recipe.code_digest.cache_clear()
+    renamed = data.rename(tmp_path / "a.txt")  # read as lines of text
+    keys.append(plain_recipe(renamed, tokenizer).key([Digests(tmp_path / "digests").take(renamed)]))
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_copy_of_the_data_elsewhere_finds_the_cache(tmp_path: Path, load: Load) -> None:
+    data = write(tmp_path / "a.jsonl", records(3))
+    first = load(data)
+    (tmp_path / "elsewhere").mkdir()
+    copy = write(tmp_path / "elsewhere" / "b.jsonl", records(3))
+    second = load(copy)
+    assert second.folder == first.folder
+    assert second.origin(2) == f"{copy}: record 3"
+
+
+def test_a_file_replaced_by_one_of_the_same_size_and_time_is_noticed(tmp_path: Path, load: Load) -> None:
+    data = write(tmp_path / "a.jsonl", records(3))
+    before = data.stat()
+    first = load(data)
+    write(data, records(3, answer="One is a numbeR."))
+    os.utime(data, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert data.stat().st_size == before.st_size
+    assert data.stat().st_mtime_ns == before.st_mtime_ns
+    assert load(data).fingerprint() != first.fingerprint()
+
+
+def test_a_digest_of_a_file_that_was_just_written_is_not_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data.digests.SETTLED", 60.0)
+    data = write(tmp_path / "a.jsonl", records(3))
+    digests = Digests(tmp_path / "digests")
+    digests.take(data)
+    assert digests.known(data) is None
+
+
+@pytest.mark.parametrize("damage", ["cut", "emptied", "meta lost", "meta cut"])
+def test_a_damaged_cache_is_noticed_and_built_anew(tmp_path: Path, load: Load, builds: list[str], damage: str) -> None:
+    data = write(tmp_path / "a.jsonl", records(50))
+    first = load(data)
+    samples = [sample["input_ids"].tolist() for sample in first.samples]  # type: ignore[attr-defined]
+    meta = first.folder / "meta.json"
+    if damage == "cut":
+        os.truncate(first.folder / SAMPLES, (first.folder / SAMPLES).stat().st_size - 1)
+    elif damage == "emptied":
+        os.truncate(first.folder / SAMPLES, 0)
+    elif damage == "meta lost":
+        meta.unlink()
+    else:
+        os.truncate(meta, 20)
+    second = load(data)
+    assert len(builds) == 2
+    assert [sample["input_ids"].tolist() for sample in second.samples] == samples  # type: ignore[attr-defined]
+    assert len(caches(tmp_path)) == 1
+    assert not left_over(tmp_path)
+
+
+def test_a_file_of_the_right_size_that_is_no_arrow_file_is_noticed(tmp_path: Path, load: Load) -> None:
+    data = write(tmp_path / "a.jsonl", records(50))
+    path = load(data).folder / SAMPLES
+    with open(path, "r+b") as file:
+        file.seek(-200, os.SEEK_END)
+        file.write(bytes(200))
+    assert len(load(data).samples) == 50
+    assert path.read_bytes().endswith(b"ARROW1")
+
+
+@pytest.mark.parametrize("small", [0, 2**30])
+def test_processes_that_start_cold_at_once_make_one_build(tmp_path: Path, tokenizer_folder: Path, small: int) -> None:
+    data = write(tmp_path / "a.jsonl", records(3000))
+    results = [outcome(process) for process in start(tmp_path, tokenizer_folder, data, count=3, small=small)]
+    assert sum(result["built"] for result in results) == 1
+    assert len({result["fingerprint"] for result in results}) == 1
+    assert len(caches(tmp_path)) == 1
+    assert not left_over(tmp_path)
+    if not small:
+        waited = [result["told"] for result in results if not result["built"]]
+        assert all("waiting for it" in told and "data: process" in told for told in waited)
+
+
+def test_those_who_waited_fail_with_the_builders_words(tmp_path: Path, tokenizer_folder: Path) -> None:
+    data = write(tmp_path / "a.jsonl", [*records(3000), {"type": "instruct", "instruct": 7, "output": ""}])
+    results = [outcome(process) for process in start(tmp_path, tokenizer_folder, data, count=3)]
+    assert sum(result["built"] for result in results) == 1
+    texts = {result["error"] for result in results}
+    assert len(texts) == 1
+    assert f"{data}: record 3001: " in texts.pop()
+    assert not caches(tmp_path)
+
+
+def wait_for_build(folder: Path) -> Path:
+    """The samples' file of a build that is under way."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        found = list((folder / "cache" / "builds").glob(f"*/{SAMPLES}"))
+        if found:
+            return found[0]
+        time.sleep(0.005)
+    raise AssertionError("nobody builds")
+
+
+def test_the_lock_of_a_killed_process_is_broken(tmp_path: Path, tokenizer_folder: Path, load: Load) -> None:
+    data = write(tmp_path / "a.jsonl", records(20_000))
+    (killed,) = start(tmp_path, tokenizer_folder, data, count=1)
+    partial = wait_for_build(tmp_path)
+    os.killpg(killed.pid, signal.SIGKILL)  # the builder and its workers too
+    killed.communicate()
+    assert partial.exists()  # it was killed in the middle
+    assert list((tmp_path / "cache" / "builds").glob("*.lock"))
+    assert not caches(tmp_path)
+    dataset = load(data)
+    assert len(dataset.samples) == 20_000
+    assert caches(tmp_path) == [dataset.folder]
+    assert not left_over(tmp_path)
+
+
+def test_a_killed_builder_is_one_line_and_its_workers_leave(tmp_path: Path, tokenizer_folder: Path) -> None:
+    data = write(tmp_path / "a.jsonl", records(20_000))
+    (waiting,) = start(tmp_path, tokenizer_folder, data, count=1)
+    wait_for_build(tmp_path)
+    builder, *_ = children(waiting.pid)
+    deadline = time.monotonic() + 60
+    while not (workers := children(builder)) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    os.kill(builder, signal.SIGKILL)
+    assert "ended by SIGKILL" in outcome(waiting)["error"]
+    assert not left_over(tmp_path)
+    deadline = time.monotonic() + 60
+    while any(alive(worker) for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(alive(worker) for worker in workers)
+
+
+def children(process: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_build_by_workers_equals_one_without(
+    tmp_path: Path, load: Load, builds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = [
+        *records(1500),
+        {"type": "pretrain", "text": "All of it. " * 100},
+        *records(700, answer="Two."),
+    ]
+    data = write(tmp_path / "a.jsonl", entries)
+    alone = load(data)
+    shutil.rmtree(alone.folder.parent)
+    monkeypatch.setattr(building, "SMALL", 0)
+    together = load(data)
+    assert len(builds) == 2
+    assert together.fingerprint() == Dataset(together.folder, [str(data)]).fingerprint()
+    pieces = together.total.samples - 2200
+    assert pieces > 2
+    origins = [together.origin(number) for number in range(len(together))]
+    numbers = [*range(1, 1501), *[1501] * pieces, *range(1502, 2202)]
+    assert origins == [f"{data}: record {number}" for number in numbers]
+    assert together.total.records == 2201
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write(tmp_path / "a.jsonl", records(3))
+    build = sys.modules["data.cache"].build
+
+    def slow(*arguments: Any) -> None:
+        build(*arguments)
+        write(data, records(4))
+
+    monkeypatch.setattr("data.cache.build", slow)
+    with pytest.raises(DataError, match="changed while"):
+        load(data)
+    assert not caches(tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, tokenizer_folder: Path) -> None:
+    data = write(tmp_path / "a.jsonl", records(3))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"cache_dir: .*file.*: cannot be made: Not a directory; expected a folder"):
+        load_dataset(data, tokenizer_folder, LIMIT, "plain", cache_dir=tmp_path / "file" / "cache")
+
+
+def test_the_environment_says_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPETUNE_CACHE", "/scratch/tokens")
+    assert default_folder() == Path("/scratch/tokens")
+    monkeypatch.delenv("PIPETUNE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/scratch")
+    assert default_folder() == Path("/scratch/pipetune")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_folder() == Path.home() / ".cache" / "pipetune"
+
+
+def test_the_key_leaves_out_no_code_that_samples_depend_on() -> None:
+    """What the builder loads counts, but for what is known to only carry and store."""
+    script = (
+        "import sys; sys.modules['torch'] = None; import data.builder, data.building; "
+        "print(*[name[5:] for name in sys.modules if name.startswith('data.')])"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True, timeout=120
+    )
+    loaded = set(told.stdout.split())
+    assert {"tokenize", "columns", "prompts"} <= loaded
+    assert not loaded & set(recipe.LATER)
+    assert set(recipe.CARRIERS) <= loaded
+    for name in {*recipe.CARRIERS, *recipe.LATER}:
+        assert (ROOT / "data" / f"{name}.py").exists()
+
+
+def test_a_tokenizer_needs_no_torch(tokenizer_folder: Path) -> None:
+    script = (
+        "import sys; sys.modules['torch'] = None; from data.tokenize import load_tokenizer; "
+        f"load_tokenizer({str(tokenizer_folder)!r}); assert not any(name.startswith('torch.') for name in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=120)

@@ -1,0 +1,167 @@
+"""Random dialogues with words that may be taken for something else, and real ones: masks are exact."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
+
+from data.chat import Chat
+from data.chat_template import ChatTemplate, chat_template
+from data.messages import said_in_chat
+from data.prompts import Written
+from tests.data.helpers import chat, rendered
+from tests.data.template_styles import (
+    QWEN25,
+    STYLES,
+)
+
+JSON = dict[str, Any]
+END = "<|im_end|>"
+
+# Words that may be taken for something else: marks, tokens, JSON, white space.
+PIECES = st.sampled_from(
+    list("aZ9 \n\t\"'{}<>\\|é好🤗\u2028\x1c")
+    + "zqa0000q zqb0000q zq0xa0q zqi000000 {{m}} assistant null <|im_start|> <|im_end|> <|eot_id|> [INST] </s>".split()
+    + ["<tool_call>", "</tool_call>", "<|user|>"]
+)
+WORDS = st.lists(PIECES, max_size=6).map("".join)
+NAMES = st.text("abc_", min_size=1, max_size=4)
+VALUES = WORDS | st.integers() | st.booleans() | st.none() | st.lists(WORDS, max_size=2)
+CALLS = st.builds(
+    lambda name, arguments: {"function": {"name": name, "arguments": arguments}},
+    NAMES,
+    st.dictionaries(NAMES, VALUES, max_size=2),
+)
+
+
+@st.composite
+def dialogues(draw: st.DrawFn) -> tuple[list[JSON], list[JSON]]:
+    messages: list[JSON] = [{"role": "system", "content": draw(WORDS)}] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 3))):
+        messages.append({"role": "user", "content": draw(WORDS)})
+        if draw(st.booleans()):
+            messages.append({"role": "assistant", "content": "", "tool_calls": [draw(CALLS)]})
+            messages.append({"role": "tool", "content": draw(WORDS)})
+        messages.append({"role": "assistant", "content": draw(WORDS), "weight": draw(st.sampled_from([0, 1, 1]))})
+    messages[-1]["weight"] = 1
+    tools = [{"type": "function", "function": {"name": draw(NAMES), "description": draw(WORDS)}}]
+    return messages, tools if draw(st.booleans()) else []
+
+
+def arguments_of(message: JSON) -> tuple[str, str]:
+    function = message["tool_calls"][0]["function"]
+    return function["name"], json.dumps(function.get("arguments", {}), ensure_ascii=False)
+
+
+def qwen(message: JSON) -> str:
+    if not message.get("tool_calls"):
+        return message["content"] + END
+    return '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'.format(*arguments_of(message)) + END
+
+
+def llama(message: JSON) -> str:
+    if not message.get("tool_calls"):
+        return message["content"].strip() + "<|eot_id|>"
+    return '{{"name": "{}", "parameters": {}}}<|eot_id|>'.format(*arguments_of(message))
+
+
+def deepseek(message: JSON) -> str:
+    if not message.get("tool_calls"):
+        return message["content"] + END
+    return "<calls><call>{}\n{}</call></calls>".format(*arguments_of(message)) + END
+
+
+def glm(message: JSON) -> str:
+    return "{}\n {}".format(*arguments_of(message)) if message.get("tool_calls") else "\n " + message["content"]
+
+
+SAYS = {"qwen2.5": qwen, "llama3.1": llama, "deepseek": deepseek, "chatglm3": glm}
+
+
+def losses(written: Written) -> list[str]:
+    return [written.text[begin:end] for begin, end in written.loss]
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_any_words_are_supervised_whole_and_alone(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    template = chat_template(STYLES[name].put_on(tokenizer))
+    tools_known = name in ("qwen2.5", "llama3.1")
+
+    @settings(max_examples=60, deadline=None)
+    @given(dialogues())
+    def check(drawn: tuple[list[JSON], list[JSON]]) -> None:
+        messages, tools = drawn
+        tools = tools if tools_known else []
+        record = chat(messages, tools)
+        written = template.write(said_in_chat(record), record.tools)
+        own = rendered(tokenizer, [{k: v for k, v in m.items() if k != "weight"} for m in messages], tools)
+        assert written.text in (own, own + END)
+        ends = [""] * len(messages)
+        if name == "chatglm3":
+            roles = ["<|observation|>" if m["role"] == "tool" else f"<|{m['role']}|>" for m in messages]
+            ends = [*roles[1:], END]
+        expected = [
+            SAYS[name](message) + end
+            for message, end in zip(messages, ends, strict=True)
+            if message["role"] == "assistant" and message.get("weight", 1)
+        ]
+        assert losses(written) == expected
+
+    check()
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_looking_at_a_record_alone_gives_the_same_mask_as_the_scaffold(
+    name: str, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = chat_template(STYLES[name].put_on(tokenizer))
+    prepare = ChatTemplate._prepare
+
+    def alone(self: ChatTemplate, *arguments: Any) -> Any:
+        return (*prepare(self, *arguments)[:2], None)
+
+    @settings(max_examples=30, deadline=None)
+    @given(dialogues())
+    def check(drawn: tuple[list[JSON], list[JSON]]) -> None:
+        record = chat(*drawn)
+        monkeypatch.setattr(ChatTemplate, "_prepare", prepare)
+        written = template.write(said_in_chat(record), record.tools)
+        monkeypatch.setattr(ChatTemplate, "_prepare", alone)
+        assert template.write(said_in_chat(record), record.tools) == written
+
+    check()
+
+
+def test_real_tool_dialogues_are_masked_whole(shared: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    source = shared / "data" / "toolcall" / "glaive_toolcall_zh_demo.json"
+    if not source.is_file():
+        pytest.skip(f"no real data: {source} is absent")
+    records = list(read_glaive(source))[:100]
+    template = chat_template(QWEN25.put_on(tokenizer))
+    for record in records:
+        written = template.write(said_in_chat(record), record.tools)
+        messages = record.model_dump(exclude_defaults=True)["messages"]
+        assert losses(written) == [qwen(message) for message in messages if message["role"] == "assistant"]
+
+
+def read_glaive(path: Path) -> Iterator[Chat]:
+    roles = {"human": "user", "gpt": "assistant", "observation": "tool"}
+    for entry in json.loads(path.read_text(encoding="utf-8")):
+        messages: list[JSON] = []
+        for turn in entry["conversations"]:
+            if turn["from"] != "function_call":
+                messages.append({"role": roles[turn["from"]], "content": turn["value"]})
+                continue
+            call = json.loads(turn["value"])
+            if isinstance(call, list):
+                break
+            messages.append({"role": "assistant", "content": "", "tool_calls": [{"function": call}]})
+        if any(message["role"] == "assistant" for message in messages):
+            yield Chat.model_validate({"messages": messages, "tools": entry.get("tools")})

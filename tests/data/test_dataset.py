@@ -1,0 +1,307 @@
+"""A run's samples: the same as encoding record by record, cut and split as promised, counted, reported."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from data import summary
+from data.columns import Columns, Encoded, as_columns
+from data.dataset import Dataset, load_dataset, supervised_count
+from data.errors import DataError
+from data.histogram import draw_lengths
+from data.records import parse_record
+from data.sources import Source
+from data.tokenize import Sample, encode, encode_whole, load_tokenizer
+from data.tokenizing import has_empty_answer
+from tests.conftest import CHATML, save_tokenizer
+from tests.data.helpers import RECORDS
+from training.run_data import LENGTHS_FILE, report
+
+INSTRUCT = {"type": "instruct", "instruct": "What is one?", "output": "1"}
+
+
+def write(path: Path, *records: dict[str, Any]) -> Path:
+    path.write_text(json.dumps(records), encoding="utf-8")
+    return path
+
+
+def as_lists(sample: Sample) -> dict[str, list[int]]:
+    return {name: numpy.asarray(values).tolist() for name, values in sample.items()}
+
+
+@pytest.mark.parametrize("prompt_format", ["plain", "chat_template"])
+def test_the_samples_are_those_of_encoding_one_by_one(
+    tmp_path: Path, tokenizer_folder: Path, tokenizer: PreTrainedTokenizerBase, prompt_format: str
+) -> None:
+    path = write(tmp_path / "records.json", *RECORDS.values())
+    dataset = load_dataset(path, tokenizer_folder, 10_000, prompt_format)
+    wanted = [encode_whole(record, tokenizer, prompt_format) for record in RECORDS.values()]
+    assert [as_lists(sample) for sample in dataset.samples] == wanted
+    assert dataset.types == [record["type"] for record in RECORDS.values()]
+    assert dataset.lengths.tolist() == [len(sample["input_ids"]) for sample in wanted]
+    assert dataset.supervised.tolist() == [supervised_count(sample) for sample in wanted]
+    assert [dataset.origin(number) for number in (0, 3)] == [f"{path}: record 1", f"{path}: record 4"]
+    assert dataset.samples[-1]["input_ids"].dtype == numpy.int32  # type: ignore[attr-defined]
+    with pytest.raises(IndexError):
+        dataset.samples[len(wanted)]
+
+
+def test_real_records_come_as_encoding_one_by_one_gives_them(shared: Path, tokenizer_folder: Path) -> None:
+    path = shared / "data" / "gsm8k" / "test.jsonl"
+    dataset = load_dataset(path, tokenizer_folder, 100_000, "chat_template")
+    tokenizer = load_tokenizer(tokenizer_folder)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert len(dataset) == len(lines)
+    for number in range(0, len(lines), 50):
+        row = json.loads(lines[number])
+        record = {"type": "instruct", "instruct": row["question"], "output": row["answer"]}
+        assert as_lists(dataset.samples[number]) == encode_whole(record, tokenizer, "chat_template")
+
+
+def test_a_dataset_counts_what_was_cut_and_what_was_left_out(
+    tmp_path: Path, tokenizer_folder: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    limit = len(encode(INSTRUCT, tokenizer, 1000, "plain")["input_ids"])
+    long_answer, long_question = INSTRUCT | {"output": "1" * 50}, INSTRUCT | {"instruct": "one " * 200}
+    path = write(tmp_path / "records.json", INSTRUCT, long_answer, long_question, {"type": "pretrain", "text": "1 2 3"})
+    dataset = load_dataset(path, tokenizer_folder, limit, "plain")
+    assert (dataset.total.cut, dataset.total.silent) == (2, 1)
+    assert dataset.total.longest == len(encode(long_question, tokenizer, 10_000, "plain")["input_ids"])
+    assert dataset.kinds == {"instruct": 3, "pretrain": 1}
+    assert as_lists(dataset.samples[1]) == encode(long_answer, tokenizer, limit, "plain")
+    assert dataset.origin(2) == f"{path}: record 4"
+    told = dataset.summary(limit)
+    assert told.startswith("3 samples (3 instruct, 1 pretrain), ")
+    assert f"2 cut to max_seq_len {limit} (the longest had {dataset.total.longest} tokens)" in told
+    assert f"1 left out: nothing supervised in the first {limit} tokens" in told
+    assert "cut" not in load_dataset(path, tokenizer_folder, 10_000, "plain").summary(10_000)
+
+
+def test_a_dataset_without_any_loss_is_refused(tmp_path: Path, tokenizer_folder: Path) -> None:
+    path = write(tmp_path / "records.json", INSTRUCT)
+    with pytest.raises(DataError, match=r"records\.json: nothing bears loss within max_seq_len 8"):
+        load_dataset(path, tokenizer_folder, 8, "plain")
+
+
+def test_a_record_that_the_template_refuses_is_named_with_its_file(tmp_path: Path) -> None:
+    template = "{% if 'two' in messages[0]['content'] %}{{ raise_exception('no') }}{% endif %}" + CHATML
+    (tmp_path / "tokenizer").mkdir()
+    save_tokenizer(tmp_path / "tokenizer", template)
+    first = write(tmp_path / "a.json", INSTRUCT)
+    second = write(tmp_path / "b.json", INSTRUCT, INSTRUCT | {"instruct": "two"})
+    with pytest.raises(DataError) as caught:
+        load_dataset([first, second], tmp_path / "tokenizer", 1000, "chat_template")
+    assert str(caught.value).startswith(f"{second}: record 2: the chat template refuses the record: no")
+
+
+def test_bad_records_are_all_named_or_left_out(tmp_path: Path, tokenizer_folder: Path) -> None:
+    bad = INSTRUCT | {"instruct": 7}
+    path = write(tmp_path / "records.json", INSTRUCT, bad, *[INSTRUCT] * 600, bad)
+    with pytest.raises(DataError) as caught:
+        load_dataset(path, tokenizer_folder, 1000, "plain")
+    lines = str(caught.value).splitlines()
+    assert [line.partition(": field")[0] for line in lines[:2]] == [f"{path}: record 2", f"{path}: record 603"]
+    dataset = load_dataset(path, tokenizer_folder, 1000, "plain", on_bad_record="skip")
+    assert (len(dataset), dataset.n_bad) == (601, 2)
+    assert dataset.origin(1) == f"{path}: record 3"
+    assert "record 603" in "\n".join(dataset.skipped)
+    assert "2 left out: something is wrong with them" in dataset.summary(1000)
+
+
+def test_a_mixture_repeats_and_thins_out(tmp_path: Path, tokenizer_folder: Path) -> None:
+    first = write(tmp_path / "a.json", *[INSTRUCT | {"output": str(number)} for number in range(4)])
+    second = write(tmp_path / "b.json", *[INSTRUCT | {"output": f"b{number}"} for number in range(10)])
+    sources = [Source(path=str(first), repeat=2), Source(path=str(second), repeat=0.5)]
+    dataset = load_dataset(sources, tokenizer_folder, 1000, "plain", seed=3)
+    origins = [dataset.origin(number) for number in range(len(dataset))]
+    assert origins[:8] == [f"{first}: record {number}" for number in (1, 1, 2, 2, 3, 3, 4, 4)]
+    assert len(set(origins[8:])) == len(origins[8:]) == 5
+    assert len(dataset.lengths) == len(dataset.supervised) == len(dataset.types) == len(dataset.samples) == 13
+    plain = load_dataset([first, second], tokenizer_folder, 1000, "plain")
+    assert plain.folder == dataset.folder  # nothing is tokenized for another mixture
+    assert dataset.fingerprint() != plain.fingerprint()
+    assert as_lists(dataset.samples[8]) == as_lists(plain.samples[plain_number(plain, origins[8])])
+    assert plain.duplicates == 0  # a mixture's repeats are none
+    last = dataset.select([12, 0])
+    assert [last.origin(number) for number in (0, 1)] == [origins[12], origins[0]]
+    assert last.lengths.tolist() == dataset.lengths[[12, 0]].tolist()
+
+
+def plain_number(dataset: Dataset, origin: str) -> int:
+    return [dataset.origin(number) for number in range(len(dataset))].index(origin)
+
+
+def test_samples_survive_pickling_and_forking(tmp_path: Path, tokenizer_folder: Path) -> None:
+    dataset = load_dataset(write(tmp_path / "records.json", *RECORDS.values()), tokenizer_folder, 1000, "plain")
+    wanted = [as_lists(sample) for sample in dataset.samples]
+    for samples in (dataset.samples, dataset.samples.select(numpy.array([2, 1]))):
+        again = pickle.loads(pickle.dumps(samples))
+        assert [as_lists(sample) for sample in again] == [as_lists(sample) for sample in samples]
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.map(dataset.samples.__getitem__, range(3))[2]["labels"].tolist() == wanted[2]["labels"]  # type: ignore[attr-defined]
+
+
+def make(length: int, runs: list[tuple[int, int]], kind: str = "conversation", first: int = 1) -> Encoded:
+    ids = list(range(first, first + length))
+    labels = [-100] * length
+    for begin, end in runs:
+        labels[begin:end] = ids[begin:end]
+    return Encoded(0, 1, kind, False, {"input_ids": ids, "labels": labels})
+
+
+def samples_of(columns: Columns) -> list[tuple[list[int], list[int]]]:
+    """Ids and labels, read from the columns in the plainest way."""
+    made = []
+    for number in range(len(columns.offsets) - 1):
+        ids = columns.ids[columns.offsets[number] : columns.offsets[number + 1]].tolist()
+        runs = columns.runs[columns.run_offsets[number] : columns.run_offsets[number + 1]].tolist()
+        bears = {place for begin, end in zip(runs[::2], runs[1::2], strict=True) for place in range(begin, end)}
+        made.append((ids, [token if place in bears else -100 for place, token in enumerate(ids)]))
+    return made
+
+
+def test_an_over_long_dialogue_is_cut_after_the_last_turn_that_fits() -> None:
+    columns = as_columns([make(20, [(3, 6), (8, 11), (14, 19)])], limit=13)
+    ((ids, labels),) = samples_of(columns)
+    assert ids == list(range(1, 12))
+    assert [label != -100 for label in labels].count(True) == 6
+    tally = columns.tallies[0, "conversation"]
+    assert (tally.cut, tally.cut_at_turn, tally.longest, tally.tokens, tally.supervised) == (1, 1, 20, 11, 6)
+
+
+@pytest.mark.parametrize(("limit", "length"), [(11, 11), (12, 11), (10, 6), (13, 11)])
+def test_a_turn_that_ends_at_the_limit_fits(limit: int, length: int) -> None:
+    ((ids, _),) = samples_of(as_columns([make(20, [(3, 6), (8, 11), (14, 19)])], limit))
+    assert len(ids) == length
+
+
+def test_where_no_turn_fits_the_first_one_is_cut() -> None:
+    columns = as_columns([make(20, [(3, 15)])], limit=10)
+    ((ids, labels),) = samples_of(columns)
+    assert (len(ids), labels.count(-100)) == (10, 3)
+    assert columns.tallies[0, "conversation"].cut_at_turn == 0
+
+
+def test_an_over_long_text_is_split() -> None:
+    columns = as_columns([make(21, [(0, 21)], "pretrain"), make(5, [(0, 5)], "pretrain")], limit=10)
+    pieces = samples_of(columns)
+    assert [len(ids) for ids, _ in pieces] == [10, 10, 5]  # the 21st token alone has nothing to predict it
+    assert [token for ids, _ in pieces[:2] for token in ids] == list(range(1, 21))
+    assert all(ids == labels for ids, labels in pieces)
+    assert columns.supervised.tolist() == [9, 9, 4]
+    assert columns.records.tolist() == [1, 1, 1]
+    tally = columns.tallies[0, "pretrain"]
+    assert (tally.records, tally.samples, tally.split, tally.cut, tally.silent) == (2, 3, 1, 0, 0)
+
+
+def test_a_sample_whose_only_loss_is_on_its_first_token_is_left_out() -> None:
+    columns = as_columns([make(4, [(0, 1)]), make(0, [])], limit=10)
+    assert len(columns.supervised) == 0
+    assert columns.tallies[0, "conversation"].silent == 2
+
+
+def test_equal_samples_have_equal_digests_and_others_do_not() -> None:
+    pair = [make(6, [(2, 4)]), make(6, [(2, 4)])]
+    others = [make(6, [(2, 5)]), make(6, [(2, 4)], first=2), make(5, [(2, 4)]), make(6, [(2, 3), (3, 4)], first=9)]
+    digests = as_columns(pair + others, 10).digests.tolist()
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 5
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["pretrain", "chat"]), st.lists(st.booleans(), max_size=25)), min_size=1, max_size=8
+    ),
+    st.integers(2, 12),
+)
+def test_columns_hold_what_a_plain_loop_would_make(cases: list[tuple[str, list[bool]]], limit: int) -> None:
+    encoded, wanted, first = [], [], 1
+    for kind, bears in cases:
+        ids = list(range(first, first + len(bears)))
+        first += len(bears)
+        labels = [token if loud else -100 for token, loud in zip(ids, bears, strict=True)]
+        encoded.append(Encoded(0, 1, kind, False, {"input_ids": ids, "labels": labels}))
+        if kind == "pretrain":
+            cuts = [(start, start + limit) for start in range(0, len(ids), limit)]
+        else:
+            turns = [end for end in range(2, limit + 1) if end < len(ids) and bears[end - 1] and not bears[end]]
+            cuts = [(0, turns[-1] if len(ids) > limit and turns else limit)]
+        pieces = [(ids[begin:end], labels[begin:end]) for begin, end in cuts]
+        wanted += [(its, own) for its, own in pieces if any(label != -100 for label in own[1:])]
+    columns = as_columns(encoded, limit)
+    assert samples_of(columns) == wanted
+    assert columns.supervised.tolist() == [sum(label != -100 for label in labels[1:]) for _, labels in wanted]
+    total = sum(tally.tokens for tally in columns.tallies.values())
+    assert total == sum(len(ids) for ids, _ in wanted)
+
+
+@pytest.mark.parametrize(
+    ("record", "empty"),
+    [
+        (INSTRUCT, False),
+        (INSTRUCT | {"output": " \n"}, True),
+        ({"type": "conversation", "rounds": [["ask", "1?"], ["ans", "1"], ["ask", "2?"], ["ans", ""]]}, True),
+        ({"type": "conversation", "rounds": [["ask", ""], ["ans", "1"]]}, False),
+        (RECORDS["api_param as an object"], False),
+        ({"type": "pretrain", "text": " "}, False),
+    ],
+)
+def test_empty_answers_are_seen(record: dict[str, Any], empty: bool) -> None:
+    assert has_empty_answer(parse_record(record)) is empty
+
+
+def test_the_report_says_what_a_person_would_act_on(tmp_path: Path, tokenizer_folder: Path) -> None:
+    unlike = [INSTRUCT | {"instruct": f"What is {number}?"} for number in range(6)]
+    empty, long = INSTRUCT | {"output": ""}, INSTRUCT | {"output": "1 2 3 4 5 " * 100}
+    path = write(tmp_path / "train.json", *unlike, unlike[0], empty, long, long | {"instruct": "What is long?"})
+    held_out = write(tmp_path / "eval.json", unlike[3], INSTRUCT | {"instruct": "What is new?"})
+    limit = 200
+    dataset = load_dataset(path, tokenizer_folder, limit, "plain")
+    evaluation_set = load_dataset(held_out, tokenizer_folder, limit, "plain")
+    with open(tmp_path / "log", "w", encoding="utf-8") as file:
+        report(dataset, evaluation_set, limit, Console(file=file, soft_wrap=True), tmp_path, ["packing: tight"])
+    told = (tmp_path / "log").read_text(encoding="utf-8")
+    for part in (
+        "train.json  instruct       10       10",
+        "an epoch: 10 samples",
+        "duplicates: 1 samples equal an earlier one",
+        "packing: tight",
+        "warning: 20% of the records are cut: raise max_seq_len, now 200; the longest record has",
+        "warning: 10% of the samples are exact duplicates",
+        "warning: 1 records have an empty answer",
+        "warning: 1 of 2 samples of the evaluation data are trained on too",
+    ):
+        assert part in told
+    assert (tmp_path / LENGTHS_FILE).read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_is_warned_of_where_nothing_is_wrong(tmp_path: Path, tokenizer_folder: Path) -> None:
+    unlike = [INSTRUCT | {"instruct": f"What is {number}?", "output": "One. " * 20} for number in range(6)]
+    dataset = load_dataset(write(tmp_path / "a.json", *unlike[:5]), tokenizer_folder, 1000, "plain")
+    other = load_dataset(write(tmp_path / "b.json", unlike[5]), tokenizer_folder, 1000, "plain")
+    assert summary.warnings(dataset, 1000) == []
+    assert summary.overlap(dataset, other) == []
+
+
+def test_many_files_do_not_flood_the_table(tmp_path: Path, tokenizer_folder: Path) -> None:
+    paths = [write(tmp_path / f"{number}.json", INSTRUCT | {"output": str(number)}) for number in range(25)]
+    lines = summary.table(load_dataset(paths, tokenizer_folder, 1000, "plain")).splitlines()
+    assert len(lines) == 1 + summary.ROWS + 2
+    assert lines[-2].split()[:4] == ["5", "more", "5", "5"]
+    assert lines[-1].split()[:3] == ["together", "25", "25"]
+
+
+def test_the_lengths_of_a_single_sample_can_be_drawn(tmp_path: Path, tokenizer_folder: Path) -> None:
+    dataset = load_dataset(write(tmp_path / "records.json", INSTRUCT), tokenizer_folder, 1000, "plain")
+    assert draw_lengths(dataset, 1000, tmp_path / "lengths.png").stat().st_size > 1000
