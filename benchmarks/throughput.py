@@ -140,6 +140,7 @@ def measure(setting: Setting, folder: Path, steps: int) -> None:
     import torch
 
     from data.loader import Loader
+    from data.sample_set import InMemory
     from models.spec import ModelSpec
     from training import distributed
     from training.config import TrainConfig
@@ -160,7 +161,7 @@ def measure(setting: Setting, folder: Path, steps: int) -> None:
     distributed.start(place, config.model_topo)
     torch.set_num_threads(setting.threads)
     ids = torch.randint(0, VOCABULARY, (MICRO_BATCHES, LENGTH)).tolist()
-    loader = Loader([{"input_ids": row, "labels": row} for row in ids], MICRO_BATCHES, 1, 1, seed=0)
+    loader = Loader(InMemory([{"input_ids": row, "labels": row} for row in ids]), MICRO_BATCHES, 1, 1, seed=0)
     trainer = PipelineTrainer.build(config, ModelSpec.from_folder(folder), folder, total_steps=steps + 1)
     first_step = time.time()
     seconds = []

@@ -1,7 +1,6 @@
-"""The tokenized records of a run, and what happened to them on the way.
+"""The tokenized records of a run, read from the cache, and what happened to them on the way.
 
-Every sample is tokenized once, before training; too long ones are cut and counted. A sample that bears no loss after
-the cut cannot teach anything: it is counted as well and left out.
+Every sample is tokenized once (`data.building`), before the first run that needs it; here it is only looked at.
 """
 
 from __future__ import annotations
@@ -9,101 +8,175 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy
-from transformers import PreTrainedTokenizerBase
+from numpy.typing import NDArray
+from rich.console import Console
 
-from data.errors import DataError
+from data.building import open_cache
+from data.cache import default_folder, read_meta
+from data.columns import Tally
 from data.prompts import PromptFormat
-from data.records import read_records
-from data.tokenize import IGNORED, Sample, encode_whole
+from data.reading import OnBadRecord
+from data.recipe import DataFile, Recipe
+from data.sample_file import SampleFile
+from data.sources import Source, as_sources, files_of, mixture
+from data.tokenize import IGNORED, Sample
+from data.tokenizing import SAMPLES
 
 
-@dataclass
 class Dataset:
-    """Samples ready to be batched.
+    """Samples ready to be batched, in the order of their records.
 
     Attributes:
-        samples: in the order of the records.
-        types: of each sample's record.
-        origins: file and number, from 1, of each sample's record.
-        kinds: how many records of each type were read.
-        truncated: how many were longer than the limit.
-        silent: how many were left out because nothing of them bears loss.
-        longest: the length of the longest record before it was cut.
+        samples: `input_ids` and `labels` of each, as int32 arrays.
+        files: that the records are from.
+        folder: of the cache.
+        tallies: what became of the records, by file and type of record.
+        n_bad: how many records were left out because something is wrong with them.
+        skipped: a line for each of the first of these, and their count.
+        duplicates: how many of the cache's samples equal an earlier one.
     """
 
-    samples: list[Sample] = field(default_factory=list)
-    types: list[str] = field(default_factory=list)
-    origins: list[tuple[str, int]] = field(default_factory=list)
-    kinds: Counter[str] = field(default_factory=Counter)
-    truncated: int = 0
-    silent: int = 0
-    longest: int = 0
+    def __init__(self, folder: Path, files: Sequence[str], numbers: NDArray[numpy.int64] | None = None) -> None:
+        """
+        Args:
+            numbers: which of the cache's samples, and in what order; all of them where absent.
+        """
+        meta = read_meta(folder)
+        self.samples = SampleFile(folder / SAMPLES, numbers)
+        self.files = list(files)
+        self.folder = folder
+        self.tallies: dict[tuple[str, str], Tally] = {}
+        for file, kind, counts in meta["tallies"]:
+            self.tallies.setdefault((self.files[file], kind), Tally()).add(Tally(**counts))
+        self.n_bad = int(meta["n_bad"])
+        self.skipped: list[str] = meta["skipped"]
+        self.duplicates: int = meta["duplicates"]
+        self._kinds: list[str] = meta["kinds"]
+        self._fingerprint: str = meta["fingerprint"]
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @property
+    def lengths(self) -> NDArray[numpy.int32]:
+        """[n], tokens of each sample."""
+        return self.samples.lengths
+
+    @cached_property
+    def supervised(self) -> NDArray[numpy.int32]:
+        """[n], tokens of each sample that bear loss: the first has no predecessor that could predict it."""
+        return self.samples.column("supervised")
+
+    @cached_property
+    def types(self) -> list[str]:
+        """[n], the type of each sample's record."""
+        names: list[str] = numpy.array(self._kinds, dtype=object)[self.samples.column("kind")].tolist()
+        return names
+
+    @cached_property
+    def digests(self) -> NDArray[numpy.uint64]:
+        """[n], of each sample's tokens and labels: equal ones are duplicates."""
+        return self.samples.column("digest")
+
+    @cached_property
+    def _places(self) -> tuple[NDArray[numpy.int32], NDArray[numpy.int64]]:
+        return self.samples.column("file"), self.samples.column("record")
+
+    @property
+    def total(self) -> Tally:
+        """What became of all records."""
+        made = Tally()
+        for tally in self.tallies.values():
+            made.add(tally)
+        return made
+
+    @property
+    def kinds(self) -> Counter[str]:
+        """How many records of each type were read."""
+        made: Counter[str] = Counter()
+        for (_, kind), tally in self.tallies.items():
+            made[kind] += tally.records
+        return made
+
+    def select(self, numbers: Sequence[int] | NDArray[Any]) -> Dataset:
+        """Some of the samples, in this order; one may come several times. The counts stay those of the records."""
+        chosen = numpy.asarray(numbers, dtype=numpy.int64)
+        return Dataset(self.folder, self.files, chosen if self._numbers is None else self._numbers[chosen])
 
     def origin(self, number: int) -> str:
         """Where a sample comes from, for a person."""
-        file, record = self.origins[number]
-        return f"{file}: record {record}"
+        files, records = self._places
+        return f"{self.files[files[number]]}: record {records[number]}"
 
     def fingerprint(self) -> str:
         """A digest of all tokens and labels: it changes with the records, the prompts, the tokenizer and the limit."""
-        digest = hashlib.sha256()
-        for sample in self.samples:
-            for ids in (sample["input_ids"], sample["labels"]):
-                digest.update(len(ids).to_bytes(8, "little") + numpy.asarray(ids, dtype="<i4").tobytes())
-        return digest.hexdigest()
+        if self._numbers is None:
+            return self._fingerprint
+        return hashlib.sha256(self.digests.tobytes()).hexdigest()
 
     def summary(self, max_seq_len: int) -> str:
         """One line for the log."""
-        tokens = sum(len(sample["input_ids"]) for sample in self.samples)
-        supervised = sum(supervised_count(sample) for sample in self.samples)
+        total = self.total
+        tokens, supervised = int(self.lengths.sum(dtype=numpy.int64)), int(self.supervised.sum(dtype=numpy.int64))
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.kinds.items()))
-        line = f"{len(self.samples)} samples ({kinds}), {tokens:,} tokens, {supervised:,} of them supervised"
-        if self.truncated:
-            line += f"; {self.truncated} cut to max_seq_len {max_seq_len} (the longest had {self.longest} tokens)"
-        if self.silent:
-            line += f"; {self.silent} left out: nothing supervised in the first {max_seq_len} tokens"
+        line = f"{len(self)} samples ({kinds}), {tokens:,} tokens, {supervised:,} of them supervised"
+        if total.cut:
+            at_turn = f", {total.cut_at_turn} of them at the end of a turn" if total.cut_at_turn else ""
+            line += f"; {total.cut} cut to max_seq_len {max_seq_len}{at_turn} (the longest had {total.longest} tokens)"
+        if total.split:
+            line += f"; {total.split} texts split"
+        if total.silent:
+            line += f"; {total.silent} left out: nothing supervised in the first {max_seq_len} tokens"
+        if self.n_bad:
+            line += f"; {self.n_bad} left out: something is wrong with them"
         return line
 
 
 def load_dataset(
-    paths: str | Path | Sequence[str | Path],
-    tokenizer: PreTrainedTokenizerBase,
+    data_path: str | Path | Source | Sequence[str | Path | Source],
+    tokenizer: str | Path,
     max_seq_len: int,
     prompt_format: PromptFormat,
+    *,
+    on_bad_record: OnBadRecord = "stop",
+    seed: int = 0,
+    cache_dir: str | Path | None = None,
+    log: Console | None = None,
+    active: bool = False,
 ) -> Dataset:
-    """Read, check and tokenize the records of one or several files.
+    """The samples of a run, from the cache or tokenized now.
+
+    Args:
+        data_path: files, globs and folders, or a mixture of sources.
+        tokenizer: folder of the tokenizer.
+        seed: by which a mixture draws.
+        cache_dir: where tokenized data lie; see `data.cache.default_folder`.
+        log: told whom this process waits for.
+        active: whether this process shows progress.
 
     Raises:
         DataError: a file or a record is wrong, or nothing that bears loss is left.
     """
-    dataset = Dataset()
-    files = [paths] if isinstance(paths, (str, Path)) else paths
-    records = [(file, number, record) for file in files for number, record in enumerate(read_records(file), start=1)]
-    for file, number, record in records:
-        try:
-            sample = encode_whole(record, tokenizer, prompt_format)
-        except DataError as error:
-            raise DataError(f"{file}: record {number}: {error}") from None
-        length = len(sample["input_ids"])
-        dataset.kinds[record.type] += 1
-        dataset.longest = max(dataset.longest, length)
-        dataset.truncated += length > max_seq_len
-        cut: Sample = {"input_ids": sample["input_ids"][:max_seq_len], "labels": sample["labels"][:max_seq_len]}
-        if supervised_count(cut):
-            dataset.samples.append(cut)
-            dataset.types.append(record.type)
-            dataset.origins.append((str(file), number))
-        else:
-            dataset.silent += 1
-    if not dataset.samples:
-        raise DataError(f"{paths}: nothing bears loss within max_seq_len {max_seq_len}; expected a larger limit")
-    return dataset
+    sources = as_sources(data_path)
+    files = [[DataFile(str(file), source.format) for file in files_of(source)] for source in sources]
+    recipe = Recipe(tuple(chain.from_iterable(files)), str(tokenizer), prompt_format, max_seq_len, on_bad_record)
+    folder = Path(cache_dir).expanduser() if cache_dir else default_folder()
+    found = open_cache(recipe, folder, log or Console(quiet=True), active)
+    dataset = Dataset(found, [file.path for file in recipe.files])
+    if all(source.weight is None and source.repeat == 1 for source in sources):
+        return dataset
+    in_file = numpy.bincount(dataset.samples.column("file"), minlength=len(recipe.files))
+    ends = numpy.cumsum([len(its) for its in files])
+    return dataset.select(mixture(sources, [int(each.sum()) for each in numpy.split(in_file, ends[:-1])], seed))
 
 
 def supervised_count(sample: Sample) -> int:
-    """How many tokens bear loss: the first has no predecessor that could predict it."""
-    return sum(label != IGNORED for label in sample["labels"][1:])
+    """How many tokens of one sample bear loss."""
+    return int(numpy.count_nonzero(numpy.asarray(sample["labels"][1:]) != IGNORED))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,15 @@ def save_tokenizer(folder: Path, chat_template: str | None = CHATML) -> None:
     )
     fast.chat_template = chat_template
     fast.save_pretrained(folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the tests' tokenized data lie, those of launched runs too: not in the user's own folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("PIPETUNE_CACHE", str(folder))
+        yield folder
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,12 @@ import argparse
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 from rich.console import Console
 
 from data.inspect import show_samples
+from data.inspect_html import write_page
 from models.checkpoint.layout import resolve
 from training import distributed
 from training.config import TrainConfig
@@ -23,9 +25,13 @@ def parse_arguments(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", required=True, help="YAML file of the run")
     parser.add_argument("--inspect", type=int, default=0, metavar="N", help="print the first N samples and leave")
+    parser.add_argument("--html", metavar="FILE", help="with --inspect: write them as a page instead")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="override keys of the config")
-    return parser.parse_intermixed_args()
+    arguments = parser.parse_intermixed_args()
+    if arguments.html and not arguments.inspect:
+        parser.error("--html needs --inspect N")
+    return arguments
 
 
 def open_door(
@@ -44,7 +50,7 @@ def open_door(
     with exit_on_user_error(place):
         config = load(place)
         if arguments.inspect:
-            inspect(config, arguments.inspect)
+            inspect(config, arguments.inspect, arguments.html)
         elif place is None:
             distributed.launch(config.model_topo, sys.argv)
         else:
@@ -55,8 +61,13 @@ def open_door(
             distributed.stop()
 
 
-def inspect(config: TrainConfig, count: int) -> None:
-    """Print the first samples as they would be trained."""
+def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:
+    """Print the first samples as they would be trained, or write them as a page."""
     console = Console()
     reader = RecordReader.of(config, resolve(config.model_path), console)
-    show_samples(reader.read("data", config.data_paths).samples[:count], reader.tokenizer, console)
+    samples = reader.read("data", config.data_path).samples[:count]
+    if html:
+        write_page(samples, reader.tokenizer, html, title=f"Samples of {Path(config.save_path).name}")
+        console.print(f"{len(samples)} samples in {html}")
+    else:
+        show_samples(samples, reader.tokenizer, console)

@@ -9,8 +9,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from data.loader import Packing
 from data.prompts import PromptFormat
+from data.reading import OnBadRecord
 from training.config_sections import (
+    DataPath,
     HalfPrecision,
     ModelTopo,
     Optimizer,
@@ -41,8 +44,8 @@ class TrainConfig(BaseModel):
 
     # Folder of the model to start from, in either layout.
     model_path: str
-    # JSON file of records, or a list of them.
-    data_path: str | Annotated[list[str], Field(min_length=1)]
+    # Files of records: paths, globs or folders, or sources with a share of their own (data/sources.py).
+    data_path: Annotated[DataPath, Field(min_length=1)]
     # Folder for the run: config.yml, metrics.jsonl, checkpoints.
     save_path: str
     # Start from random weights of model_path's architecture instead of its weights.
@@ -56,10 +59,19 @@ class TrainConfig(BaseModel):
     n_epoches: int = Field(default=1, ge=1)
     # Longer samples are cut, counted and reported.
     max_seq_len: int = Field(default=2048, ge=2)
+    # Put several samples into one row: batch packs those of each global batch, which changes nothing but the time;
+    # dataset packs the whole epoch, and train_batch_size then counts rows; false pads each sample to its neighbours.
+    packing: Packing = "batch"
+    # Tokens in a packed row; for batch a length that keeps the pipeline busy, for dataset max_seq_len, where absent.
+    pack_len: int | None = Field(default=None, ge=8)
     # Leave out the samples that do not fill an epoch's last batch.
     dataloader_drop_last: bool = False
-    # chat_template or plain; the tokenizer's chat template when it ships one, where absent.
+    # chat_template, plain, or a Jinja file; the tokenizer's chat template when it ships one, where absent.
     prompt_format: PromptFormat | None = None
+    # Refuse to start because of records that something is wrong with, or leave them out and count them.
+    on_bad_record: OnBadRecord = "stop"
+    # Folder for tokenized records; the user's cache folder where absent.
+    cache_dir: str | None = None
     # Of the data order, of fresh weights and of dropout.
     seed: int = Field(default=42, ge=0)
 
@@ -97,7 +109,7 @@ class TrainConfig(BaseModel):
     export_hf: bool = False
 
     # Records to measure the loss on, as in data_path; no evaluation where absent.
-    eval_data_path: str | Annotated[list[str], Field(min_length=1)] | None = None
+    eval_data_path: DataPath = []
     # Evaluate every so many optimizer steps; at the end of each epoch where absent.
     eval_interval: int | None = Field(default=None, ge=1)
     # Evaluate before the first step too.
@@ -135,10 +147,6 @@ class TrainConfig(BaseModel):
             )
         return self
 
-    @property
-    def data_paths(self) -> list[str]:
-        return [self.data_path] if isinstance(self.data_path, str) else self.data_path
-
     def check_pipeline(self) -> None:
         """Refuse what only train_ds_zero.py can do.
 
@@ -150,10 +158,6 @@ class TrainConfig(BaseModel):
                 f"zero_optimization.stage: {self.zero_optimization.stage} cannot be combined with a pipeline; "
                 "expected 0 or 1, or train_ds_zero.py"
             )
-
-    @property
-    def eval_data_paths(self) -> list[str]:
-        return [self.eval_data_path] if isinstance(self.eval_data_path, str) else self.eval_data_path or []
 
     def parts_for(self, n_layers: int) -> list[int]:
         """Layers per stage for a model of `n_layers`, checked.

@@ -111,7 +111,9 @@ def _refuse_unknown(raw: dict[str, Any], where: str) -> None:
 
 def _explain(error: ValidationError) -> str:
     first = error.errors()[0]
-    steps = [str(step) for step in first["loc"] if str(step) not in ("str", "list[str]")]
+    steps = [str(step) for step in first["loc"]]
+    if steps and "data_path" in steps[0]:  # after the entry's number stands its form
+        del steps[2:3]
     place = ".".join(steps)
     if first["type"] == "missing":
         return f"{place}: missing"
@@ -119,6 +121,8 @@ def _explain(error: ValidationError) -> str:
         return f"unknown key {place}{_nearest_in_section(steps)}"
     if first["type"] == "value_error":
         reason = str(first["ctx"]["error"])
+        if reason.startswith("expected"):
+            return f"{place}: {reason}, found {first['input']!r}"
         return f"{place}.{reason}" if place else reason
     message = first["msg"].replace("Input should be a valid", "expected a").replace("Input should be", "expected")
     return f"{place}: {message}, found {first['input']!r}"

@@ -5,14 +5,40 @@ from __future__ import annotations
 import difflib
 import re
 from math import prod
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from data.sources import Source
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+
+def _listed(value: Any) -> Any:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+# The entry's form decides what it is, so that a complaint is about the right one.
+_Entry = Annotated[
+    Annotated[str, Tag("path")] | Annotated[Source, Tag("source")],
+    Discriminator(lambda entry: "source" if isinstance(entry, (dict, Source)) else "path"),
+]
+DataPath = Annotated[list[_Entry], BeforeValidator(_listed)]
 
 
 class Optimizer(_Section):

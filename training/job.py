@@ -28,7 +28,7 @@ from training.lifeline import Lifeline
 from training.loop import Run, train
 from training.metrics import Reporter
 from training.resume import check_resumable, find_checkpoint, fixed_settings, resume
-from training.run_data import RecordReader, build_loader
+from training.run_data import RecordReader, build_loader, packing_told, report
 from training.run_info import write_run_info
 from training.saving import Checkpointer
 from training.signals import StopRequest
@@ -62,9 +62,9 @@ class Inputs:
         spec = ModelSpec.from_folder(folder)
         topology = kind.topology(config, spec)
         reader = RecordReader.of(config, folder, log)
-        dataset = reader.read("data", config.data_paths)
-        loader = build_loader(dataset.samples, config, topology.replicas, config.dataloader_drop_last)
-        evaluation_set = reader.read("evaluation data", config.eval_data_paths) if config.eval_data_paths else None
+        dataset = reader.read("data", config.data_path)
+        loader = build_loader(dataset, config, topology.replicas, config.dataloader_drop_last)
+        evaluation_set = reader.read("evaluation data", config.eval_data_path) if config.eval_data_path else None
         return cls(folder, spec, topology, dataset, loader, evaluation_set, make_run_folder(config.save_path))
 
     def order(self, config: TrainConfig) -> DataOrder:
@@ -75,6 +75,7 @@ class Inputs:
             seed=config.seed,
             train_batch_size=config.train_batch_size,
             dataloader_drop_last=config.dataloader_drop_last,
+            packed_epoch=self.loader.row_length if config.packing == "dataset" else 0,
         )
 
 
@@ -149,8 +150,12 @@ def describe(config: TrainConfig, inputs: Inputs, total_steps: int, log: Console
     log.print(f"attention: {attention.reason}")
     if config.zero_optimization.offloads and config.zero_force_ds_cpu_optimizer:
         log.print("optimizer: on the CPU; DeepSpeed compiles its part at the first use, about a minute")
+    if not log.quiet:
+        packing = packing_told(inputs.loader, len(inputs.dataset))
+        report(inputs.dataset, inputs.evaluation_set, config.max_seq_len, log, inputs.save_path, packing)
     steps_per_epoch = inputs.loader.steps_per_epoch
-    log.print(f"steps: {total_steps} of {config.train_batch_size} samples, {steps_per_epoch} an epoch")
+    what = "rows" if config.packing == "dataset" else "samples"
+    log.print(f"steps: {total_steps} of {config.train_batch_size} {what}, {steps_per_epoch} an epoch")
 
 
 def finish(config: TrainConfig, stage: int, parts: Sequence[int], saved: Path, log: Console) -> None:

@@ -1,4 +1,4 @@
-"""The records of a run as its config asks for them, and how they become global batches."""
+"""The records of a run as its config asks for them, what is said about them, and how they become global batches."""
 
 from __future__ import annotations
 
@@ -9,21 +9,39 @@ from pathlib import Path
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from data import summary
 from data.dataset import Dataset, load_dataset
+from data.histogram import draw_lengths
 from data.loader import Loader
+from data.packing import choose_row_length
 from data.prompts import PromptFormat, default_format
-from data.tokenize import Sample, load_tokenizer
+from data.reading import OnBadRecord
+from data.sample_set import SampleSet
+from data.sources import Source
+from data.tokenize import load_tokenizer
 from training.config import TrainConfig
+from training.errors import ConfigError
+
+LENGTHS_FILE = "lengths.png"
 
 
 @dataclass(frozen=True)
 class RecordReader:
-    """Reads sets of records alike."""
+    """Reads sets of records alike.
 
+    Attributes:
+        folder: of the model, with its tokenizer's files.
+        log: of the rank that speaks; quiet on the others.
+    """
+
+    folder: Path
     tokenizer: PreTrainedTokenizerBase
     prompt_format: PromptFormat
     max_seq_len: int
+    seed: int
     log: Console
+    on_bad_record: OnBadRecord
+    cache_dir: str | None
 
     @classmethod
     def of(cls, config: TrainConfig, folder: Path, log: Console) -> RecordReader:
@@ -31,17 +49,124 @@ class RecordReader:
         tokenizer = load_tokenizer(folder)
         prompt_format = config.prompt_format or default_format(tokenizer)
         log.print(f"prompts: {prompt_format}")
-        return cls(tokenizer, prompt_format, config.max_seq_len, log)
+        return cls(
+            folder,
+            tokenizer,
+            prompt_format,
+            config.max_seq_len,
+            config.seed,
+            log,
+            config.on_bad_record,
+            config.cache_dir,
+        )
 
-    def read(self, what: str, paths: list[str]) -> Dataset:
+    def read(self, what: str, data_path: Sequence[str | Source]) -> Dataset:
         """The tokenized records, and a line about what was decided or cut."""
-        dataset = load_dataset(paths, self.tokenizer, self.max_seq_len, self.prompt_format)
+        dataset = load_dataset(
+            data_path,
+            self.folder,
+            self.max_seq_len,
+            self.prompt_format,
+            on_bad_record=self.on_bad_record,
+            seed=self.seed,
+            cache_dir=self.cache_dir,
+            log=self.log,
+            active=not self.log.quiet,
+        )
         self.log.print(f"{what}: {dataset.summary(self.max_seq_len)}")
+        self.log.print(f"{what}: cached in {dataset.folder}, which can be removed at any time")
         return dataset
 
 
-def build_loader(samples: Sequence[Sample], config: TrainConfig, replicas: int, drop_last: bool = False) -> Loader:
-    """Global batches of the config's sizes, in the order of its seed."""
+def report(
+    dataset: Dataset,
+    evaluation_set: Dataset | None,
+    max_seq_len: int,
+    log: Console,
+    run_folder: Path,
+    more: Sequence[str] = (),
+) -> None:
+    """Say what a run is about to train on, and draw the lengths into its folder; for the rank that speaks.
+
+    Args:
+        more: further lines, of steps and packing.
+    """
+    log.print(f"records:\n{summary.table(dataset)}", markup=False)
+    if evaluation_set is not None:
+        log.print(f"evaluation records:\n{summary.table(evaluation_set)}", markup=False)
+    for line in [*summary.facts(dataset), *more]:
+        log.print(line)
+    try:
+        log.print(f"lengths drawn: {draw_lengths(dataset, max_seq_len, run_folder / LENGTHS_FILE)}")
+    except OSError as error:
+        log.print(f"warning: no picture of the lengths: {error}")
+    warnings = summary.warnings(dataset, max_seq_len)
+    for warning in warnings + (summary.overlap(dataset, evaluation_set) if evaluation_set is not None else []):
+        log.print(f"warning: {warning}")
+
+
+def packing_told(loader: Loader, samples: int) -> list[str]:
+    """How samples share rows, for the log."""
+    kept = f"{loader.efficiency():.1%} of the tokens are no padding"
+    if not loader.packing:
+        return [f"packing: off, each sample has a row of its own; {kept}"]
+    if loader.packing == "batch":
+        return [f"packing: the samples of each batch, in rows of at most {loader.row_length} tokens; {kept}"]
+    rows, steps = loader.rows_per_epoch, loader.steps_per_epoch
+    a_step = samples / rows * loader.batch_size
+    return [
+        f"packing: the whole epoch, {samples} samples in {rows} rows of at most {loader.row_length} tokens; {kept}",
+        f"train_batch_size counts rows: {loader.batch_size} of them hold {a_step:.0f} samples, so an epoch has {steps} "
+        f"steps instead of {-(-samples // loader.batch_size)}",
+    ]
+
+
+def build_loader(
+    data: SampleSet,
+    config: TrainConfig,
+    replicas: int,
+    drop_last: bool = False,
+    numbers: Sequence[int] | None = None,
+) -> Loader:
+    """Global batches of the config's sizes, in the order of its seed.
+
+    Args:
+        numbers: which samples take part; all where absent.
+    """
     return Loader(
-        samples, config.train_batch_size, config.train_micro_batch_size_per_gpu, replicas, config.seed, drop_last
+        data,
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+        replicas,
+        config.seed,
+        drop_last,
+        config.packing,
+        row_length(data, config, replicas),
+        numbers,
+    )
+
+
+def row_length(data: SampleSet, config: TrainConfig, replicas: int) -> int:
+    """The most tokens in a packed row: `pack_len`, or what suits the data and the pipeline.
+
+    Raises:
+        ConfigError: `pack_len` is shorter than a sample.
+    """
+    longest = int(data.lengths.max())
+    if config.pack_len is not None:
+        if config.packing and config.pack_len < longest:
+            raise ConfigError(
+                f"pack_len: {config.pack_len} is shorter than the longest sample; expected at least {longest}"
+            )
+        return config.pack_len
+    if config.packing == "dataset":  # the same on every topology, as it decides which samples a step sees
+        return max(config.max_seq_len, longest)
+    return choose_row_length(
+        mean=float(data.lengths.mean()),
+        longest=longest,
+        limit=config.max_seq_len,
+        batch_size=config.train_batch_size,
+        micro_batch_size=config.train_micro_batch_size_per_gpu,
+        replicas=replicas,
+        stages=config.model_topo.stages,
     )

@@ -122,17 +122,23 @@ def test_torchrun_tells_it_once_too(tmp_path: Path, model: Path) -> None:
     assert "model.safetensors" in error_lines(result)[0]
 
 
+MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "data file": ({"data_path": "absent.json"}, ("absent.json", "not found")),
+    "model folder": ({"model_path": "absent"}, ("absent", "not found")),
+    "no whole batch": (
+        {"dataloader_drop_last": True, "train_batch_size": 32},
+        ("train_batch_size", "32", "16 samples"),
+    ),
+    "optimizer option": ({"optimizer": {"params": {"learning_rate": 1}}}, ("optimizer.params", "learning_rate")),
+    "fp16 on a CPU": ({"fp16": {"enabled": True}}, ("fp16.enabled", "bf16")),
+    "a file in the way": ({"save_path": "LICENSE"}, ("save_path", "LICENSE", "folder")),
+}
+QUICK = ("data file", "optimizer option")
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
-    [
-        ({"data_path": "absent.json"}, ("absent.json", "not found")),
-        ({"model_path": "absent"}, ("absent", "not found")),
-        ({"dataloader_drop_last": True, "train_batch_size": 32}, ("train_batch_size", "32", "16 samples")),
-        ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}, ("optimizer.params", "learning_rate")),
-        ({"fp16": {"enabled": True}}, ("fp16.enabled", "bf16")),
-        ({"save_path": "LICENSE"}, ("save_path", "LICENSE", "folder")),
-    ],
-    ids=["data file", "model folder", "no whole batch", "optimizer option", "fp16 on a CPU", "a file in the way"],
+    [pytest.param(*MISTAKES[name], id=name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in MISTAKES],
 )
 def test_mistakes_found_by_a_run_that_starts_itself(
     tmp_path: Path, model: Path, keys: dict[str, Any], words: tuple[str, ...]
@@ -149,4 +155,4 @@ def test_inspect_needs_no_launcher(tmp_path: Path, model: Path) -> None:
     assert "What is Pipetune?" in result.stdout
     (tmp_path / "data.json").write_text('[{"type": "instruct",\n "instruct": 1 2}]')
     broken = run(sys.executable, "train_ds.py", "--config", path, "--inspect", "2")
-    assert_refused(broken, "data.json", "line 2, column 16")
+    assert_refused(broken, "data.json", "record 1: not JSON", "character 37")

@@ -48,7 +48,7 @@ def with_topology(stages: int, parts: list[int] | None) -> TrainConfig:
 
 def test_four_keys_make_a_run_with_sensible_defaults(tmp_path: Path) -> None:
     config = load_config(write(tmp_path))
-    assert (config.model_path, config.data_paths, config.save_path) == ("model", ["records.json"], "run")
+    assert (config.model_path, config.data_path, config.save_path) == ("model", ["records.json"], "run")
     assert (config.train_batch_size, config.train_micro_batch_size_per_gpu, config.n_epoches) == (8, 1, 1)
     assert (config.gradient_clipping, config.zero_optimization.stage, config.optimizer.type) == (1.0, 1, "AdamW")
     assert (config.model_topo.stages, config.model_topo.replicas, config.scheduler) == (1, 1, None)
@@ -78,7 +78,7 @@ def test_words_of_the_command_line_override_the_file(tmp_path: Path) -> None:
     assert config.optimizer.params == {"lr": 0.1, "betas": [0.8, 0.9]}
     assert config.scheduler is not None
     assert config.scheduler.params.warmup_num_steps == 5
-    assert config.data_paths == ["a.json", "b.json"]
+    assert config.data_path == ["a.json", "b.json"]
 
 
 def test_yaml_anchors_and_merge_keys_are_read(tmp_path: Path) -> None:
@@ -185,13 +185,16 @@ def test_the_type_of_a_schedule_says_which_params_there_are(line: str, params: W
         ("max_seq_len: long", "max_seq_len: expected a"),
         ("max_seq_len: 1", "max_seq_len: expected greater than or equal to 2, found 1"),
         ("use_grad_ckpt: maybe", "use_grad_ckpt: expected a boolean"),
-        ("data_path: 3", "data_path: expected a string, found 3"),
+        ("data_path: 3", "data_path.0: expected a string, found 3"),
         ("optimizer: AdamW", "optimizer: expected a dictionary"),
         ("optimizer: {type: Adagrad}", "optimizer.type: expected 'AdamW', 'Adam', 'Lion', 'Adafactor' or 'SGD'"),
         ("optimizer: {params: {lr: fast}}", "optimizer.params.lr: expected a number of at least 0, found 'fast'"),
         ("optimizer: {params: {eps: [1, 2]}}", "optimizer.params.eps: expected a number of at least 0, found [1, 2]"),
         ("optimizer: {no_wd_kws: ['(']}", "optimizer.no_wd_kws: '(' is not a regular expression"),
-        ("prompt_format: alpaca", "prompt_format: expected 'chat_template' or 'plain', found 'alpaca'"),
+        (
+            "prompt_format: alpaca",
+            "prompt_format: expected 'chat_template' or 'plain', or the path of a Jinja file, found 'alpaca'",
+        ),
         ("bf16: {enabled: true}\nfp16: {enabled: true}", "bf16.enabled: expected at most one of bf16 and fp16"),
         ("train_micro_batch_size_per_gpu: 3", "train_batch_size: 8 is not a multiple of 3 "),
         ("gradient_accumulation_steps: 4", "gradient_accumulation_steps: 4 contradicts train_batch_size 8; expected 8"),

@@ -35,7 +35,7 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any], str]] = {
     "1x1-bf16": ((1, 1), BF16, "llama"),
     "2x2-fp32": ((2, 2), FP32 | {"zero_optimization": {"stage": 1}}, "llama"),
 }
-SLOW = {"1x1-bf16", "2x2-fp32"}
+SLOW = {"1x1-bf16", "2x1-fp32", "2x2-bf16", "2x2-fp32"}
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_stopped_run_with_a_damaged_checkpoint(models: dict[str, Path], records:
     assert len(losses(config)) == STEPS
 
 
-def test_changed_data_and_order_are_noticed(models: dict[str, Path], records: Path, tmp_path: Path) -> None:
+def test_changed_data_is_noticed(models: dict[str, Path], records: Path, tmp_path: Path) -> None:
     shared = settings(models, records, "1x1-fp32") | {"n_epoches": 1}
     config = write_config(tmp_path / "1x1.yml", **shared)
     finished(config)
@@ -151,7 +151,6 @@ def test_changed_data_and_order_are_noticed(models: dict[str, Path], records: Pa
     fewer.write_text(json.dumps(json.loads(records.read_text())[1:]))
     for change, parts in (
         (f"data_path={fewer}", ("data_path: not the samples", "(30 then, 29 now)")),
-        ("seed=7", ("seed: 7, but", "was trained with 42")),
         ("resume=none", ("save_path:", "step-000004")),
     ):
         done = run(*command(config), change)

@@ -215,6 +215,7 @@ def test_bf16_without_zero_goes_on_to_the_last_bit(folder: Path) -> None:
     assert losses[1] == losses[0][SAVED_AT:]
 
 
+@pytest.mark.slow
 def test_through_the_door(models: dict[str, Path], tmp_path: Path) -> None:
     """One line says what happens, and the next checkpoint is one of the new topology."""
     records = tmp_path / "records.json"

@@ -126,6 +126,8 @@ def config(case: Case, processes: int, model_path: Path, folder: Path) -> dict[s
         "optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3, "eps": 1.0e-6}},
         "aux_router_loss": {"weight": 0.5 if case.model == "mixtral" else None},
         "aux_max_z_loss": {"weight": 1.0e-2},
+        # The router loss is that of each micro-batch, and packing makes others for two replicas than for one.
+        "packing": False if case.model == "mixtral" else "batch",
         "zero_optimization": case.zero,
         "model_topo": topology((1, processes)),
         **case.keys,

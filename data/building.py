@@ -1,0 +1,214 @@
+"""One process builds a cache, and all others that want the same one wait for it.
+
+Any number of processes, on one host or on several with a shared folder, call `open_cache`. Whoever takes the lock
+builds. The lock is filelock's lease: its holder touches the lock file every 20 s, and the others take it over when they
+have seen no touch for a minute, or at once when its holder was a process of their own host that is no more. If two
+should ever build at the same time, the cache that is renamed first counts. Beside the lock lies a note that says who
+builds, how far it is, and in the end what went wrong: those who waited fail with the same words.
+
+Small files are tokenized right here; for larger ones a process of its own is started (`data.builder`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from filelock import SoftFileLease, Timeout
+from rich.console import Console
+from tqdm import tqdm
+
+from data.cache import Cache
+from data.digests import write_whole
+from data.errors import DataError
+from data.recipe import Recipe
+from data.tokenizing import Tell
+
+SMALL = 2**20  # bytes that are tokenized before another process has started
+LEASE = 60.0  # seconds without a sign of life
+POLL = 0.2  # seconds
+NOTING = 1.0  # seconds between two notes
+ROOT = Path(__file__).parent.parent
+# Workers are the parallelism; a second one inside each would only fight with them.
+ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT |= {"TRANSFORMERS_VERBOSITY": "error"}
+
+
+def open_cache(recipe: Recipe, folder: Path, log: Console, active: bool) -> Path:
+    """The folder of a recipe's samples; they are tokenized first where nobody has done so before.
+
+    Args:
+        folder: of all tokenized data.
+        active: whether this process shows progress.
+
+    Raises:
+        DataError: see `data.cache.Cache.make`.
+    """
+    cache = Cache(folder)
+    identity = recipe.identity()
+    lease = SoftFileLease(cache.builds / f"{identity}.lock", lease_duration=LEASE)
+    note = Note(cache.builds / f"{identity}.note")
+    waited_for = None
+    with Bar(active) as bar:
+        while True:
+            if (found := cache.find(recipe)) is not None:
+                return found
+            try:
+                with lease.acquire(timeout=POLL, poll_interval=POLL):
+                    if (found := cache.find(recipe)) is not None:
+                        return found
+                    told = note.read()
+                    if waited_for is None or told.get("builder") != waited_for or "progress" in told:
+                        return _build(cache, recipe, identity, folder, note, bar)
+            except Timeout:
+                told = note.read()
+                if "progress" in told:
+                    if told["builder"] != waited_for:
+                        waited_for = told["builder"]
+                        who = f"process {told['pid']} on {told['host']}"
+                        log.print(f"data: {who} tokenizes these records; waiting for it")
+                    bar.tell(**told["progress"])
+                continue
+            except OSError as error:
+                raise DataError(f"{cache.builds}: cannot be written: {error.strerror}") from None
+            if "error" in told:
+                raise DataError(told["error"])
+            return Path(told["path"])
+
+
+class Note:
+    """Who builds and how far it is (`progress`), then where the cache is (`path`) or what went wrong (`error`)."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._builder = secrets.token_hex(8)
+
+    def read(self) -> dict[str, Any]:
+        """What the last builder wrote; empty where there is nothing to read."""
+        with suppress(OSError, ValueError):
+            told: dict[str, Any] = json.loads(self._path.read_text(encoding="utf-8"))
+            return told
+        return {}
+
+    def write(self, **more: Any) -> None:
+        """Say something about this process, the builder."""
+        told = {"builder": self._builder, "pid": os.getpid(), "host": socket.gethostname()} | more
+        with suppress(OSError):  # only others are interested
+            write_whole(self._path, json.dumps(told))
+
+
+class Bar:
+    """A progress bar that is there while there is progress."""
+
+    def __init__(self, active: bool) -> None:
+        self._active = active
+        self._what = ""
+        self._bar: Any = None
+
+    def tell(self, what: str, done: int, total: int, records: int) -> None:
+        """Show progress; see `data.tokenizing.Tell`."""
+        if self._bar is None or what != self._what:
+            self.close()
+            self._what = what
+            disable = None if self._active else True  # None: only on a terminal
+            self._bar = tqdm(desc=what, total=total, unit="B", unit_scale=True, disable=disable, leave=False)
+        self._bar.total = total if done <= total else None  # compressed files hold more than their size
+        self._bar.set_postfix_str(f"{records:,} records" if records else "", refresh=False)
+        self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Throttled:
+    """Passes on what it is told when it was silent for some seconds, or when something else begins."""
+
+    def __init__(self, tell: Tell, seconds: float) -> None:
+        self._tell = tell
+        self._seconds = seconds
+        self._last = 0.0
+        self._what = ""
+
+    def __call__(self, what: str, done: int, total: int, records: int) -> None:
+        if what != self._what or time.monotonic() - self._last >= self._seconds:
+            self._what, self._last = what, time.monotonic()
+            self._tell(what, done, total, records)
+
+
+def _build(cache: Cache, recipe: Recipe, identity: str, folder: Path, note: Note, bar: Bar) -> Path:
+    def tell(what: str, done: int, total: int, records: int) -> None:
+        note.write(progress={"what": what, "done": done, "total": total, "records": records})
+
+    noted = Throttled(tell, NOTING)
+    noted("starting", 0, 0, 0)
+    try:
+        if recipe.size() < SMALL:
+            path = cache.make(recipe, noted, workers=0)
+        else:
+            path = _build_apart(recipe, folder, noted, bar)
+    except BaseException as error:
+        note.write(error=str(error) if isinstance(error, DataError) else "the process that tokenized was stopped")
+        cache.sweep(identity)
+        raise
+    note.write(path=str(path))
+    return path
+
+
+def _build_apart(recipe: Recipe, folder: Path, noted: Tell, bar: Bar) -> Path:
+    result: dict[str, Any] = {}
+    with _builder({"recipe": recipe.to_json(), "folder": str(folder.resolve())}) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            result = json.loads(line)
+            if "what" in result:
+                bar.tell(**result)
+                noted(**result)
+    if "path" in result:
+        return Path(result["path"])
+    if "error" in result:
+        raise DataError(result["error"])
+    code = process.returncode
+    reason = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
+    hint = "; is there enough memory?" if code == -signal.SIGKILL else ""
+    raise DataError(f"the process that tokenizes the data {reason}{hint}")
+
+
+@contextmanager
+def _builder(job: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """The builder's process, ended with the block."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "data.builder"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
+    )
+    try:
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # it died at once; how is asked below
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.close()
+        yield process
+        process.wait()
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,133 @@
+"""The folder of tokenized data: what lies where, what is whole, and how a cache gets there.
+
+    datasets/<key>/samples.arrow, meta.json     one tokenized set of files; the key is the recipe's
+    digests/                                    of data files (`data.digests`)
+    builds/                                     locks, and what is being written (`data.building`)
+
+A cache is written under another name and renamed last, so it is there as a whole or not at all. Every folder in
+datasets/ can be removed at any time: what is missing is tokenized again. A cache whose file does not have the recorded
+size, or the frame that an Arrow file has, is damaged and built anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from data.digests import Digests
+from data.errors import DataError
+from data.recipe import Recipe
+from data.sample_file import SampleFile
+from data.tokenizing import META, SAMPLES, Tell, build
+
+
+def default_folder() -> Path:
+    """PIPETUNE_CACHE, else the user's folder for caches."""
+    if named := os.environ.get("PIPETUNE_CACHE"):
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pipetune"
+
+
+class Cache:
+    """The tokenized data in a folder.
+
+    Raises:
+        DataError: the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.builds = folder / "builds"
+        self._datasets = folder / "datasets"
+        self._digests = Digests(folder / "digests")
+        try:
+            for each in (self.builds, self._datasets):
+                each.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(
+                f"cache_dir: {folder}: cannot be made: {error.strerror}; expected a folder for tokenized data, here or "
+                "in the environment's PIPETUNE_CACHE"
+            ) from None
+
+    def path(self, key: str) -> Path:
+        """Where the cache of a key is, or would be."""
+        return self._datasets / key
+
+    def find(self, recipe: Recipe) -> Path | None:
+        """A recipe's whole cache, if there is one and no data has to be read to know that."""
+        digests = [self._digests.known(Path(file.path)) for file in recipe.files]
+        known = [digest for digest in digests if digest is not None]
+        if len(known) < len(digests):
+            return None
+        found = self.path(recipe.key(known))
+        return found if is_whole(found) else None
+
+    def make(self, recipe: Recipe, tell: Tell, workers: int) -> Path:
+        """A recipe's cache, built where there is none. See `data.tokenizing.build`.
+
+        Raises:
+            DataError: a file or a record is wrong, a file changed meanwhile, the disk is full.
+        """
+        identity = recipe.identity()
+        key = recipe.key(self._take_digests(recipe, tell))
+        found = self.path(key)
+        if is_whole(found):
+            return found
+        self.sweep(identity)
+        partial = self.builds / f"{identity}.{secrets.token_hex(4)}"
+        try:
+            partial.mkdir()
+            build(recipe, partial, tell, workers)
+            if recipe.identity() != identity:
+                raise DataError(f"{recipe.names}: changed while they were being read; start again")
+            self._publish(partial, found)
+        except OSError as error:
+            raise DataError(f"{partial}: cannot be written: {error.strerror or error}") from None
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        return found
+
+    def sweep(self, identity: str) -> None:
+        """Remove what a killed builder of a recipe left behind; for the holder of its lock."""
+        for left in self.builds.glob(f"{identity}.*/"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _take_digests(self, recipe: Recipe, tell: Tell) -> list[str]:
+        paths = [Path(file.path) for file in recipe.files]
+        total, done = recipe.size(), 0
+
+        def told(count: int) -> None:
+            nonlocal done
+            done += count
+            tell("reading", min(done, total), total, 0)
+
+        return [self._digests.known(path) or self._digests.take(path, told) for path in paths]
+
+    def _publish(self, partial: Path, place: Path) -> None:
+        if place.exists() and not is_whole(place):
+            damaged = self.builds / f"{place.name}.{secrets.token_hex(4)}"
+            place.rename(damaged)
+            shutil.rmtree(damaged, ignore_errors=True)
+        try:
+            partial.rename(place)
+        except OSError:
+            if not is_whole(place):  # else another host was faster
+                raise
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a cache is there and undamaged, as far as sizes and Arrow's own frame tell."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        samples = folder / SAMPLES
+        return bool(read_meta(folder)["bytes"] == samples.stat().st_size and len(SampleFile(samples)))
+    return False
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """What the builder wrote about the samples."""
+    meta: dict[str, Any] = json.loads((folder / META).read_text(encoding="utf-8"))
+    return meta

@@ -1,0 +1,127 @@
+"""What is to be tokenized and how: the key of a cache.
+
+The key holds all that the samples depend on: the files' contents, how each is read, the tokenizer's files, the prompts,
+the limit, and the code that makes samples. Paths and times are not in it, so a copy of the data on another machine
+has the same key. The code counts by a digest of its modules and not by a version number, because
+that is forgotten one day, and a run trains on yesterday's prompts without a word.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data.digests import stamp
+from data.prompts import CHAT_TEMPLATE, PLAIN, PromptFormat, template_in_file
+from data.reading import OnBadRecord
+
+LAYOUT = 1  # of the cache's files
+TOKENIZER_FILES = (
+    "tokenizer* vocab* merges* *.model *.jinja chat_templates/* config.json special_tokens_map.json".split()
+)
+TOKENIZER_FILES += ["added_tokens.json"]
+# Modules that no sample depends on: they carry samples and store them, or come later. Any other counts.
+CARRIERS = ("builder", "building", "cache", "digests", "recipe")
+LATER = ("dataset", "histogram", "inspect", "inspect_html", "loader", "packing", "sample_set", "summary")
+LIBRARIES = ("tokenizers", "transformers", "jinja2")
+
+
+class DataFile(NamedTuple):
+    """A file and the format of its records, as in `data.sources.Source`."""
+
+    path: str
+    format: str | None = None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A set of files and what to do with their records.
+
+    Attributes:
+        files: in the order of their samples.
+        tokenizer: folder of the tokenizer.
+        max_seq_len: longest sample in tokens.
+        on_bad_record: stop before training, or leave the record out.
+    """
+
+    files: tuple[DataFile, ...]
+    tokenizer: str
+    prompt_format: PromptFormat
+    max_seq_len: int
+    on_bad_record: OnBadRecord = "stop"
+
+    def to_json(self) -> str:
+        """For the builder's process."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Recipe:
+        """What `to_json` gave."""
+        fields = json.loads(text)
+        return cls(**fields | {"files": tuple(DataFile(*file) for file in fields["files"])})
+
+    @property
+    def names(self) -> str:
+        """The files, for a person."""
+        first = ", ".join(file.path for file in self.files[:3])
+        return first if len(self.files) <= 3 else f"{first} and {len(self.files) - 3} more files"
+
+    def size(self) -> int:
+        """Bytes of all files.
+
+        Raises:
+            DataError: one is missing.
+        """
+        return sum(stamp(Path(file.path))[0] for file in self.files)
+
+    def identity(self) -> str:
+        """Tells recipes apart without reading their data: processes that wait for each other have the same.
+
+        Raises:
+            DataError: a file is missing.
+        """
+        paths = [Path(file.path) for file in self.files]
+        return _digest([self._settings, [(str(path.resolve()), stamp(path)) for path in paths]])
+
+    def key(self, digests: list[str]) -> str:
+        """The name of the cache.
+
+        Args:
+            digests: of the files' contents.
+        """
+        how = [(_endings(file.path), file.format) for file in self.files]  # a file's name says how it is read, too
+        return _digest([self._settings, list(zip(digests, how, strict=True))])
+
+    @cached_property
+    def _settings(self) -> list[Any]:
+        words = self.prompt_format in (CHAT_TEMPLATE, PLAIN)
+        prompts = [self.prompt_format] if words else ["template", template_in_file(self.prompt_format)]
+        settings = [LAYOUT, *prompts, self.max_seq_len, self.on_bad_record]
+        libraries = [version(library) for library in LIBRARIES]
+        return [*settings, tokenizer_digest(Path(self.tokenizer)), code_digest(), libraries]
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """Of all files in a model's folder that decide how it tokenizes and prompts."""
+    files = sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
+    return _digest([(str(file.relative_to(folder)), hashlib.sha256(file.read_bytes()).hexdigest()) for file in files])
+
+
+@cache
+def code_digest() -> str:
+    """Of the modules that turn records into samples."""
+    modules = sorted(path for path in Path(__file__).parent.glob("*.py") if path.stem not in CARRIERS + LATER)
+    return _digest([(path.stem, hashlib.sha256(path.read_bytes()).hexdigest()) for path in modules])
+
+
+def _endings(file: str) -> list[str]:
+    return [suffix.lower() for suffix in Path(file).suffixes[-2:]]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]

@@ -1,0 +1,103 @@
+"""What a person wants to know about the data before a run begins, and what they would act on.
+
+`table` counts per file and type of record, `facts` sums up, `warnings` says what is probably not as it was meant. All
+of it is known from the cache; only looking for records that are both trained and evaluated on takes time, a second for
+ten million samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy
+
+from data.columns import Tally
+from data.dataset import Dataset
+
+ROWS = 20  # of the table
+CUT, SUPERVISED, DUPLICATES, EMPTY, SILENT = 0.1, 0.05, 0.01, 0.01, 0.01  # shares beyond which there is a warning
+COLUMNS = ("file", "type", "records", "samples", "tokens", "supervised", "cut", "split", "left out", "empty answers")
+
+
+def table(dataset: Dataset) -> str:
+    """What became of the records of each file and type, the largest first: lines for a log of any width."""
+    groups = sorted(dataset.tallies.items(), key=lambda group: -group[1].tokens)
+    rows = [COLUMNS, *((Path(file).name, kind, *_numbers(tally)) for (file, kind), tally in groups[:ROWS])]
+    if len(groups) > ROWS:
+        rest = Tally()
+        for _, tally in groups[ROWS:]:
+            rest.add(tally)
+        rows.append((f"{len(groups) - ROWS} more", "", *_numbers(rest)))
+    if len(groups) > 1:
+        rows.append(("together", "", *_numbers(dataset.total)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(_aligned(row, widths)).rstrip() for row in rows)
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    sides = [str.ljust, str.ljust, *[str.rjust] * (len(row) - 2)]
+    return [pad(text, width) for pad, text, width in zip(sides, row, widths, strict=True)]
+
+
+def facts(dataset: Dataset) -> list[str]:
+    """Lines about the set as a whole."""
+    lengths = dataset.lengths
+    mean, median, longest = lengths.mean(), numpy.median(lengths), lengths.max()
+    tokens, supervised = int(lengths.sum(dtype=numpy.int64)), int(dataset.supervised.sum(dtype=numpy.int64))
+    lines = [
+        f"an epoch: {len(dataset):,} samples, {tokens:,} tokens, {supervised / tokens:.0%} of them supervised",
+        f"lengths: {mean:.0f} tokens on average, median {median:.0f}, longest {longest}",
+        f"duplicates: {dataset.duplicates:,} samples equal an earlier one",
+    ]
+    if dataset.total.cut:
+        lines.append(f"cut: {dataset.total.cut:,} records, {dataset.total.cut_at_turn:,} of them at the end of a turn")
+    return lines + dataset.skipped
+
+
+def warnings(dataset: Dataset, max_seq_len: int) -> list[str]:
+    """What is worth a look before hours are spent on it."""
+    total, n = dataset.total, len(dataset.samples)
+    supervised = total.supervised / max(total.tokens, 1)
+    found = []
+    if total.cut > CUT * total.records:
+        found.append(
+            f"{total.cut / total.records:.0%} of the records are cut: raise max_seq_len, now {max_seq_len}; "
+            f"the longest record has {total.longest} tokens"
+        )
+    if supervised < SUPERVISED:
+        found.append(
+            f"only {supervised:.1%} of the tokens bear loss: most of the work goes into prompts; look with --inspect"
+        )
+    if dataset.duplicates > DUPLICATES * n:
+        found.append(
+            f"{dataset.duplicates / total.samples:.0%} of the samples are exact duplicates: remove them, or give their "
+            "file a repeat if they shall count more"
+        )
+    if total.empty > EMPTY * total.records:
+        found.append(f"{total.empty:,} records have an empty answer: they teach the model to say nothing")
+    if total.silent > SILENT * total.records:
+        found.append(
+            f"{total.silent / total.records:.0%} of the records are left out, as nothing within max_seq_len "
+            f"{max_seq_len} bears loss"
+        )
+    if dataset.n_bad:
+        found.append(f"{dataset.n_bad:,} bad records are left out (on_bad_record: skip)")
+    return found
+
+
+def overlap(dataset: Dataset, evaluation_set: Dataset) -> list[str]:
+    """A warning where records are both trained and evaluated on."""
+    common = int(numpy.isin(evaluation_set.digests, dataset.digests).sum())
+    if not common:
+        return []
+    return [
+        f"{common:,} of {len(evaluation_set):,} samples of the evaluation data are trained on too: eval_loss says "
+        "little about new ones"
+    ]
+
+
+def _numbers(tally: Tally) -> tuple[str, ...]:
+    share = f"{tally.supervised / tally.tokens:.0%}" if tally.tokens else "-"
+    counts = [f"{count:,}" for count in (tally.records, tally.samples, tally.tokens)]
+    return (*counts, share, *(f"{count:,}" for count in (tally.cut, tally.split, tally.silent, tally.empty)))

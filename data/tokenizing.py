@@ -1,0 +1,232 @@
+"""Records to a file of samples, on several cores.
+
+Records are read here, one after the other, handed to workers in chunks, and written in their order. At any time a few
+chunks for each worker are under way, so memory does not grow with the data. Workers are forked once the tokenizer is
+loaded, so they share it.
+
+A bad record stops the tokenizing but not the reading: the rest is only checked, and all bad records are told at once.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy
+from numpy.typing import NDArray
+
+from data.chat import Chat
+from data.columns import Columns, Encoded, Tally, as_columns
+from data.errors import DataError
+from data.raw_records import RawRecord, read_file
+from data.reading import BadRecords, Origin, parse
+from data.recipe import Recipe
+from data.records import Instruct, Pretrain, Record
+from data.sample_file import SampleWriter
+from data.tokenize import encode_many, load_tokenizer
+
+SAMPLES, META = "samples.arrow", "meta.json"
+CHUNK_RECORDS, CHUNK_BYTES = 512, 2**18
+AHEAD = 4  # chunks under way for each worker
+
+
+class Tell(Protocol):
+    """Takes progress: what is being done, how many of how many bytes are done, and how many records."""
+
+    def __call__(self, what: str, done: int, total: int, records: int) -> None: ...
+
+
+class Raw(NamedTuple):
+    """A raw record, and which of the recipe's files it is from."""
+
+    file: int
+    record: RawRecord
+
+
+@dataclass
+class Answer:
+    """What became of a chunk.
+
+    Attributes:
+        columns: the samples, unless the records were only checked.
+        bad: the records that cannot be used.
+    """
+
+    columns: Columns | None
+    bad: list[tuple[Origin, str]]
+
+
+class Encoder:
+    """Turns chunks of raw records into samples.
+
+    Raises:
+        DataError: the tokenizer cannot be used.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._tokenizer = load_tokenizer(recipe.tokenizer)
+
+    def encode(self, chunk: list[Raw], only_check: bool) -> Answer:
+        """Parse the records and, unless they are only to be checked, tokenize and cut them."""
+        bad: list[tuple[Origin, str]] = []
+        parsed: list[tuple[Raw, Record]] = []
+        for raw in chunk:
+            try:
+                records = parse(raw.record, self._recipe.files[raw.file].format)
+                parsed += [(raw, record) for record in records]
+            except DataError as error:
+                bad.append((Origin(raw.record.file, raw.record.number), str(error)))
+        if only_check:
+            return Answer(None, bad)
+        encoded = []
+        samples = encode_many([record for _, record in parsed], self._tokenizer, self._recipe.prompt_format)
+        for (raw, record), sample in zip(parsed, samples, strict=True):
+            if isinstance(sample, DataError):
+                bad.append((Origin(raw.record.file, raw.record.number), str(sample)))
+            else:
+                encoded.append(Encoded(raw.file, raw.record.number, record.type, has_empty_answer(record), sample))
+        return Answer(as_columns(encoded, self._recipe.max_seq_len), bad)
+
+
+def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
+    """Write the samples of a recipe, and what there is to say about them, into an empty folder.
+
+    Args:
+        workers: processes to fork; 0 does everything here.
+
+    Raises:
+        DataError: a file or a record is wrong, or nothing that bears loss is left.
+    """
+    reading = Reading(recipe, tell)
+    tallies: dict[tuple[int, str], Tally] = {}
+    skipped: list[str] = []
+    bad = BadRecords(recipe.on_bad_record, skipped.append)
+    digests: list[NDArray[numpy.uint64]] = []
+    with SampleWriter(folder / SAMPLES) as writer:
+
+        def stopped() -> bool:
+            return bool(bad.count) and recipe.on_bad_record == "stop"
+
+        for answer in _in_order(Encoder(recipe), reading.chunks(), workers, stopped):
+            for origin, text in answer.bad:
+                bad.add(origin, DataError(text))
+            if answer.columns is not None and not stopped():
+                writer.write(answer.columns)
+                digests.append(answer.columns.digests)
+                for group, tally in answer.columns.tallies.items():
+                    tallies.setdefault(group, Tally()).add(tally)
+        bad.finish()
+    if not any(tally.samples for tally in tallies.values()):
+        limit = recipe.max_seq_len
+        raise DataError(f"{recipe.names}: nothing bears loss within max_seq_len {limit}; expected a larger limit")
+    together = numpy.concatenate(digests)
+    meta = {
+        "fingerprint": sha256(together.tobytes()).hexdigest(),
+        "duplicates": len(together) - len(numpy.unique(together)),
+        "kinds": writer.kinds,
+        "tallies": [[file, kind, asdict(tally)] for (file, kind), tally in tallies.items()],
+        "n_bad": bad.count,
+        "skipped": skipped,
+        "bytes": (folder / SAMPLES).stat().st_size,
+    }
+    (folder / META).write_text(json.dumps(meta), encoding="utf-8")
+
+
+class Reading:
+    """Reads the records of a recipe, and tells how far it is."""
+
+    def __init__(self, recipe: Recipe, tell: Tell) -> None:
+        self._recipe = recipe
+        self._tell = tell
+
+    def chunks(self) -> Iterator[list[Raw]]:
+        """The records in lots that make about the same work."""
+        total, done, records = self._recipe.size(), 0, 0
+        chunk: list[Raw] = []
+        size = 0
+        for file, (path, format_name) in enumerate(self._recipe.files):
+            for record in read_file(Path(path), format_name):
+                chunk.append(Raw(file, record))
+                size += _size(record)
+                if size >= CHUNK_BYTES or len(chunk) >= CHUNK_RECORDS:
+                    done, records = done + size, records + len(chunk)
+                    yield chunk
+                    chunk, size = [], 0
+                    self._tell("tokenizing", done, total, records)
+        if chunk:
+            yield chunk
+
+
+def _size(record: RawRecord) -> int:
+    """About how many bytes a raw record holds."""
+    if isinstance(record.value, dict):  # a row of a table
+        return sum(len(field) for field in record.value.values() if isinstance(field, (str, list)))
+    return len(record.value)
+
+
+def has_empty_answer(record: Record) -> bool:
+    """Whether a record trains the model to say nothing."""
+    if isinstance(record, Pretrain):
+        return False
+    if isinstance(record, Instruct):
+        return not record.output.strip()
+    if isinstance(record, Chat):
+        spoken = [message for message in record.messages if message.role == "assistant" and message.weight]
+        return any(not message.content.strip() and not message.tool_calls for message in spoken)
+    answers = [content for role, content in record.rounds if role != "ask"]
+    return any(not (answer if isinstance(answer, str) else answer.ans).strip() for answer in answers)
+
+
+def _in_order(
+    encoder: Encoder, chunks: Iterable[list[Raw]], workers: int, only_check: Callable[[], bool]
+) -> Iterator[Answer]:
+    """The answers for all chunks."""
+    if not workers:
+        yield from (encoder.encode(chunk, only_check()) for chunk in chunks)
+        return
+    global _encoder  # noqa: PLW0603  # what the workers get by being forked
+    _encoder = encoder
+    gc.freeze()  # what all share is neither looked through nor copied any more
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers, context, initializer=_leave_with, initargs=(os.getpid(),)) as pool:
+        pool.submit(int).result()  # all are forked now, before anything here starts a thread
+        waiting: deque[Future[Answer]] = deque()
+        try:
+            for chunk in chunks:
+                waiting.append(pool.submit(_encode, chunk, only_check()))
+                if len(waiting) > AHEAD * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+_encoder: Encoder
+
+
+def _encode(chunk: list[Raw], only_check: bool) -> Answer:
+    return _encoder.encode(chunk, only_check)
+
+
+def _leave_with(parent: int) -> None:
+    """Let a worker end when the process that feeds it was killed."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
