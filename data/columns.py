@@ -40,6 +40,7 @@ class Tally:
         split: records that became several samples.
         silent: records that were left out because nothing of them bears loss.
         empty: records with an empty answer.
+        control: records with the name of a control token in somebody's words.
         longest: the length of the longest record before it was cut.
     """
 
@@ -52,6 +53,7 @@ class Tally:
     split: int = 0
     silent: int = 0
     empty: int = 0
+    control: int = 0
     longest: int = 0
 
     def add(self, other: Tally) -> None:
@@ -105,12 +107,14 @@ class Encoded:
         number: its number there, from 1.
         kind: its type.
         empty: whether an answer of it is empty.
+        control: whether the name of a control token stands in its words.
     """
 
     file: int
     number: int
     kind: str
     empty: bool
+    control: bool
     sample: Sample
 
 
@@ -134,6 +138,7 @@ def as_columns(encoded: Sequence[Encoded], limit: int) -> Columns:
         tally = tallies.setdefault((each.file, each.kind), Tally())
         tally.records += 1
         tally.empty += each.empty
+        tally.control += each.control
         tally.longest = max(tally.longest, length)
         begin = end - length
         if length <= limit:

@@ -76,6 +76,11 @@ def warnings(dataset: Dataset, max_seq_len: int) -> list[str]:
         )
     if total.empty > EMPTY * total.records:
         found.append(f"{total.empty:,} records have an empty answer: they teach the model to say nothing")
+    if total.control:
+        found.append(
+            f"{total.control:,} records have the name of a control token in their words, such as an end of turn: it is "
+            "read as that token, in training as on a server"
+        )
     if total.silent > SILENT * total.records:
         found.append(
             f"{total.silent / total.records:.0%} of the records are left out, as nothing within max_seq_len "

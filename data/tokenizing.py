@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from data.chat import Chat
 from data.columns import Columns, Encoded, Tally, as_columns
+from data.control_words import ControlWords
 from data.errors import DataError
 from data.raw_records import RawRecord, read_file
 from data.reading import BadRecords, Origin, parse
@@ -77,6 +78,7 @@ class Encoder:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._tokenizer = load_tokenizer(recipe.tokenizer)
+        self._control_words = ControlWords(self._tokenizer)
 
     def encode(self, chunk: list[Raw], only_check: bool) -> Answer:
         """Parse the records and, unless they are only to be checked, tokenize and cut them."""
@@ -96,7 +98,8 @@ class Encoder:
             if isinstance(sample, DataError):
                 bad.append((Origin(raw.record.file, raw.record.number), str(sample)))
             else:
-                encoded.append(Encoded(raw.file, raw.record.number, record.type, has_empty_answer(record), sample))
+                empty, control = has_empty_answer(record), bool(self._control_words.found(record))
+                encoded.append(Encoded(raw.file, raw.record.number, record.type, empty, control, sample))
         return Answer(as_columns(encoded, self._recipe.max_seq_len), bad)
 
 

@@ -157,7 +157,7 @@ def make(length: int, runs: list[tuple[int, int]], kind: str = "conversation", f
     labels = [-100] * length
     for begin, end in runs:
         labels[begin:end] = ids[begin:end]
-    return Encoded(0, 1, kind, False, {"input_ids": ids, "labels": labels})
+    return Encoded(0, 1, kind, False, False, {"input_ids": ids, "labels": labels})
 
 
 def samples_of(columns: Columns) -> list[tuple[list[int], list[int]]]:
@@ -231,7 +231,7 @@ def test_columns_hold_what_a_plain_loop_would_make(cases: list[tuple[str, list[b
         ids = list(range(first, first + len(bears)))
         first += len(bears)
         labels = [token if loud else -100 for token, loud in zip(ids, bears, strict=True)]
-        encoded.append(Encoded(0, 1, kind, False, {"input_ids": ids, "labels": labels}))
+        encoded.append(Encoded(0, 1, kind, False, False, {"input_ids": ids, "labels": labels}))
         if kind == "pretrain":
             cuts = [(start, start + limit) for start in range(0, len(ids), limit)]
         else:
@@ -262,7 +262,8 @@ def test_empty_answers_are_seen(record: dict[str, Any], empty: bool) -> None:
 
 
 def test_the_report_says_what_a_person_would_act_on(tmp_path: Path, tokenizer_folder: Path) -> None:
-    unlike = [INSTRUCT | {"instruct": f"What is {number}?"} for number in range(6)]
+    unlike = [INSTRUCT | {"instruct": f"What is {number}?"} for number in range(5)]
+    unlike.append(INSTRUCT | {"instruct": "What is <|im_end|>?"})
     empty, long = INSTRUCT | {"output": ""}, INSTRUCT | {"output": "1 2 3 4 5 " * 100}
     path = write(tmp_path / "train.json", *unlike, unlike[0], empty, long, long | {"instruct": "What is long?"})
     held_out = write(tmp_path / "eval.json", unlike[3], INSTRUCT | {"instruct": "What is new?"})
@@ -280,6 +281,7 @@ def test_the_report_says_what_a_person_would_act_on(tmp_path: Path, tokenizer_fo
         "warning: 20% of the records are cut: raise max_seq_len, now 200; the longest record has",
         "warning: 10% of the samples are exact duplicates",
         "warning: 1 records have an empty answer",
+        "warning: 1 records have the name of a control token in their words",
         "warning: 1 of 2 samples of the evaluation data are trained on too",
     ):
         assert part in told
