@@ -76,7 +76,7 @@ def measure(folder: Path) -> dict[str, Any]:
     paths = {"model_path": "model", "save_path": "run", "eval_data_path": "held_out.json"}
     config = CONFIG | {key: str(folder / name) for key, name in paths.items()}
     (folder / "run.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    run_ranks(2, __file__, "--config", str(folder / "run.yml"))
+    run_ranks(2, "benchmarks.checkpoints", "--config", str(folder / "run.yml"))
     measured: dict[str, Any] = json.loads((folder / "run" / RESULT).read_text(encoding="utf-8"))
     return measured
 

@@ -60,7 +60,7 @@ def measure(folder: Path) -> dict[str, Any]:
     figures: dict[str, Any] = {"packing": {}}
     for limit, name in LIMITS.items():
         (folder / "run.yml").write_text(yaml.safe_dump(config(folder, limit)))
-        run_ranks(1, __file__, "--folder", str(folder))
+        run_ranks(1, "benchmarks.packing", "--folder", str(folder))
         found = json.loads((folder / "measured.json").read_text())
         figures[name] = found["packed_tokens_per_s"] / found["padded_tokens_per_s"]
         figures["packing"][str(limit)] = found

@@ -130,7 +130,7 @@ def launch(setting: Setting, folder: Path, steps: int) -> tuple[float, float]:
     """Run one setting through the real launcher; its tokens per second, and the seconds until its first step."""
     begin = time.time()
     words = ("--worker", json.dumps(asdict(setting)), "--folder", str(folder), "--steps", str(steps))
-    run_ranks(setting.stages, __file__, *words)
+    run_ranks(setting.stages, "benchmarks.throughput", *words)
     measured = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     return measured["tokens_per_s"], measured["first_step"] - begin
 
