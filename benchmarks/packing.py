@@ -28,8 +28,8 @@ if TYPE_CHECKING:  # the parent process needs no torch
 
 LIMITS = {1024: "packed_vs_padded", 2048: "packed_vs_padded_2048"}
 BATCH = 128  # samples, for the efficiency
-TRAINED = 32  # samples in a step
-STEPS = 3
+TRAINED = 16  # samples in a step
+STEPS = 2
 MODEL = {
     "model_type": "llama",
     "hidden_size": 576,
