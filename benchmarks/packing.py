@@ -117,7 +117,7 @@ def work(folder: Path) -> None:
     place = distributed.Place.from_environment()
     assert place is not None
     distributed.start(place, settings.model_topo)
-    data = RecordReader.of(settings, folder / "tokenizer", Console(quiet=True)).read("data", settings.data_path)
+    data = RecordReader(settings, folder / "tokenizer", Console(quiet=True)).read("data", settings.data_path)
     limit = settings.max_seq_len
     epoch = Loader(data, BATCH, 1, 1, seed=0, packing="dataset", row_length=limit)
     batches = Loader(data, BATCH, 1, 1, seed=0, packing="batch", row_length=limit)

@@ -1,15 +1,12 @@
-"""Pipetune's own five kinds of record, and reading a JSON list of them.
+"""Pipetune's own five kinds of record.
 
 Kinds may be mixed, and fields that Pipetune does not know (ids, sources) are left alone. Every record is checked before
-anything is trained, and what is wrong is said in one line with the file, the number of the record (from 1) and the
-field. Other layouts are turned into these kinds, or into a `Chat`, by `data.formats`.
+anything is trained, and what is wrong is said in one line with the field and what was expected; `data.reading` adds
+the file and the record's number. Other layouts are turned into these kinds, or into a `Chat`, by `data.formats`.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter, ValidationError, field_validator
@@ -141,40 +138,6 @@ def parse_record(raw: Any) -> Record:
     except ValidationError as error:
         raise DataError(explain(error)) from None
     return record
-
-
-def read_records(paths: str | Path | Sequence[str | Path]) -> list[Record]:
-    """All the records of one or several JSON files, in order.
-
-    Raises:
-        DataError: a file is missing, is not JSON, holds no list or an empty one, or a record is wrong.
-    """
-    files = [paths] if isinstance(paths, (str, Path)) else list(paths)
-    return [record for file in files for record in _read_file(Path(file))]
-
-
-def _read_file(path: Path) -> list[Record]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise DataError(f"{path}: not found; expected a JSON file with a list of records") from None
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}: line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: byte {error.start}: not UTF-8; expected a JSON file in UTF-8") from None
-    except (OSError, RecursionError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(raw, list):
-        raise DataError(f"{path}: expected a list of records, found {json_type(raw)}")
-    if not raw:
-        raise DataError(f"{path}: expected at least one record, found an empty list")
-    records = []
-    for number, entry in enumerate(raw, start=1):
-        try:
-            records.append(parse_record(entry))
-        except DataError as error:
-            raise DataError(f"{path}: record {number}: {error}") from None
-    return records
 
 
 def explain(error: ValidationError) -> str:

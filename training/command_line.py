@@ -64,7 +64,7 @@ def open_door(
 def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:
     """Print the first samples as they would be trained, or write them as a page."""
     console = Console()
-    reader = RecordReader.of(config, resolve(config.model_path), console)
+    reader = RecordReader(config, resolve(config.model_path), console)
     samples = reader.read("data", config.data_path).samples[:count]
     if html:
         write_page(samples, reader.tokenizer, html, title=f"Samples of {Path(config.save_path).name}")

@@ -61,7 +61,7 @@ class Inputs:
         folder = resolve(config.model_path)
         spec = ModelSpec.from_folder(folder)
         topology = kind.topology(config, spec)
-        reader = RecordReader.of(config, folder, log)
+        reader = RecordReader(config, folder, log)
         dataset = reader.read("data", config.data_path)
         loader = build_loader(dataset, config, topology.replicas, config.dataloader_drop_last)
         evaluation_set = reader.read("evaluation data", config.eval_data_path) if config.eval_data_path else None

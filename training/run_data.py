@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
 
 from data import summary
 from data.dataset import Dataset, load_dataset
 from data.histogram import draw_lengths
 from data.loader import Loader
 from data.packing import choose_row_length
-from data.prompts import PromptFormat, default_format
-from data.reading import OnBadRecord
+from data.prompts import default_format
 from data.sample_set import SampleSet
 from data.sources import Source
 from data.tokenize import load_tokenizer
@@ -25,56 +22,38 @@ from training.errors import ConfigError
 LENGTHS_FILE = "lengths.png"
 
 
-@dataclass(frozen=True)
 class RecordReader:
     """Reads sets of records alike.
 
-    Attributes:
+    Args:
         folder: of the model, with its tokenizer's files.
         log: of the rank that speaks; quiet on the others.
     """
 
-    folder: Path
-    tokenizer: PreTrainedTokenizerBase
-    prompt_format: PromptFormat
-    max_seq_len: int
-    seed: int
-    log: Console
-    on_bad_record: OnBadRecord
-    cache_dir: str | None
-
-    @classmethod
-    def of(cls, config: TrainConfig, folder: Path, log: Console) -> RecordReader:
-        """With the tokenizer in a model's folder."""
-        tokenizer = load_tokenizer(folder)
-        prompt_format = config.prompt_format or default_format(tokenizer)
-        log.print(f"prompts: {prompt_format}")
-        return cls(
-            folder,
-            tokenizer,
-            prompt_format,
-            config.max_seq_len,
-            config.seed,
-            log,
-            config.on_bad_record,
-            config.cache_dir,
-        )
+    def __init__(self, config: TrainConfig, folder: Path, log: Console) -> None:
+        self.tokenizer = load_tokenizer(folder)
+        self._prompt_format = config.prompt_format or default_format(self.tokenizer)
+        self._config = config
+        self._folder = folder
+        self._log = log
+        log.print(f"prompts: {self._prompt_format}")
 
     def read(self, what: str, data_path: Sequence[str | Source]) -> Dataset:
         """The tokenized records, and a line about what was decided or cut."""
+        config = self._config
         dataset = load_dataset(
             data_path,
-            self.folder,
-            self.max_seq_len,
-            self.prompt_format,
-            on_bad_record=self.on_bad_record,
-            seed=self.seed,
-            cache_dir=self.cache_dir,
-            log=self.log,
-            active=not self.log.quiet,
+            self._folder,
+            config.max_seq_len,
+            self._prompt_format,
+            on_bad_record=config.on_bad_record,
+            seed=config.seed,
+            cache_dir=config.cache_dir,
+            log=self._log,
+            active=not self._log.quiet,
         )
-        self.log.print(f"{what}: {dataset.summary(self.max_seq_len)}")
-        self.log.print(f"{what}: cached in {dataset.folder}, which can be removed at any time")
+        self._log.print(f"{what}: {dataset.summary(config.max_seq_len)}")
+        self._log.print(f"{what}: cached in {dataset.folder}, which can be removed at any time")
         return dataset
 
 

@@ -1,29 +1,17 @@
-"""Bad record files: each gives one line that names the file, the record, the field and what was expected."""
+"""Bad records of Pipetune's own types: each gives one line that names the field and what was expected."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from data.errors import DataError
-from data.records import ConverHasApi, Pretrain, parse_record, read_records
+from data.records import ConverHasApi, parse_record
 from tests.data.helpers import ACTION, RECORDS
 
-GOOD = {"type": "pretrain", "text": "fine"}
 ROUNDS = [["ask", "q"], ["ans", "a"]]
-
-
-def refusal(path: Path) -> str:
-    """The one line with which a file is refused, without the file's name that it begins with."""
-    with pytest.raises(DataError) as caught:
-        read_records(path)
-    line = str(caught.value)
-    assert line.startswith(f"{path}: ")
-    assert "\n" not in line
-    return line.removeprefix(f"{path}: ")
 
 
 def conversation(*rounds: Any) -> dict[str, Any]:
@@ -35,32 +23,6 @@ def with_action(**changes: Any) -> dict[str, Any]:
     action = {name: value for name, value in (ACTION | changes).items() if value is not None}
     rounds = [["ask", "q"], ["ans-api", {"actions": [action], "ans": "a"}]]
     return {"type": "conver_has_api", "api_desc": "d", "rounds": rounds}
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"", "line 1, column 1: not JSON"),
-        (b'[\n  {"type": "pretrain",}\n]', "line 2, column 23: not JSON"),
-        (b'[{"type": "pretrain", "text": "a"}] x', "line 1, column 37: not JSON"),
-        (b'["\xff"]', "byte 2: not UTF-8; expected a JSON file in UTF-8"),
-        (b"[" * 100_000, "cannot be read"),
-        (b'{"type": "pretrain"}', "expected a list of records, found an object"),
-        (b'"text"', "expected a list of records, found a string"),
-        (b"null", "expected a list of records, found null"),
-        (b"[]", "expected at least one record, found an empty list"),
-        (b'[{"type": "pretrain", "text": "a", "id": ' + b"1" * 5000 + b"}]", ""),
-    ],
-)
-def test_a_file_that_holds_no_records_is_refused(content: bytes, reason: str, tmp_path: Path) -> None:
-    path = tmp_path / "records.json"
-    path.write_bytes(content)
-    assert refusal(path).startswith(reason)
-
-
-def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path / "none.json") == "not found; expected a JSON file with a list of records"
-    assert refusal(tmp_path).startswith("cannot be read")
 
 
 @pytest.mark.parametrize(
@@ -104,16 +66,12 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
         (with_action(api_param="[1]"), "field rounds[1][1].actions[0].api_param: expected "),
     ],
 )
-def test_a_bad_record_is_named_with_its_number_and_field(record: Any, reason: str, tmp_path: Path) -> None:
-    path = tmp_path / "records.json"
-    path.write_text(json.dumps([GOOD, record, {"type": "never looked at"}]), encoding="utf-8")
-    assert refusal(path).startswith(f"record 2: {reason}")
-
-
-def test_a_byte_order_mark_is_accepted(tmp_path: Path) -> None:
-    path = tmp_path / "records.json"
-    path.write_text(json.dumps([GOOD]), encoding="utf-8-sig")
-    assert read_records(path) == [Pretrain(type="pretrain", text="fine")]
+def test_a_bad_record_is_named_with_its_field(record: Any, reason: str) -> None:
+    with pytest.raises(DataError) as caught:
+        parse_record(record)
+    line = str(caught.value)
+    assert line.startswith(reason)
+    assert "\n" not in line
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -125,15 +83,3 @@ def test_api_params_are_the_same_as_an_object_and_as_a_string() -> None:
     as_object = parse_record(with_action())
     assert isinstance(as_object, ConverHasApi)
     assert as_object == parse_record(with_action(api_param=json.dumps(ACTION["api_param"])))
-
-
-def test_several_files_are_read_in_order_and_the_bad_one_is_named(tmp_path: Path) -> None:
-    first, second = tmp_path / "b.json", tmp_path / "a.json"
-    first.write_text(json.dumps([GOOD, GOOD | {"text": "two"}]), encoding="utf-8")
-    second.write_text(json.dumps([GOOD | {"text": "three"}]), encoding="utf-8")
-    records = [record for record in read_records([first, str(second)]) if isinstance(record, Pretrain)]
-    assert [record.text for record in records] == ["fine", "two", "three"]
-    second.write_text("[{}]", encoding="utf-8")
-    with pytest.raises(DataError) as caught:
-        read_records([first, second])
-    assert str(caught.value).startswith(f"{second}: record 1: field type: missing")
