@@ -195,7 +195,7 @@ def load(folder: Path, data: Path) -> dict[str, Any]:
 
 def bare(folder: Path, data: Path) -> dict[str, Any]:
     """Give the texts of the same samples to the tokenizer alone."""
-    from data.formats import convert
+    from data.files.formats import convert
     from data.tokenize import Writer, load_tokenizer
 
     tokenizer = load_tokenizer(folder / "tokenizer")

@@ -1,6 +1,6 @@
 """The tokenized records of a run, read from the cache, and what happened to them on the way.
 
-Every sample is tokenized once (`data.building`), before the first run that needs it; here it is only looked at.
+Every sample is tokenized once (`data.cache.building`), before the first run that needs it; here it is only looked at.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import numpy
 from numpy.typing import NDArray
 from rich.console import Console
 
-from data.building import open_cache
-from data.cache import default_folder, read_meta
-from data.columns import Tally
+from data.cache.building import open_cache
+from data.cache.columns import Tally
+from data.cache.recipe import DataFile, Recipe
+from data.cache.sample_file import SampleFile
+from data.cache.store import default_folder, read_meta
+from data.cache.tokenizing import SAMPLES
+from data.files.reading import OnBadRecord
+from data.files.sources import Source, as_sources, files_of, mixture
 from data.prompts import PromptFormat
-from data.reading import OnBadRecord
-from data.recipe import DataFile, Recipe
-from data.sample_file import SampleFile
-from data.sources import Source, as_sources, files_of, mixture
 from data.tokenize import IGNORED, Sample
-from data.tokenizing import SAMPLES
 
 
 class Dataset:
@@ -157,7 +157,7 @@ def load_dataset(
         data_path: files, globs and folders, or a mixture of sources.
         tokenizer: folder of the tokenizer.
         seed: by which a mixture draws.
-        cache_dir: where tokenized data lie; see `data.cache.default_folder`.
+        cache_dir: where tokenized data lie; see `data.cache.store.default_folder`.
         log: told whom this process waits for.
         active: whether this process shows progress.
 

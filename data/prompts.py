@@ -1,9 +1,9 @@
 """Every prompt text, the choice of a format, and the plain format.
 
 A record is first made a `Dialogue`: turns of one user's words and one answer. A dialogue is then written in one of two
-ways: by a chat template (`data.chat_template`), the tokenizer's own or one from a file, or in the plain format below
-(the well-known instruction prompt). demo.py asks through the same functions, so that a model is asked exactly as it was
-trained.
+ways: by a chat template (`data.chats.chat_template`), the tokenizer's own or one from a file, or in the plain format
+below (the well-known instruction prompt). demo.py asks through the same functions, so that a model is asked exactly as
+it was trained.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Pipetune's own five kinds of record.
 
 Kinds may be mixed, and fields that Pipetune does not know (ids, sources) are left alone. Every record is checked before
-anything is trained, and what is wrong is said in one line with the field and what was expected; `data.reading` adds
-the file and the record's number. Other layouts are turned into these kinds, or into a `Chat`, by `data.formats`.
+anything is trained, and what is wrong is said in one line with the field and what was expected; `data.files.reading`
+adds the file and the record's number. Other layouts are turned into these kinds, or into a `Chat`, by
+`data.files.formats`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter, ValidationError, field_validator
 from pydantic_core import from_json
 
-from data.chat import Chat
+from data.chats.chat import Chat
 from data.errors import DataError
 
 

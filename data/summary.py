@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy
 
-from data.columns import Tally
+from data.cache.columns import Tally
 from data.dataset import Dataset
 
 ROWS = 20  # of the table

@@ -21,10 +21,11 @@ from pydantic import BaseModel
 from tokenizers import Encoding
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from data.chat import Chat
-from data.chat_template import ChatTemplate, chat_template
+from data.chats.chat import Chat
+from data.chats.chat_template import ChatTemplate, chat_template
+from data.chats.messages import said_in_chat, said_in_dialogue
+from data.chats.rewrites import plain_dialogue
 from data.errors import DataError
-from data.messages import said_in_chat, said_in_dialogue
 from data.native_tokenizers import native_tokenizer
 from data.prompts import (
     PLAIN,
@@ -37,7 +38,6 @@ from data.prompts import (
     write_plain,
 )
 from data.records import Pretrain, Record, parse_record
-from data.rewrites import plain_dialogue
 
 IGNORED = -100  # the label of a token without loss, as in transformers and torch
 

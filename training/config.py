@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from data.files.reading import OnBadRecord
 from data.loader import Packing
 from data.prompts import PromptFormat
-from data.reading import OnBadRecord
 from training.config_sections import (
     DataPath,
     HalfPrecision,
@@ -44,7 +44,7 @@ class TrainConfig(BaseModel):
 
     # Folder of the model to start from, in either layout.
     model_path: str
-    # Files of records: paths, globs or folders, or sources with a share of their own (data/sources.py).
+    # Files of records: paths, globs or folders, or sources with a share of their own (data/files/sources.py).
     data_path: Annotated[DataPath, Field(min_length=1)]
     # Folder for the run: config.yml, metrics.jsonl, checkpoints.
     save_path: str

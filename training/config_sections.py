@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from data.sources import Source
+from data.files.sources import Source
 
 
 class _Section(BaseModel):

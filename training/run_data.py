@@ -9,12 +9,12 @@ from rich.console import Console
 
 from data import summary
 from data.dataset import Dataset, load_dataset
+from data.files.sources import Source
 from data.histogram import draw_lengths
 from data.loader import Loader
 from data.packing import choose_row_length
 from data.prompts import default_format
 from data.sample_set import SampleSet
-from data.sources import Source
 from data.tokenize import load_tokenizer
 from training.config import TrainConfig
 from training.errors import ConfigError

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data.chat import Chat
+from data.chats.chat import Chat
 from data.prompts import Dialogue, PromptFormat, Turn, as_dialogue
 from data.records import Pretrain, parse_record
 from data.tokenize import Sample, encode, encode_question, encode_whole

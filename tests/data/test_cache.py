@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from data import building, recipe
-from data.cache import Cache, default_folder
+from data.cache import building, recipe
+from data.cache.digests import Digests
+from data.cache.recipe import DataFile, Recipe
+from data.cache.store import Cache, default_folder
+from data.cache.tokenizing import SAMPLES
 from data.dataset import Dataset, load_dataset
-from data.digests import Digests
 from data.errors import DataError
-from data.recipe import DataFile, Recipe
-from data.tokenizing import SAMPLES
 from tests.conftest import ROOT
 
 LIMIT = 160
@@ -48,7 +48,7 @@ def age(path: Path, seconds: float = 60) -> None:
 @pytest.fixture(autouse=True)
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Digests of files that were just written are remembered as well: nobody writes them twice in a tick here."""
-    monkeypatch.setattr("data.digests.SETTLED", -1.0)
+    monkeypatch.setattr("data.cache.digests.SETTLED", -1.0)
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_every_change_of_what_samples_depend_on_gives_another_cache(
         (tokenizer / name).write_text((tokenizer / name).read_text().rstrip() + "\n ")
         keys.append(key())
     recipe.code_digest.cache_clear()
-    monkeypatch.setattr(recipe, "LATER", (*recipe.LATER, "columns"))
+    monkeypatch.setattr(recipe, "LATER", (*recipe.LATER, "cache/columns"))
     keys.append(key())
     recipe.code_digest.cache_clear()
     renamed = data.rename(tmp_path / "a.txt")  # read as lines of text
@@ -193,7 +193,7 @@ def test_a_file_replaced_by_one_of_the_same_size_and_time_is_noticed(tmp_path: P
 def test_a_digest_of_a_file_that_was_just_written_is_not_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data.digests.SETTLED", 60.0)
+    monkeypatch.setattr("data.cache.digests.SETTLED", 60.0)
     data = write(tmp_path / "a.jsonl", records(3))
     digests = Digests(tmp_path / "digests")
     digests.take(data)
@@ -335,13 +335,13 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = write(tmp_path / "a.jsonl", records(3))
-    build = sys.modules["data.cache"].build
+    build = sys.modules["data.cache.store"].build
 
     def slow(*arguments: Any) -> None:
         build(*arguments)
         write(data, records(4))
 
-    monkeypatch.setattr("data.cache.build", slow)
+    monkeypatch.setattr("data.cache.store.build", slow)
     with pytest.raises(DataError, match="changed while"):
         load(data)
     assert not caches(tmp_path)
@@ -367,14 +367,14 @@ def test_the_environment_says_where_the_cache_is(monkeypatch: pytest.MonkeyPatch
 def test_the_key_leaves_out_no_code_that_samples_depend_on() -> None:
     """What the builder loads counts, but for what is known to only carry and store."""
     script = (
-        "import sys; sys.modules['torch'] = None; import data.builder, data.building; "
-        "print(*[name[5:] for name in sys.modules if name.startswith('data.')])"
+        "import sys; sys.modules['torch'] = None; import data.cache.builder, data.cache.building; "
+        "print(*[name[5:].replace('.', '/') for name in sys.modules if name.startswith('data.')])"
     )
     told = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True, timeout=120
     )
     loaded = set(told.stdout.split())
-    assert {"tokenize", "columns", "prompts"} <= loaded
+    assert {"tokenize", "cache/columns", "prompts"} <= loaded
     assert not loaded & set(recipe.LATER)
     assert set(recipe.CARRIERS) <= loaded
     for name in {*recipe.CARRIERS, *recipe.LATER}:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.chat_template import ChatTemplate
+from data.chats.chat_template import ChatTemplate
 from data.errors import DataError
 from data.tokenize import encode_many, encode_whole
 from tests.data.helpers import RECORDS, chat, rendered, runs_of, runs_under, supervised, whole_text

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from data.chat import Chat
-from data.chat_template import ChatTemplate, chat_template
-from data.messages import said_in_chat
+from data.chats.chat import Chat
+from data.chats.chat_template import ChatTemplate, chat_template
+from data.chats.messages import said_in_chat
 from data.prompts import Written
 from tests.data.helpers import chat, rendered
 from tests.data.template_styles import (

@@ -16,14 +16,14 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from data import summary
-from data.columns import Columns, Encoded, as_columns
+from data.cache.columns import Columns, Encoded, as_columns
+from data.cache.tokenizing import has_empty_answer
 from data.dataset import Dataset, load_dataset, supervised_count
 from data.errors import DataError
+from data.files.sources import Source
 from data.histogram import draw_lengths
 from data.records import parse_record
-from data.sources import Source
 from data.tokenize import Sample, encode, encode_whole, load_tokenizer
-from data.tokenizing import has_empty_answer
 from tests.conftest import CHATML, save_tokenizer
 from tests.data.helpers import RECORDS
 from training.run_data import LENGTHS_FILE, report

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from data import layouts
-from data.chat import Chat
+from data.chats.chat import Chat
 from data.errors import DataError
-from data.formats import FORMATS, convert
+from data.files import layouts
+from data.files.formats import FORMATS, convert
 from data.records import Instruct, Pretrain, Record, RefQA
 from tests.data.helpers import RECORDS
 

@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 from pyarrow import parquet
 
-from data.decompression import GZIP, ZSTD
 from data.errors import DataError
-from data.formats import FORMATS
-from data.raw_records import PARQUET, RawRecord
-from data.reading import LONGEST_LINE, SHOWN, parse, read
+from data.files.decompression import GZIP, ZSTD
+from data.files.formats import FORMATS
+from data.files.raw_records import PARQUET, RawRecord
+from data.files.reading import LONGEST_LINE, SHOWN, parse, read
+from data.files.sources import TEXT_FILE, Source
 from data.records import Pretrain, Record
-from data.sources import TEXT_FILE, Source
 from tests.data.helpers import RECORDS
 from tests.data.test_formats import CASES
 

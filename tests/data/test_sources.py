@@ -16,10 +16,10 @@ import zstandard
 from pyarrow import parquet
 from pydantic import ValidationError
 
-from data import decompression, json_values, raw_records
 from data.errors import DataError
-from data.raw_records import RawRecord
-from data.sources import Source, as_sources, files_of, mixture
+from data.files import decompression, json_values, raw_records
+from data.files.raw_records import RawRecord
+from data.files.sources import Source, as_sources, files_of, mixture
 
 RECORDS: list[dict[str, Any]] = [
     {"text": "one"},

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 from rich.console import Console
 
-from data import building
+from data.cache import building
 from data.dataset import load_dataset
 from data.errors import DataError
 

@@ -6,7 +6,7 @@ have seen no touch for a minute, or at once when its holder was a process of the
 should ever build at the same time, the cache that is renamed first counts. Beside the lock lies a note that says who
 builds, how far it is, and in the end what went wrong: those who waited fail with the same words.
 
-Small files are tokenized right here; for larger ones a process of its own is started (`data.builder`).
+Small files are tokenized right here; for larger ones a process of its own is started (`data.cache.builder`).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from filelock import SoftFileLease, Timeout
 from rich.console import Console
 from tqdm import tqdm
 
-from data.cache import Cache
-from data.digests import write_whole
+from data.cache.digests import write_whole
+from data.cache.recipe import Recipe
+from data.cache.store import Cache
+from data.cache.tokenizing import Tell
 from data.errors import DataError
-from data.recipe import Recipe
-from data.tokenizing import Tell
 
 SMALL = 2**20  # bytes that are tokenized before another process has started
 LEASE = 60.0  # seconds without a sign of life
 POLL = 0.2  # seconds
 NOTING = 1.0  # seconds between two notes
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 # Workers are the parallelism; a second one inside each would only fight with them.
 ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 ENVIRONMENT |= {"TRANSFORMERS_VERBOSITY": "error"}
@@ -52,7 +52,7 @@ def open_cache(recipe: Recipe, folder: Path, log: Console, active: bool) -> Path
         active: whether this process shows progress.
 
     Raises:
-        DataError: see `data.cache.Cache.make`.
+        DataError: see `data.cache.store.Cache.make`.
     """
     cache = Cache(folder)
     identity = recipe.identity()
@@ -116,7 +116,7 @@ class Bar:
         self._bar: Any = None
 
     def tell(self, what: str, done: int, total: int, records: int) -> None:
-        """Show progress; see `data.tokenizing.Tell`."""
+        """Show progress; see `data.cache.tokenizing.Tell`."""
         if self._bar is None or what != self._what:
             self.close()
             self._what = what
@@ -196,7 +196,7 @@ def _builder(job: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
     """The builder's process, ended with the block."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
-        [sys.executable, "-m", "data.builder"],
+        [sys.executable, "-m", "data.cache.builder"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

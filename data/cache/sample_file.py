@@ -1,8 +1,8 @@
 """Tokenized samples in an Arrow file: written batch by batch, read as memory-mapped arrays.
 
 Nothing is loaded: a sample's ids are a view of the file in the system's page cache, which all processes of a host
-share. Its labels are made when it is asked for, from the runs that bear loss (see `data.columns`). A token takes 4
-bytes on the disk.
+share. Its labels are made when it is asked for, from the runs that bear loss (see `data.cache.columns`). A token takes
+4 bytes on the disk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pyarrow
 import pyarrow.compute
 from numpy.typing import NDArray
 
-from data.columns import Columns
+from data.cache.columns import Columns
 from data.tokenize import IGNORED, Sample
 
 SCHEMA = pyarrow.schema(

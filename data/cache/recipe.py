@@ -16,9 +16,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.digests import stamp
+from data.cache.digests import stamp
+from data.files.reading import OnBadRecord
 from data.prompts import CHAT_TEMPLATE, PLAIN, PromptFormat, template_in_file
-from data.reading import OnBadRecord
 
 LAYOUT = 1  # of the cache's files
 TOKENIZER_FILES = (
@@ -26,13 +26,13 @@ TOKENIZER_FILES = (
 )
 TOKENIZER_FILES += ["added_tokens.json"]
 # Modules that no sample depends on: they carry samples and store them, or come later. Any other counts.
-CARRIERS = ("builder", "building", "cache", "digests", "recipe")
+CARRIERS = ("cache/builder", "cache/building", "cache/store", "cache/digests", "cache/recipe")
 LATER = ("dataset", "histogram", "inspect", "inspect_html", "loader", "packing", "sample_set", "summary")
 LIBRARIES = ("tokenizers", "transformers", "jinja2")
 
 
 class DataFile(NamedTuple):
-    """A file and the format of its records, as in `data.sources.Source`."""
+    """A file and the format of its records, as in `data.files.sources.Source`."""
 
     path: str
     format: str | None = None
@@ -115,8 +115,10 @@ def tokenizer_digest(folder: Path) -> str:
 @cache
 def code_digest() -> str:
     """Of the modules that turn records into samples."""
-    modules = sorted(path for path in Path(__file__).parent.glob("*.py") if path.stem not in CARRIERS + LATER)
-    return _digest([(path.stem, hashlib.sha256(path.read_bytes()).hexdigest()) for path in modules])
+    wing = Path(__file__).parent.parent
+    modules = {path.relative_to(wing).with_suffix("").as_posix(): path for path in wing.rglob("*.py")}
+    counted = sorted((name, path) for name, path in modules.items() if name not in CARRIERS + LATER)
+    return _digest([(name, hashlib.sha256(path.read_bytes()).hexdigest()) for name, path in counted])
 
 
 def _endings(file: str) -> list[str]:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from data.errors import DataError
-from data.formats import FORMATS
+from data.files.formats import FORMATS
 
 TEXT_FILE = "text_file"  # a format of files, not of records: one file is one text
 TEXT_SUFFIXES = (".txt",)
@@ -37,7 +37,8 @@ class Source(BaseModel):
         path: a file, a glob or a folder, or a list of them.
         repeat: how often an epoch holds each record; fractions are allowed.
         weight: the share of the epoch, relative to the weights of the other entries; then every entry needs one.
-        format: of the records (`data.formats.FORMATS`), or `text_file`: each file is one text. Recognised where absent.
+        format: of the records (`data.files.formats.FORMATS`), or `text_file`: each file is one text. Recognised where
+            absent.
     """
 
     model_config = ConfigDict(extra="forbid")

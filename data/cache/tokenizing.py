@@ -26,15 +26,15 @@ from typing import NamedTuple, Protocol
 import numpy
 from numpy.typing import NDArray
 
-from data.chat import Chat
-from data.columns import Columns, Encoded, Tally, as_columns
-from data.control_words import ControlWords
+from data.cache.columns import Columns, Encoded, Tally, as_columns
+from data.cache.recipe import Recipe
+from data.cache.sample_file import SampleWriter
+from data.chats.chat import Chat
+from data.chats.control_words import ControlWords
 from data.errors import DataError
-from data.raw_records import RawRecord, read_file
-from data.reading import BadRecords, Origin, parse
-from data.recipe import Recipe
+from data.files.raw_records import RawRecord, read_file
+from data.files.reading import BadRecords, Origin, parse
 from data.records import Instruct, Pretrain, Record
-from data.sample_file import SampleWriter
 from data.tokenize import encode_many, load_tokenizer
 
 SAMPLES, META = "samples.arrow", "meta.json"

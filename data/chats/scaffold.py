@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from data.marks import CONTENT, Leaf, Place, Unplaceable, words_of
-from data.messages import JSON, Said
-from data.turns import Turn, agreement
+from data.chats.marks import CONTENT, Leaf, Place, Unplaceable, words_of
+from data.chats.messages import JSON, Said
+from data.chats.turns import Turn, agreement
 
 # Two sets of tools that begin, end and read as differently as tools can: what the template writes of them is where
 # the two texts differ.

@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple
 from pydantic_core import from_json
 
 from data.errors import DataError
-from data.formats import convert
-from data.raw_records import RawRecord, raw_records
+from data.files.formats import convert
+from data.files.raw_records import RawRecord, raw_records
+from data.files.sources import TEXT_FILE, Source
 from data.records import Record
-from data.sources import TEXT_FILE, Source
 
 OnBadRecord = Literal["stop", "skip"]
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
-from data.messages import Call, Said
+from data.chats.messages import Call, Said
 
 CONTENT, REASONING, NAME, ARGUMENTS, CALL_ID, TOOL = "content", "reasoning", "name", "arguments", "id", "tool"
 WORDS = (CONTENT, REASONING)

@@ -1,4 +1,4 @@
-"""The process that builds a cache: `python -m data.builder`, started by `data.building`.
+"""The process that builds a cache: `python -m data.cache.builder`, started by `data.cache.building`.
 
 It gets a folder and a recipe on its standard input, and writes its progress and last its result to its standard output,
 one JSON object a line. It is a process of its own because a training process must not fork: that has threads and a GPU.
@@ -19,10 +19,10 @@ INTERVAL = 0.2  # seconds between two lines of progress
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers then takes it for absent
-    from data.building import Throttled
-    from data.cache import Cache
+    from data.cache.building import Throttled
+    from data.cache.recipe import Recipe
+    from data.cache.store import Cache
     from data.errors import DataError
-    from data.recipe import Recipe
 
     job = json.loads(sys.stdin.readline())
     parent = os.getppid()

@@ -1,6 +1,6 @@
 """A dialogue in the form that chat APIs use: messages with roles, tools, and calls of tools.
 
-It is the form that every other dialogue format is turned into (`data.formats`). Loss is on the messages of the
+It is the form that every other dialogue format is turned into (`data.files.formats`). Loss is on the messages of the
 assistant, its calls of tools included.
 """
 

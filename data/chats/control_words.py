@@ -16,8 +16,8 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedTokenizerBase
 
-from data.chat import Chat
-from data.messages import said_in_chat, said_in_dialogue
+from data.chats.chat import Chat
+from data.chats.messages import said_in_chat, said_in_dialogue
 from data.prompts import as_dialogue
 from data.records import Pretrain, Record
 

@@ -16,8 +16,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from data.marks import CALL_ID, CONTENT, NAME, WORDS, Place, Unplaceable, says, structure
-from data.messages import Said
+from data.chats.marks import CALL_ID, CONTENT, NAME, WORDS, Place, Unplaceable, says, structure
+from data.chats.messages import Said
 
 Render = Callable[..., str]  # messages -> text; `asking=True` adds the generation prompt
 Offsets = tuple[int, int, bool]

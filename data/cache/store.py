@@ -1,8 +1,8 @@
 """The folder of tokenized data: what lies where, what is whole, and how a cache gets there.
 
     datasets/<key>/samples.arrow, meta.json     one tokenized set of files; the key is the recipe's
-    digests/                                    of data files (`data.digests`)
-    builds/                                     locks, and what is being written (`data.building`)
+    digests/                                    of data files (`data.cache.digests`)
+    builds/                                     locks, and what is being written (`data.cache.building`)
 
 A cache is written under another name and renamed last, so it is there as a whole or not at all. Every folder in
 datasets/ can be removed at any time: what is missing is tokenized again. A cache whose file does not have the recorded
@@ -19,11 +19,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from data.digests import Digests
+from data.cache.digests import Digests
+from data.cache.recipe import Recipe
+from data.cache.sample_file import SampleFile
+from data.cache.tokenizing import META, SAMPLES, Tell, build
 from data.errors import DataError
-from data.recipe import Recipe
-from data.sample_file import SampleFile
-from data.tokenizing import META, SAMPLES, Tell, build
 
 
 def default_folder() -> Path:
@@ -67,7 +67,7 @@ class Cache:
         return found if is_whole(found) else None
 
     def make(self, recipe: Recipe, tell: Tell, workers: int) -> Path:
-        """A recipe's cache, built where there is none. See `data.tokenizing.build`.
+        """A recipe's cache, built where there is none. See `data.cache.tokenizing.build`.
 
         Raises:
             DataError: a file or a record is wrong, a file changed meanwhile, the disk is full.

@@ -1,6 +1,7 @@
 """The messages of a dialogue as a chat template gets them.
 
-Every dialogue becomes a list of `Said`, one a message; `data.rewrites` says in another way what a template refuses.
+Every dialogue becomes a list of `Said`, one a message; `data.chats.rewrites` says in another way what a template
+refuses.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from data.chat import Chat
+from data.chats.chat import Chat
 from data.prompts import CHAT_CONTEXT, CHAT_INPUT, Dialogue, Span
 
 JSON = dict[str, Any]

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from data.decompression import chunks_of
-from data.json_values import DECODER, LONGEST_TOKEN, MAX_RECORD, split
-from data.sources import TEXT_FILE, TEXT_SUFFIXES, Source, bare_suffix, files_of
+from data.files.decompression import chunks_of
+from data.files.json_values import DECODER, LONGEST_TOKEN, MAX_RECORD, split
+from data.files.sources import TEXT_FILE, TEXT_SUFFIXES, Source, bare_suffix, files_of
 
 HEAD = 64 << 10  # bytes that are looked at to find out what a file holds
 ROWS = 256  # of a Parquet file, made at once

@@ -1,8 +1,8 @@
 """The layouts that records are published in, and the records that each becomes.
 
-A layout is a pydantic model of one object. Its required fields tell it from the others (`data.formats`); fields that it
-does not know are left alone. Where one object holds several samples (all questions on an article, all instances of an
-instruction) it becomes several records.
+A layout is a pydantic model of one object. Its required fields tell it from the others (`data.files.formats`); fields
+that it does not know are left alone. Where one object holds several samples (all questions on an article, all instances
+of an instruction) it becomes several records.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import AliasChoices, BaseModel, Field, PrivateAttr, field_validator, model_validator
 from pydantic_core import from_json
 
-from data.chat import Chat, Function, Message, ToolCall
+from data.chats.chat import Chat, Function, Message, ToolCall
 from data.records import Instruct, Pretrain, Record, RefQA, shown
 
 

@@ -1,7 +1,7 @@
 """Recognising the layout of a record, and turning it into Pipetune's own records.
 
 A record has the first format of `FORMATS` whose required fields it has all of. Where that guess is wrong, `format:` in
-data_path names the right one. The layouts themselves are declared in `data.layouts`.
+data_path names the right one. The layouts themselves are declared in `data.files.layouts`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from pydantic import AliasChoices, ValidationError
 
-from data import layouts
 from data.errors import DataError
-from data.layouts import Layout
+from data.files import layouts
+from data.files.layouts import Layout
 from data.records import KINDS, Record, explain, json_type, parse_record, shown
 
 FIELDS_SHOWN = 12

@@ -1,8 +1,8 @@
 """The same dialogue with less for a chat template to know.
 
 Templates differ in what they take. Some refuse a system message, several messages of one role in a row, or tools. Each
-function here takes one such thing out and says it in another way, so that nothing is lost; `data.chat_template` finds
-out which of them a template needs. The plain format, which knows questions and answers only, needs them all.
+function here takes one such thing out and says it in another way, so that nothing is lost; `data.chats.chat_template`
+finds out which of them a template needs. The plain format, which knows questions and answers only, needs them all.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 
-from data.chat import Chat
-from data.messages import JSON, Said, answer, call_id_of, said_in_chat
+from data.chats.chat import Chat
+from data.chats.messages import JSON, Said, answer, call_id_of, said_in_chat
 from data.prompts import (
     API_CALL,
     API_FINAL,

@@ -1,13 +1,13 @@
 """Chat templates: a dialogue as a template writes it, and exactly which characters of it the model has to write.
 
 A record is rendered once, as a server renders it. Which of the text bears loss is told by a scaffold
-(`data.scaffold`): the same template's text around stand-ins, made once for all dialogues of one structure. Where a
-template looks at the words themselves (some split thoughts from an answer), the record takes the slower way: it is
+(`data.chats.scaffold`): the same template's text around stand-ins, made once for all dialogues of one structure. Where
+a template looks at the words themselves (some split thoughts from an answer), the record takes the slower way: it is
 rendered again with marks around the assistants' words, and for each turn up to there. Either way the text without marks
 is compared with the rendered one, character by character, and a record that cannot be masked exactly is refused.
 
 What a template refuses or leaves out (system messages, messages of one role in a row, tools, thoughts) is said in
-another way (`data.rewrites`); the first one that the template takes is used for all dialogues of that structure.
+another way (`data.chats.rewrites`); the first one that the template takes is used for all dialogues of that structure.
 
 Cost: one rendering a record, 25 to 150 microseconds; a scaffold costs a rendering or two for each kind of turn.
 """
@@ -23,14 +23,14 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
+from data.chats.marks import CONTENT, Place, StandIns, Unplaceable, Wrapped, structure
+from data.chats.messages import JSON, Call, Said, as_dicts
+from data.chats.ranges import Range, joined, ranges_of, without
+from data.chats.rewrites import Rewrite, rewrites, tools_as_text, with_short_ids
+from data.chats.scaffold import OTHER_TOOLS, SOME_TOOLS, Placed, Scaffold, placed_by_marks, tools_between
+from data.chats.turns import Turn, TurnFinder, Vocabulary, generated
 from data.errors import DataError
-from data.marks import CONTENT, Place, StandIns, Unplaceable, Wrapped, structure
-from data.messages import JSON, Call, Said, as_dicts
 from data.prompts import CHAT_TEMPLATE, PromptFormat, Written, end_of_sequence, template_in_file
-from data.ranges import Range, joined, ranges_of, without
-from data.rewrites import Rewrite, rewrites, tools_as_text, with_short_ids
-from data.scaffold import OTHER_TOOLS, SOME_TOOLS, Placed, Scaffold, placed_by_marks, tools_between
-from data.turns import Turn, TurnFinder, Vocabulary, generated
 
 REFUSED = "the chat template refuses the record: {reason}"
 CHANGED = "the chat template changes the words of an answer; use prompt_format: plain"

@@ -1,0 +1,1 @@
+"""Dialogues with a tokenizer's chat template: what is said, and exactly which tokens bear loss."""
