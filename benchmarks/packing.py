@@ -34,7 +34,7 @@ MODEL = {
     "model_type": "llama",
     "hidden_size": 576,
     "intermediate_size": 1536,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 12,
     "num_attention_heads": 9,
     "num_key_value_heads": 3,
     "vocab_size": 32000,
@@ -93,6 +93,7 @@ def config(folder: Path, limit: int) -> dict[str, Any]:
         "from_scratch": True,
         "max_seq_len": limit,
         "train_batch_size": TRAINED,
+        "bf16": {"enabled": True},
     }
 
 

@@ -6,7 +6,6 @@ Every sample is tokenized once (`data.cache.building`), before the first run tha
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import chain
@@ -97,14 +96,6 @@ class Dataset:
             made.add(tally)
         return made
 
-    @property
-    def kinds(self) -> Counter[str]:
-        """How many records of each type were read."""
-        made: Counter[str] = Counter()
-        for (_, kind), tally in self.tallies.items():
-            made[kind] += tally.records
-        return made
-
     def select(self, numbers: Sequence[int] | NDArray[Any]) -> Dataset:
         """Some of the samples, in this order; one may come several times. The counts stay those of the records."""
         chosen = numpy.asarray(numbers, dtype=numpy.int64)
@@ -120,23 +111,6 @@ class Dataset:
         if self._numbers is None:
             return self._fingerprint
         return hashlib.sha256(self.digests.tobytes()).hexdigest()
-
-    def summary(self, max_seq_len: int) -> str:
-        """One line for the log."""
-        total = self.total
-        tokens, supervised = int(self.lengths.sum(dtype=numpy.int64)), int(self.supervised.sum(dtype=numpy.int64))
-        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.kinds.items()))
-        line = f"{len(self)} samples ({kinds}), {tokens:,} tokens, {supervised:,} of them supervised"
-        if total.cut:
-            at_turn = f", {total.cut_at_turn} of them at the end of a turn" if total.cut_at_turn else ""
-            line += f"; {total.cut} cut to max_seq_len {max_seq_len}{at_turn} (the longest had {total.longest} tokens)"
-        if total.split:
-            line += f"; {total.split} texts split"
-        if total.silent:
-            line += f"; {total.silent} left out: nothing supervised in the first {max_seq_len} tokens"
-        if self.n_bad:
-            line += f"; {self.n_bad} left out: something is wrong with them"
-        return line
 
 
 def load_dataset(

@@ -40,7 +40,7 @@ def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
     return [pad(text, width) for pad, text, width in zip(sides, row, widths, strict=True)]
 
 
-def facts(dataset: Dataset) -> list[str]:
+def facts(dataset: Dataset, max_seq_len: int) -> list[str]:
     """Lines about the set as a whole."""
     lengths = dataset.lengths
     mean, median, longest = lengths.mean(), numpy.median(lengths), lengths.max()
@@ -51,7 +51,10 @@ def facts(dataset: Dataset) -> list[str]:
         f"duplicates: {dataset.duplicates:,} samples equal an earlier one",
     ]
     if dataset.total.cut:
-        lines.append(f"cut: {dataset.total.cut:,} records, {dataset.total.cut_at_turn:,} of them at the end of a turn")
+        lines.append(
+            f"cut to max_seq_len {max_seq_len}: {dataset.total.cut:,} records, {dataset.total.cut_at_turn:,} of them "
+            f"at the end of a turn; the longest had {dataset.total.longest:,} tokens"
+        )
     return lines + dataset.skipped
 
 

@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from pydantic import BaseModel
 from tokenizers import Encoding
@@ -47,6 +47,24 @@ class Sample(TypedDict):
 
     input_ids: list[int]
     labels: list[int]
+
+
+class Tokens(NamedTuple):
+    """One tokenized record, in the form that many of them are made and kept in.
+
+    Attributes:
+        loss: ranges [begin, end) of tokens that bear loss, in order, none empty.
+    """
+
+    ids: list[int]
+    loss: list[tuple[int, int]]
+
+    def sample(self) -> Sample:
+        """With a label for each token."""
+        labels = [IGNORED] * len(self.ids)
+        for begin, end in self.loss:
+            labels[begin:end] = self.ids[begin:end]
+        return {"input_ids": self.ids, "labels": labels}
 
 
 _NOT_YET = DataError("not encoded yet")
@@ -102,24 +120,24 @@ def encode_whole(
     record: Record | dict[str, Any], tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat | None = None
 ) -> Sample:
     """`encode` without a limit on the length."""
-    (sample,) = encode_many([record], tokenizer, prompt_format)
-    if isinstance(sample, DataError):
-        raise sample
-    return sample
+    (tokens,) = encode_many([record], tokenizer, prompt_format)
+    if isinstance(tokens, DataError):
+        raise tokens
+    return tokens.sample()
 
 
 def encode_many(
     records: Sequence[Record | dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
     prompt_format: PromptFormat | None = None,
-) -> list[Sample | DataError]:
+) -> list[Tokens | DataError]:
     """`encode_whole` for many records at once, in their order; what is wrong with a record stands in its place.
 
     Raises:
         DataError: the format cannot be used with this tokenizer, whatever the record.
     """
     writer = Writer(tokenizer, prompt_format)
-    done: list[Sample | DataError] = []
+    done: list[Tokens | DataError] = []
     written: list[tuple[int, Written, list[int]]] = []
     for number, record in enumerate(records):
         done.append(_NOT_YET)
@@ -135,7 +153,7 @@ def encode_many(
     backend.encode_special_tokens = tokenizer.split_special_tokens
     encodings = backend.encode_batch([text.text for _, text, _ in written], add_special_tokens=False)
     for (number, text, prefix), encoding in zip(written, encodings, strict=True):
-        done[number] = _sample(text, prefix, encoding)
+        done[number] = _tokens(text, prefix, encoding)
     return done
 
 
@@ -207,18 +225,17 @@ def beginning_of_sequence(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return []
 
 
-def _sample(written: Written, prefix: list[int], encoding: Encoding) -> Sample:
-    ids = encoding.ids
-    labels = [IGNORED] * len(ids)
+def _tokens(written: Written, prefix: list[int], encoding: Encoding) -> Tokens:
+    loss = []
+    shift = len(prefix)
     for begin, end in written.loss:
         first = encoding.char_to_token(begin)
         if first is None:  # no token holds this character: the normalizer dropped it
             first = _token_at(encoding, begin)
         last = _token_at(encoding, end)
-        labels[first:last] = ids[first:last]
-    if prefix:
-        ids, labels = prefix + ids, [IGNORED] * len(prefix) + labels
-    return {"input_ids": ids, "labels": labels}
+        if first < last:
+            loss.append((first + shift, last + shift))
+    return Tokens(prefix + encoding.ids if prefix else encoding.ids, loss)
 
 
 def _token_at(encoding: Encoding, place: int) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from data import summary
 from data.inspect import show_samples
 from data.inspect_html import write_page
 from models.checkpoint.layout import resolve
@@ -65,7 +66,9 @@ def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:
     """Print the first samples as they would be trained, or write them as a page."""
     console = Console()
     reader = RecordReader(config, resolve(config.model_path), console)
-    samples = reader.read("data", config.data_path).samples[:count]
+    dataset = reader.read("data", config.data_path)
+    console.print(summary.table(dataset), markup=False, highlight=False)
+    samples = dataset.samples[:count]
     if html:
         write_page(samples, reader.tokenizer, html, title=f"Samples of {Path(config.save_path).name}")
         console.print(f"{len(samples)} samples in {html}")

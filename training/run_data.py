@@ -39,7 +39,7 @@ class RecordReader:
         log.print(f"prompts: {self._prompt_format}")
 
     def read(self, what: str, data_path: Sequence[str | Source]) -> Dataset:
-        """The tokenized records, and a line about what was decided or cut."""
+        """The tokenized records, and a line about where they lie."""
         config = self._config
         dataset = load_dataset(
             data_path,
@@ -52,8 +52,7 @@ class RecordReader:
             log=self._log,
             active=not self._log.quiet,
         )
-        self._log.print(f"{what}: {dataset.summary(config.max_seq_len)}")
-        self._log.print(f"{what}: cached in {dataset.folder}, which can be removed at any time")
+        self._log.print(f"{what}: {len(dataset):,} samples, cached in {dataset.folder}, which can be removed any time")
         return dataset
 
 
@@ -73,7 +72,7 @@ def report(
     log.print(f"records:\n{summary.table(dataset)}", markup=False)
     if evaluation_set is not None:
         log.print(f"evaluation records:\n{summary.table(evaluation_set)}", markup=False)
-    for line in [*summary.facts(dataset), *more]:
+    for line in [*summary.facts(dataset, max_seq_len), *more]:
         log.print(line)
     try:
         log.print(f"lengths drawn: {draw_lengths(dataset, max_seq_len, run_folder / LENGTHS_FILE)}")

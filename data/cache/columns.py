@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from data.tokenize import IGNORED, Sample
+from data.tokenize import Tokens
 
 SPLIT_KIND = "pretrain"  # texts without turns: a piece of one is as good as the whole
 
@@ -108,6 +108,7 @@ class Encoded:
         kind: its type.
         empty: whether an answer of it is empty.
         control: whether the name of a control token stands in its words.
+        tokens: whole.
     """
 
     file: int
@@ -115,7 +116,7 @@ class Encoded:
     kind: str
     empty: bool
     control: bool
-    sample: Sample
+    tokens: Tokens
 
 
 @dataclass
@@ -127,10 +128,10 @@ class _Piece:
 
 def as_columns(encoded: Sequence[Encoded], limit: int) -> Columns:
     """Cut whole samples to `limit` tokens and lay them out as columns."""
-    lengths = [len(each.sample["input_ids"]) for each in encoded]
+    lengths = [len(each.tokens.ids) for each in encoded]
     ends = list(accumulate(lengths))
-    flat = _flat([each.sample["input_ids"] for each in encoded])
-    bears = _flat([each.sample["labels"] for each in encoded]) != IGNORED
+    flat = numpy.fromiter(chain.from_iterable(each.tokens.ids for each in encoded), dtype=numpy.int32)
+    bears = _bears_loss(encoded, ends)
     counted = _counted(bears)
     pieces: list[_Piece] = []
     tallies: dict[tuple[int, str], Tally] = {}
@@ -228,11 +229,20 @@ def _digests(ids: Ints, offsets: Ints, runs: Ints, run_offsets: Ints) -> NDArray
     return numpy.frombuffer(bytes(made), dtype=numpy.uint64)
 
 
-def _flat(rows: Sequence[Any]) -> Ints:
-    """Rows of numbers, lists or arrays, as one array."""
-    if rows and isinstance(rows[0], numpy.ndarray):
-        return numpy.concatenate(rows).astype(numpy.int32, copy=False)
-    return numpy.fromiter(chain.from_iterable(rows), dtype=numpy.int32)
+def _bears_loss(encoded: Sequence[Encoded], ends: Sequence[int]) -> NDArray[numpy.bool_]:
+    """For each token of all samples whether it bears loss: how many ranges began before it and have not ended."""
+    origins = [0, *ends][: len(encoded)]
+    ranges = [
+        (begin + origin, end + origin)
+        for each, origin in zip(encoded, origins, strict=True)
+        for begin, end in each.tokens.loss
+    ]
+    borders = numpy.array(ranges, dtype=numpy.int64).reshape(-1, 2)
+    change = numpy.zeros(ends[-1] + 1 if ends else 1, dtype=numpy.int32)
+    numpy.add.at(change, borders[:, 0], 1)
+    numpy.subtract.at(change, borders[:, 1], 1)
+    bears: NDArray[numpy.bool_] = numpy.cumsum(change[:-1]) > 0
+    return bears
 
 
 def _counted(bears: NDArray[numpy.bool_]) -> NDArray[numpy.int64]:

@@ -93,14 +93,19 @@ class Encoder:
         if only_check:
             return Answer(None, bad)
         encoded = []
-        samples = encode_many([record for _, record in parsed], self._tokenizer, self._recipe.prompt_format)
-        for (raw, record), sample in zip(parsed, samples, strict=True):
-            if isinstance(sample, DataError):
-                bad.append((Origin(raw.record.file, raw.record.number), str(sample)))
+        tokenized = encode_many([record for _, record in parsed], self._tokenizer, self._recipe.prompt_format)
+        for (raw, record), tokens in zip(parsed, tokenized, strict=True):
+            if isinstance(tokens, DataError):
+                bad.append((Origin(raw.record.file, raw.record.number), str(tokens)))
             else:
-                empty, control = has_empty_answer(record), bool(self._control_words.found(record))
-                encoded.append(Encoded(raw.file, raw.record.number, record.type, empty, control, sample))
+                empty, control = has_empty_answer(record), self._has_control_words(raw.record, record)
+                encoded.append(Encoded(raw.file, raw.record.number, record.type, empty, control, tokens))
         return Answer(as_columns(encoded, self._recipe.max_seq_len), bad)
+
+
+    def _has_control_words(self, raw: RawRecord, record: Record) -> bool:
+        possible = self._control_words.possible(raw.value) if isinstance(raw.value, bytes) else True
+        return possible and bool(self._control_words.found(record))
 
 
 def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
@@ -203,7 +208,7 @@ def _in_order(
     _encoder = encoder
     gc.freeze()  # what all share is neither looked through nor copied any more
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, context, initializer=_leave_with, initargs=(os.getpid(),)) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(os.getpid(),)) as pool:
         pool.submit(int).result()  # all are forked now, before anything here starts a thread
         waiting: deque[Future[Answer]] = deque()
         try:
@@ -221,11 +226,14 @@ _encoder: Encoder
 
 
 def _encode(chunk: list[Raw], only_check: bool) -> Answer:
-    return _encoder.encode(chunk, only_check)
+    answer = _encoder.encode(chunk, only_check)
+    gc.collect()  # a few objects; while the chunk's thousands were there, it would be many times a chunk
+    return answer
 
 
-def _leave_with(parent: int) -> None:
-    """Let a worker end when the process that feeds it was killed."""
+def _start_worker(parent: int) -> None:
+    """Collect garbage between chunks only, and end when the process that feeds this one was killed."""
+    gc.disable()
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -7,6 +7,7 @@ data_path names the right one. The layouts themselves are declared in `data.file
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from pydantic import AliasChoices, ValidationError
@@ -84,12 +85,22 @@ def convert(raw: Any, format_name: str | None = None) -> list[Record]:
         raise DataError(explain(error)) from None
 
 
+@lru_cache
+def _by_fields(fields: tuple[str, ...]) -> Format | None:
+    """The first format that takes these fields; a file's records mostly have the same ones."""
+    there = dict.fromkeys(fields, True)
+    return next((known for known in FORMATS.values() if known.recognises(there)), None)
+
+
 def _find(raw: dict[str, Any], format_name: str | None) -> Format:
     if format_name is not None:
         return FORMATS[format_name]
-    for known in FORMATS.values():
-        if known.recognises(raw):
-            return known
+    if "type" not in raw:  # its value would count
+        known = _by_fields(tuple(name for name, value in raw.items() if value is not None))
+    else:
+        known = next((known for known in FORMATS.values() if known.recognises(raw)), None)
+    if known is not None:
+        return known
     if raw.get("type") is not None:
         return FORMATS["pipetune"]  # its complaint lists the types
     names = [shown(name) for name in list(raw)[:FIELDS_SHOWN]] + ["..."] * (len(raw) > FIELDS_SHOWN)

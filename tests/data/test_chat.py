@@ -228,9 +228,10 @@ def test_what_cannot_be_masked_is_refused_in_its_place(tokenizer: PreTrainedToke
         for answer in ("quiet", "loud", "still")
     ]
     first, second, third = encode_many([*records[:2], RECORDS["instruct"]], tokenizer)
-    assert first == encode_whole(records[0], tokenizer)
-    assert third == encode_whole(RECORDS["instruct"], tokenizer)
     assert isinstance(second, DataError)
+    assert not isinstance(first, DataError) and not isinstance(third, DataError)
+    assert first.sample() == encode_whole(records[0], tokenizer)
+    assert third.sample() == encode_whole(RECORDS["instruct"], tokenizer)
     assert "changes the words of an answer; use prompt_format: plain" in str(second)
     with pytest.raises(DataError, match="changes the words"):
         encode_whole(records[1], tokenizer)
@@ -251,10 +252,10 @@ def test_many_records_are_encoded_as_each_alone(prompt_format: str, tokenizer: P
     records: list[Any] = [*RECORDS.values(), chat(MESSAGES, TOOLS), {"type": "instruct"}, chat(MESSAGES)]
     many = encode_many(records, tokenizer, prompt_format)
     assert [isinstance(each, DataError) for each in many] == [False] * (len(records) - 2) + [True, False]
-    for record, sample in zip(records, many, strict=True):
-        if not isinstance(sample, DataError):
-            assert sample == encode_whole(record, tokenizer, prompt_format)
-            assert len(sample["input_ids"]) > 5
+    for record, tokens in zip(records, many, strict=True):
+        if not isinstance(tokens, DataError):
+            assert tokens.sample() == encode_whole(record, tokenizer, prompt_format)
+            assert len(tokens.ids) > 5
 
 
 @pytest.mark.parametrize("name", STYLES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -38,12 +39,18 @@ def test_names_of_control_tokens_are_found(
     record: dict[str, Any], expected: list[str], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     parsed = Chat.model_validate(record) if record["type"] == "chat" else parse_record(record)
-    assert ControlWords(tokenizer).found(parsed) == expected
+    words = ControlWords(tokenizer)
+    assert words.found(parsed) == expected
+    text = json.dumps(record)
+    assert words.possible(text.encode())
+    assert words.possible(text.replace("<", "\\u003c").encode())
 
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_ordinary_records_hold_none(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    assert ControlWords(tokenizer).found(parse_record(RECORDS[name])) == []
+    words = ControlWords(tokenizer)
+    assert words.found(parse_record(RECORDS[name])) == []
+    assert not words.possible(json.dumps(RECORDS[name], ensure_ascii=False).encode())
 
 
 def test_they_are_read_as_a_server_reads_them(tokenizer: PreTrainedTokenizerBase) -> None:

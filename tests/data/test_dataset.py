@@ -23,7 +23,7 @@ from data.errors import DataError
 from data.files.sources import Source
 from data.histogram import draw_lengths
 from data.records import parse_record
-from data.tokenize import Sample, encode, encode_whole, load_tokenizer
+from data.tokenize import Sample, Tokens, encode, encode_whole, load_tokenizer
 from tests.conftest import CHATML, save_tokenizer
 from tests.data.helpers import RECORDS
 from training.run_data import LENGTHS_FILE, report
@@ -78,14 +78,19 @@ def test_a_dataset_counts_what_was_cut_and_what_was_left_out(
     dataset = load_dataset(path, tokenizer_folder, limit, "plain")
     assert (dataset.total.cut, dataset.total.silent) == (2, 1)
     assert dataset.total.longest == len(encode(long_question, tokenizer, 10_000, "plain")["input_ids"])
-    assert dataset.kinds == {"instruct": 3, "pretrain": 1}
+    assert {kind: tally.records for (_, kind), tally in dataset.tallies.items()} == {"instruct": 3, "pretrain": 1}
     assert as_lists(dataset.samples[1]) == encode(long_answer, tokenizer, limit, "plain")
     assert dataset.origin(2) == f"{path}: record 4"
-    told = dataset.summary(limit)
-    assert told.startswith("3 samples (3 instruct, 1 pretrain), ")
-    assert f"2 cut to max_seq_len {limit} (the longest had {dataset.total.longest} tokens)" in told
-    assert f"1 left out: nothing supervised in the first {limit} tokens" in told
-    assert "cut" not in load_dataset(path, tokenizer_folder, 10_000, "plain").summary(10_000)
+    told = summary.facts(dataset, limit)
+    assert told[0].startswith("an epoch: 3 samples, ")
+    cut = f"cut to max_seq_len {limit}: 2 records, 0 of them at the end of a turn; the longest had "
+    assert told[-1] == f"{cut}{dataset.total.longest:,} tokens"
+    rows = [row.split() for row in summary.table(dataset).splitlines()]
+    columns = list(summary.COLUMNS)
+    left_out = {row[1]: row[columns.index("left out")] for row in rows[1:3]}
+    assert left_out == {"instruct": "1", "pretrain": "0"}
+    whole = load_dataset(path, tokenizer_folder, 10_000, "plain")
+    assert not any("cut" in line for line in summary.facts(whole, 10_000))
 
 
 def test_a_dataset_without_any_loss_is_refused(tmp_path: Path, tokenizer_folder: Path) -> None:
@@ -116,7 +121,7 @@ def test_bad_records_are_all_named_or_left_out(tmp_path: Path, tokenizer_folder:
     assert (len(dataset), dataset.n_bad) == (601, 2)
     assert dataset.origin(1) == f"{path}: record 3"
     assert "record 603" in "\n".join(dataset.skipped)
-    assert "2 left out: something is wrong with them" in dataset.summary(1000)
+    assert "2 bad records are left out (on_bad_record: skip)" in summary.warnings(dataset, 1000)
 
 
 def test_a_mixture_repeats_and_thins_out(tmp_path: Path, tokenizer_folder: Path) -> None:
@@ -153,11 +158,7 @@ def test_samples_survive_pickling_and_forking(tmp_path: Path, tokenizer_folder: 
 
 
 def make(length: int, runs: list[tuple[int, int]], kind: str = "conversation", first: int = 1) -> Encoded:
-    ids = list(range(first, first + length))
-    labels = [-100] * length
-    for begin, end in runs:
-        labels[begin:end] = ids[begin:end]
-    return Encoded(0, 1, kind, False, False, {"input_ids": ids, "labels": labels})
+    return Encoded(0, 1, kind, False, False, Tokens(list(range(first, first + length)), runs))
 
 
 def samples_of(columns: Columns) -> list[tuple[list[int], list[int]]]:
@@ -231,7 +232,8 @@ def test_columns_hold_what_a_plain_loop_would_make(cases: list[tuple[str, list[b
         ids = list(range(first, first + len(bears)))
         first += len(bears)
         labels = [token if loud else -100 for token, loud in zip(ids, bears, strict=True)]
-        encoded.append(Encoded(0, 1, kind, False, False, {"input_ids": ids, "labels": labels}))
+        loss = [(place, place + 1) for place, loud in enumerate(bears) if loud]
+        encoded.append(Encoded(0, 1, kind, False, False, Tokens(ids, loss)))
         if kind == "pretrain":
             cuts = [(start, start + limit) for start in range(0, len(ids), limit)]
         else:

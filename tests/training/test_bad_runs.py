@@ -153,6 +153,11 @@ def test_inspect_needs_no_launcher(tmp_path: Path, model: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "sample 1" in result.stdout and "sample 2" in result.stdout and "sample 3" not in result.stdout
     assert "What is Pipetune?" in result.stdout
+    page = tmp_path / "samples.html"
+    written = run(sys.executable, "train_ds.py", "--config", path, "--inspect", "2", "--html", page)
+    assert written.returncode == 0, written.stderr
+    assert f"2 samples in {page}" in written.stdout
+    assert "What is Pipetune?" in page.read_text(encoding="utf-8")
     (tmp_path / "data.json").write_text('[{"type": "instruct",\n "instruct": 1 2}]')
     broken = run(sys.executable, "train_ds.py", "--config", path, "--inspect", "2")
     assert_refused(broken, "data.json", "record 1: not JSON", "character 37")
