@@ -1,4 +1,4 @@
-"""What checkpoints and bookkeeping cost a run: the second half of `python -m benchmarks.throughput`.
+"""What checkpoints and bookkeeping cost a run: a part of `python -m benchmarks.throughput`.
 
 A model with the shapes of SmolLM2-135M trains an epoch of the shipped records in two stages through the real launcher
 and the real door, as `make quickstart` does: bf16, ZeRO-1, TensorBoard, an evaluation every few steps. In the same

@@ -1,0 +1,180 @@
+"""How near a pipeline comes to the ideal: a part of `python -m benchmarks.throughput`.
+
+The same model, batch and optimizer run through Pipetune's own engine: one process with one thread, one process with two
+threads, and two stages with one thread each. With m micro-batches and p stages a pipeline without any cost of its own
+would reach m / (m + p - 1) x p times the one-thread speed.
+
+- `pipeline_vs_ideal`: the share of that which is measured, for a model that divides into two equal halves.
+- `pipeline_vs_ideal_large_head`: the same for a model whose head, undivided, is 40 % of its work (the width and the
+  vocabulary of SmolLM2-135M); `parts: auto` divides it.
+- `startup_s`: the time from the command to the first step of the two stages.
+
+The runs are repeated in turn, and the fastest step of each counts: what other programs do to the machine only ever
+slows a step down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.ranks import run_ranks
+
+MICRO_BATCHES = 16
+LENGTH = 512
+VOCABULARY = 1024
+ROUNDS, STEPS = 2, 2  # measured, after one to warm up
+MODEL: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": LENGTH,
+    "tie_word_embeddings": False,
+}
+LARGE_HEAD: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": LENGTH,
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model and the length of its rows."""
+
+    key: str
+    model: dict[str, Any]
+    length: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run the model."""
+
+    key: str
+    name: str
+    stages: int
+    threads: int
+
+
+SHAPES = (Shape("pipeline_vs_ideal", MODEL, LENGTH), Shape("pipeline_vs_ideal_large_head", LARGE_HEAD, 256))
+SETTINGS = (
+    Setting("one_thread", "one process, one thread", stages=1, threads=1),
+    Setting("two_threads", "one process, two threads", stages=1, threads=2),
+    Setting("pipeline", "two stages, one thread each", stages=2, threads=1),
+)
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """Tokens per second of each setting, the share of the ideal, and the time to start."""
+    figures: dict[str, Any] = {"startup_s": float("inf"), "tokens_per_s": {}}
+    for shape in SHAPES:
+        (folder / "config.json").write_text(json.dumps(shape.model), encoding="utf-8")
+        speeds = {setting.key: 0.0 for setting in SETTINGS}
+        for _ in range(ROUNDS):
+            for setting in SETTINGS:
+                tokens_per_s, seconds = launch(shape, setting, folder)
+                speeds[setting.key] = max(speeds[setting.key], tokens_per_s)
+                if setting.stages > 1:
+                    figures["startup_s"] = min(figures["startup_s"], seconds)
+        stages = SETTINGS[-1].stages
+        speeds["ideal"] = MICRO_BATCHES / (MICRO_BATCHES + stages - 1) * stages * speeds["one_thread"]
+        figures[shape.key] = speeds["pipeline"] / speeds["ideal"]
+        figures["tokens_per_s"][shape.key] = speeds
+    return figures
+
+
+def table(figures: dict[str, Any]) -> Table:
+    """The speeds for people."""
+    start = f"{figures['startup_s']:.1f} s from the command to the first step of two stages"
+    made = Table(title=f"tokens/s, {MICRO_BATCHES} micro-batches", caption=start)
+    made.add_column("setting")
+    names = {setting.key: setting.name for setting in SETTINGS} | {"ideal": "the ideal of two stages"}
+    for heading in ("equal halves", "large head"):
+        made.add_column(heading, justify="right")
+        made.add_column("of the ideal", justify="right")
+    for key, name in names.items():
+        cells = []
+        for shape in SHAPES:
+            speeds = figures["tokens_per_s"][shape.key]
+            cells += [f"{speeds[key]:,.0f}", f"{speeds[key] / speeds['ideal']:.3f}"]
+        made.add_row(name, *cells)
+    return made
+
+
+def launch(shape: Shape, setting: Setting, folder: Path) -> tuple[float, float]:
+    """Run one setting through the real launcher; its tokens per second, and the seconds until its first step."""
+    begin = time.time()
+    words = ("--setting", json.dumps(asdict(setting)), "--length", str(shape.length), "--folder", str(folder))
+    run_ranks(setting.stages, "benchmarks.ideal", *words)
+    measured = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    return measured["tokens_per_s"], measured["first_step"] - begin
+
+
+def work(setting: Setting, length: int, folder: Path) -> None:
+    """One rank's work: a step to warm up, then the fastest of `STEPS` steps."""
+    import torch
+
+    from data.loader import Loader
+    from data.sample_set import InMemory
+    from models.spec import ModelSpec
+    from training import distributed
+    from training.config import TrainConfig
+    from training.pipeline_trainer import PipelineTrainer
+
+    config = TrainConfig.model_validate(
+        {
+            "model_path": str(folder),
+            "data_path": "",
+            "save_path": "",
+            "from_scratch": True,
+            "max_seq_len": length,
+            "train_batch_size": MICRO_BATCHES,
+            "model_topo": {"process_topology": {"dims": [setting.stages, 1]}},
+        }
+    )
+    place = distributed.Place.from_environment()
+    assert place is not None
+    distributed.start(place, config.model_topo)
+    torch.set_num_threads(setting.threads)
+    spec = ModelSpec.from_folder(folder)
+    ids = torch.randint(0, spec.config.vocab_size, (MICRO_BATCHES, length)).tolist()
+    loader = Loader(InMemory([{"input_ids": row, "labels": row} for row in ids]), MICRO_BATCHES, 1, 1, seed=0)
+    trainer = PipelineTrainer.build(config, spec, folder, total_steps=STEPS + 1)
+    first_step = time.time()
+    seconds = []
+    for step in range(STEPS + 1):
+        begin = time.perf_counter()
+        trainer.train_step(loader, loader.batch(step))
+        seconds.append(time.perf_counter() - begin)
+    if place.rank == 0:
+        tokens_per_s = MICRO_BATCHES * length / min(seconds[1:])
+        measured = {"tokens_per_s": tokens_per_s, "first_step": first_step}
+        (folder / "result.json").write_text(json.dumps(measured), encoding="utf-8")
+    distributed.stop()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--setting", type=json.loads, required=True)
+    parser.add_argument("--length", type=int, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--local_rank", type=int)
+    arguments = parser.parse_args()
+    work(Setting(**arguments.setting), arguments.length, arguments.folder)

@@ -1,0 +1,239 @@
+"""A two-stage pipeline beside ZeRO-3 and transformers' Trainer: a part of `python -m benchmarks.throughput`.
+
+A llama of the width and vocabulary of SmolLM2-135M with 12 layers, where the head is 40 % of the work. All runs train
+the same samples in the same steps from random weights with AdamW, on two cores; the first step is left out, and useful
+tokens per second are those without padding.
+
+- `pipeline_vs_zero3`: two processes of one thread either way, through Pipetune's own engines; rows of 256 tokens, a
+  global batch of 16, micro-batches of 1, fp32.
+- `packed_vs_hf_trainer`: worked maths problems and tool dialogues of `../shared/data` (else the shipped records) of up
+  to 1,024 tokens, bf16. Pipetune packs them, as it does by default. The Trainer is one process with both cores, its
+  micro-batches of 8 padded to their longest sample by transformers' own collator.
+- `full_vs_hf_trainer`: the same for rows of 512 tokens without padding, all of them supervised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from rich.table import Table
+
+from benchmarks.ideal import LARGE_HEAD
+from benchmarks.ranks import ROOT, run_ranks
+from benchmarks.tokenizing import SAMPLES, SHARED, make_tokenizer
+
+if TYPE_CHECKING:  # the parent process needs no torch
+    from data.loader import Loader
+    from data.sample_set import SampleSet
+    from training.config import TrainConfig
+    from training.trainer import Trainer
+
+STEPS = 3  # measured, after one to warm up
+TRAINER_BATCH = 8  # samples in a micro-batch of the Trainer
+RESULT = "measured.json"
+BF16 = {"bf16": {"enabled": True}}
+RECORDS = [str(SHARED / "gsm8k" / "train.jsonl"), str(SHARED / "toolcall" / "*.json")]
+CASES: dict[str, dict[str, Any]] = {
+    "short": {"max_seq_len": 256, "train_batch_size": 16},
+    "instructions": {"max_seq_len": 1024, "train_batch_size": 32, **BF16},
+    "full": {"max_seq_len": 512, "train_batch_size": 16, **BF16},
+}
+TUNED_ZERO = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True, "stage3_prefetch_bucket_size": 50_000_000}
+# The figure, its case, the peer, and at least how many times as fast the pipeline should be.
+FIGURES = {
+    "pipeline_vs_zero3": ("short", "zero", 1.7),
+    "packed_vs_hf_trainer": ("instructions", "trainer", 3),
+    "full_vs_hf_trainer": ("full", "trainer", 1),
+}
+NAMES = {"zero": "ZeRO-3, two processes", "trainer": "transformers' Trainer, two cores"}
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """All figures, and the tokens per second behind them."""
+    make_tokenizer(folder / "tokenizer")
+    (folder / "tokenizer" / "config.json").write_text(json.dumps(LARGE_HEAD))
+    figures: dict[str, Any] = {"peers": {}}
+    for name, (case, peer, _) in FIGURES.items():
+        write_config(folder, case)
+        speeds = {"pipeline": launch(folder, case, "pipeline"), peer: launch(folder, case, peer)}
+        figures[name] = speeds["pipeline"] / speeds[peer]
+        figures["peers"][name] = speeds
+    return figures
+
+
+def table(figures: dict[str, Any]) -> Table:
+    """The figures for people."""
+    made = Table(title="useful tokens/s of two stages with one thread each")
+    for column in ("figure", "pipeline", "peer", "tokens/s", "times as fast", "target"):
+        made.add_column(column, justify="left" if column in ("figure", "peer") else "right")
+    for name, (_, peer, target) in FIGURES.items():
+        speeds = figures["peers"][name]
+        row = (f"{speeds['pipeline']:,.0f}", NAMES[peer], f"{speeds[peer]:,.0f}", f"{figures[name]:.2f}", str(target))
+        made.add_row(name, *row)
+    return made
+
+
+def write_config(folder: Path, case: str) -> None:
+    """A run's keys."""
+    keys = {
+        "model_path": str(folder / "tokenizer"),
+        "data_path": RECORDS if SHARED.is_dir() else [str(SAMPLES)],
+        "save_path": str(folder / "run"),
+        "cache_dir": str(folder / "cache"),
+        "from_scratch": True,
+        **CASES[case],
+    }
+    (folder / "run.yml").write_text(yaml.safe_dump(keys))
+
+
+def launch(folder: Path, case: str, kind: str) -> float:
+    """Useful tokens per second of one way to train."""
+    words = ("--folder", str(folder), "--case", case, "--kind", kind)
+    if kind == "trainer":  # by itself: it would take the launcher's variables for a distributed run
+        command = [sys.executable, "-m", "benchmarks.peers", *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    else:
+        run_ranks(2, "benchmarks.peers", *words)
+    return float(json.loads((folder / RESULT).read_text())["tokens_per_s"])
+
+
+def work(folder: Path, case: str, kind: str) -> None:
+    """One process of a way to train."""
+    from training.config_file import load_config
+
+    dims = {"pipeline": [2, 1], "zero": [1, 2], "trainer": [1, 1]}[kind]
+    words = [f"model_topo.process_topology.dims={dims}"]
+    words += [f"zero_optimization={json.dumps(TUNED_ZERO)}"] if kind == "zero" else []
+    config = load_config(str(folder / "run.yml"), words)
+    speed = train_by_hf(config, case) if kind == "trainer" else train_by_pipetune(config, case, kind)
+    if int(os.environ.get("RANK", "0")) == 0:
+        (folder / RESULT).write_text(json.dumps({"tokens_per_s": speed}))
+
+
+def train_by_pipetune(config: TrainConfig, case: str, kind: str) -> float:
+    """Through Pipetune's own engines."""
+    from models.spec import ModelSpec
+    from training import distributed
+    from training.pipeline_trainer import PipelineTrainer
+    from training.run_data import build_loader
+    from training.zero_trainer import ZeroTrainer
+
+    place = distributed.Place.from_environment()
+    assert place is not None
+    distributed.start(place, config.model_topo)
+    samples = read_samples(config, case)
+    loader = build_loader(samples, config, config.model_topo.replicas)
+    folder = Path(config.model_path)
+    way: type[Trainer] = PipelineTrainer if kind == "pipeline" else ZeroTrainer
+    trainer = way.build(config, ModelSpec.from_folder(folder), folder, STEPS + 1)
+    seconds = []
+    for step in range(STEPS + 1):
+        begin = time.perf_counter()
+        trainer.train_step(loader, loader.batch(step))
+        seconds.append(time.perf_counter() - begin)
+    distributed.stop()
+    return useful(loader) / sum(seconds[1:])
+
+
+def train_by_hf(config: TrainConfig, case: str) -> float:
+    """Through transformers' Trainer, as its documentation has it."""
+    import torch
+    from torch.utils.data import SequentialSampler
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        DataCollatorForSeq2Seq,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
+
+    from training.run_data import build_loader
+
+    class InOrder(Trainer):
+        """Takes the samples as they come."""
+
+        def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+            return SequentialSampler(self.train_dataset)
+
+    class Clock(TrainerCallback):
+        """Notes when each step ends."""
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ends.append(time.perf_counter())
+
+    ends: list[float] = []
+    torch.set_num_threads(os.cpu_count() or 1)
+    samples = read_samples(config, case)
+    loader = build_loader(samples, config, replicas=1)
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for step in range(STEPS + 1):
+        numbers = loader.batch(step).samples  # by length; a Trainer shuffles
+        for place in torch.randperm(len(numbers), generator=generator).tolist():
+            sample = samples.samples[numbers[place]]
+            rows.append({key: torch.as_tensor(sample[key]).tolist() for key in ("input_ids", "labels")})
+    tokenizer = AutoTokenizer.from_pretrained(config.model_path)
+    tokenizer.pad_token = tokenizer.eos_token
+    trainer = InOrder(
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model_path)),
+        TrainingArguments(
+            output_dir=config.save_path,
+            max_steps=STEPS + 1,
+            per_device_train_batch_size=TRAINER_BATCH,
+            gradient_accumulation_steps=config.train_batch_size // TRAINER_BATCH,
+            bf16=config.bf16.enabled,
+            use_cpu=True,
+            dataloader_pin_memory=False,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        ),
+        DataCollatorForSeq2Seq(tokenizer),
+        train_dataset=rows,
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    return useful(loader) / (ends[-1] - ends[0])
+
+
+def read_samples(config: TrainConfig, case: str) -> SampleSet:
+    """Real records, or whole rows of the limit."""
+    from rich.console import Console
+
+    from data.sample_set import InMemory
+    from training.run_data import RecordReader
+
+    if case == "instructions":
+        return RecordReader(config, Path(config.model_path), Console(quiet=True)).read("data", config.data_path)
+    import torch
+
+    torch.manual_seed(0)
+    rows = torch.randint(0, LARGE_HEAD["vocab_size"], (config.train_batch_size, config.max_seq_len)).tolist()
+    return InMemory([{"input_ids": row, "labels": row} for row in rows])
+
+
+def useful(loader: Loader) -> int:
+    """Tokens in the measured steps."""
+    return sum(loader.batch(step).tokens for step in range(1, STEPS + 1))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--case", choices=CASES, required=True)
+    parser.add_argument("--kind", choices=("pipeline", *NAMES), required=True)
+    parser.add_argument("--local_rank", type=int)
+    arguments = parser.parse_args()
+    work(arguments.folder, arguments.case, arguments.kind)
