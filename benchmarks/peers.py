@@ -19,7 +19,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +30,8 @@ from benchmarks.ranks import ROOT, run_ranks
 from benchmarks.tokenizing import SAMPLES, SHARED, make_tokenizer
 
 if TYPE_CHECKING:  # the parent process needs no torch
-    from data.loader import Loader
     from data.sample_set import SampleSet
     from training.config import TrainConfig
-    from training.trainer import Trainer
 
 STEPS = 3  # measured, after one to warm up
 TRAINER_BATCH = 8  # samples in a micro-batch of the Trainer
@@ -109,103 +106,30 @@ def launch(folder: Path, case: str, kind: str) -> float:
 
 def work(folder: Path, case: str, kind: str) -> None:
     """One process of a way to train."""
+    import torch
+
+    from benchmarks.trainers import by_pipetune, by_transformers
+    from training import distributed
     from training.config_file import load_config
+    from training.pipeline_trainer import PipelineTrainer
+    from training.zero_trainer import ZeroTrainer
 
     dims = {"pipeline": [2, 1], "zero": [1, 2], "trainer": [1, 1]}[kind]
     words = [f"model_topo.process_topology.dims={dims}"]
     words += [f"zero_optimization={json.dumps(TUNED_ZERO)}"] if kind == "zero" else []
     config = load_config(str(folder / "run.yml"), words)
-    speed = train_by_hf(config, case) if kind == "trainer" else train_by_pipetune(config, case, kind)
+    if kind == "trainer":
+        torch.set_num_threads(os.cpu_count() or 1)
+        speed = by_transformers(config, read_samples(config, case), STEPS, TRAINER_BATCH)
+    else:
+        place = distributed.Place.from_environment()
+        assert place is not None
+        distributed.start(place, config.model_topo)
+        way = PipelineTrainer if kind == "pipeline" else ZeroTrainer
+        speed = by_pipetune(config, read_samples(config, case), way, STEPS)
+        distributed.stop()
     if int(os.environ.get("RANK", "0")) == 0:
         (folder / RESULT).write_text(json.dumps({"tokens_per_s": speed}))
-
-
-def train_by_pipetune(config: TrainConfig, case: str, kind: str) -> float:
-    """Through Pipetune's own engines."""
-    from models.spec import ModelSpec
-    from training import distributed
-    from training.pipeline_trainer import PipelineTrainer
-    from training.run_data import build_loader
-    from training.zero_trainer import ZeroTrainer
-
-    place = distributed.Place.from_environment()
-    assert place is not None
-    distributed.start(place, config.model_topo)
-    samples = read_samples(config, case)
-    loader = build_loader(samples, config, config.model_topo.replicas)
-    folder = Path(config.model_path)
-    way: type[Trainer] = PipelineTrainer if kind == "pipeline" else ZeroTrainer
-    trainer = way.build(config, ModelSpec.from_folder(folder), folder, STEPS + 1)
-    seconds = []
-    for step in range(STEPS + 1):
-        begin = time.perf_counter()
-        trainer.train_step(loader, loader.batch(step))
-        seconds.append(time.perf_counter() - begin)
-    distributed.stop()
-    return useful(loader) / sum(seconds[1:])
-
-
-def train_by_hf(config: TrainConfig, case: str) -> float:
-    """Through transformers' Trainer, as its documentation has it."""
-    import torch
-    from torch.utils.data import SequentialSampler
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoTokenizer,
-        DataCollatorForSeq2Seq,
-        Trainer,
-        TrainerCallback,
-        TrainingArguments,
-    )
-
-    from training.run_data import build_loader
-
-    class InOrder(Trainer):
-        """Takes the samples as they come."""
-
-        def _get_train_sampler(self, *_: Any) -> SequentialSampler:
-            return SequentialSampler(self.train_dataset)
-
-    class Clock(TrainerCallback):
-        """Notes when each step ends."""
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            ends.append(time.perf_counter())
-
-    ends: list[float] = []
-    torch.set_num_threads(os.cpu_count() or 1)
-    samples = read_samples(config, case)
-    loader = build_loader(samples, config, replicas=1)
-    generator = torch.Generator().manual_seed(0)
-    rows = []
-    for step in range(STEPS + 1):
-        numbers = loader.batch(step).samples  # by length; a Trainer shuffles
-        for place in torch.randperm(len(numbers), generator=generator).tolist():
-            sample = samples.samples[numbers[place]]
-            rows.append({key: torch.as_tensor(sample[key]).tolist() for key in ("input_ids", "labels")})
-    tokenizer = AutoTokenizer.from_pretrained(config.model_path)
-    tokenizer.pad_token = tokenizer.eos_token
-    trainer = InOrder(
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model_path)),
-        TrainingArguments(
-            output_dir=config.save_path,
-            max_steps=STEPS + 1,
-            per_device_train_batch_size=TRAINER_BATCH,
-            gradient_accumulation_steps=config.train_batch_size // TRAINER_BATCH,
-            bf16=config.bf16.enabled,
-            use_cpu=True,
-            dataloader_pin_memory=False,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        ),
-        DataCollatorForSeq2Seq(tokenizer),
-        train_dataset=rows,
-        callbacks=[Clock()],
-    )
-    trainer.train()
-    return useful(loader) / (ends[-1] - ends[0])
 
 
 def read_samples(config: TrainConfig, case: str) -> SampleSet:
@@ -222,11 +146,6 @@ def read_samples(config: TrainConfig, case: str) -> SampleSet:
     torch.manual_seed(0)
     rows = torch.randint(0, LARGE_HEAD["vocab_size"], (config.train_batch_size, config.max_seq_len)).tolist()
     return InMemory([{"input_ids": row, "labels": row} for row in rows])
-
-
-def useful(loader: Loader) -> int:
-    """Tokens in the measured steps."""
-    return sum(loader.batch(step).tokens for step in range(1, STEPS + 1))
 
 
 if __name__ == "__main__":
