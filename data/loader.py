@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy
@@ -72,6 +73,7 @@ class Loader:
         packing: what is packed together; False for a row of its own for each sample.
         row_length: the most tokens that are packed into a row.
         numbers: which samples of `data` take part; all where absent.
+        least_micro_batches: for each replica in every global batch; where there would be fewer, they have fewer rows.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Loader:
         packing: Packing = False,
         row_length: int = 0,
         numbers: Sequence[int] | None = None,
+        least_micro_batches: int = 0,
     ) -> None:
         self.data = data
         self.batch_size = batch_size
@@ -93,28 +96,24 @@ class Loader:
         self.seed = seed
         self.packing = packing
         self.row_length = row_length
+        self._least = least_micro_batches * replicas
         self._numbers = numpy.arange(len(data.lengths)) if numbers is None else numpy.asarray(numbers)
         self._epoch = -1
-        self._load(0)
-        whole, rest = divmod(len(self._groups), batch_size)
-        self.steps_per_epoch = whole + (1 if rest and not drop_last else 0)
-        if not self.steps_per_epoch:
-            what = "rows" if packing == "dataset" else "samples"
-            raise DataError(
-                f"{len(self._groups)} {what} do not fill a batch of train_batch_size {batch_size} with "
-                "dataloader_drop_last; expected more samples or a smaller batch"
-            )
+        self.steps_per_epoch = self._count_steps(drop_last)
 
     @property
     def rows_per_epoch(self) -> int:
         """How many rows a packed epoch has: as many in each, since the lengths are the same."""
         return len(self._groups)
 
+    def epoch(self, step: int) -> int:
+        """In which a step is; both are counted from 0."""
+        return step // self.steps_per_epoch
+
     def batch(self, step: int) -> GlobalBatch:
         """The global batch of a step, counted from 0 over all epochs."""
-        epoch, position = divmod(step, self.steps_per_epoch)
-        first = position * self.batch_size
-        self._load(epoch)
+        first = step % self.steps_per_epoch * self.batch_size
+        self._load(self.epoch(step))
         groups = self._groups[first : first + self.batch_size]
         return self._spread(groups) if self.packing == "dataset" else self.batch_of(groups)
 
@@ -123,7 +122,7 @@ class Loader:
         if not self.packing:
             return self._spread([[number] for number in chosen])
         lengths = self.data.lengths[numpy.asarray(chosen)].tolist()
-        rows = level(lengths, self.row_length, self.micro_batch_size * self.replicas)
+        rows = level(lengths, self.row_length, self.micro_batch_size * self.replicas, self._least)
         return self._spread([[chosen[position] for position in row] for row in rows])
 
     def tensors(self, batch: GlobalBatch, replica: int) -> Iterator[MicroBatch]:
@@ -141,6 +140,17 @@ class Loader:
             share = torch.tensor(n_losses * tokens / max(batch.tokens, 1), dtype=torch.float32)
             yield (input_ids, position_ids), (labels, scale, share)
 
+    def shapes(self, batch: GlobalBatch, replica: int) -> list[tuple[int, int]]:
+        """Rows and length of a replica's micro-batches, known without making them."""
+        return [self._shape(rows) for rows in batch.micro_batches[replica]]
+
+    def layouts(self, batch: GlobalBatch, replica: int) -> list[tuple[Rows, int]]:
+        """For each of a replica's micro-batches the lengths of the samples in its rows, and that of the padded rows."""
+        return [
+            ([[int(self.data.lengths[number]) for number in row] for row in rows] or [[]], self._shape(rows)[1])
+            for rows in batch.micro_batches[replica]
+        ]
+
     def efficiency(self, batches: int = 64) -> float:
         """The share of tokens that are no padding, in the first batches of the first epoch."""
         kept = total = 0
@@ -151,12 +161,24 @@ class Loader:
                 total += math.prod(self._shape(rows))
         return kept / total
 
+    def _count_steps(self, drop_last: bool) -> int:
+        """Of an epoch."""
+        self._load(0)
+        whole, rest = divmod(len(self._groups), self.batch_size)
+        steps = whole + (1 if rest and not drop_last else 0)
+        if not steps:
+            what = "rows" if self.packing == "dataset" else "samples"
+            raise DataError(
+                f"{len(self._groups)} {what} do not fill a batch of train_batch_size {self.batch_size} with "
+                "dataloader_drop_last; expected more samples or a smaller batch"
+            )
+        return steps
+
     def _spread(self, rows: Rows) -> GlobalBatch:
         """Deal rows out: micro-batch j, of rows of like length, goes to replica j mod replicas."""
         chosen = numpy.asarray([number for row in rows for number in row])
         rows = sorted((sorted(row) for row in rows), key=lambda row: (-self._tokens(row), row))
-        size = self.micro_batch_size
-        groups = [rows[start : start + size] for start in range(0, len(rows), size)]
+        groups = self._cut(rows)
         groups += [[] for _ in range(-len(groups) % self.replicas)]  # a replica without samples still takes part
         lengths = self.data.lengths[chosen]
         return GlobalBatch(
@@ -165,6 +187,14 @@ class Loader:
             tokens=int(lengths.sum()),
             supervised=int(self.data.supervised[chosen].sum()),
         )
+
+    def _cut(self, rows: Rows) -> list[Rows]:
+        """Divide rows into micro-batches; where too few would be full, into as many as needed, as even as can be."""
+        size = self.micro_batch_size
+        if -(-len(rows) // size) >= self._least:
+            return [rows[start : start + size] for start in range(0, len(rows), size)]
+        bounds = [len(rows) * group // self._least for group in range(self._least + 1)]
+        return [rows[begin:end] for begin, end in pairwise(bounds)]
 
     def _tokens(self, row: list[int]) -> int:
         return int(self.data.lengths[row].sum()) if row else 0

@@ -44,14 +44,16 @@ def best_fit(lengths: Sequence[int], limit: int) -> list[list[int]]:
     return rows
 
 
-def level(lengths: Sequence[int], limit: int, multiple: int) -> list[list[int]]:
+def level(lengths: Sequence[int], limit: int, multiple: int, least: int = 0) -> list[list[int]]:
     """As few rows of at most `limit` tokens as a multiple of `multiple` allows, of about equal length.
+
+    There are at least `least` rows.
 
     Each sample goes to the shortest row, the longest first; where that exceeds the limit, best fit decides. Rows may be
     empty. `lengths` and the result are as in `best_fit`.
     """
     packed = best_fit(lengths, limit)
-    n_rows = -(-len(packed) // multiple) * multiple
+    n_rows = max(-(-len(packed) // multiple) * multiple, least)
     rows: list[list[int]] = [[] for _ in range(n_rows)]
     filled = [(0, row) for row in range(n_rows)]
     for position in _longest_first(lengths):

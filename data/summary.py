@@ -40,13 +40,17 @@ def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
     return [pad(text, width) for pad, text, width in zip(sides, row, widths, strict=True)]
 
 
-def facts(dataset: Dataset, max_seq_len: int) -> list[str]:
-    """Lines about the set as a whole."""
+def facts(dataset: Dataset, max_seq_len: int, what: str = "an epoch") -> list[str]:
+    """Lines about the set as a whole.
+
+    Args:
+        what: the set is.
+    """
     lengths = dataset.lengths
     mean, median, longest = lengths.mean(), numpy.median(lengths), lengths.max()
     tokens, supervised = int(lengths.sum(dtype=numpy.int64)), int(dataset.supervised.sum(dtype=numpy.int64))
     lines = [
-        f"an epoch: {len(dataset):,} samples, {tokens:,} tokens, {supervised / tokens:.0%} of them supervised",
+        f"{what}: {len(dataset):,} samples, {tokens:,} tokens, {supervised / tokens:.0%} of them supervised",
         f"lengths: {mean:.0f} tokens on average, median {median:.0f}, longest {longest}",
         f"duplicates: {dataset.duplicates:,} samples equal an earlier one",
     ]

@@ -14,10 +14,12 @@ import sys
 from pathlib import Path
 
 INTERVAL = 0.2  # seconds between two lines of progress
+BEHIND = 10  # how far a run comes first that trains meanwhile, in the system's steps of niceness
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.nice(BEHIND)
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers then takes it for absent
     from data.cache.building import Throttled
     from data.cache.recipe import Recipe

@@ -4,12 +4,15 @@ The key holds all that the samples depend on: the files' contents, how each is r
 the limit, and the code that makes samples. Paths and times are not in it, so a copy of the data on another machine
 has the same key. The code counts by a digest of its modules and not by a version number, because
 that is forgotten one day, and a run trains on yesterday's prompts without a word.
+
+A window of a streamed set (`data.streaming`) is known by where it begins: nobody reads such a set twice for a key.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from importlib.metadata import version
@@ -27,7 +30,8 @@ TOKENIZER_FILES = (
 TOKENIZER_FILES += ["added_tokens.json"]
 # Modules that no sample depends on: they carry samples and store them, or come later. Any other counts.
 CARRIERS = ("cache/builder", "cache/building", "cache/store", "cache/digests", "cache/recipe")
-LATER = ("dataset", "histogram", "inspect", "inspect_html", "loader", "packing", "sample_set", "summary")
+LATER = ["dataset", "histogram", "inspect", "inspect_html", "loader", "packing", "sample_set", "summary"]
+LATER += ["streaming/windows", "streaming/stream", "streaming/loader", "streaming/__init__"]
 LIBRARIES = ("tokenizers", "transformers", "jinja2")
 
 
@@ -36,6 +40,22 @@ class DataFile(NamedTuple):
 
     path: str
     format: str | None = None
+
+
+class Window(NamedTuple):
+    """A stretch of the records of many files.
+
+    Attributes:
+        file: the first one, as a place in the recipe's files.
+        skip: how many of that file's records come before.
+        n_bytes: of samples; the window ends with the chunk of records that reaches them, or with the last file.
+        contents: what tells the files' contents from others.
+    """
+
+    file: int
+    skip: int
+    n_bytes: int
+    contents: str
 
 
 @dataclass(frozen=True)
@@ -47,6 +67,7 @@ class Recipe:
         tokenizer: folder of the tokenizer.
         max_seq_len: longest sample in tokens.
         on_bad_record: stop before training, or leave the record out.
+        window: which of the records; all where absent.
     """
 
     files: tuple[DataFile, ...]
@@ -54,6 +75,7 @@ class Recipe:
     prompt_format: PromptFormat
     max_seq_len: int
     on_bad_record: OnBadRecord = "stop"
+    window: Window | None = None
 
     def to_json(self) -> str:
         """For the builder's process."""
@@ -63,7 +85,8 @@ class Recipe:
     def from_json(cls, text: str) -> Recipe:
         """What `to_json` gave."""
         fields = json.loads(text)
-        return cls(**fields | {"files": tuple(DataFile(*file) for file in fields["files"])})
+        window = Window(*fields["window"]) if fields["window"] else None
+        return cls(**fields | {"files": tuple(DataFile(*file) for file in fields["files"]), "window": window})
 
     @property
     def names(self) -> str:
@@ -72,12 +95,19 @@ class Recipe:
         return first if len(self.files) <= 3 else f"{first} and {len(self.files) - 3} more files"
 
     def size(self) -> int:
-        """Bytes of all files.
+        """Bytes of all files; of a window, about as many as it holds.
 
         Raises:
             DataError: one is missing.
         """
-        return sum(stamp(Path(file.path))[0] for file in self.files)
+        if self.window is None:
+            return sum(stamp(Path(file.path))[0] for file in self.files)
+        size = 0
+        for file in self.files[self.window.file :]:
+            size += stamp(Path(file.path))[0]
+            if size >= self.window.n_bytes:
+                return self.window.n_bytes
+        return size
 
     def identity(self) -> str:
         """Tells recipes apart without reading their data: processes that wait for each other have the same.
@@ -85,6 +115,8 @@ class Recipe:
         Raises:
             DataError: a file is missing.
         """
+        if self.window is not None:
+            return self.key([])
         paths = [Path(file.path) for file in self.files]
         return _digest([self._settings, [(str(path.resolve()), stamp(path)) for path in paths]])
 
@@ -92,18 +124,31 @@ class Recipe:
         """The name of the cache.
 
         Args:
-            digests: of the files' contents.
+            digests: of the files' contents; of no use for a window.
         """
+        if self.window is not None:
+            return _digest([self._settings, self.window, self.files])
         how = [(_endings(file.path), file.format) for file in self.files]  # a file's name says how it is read, too
         return _digest([self._settings, list(zip(digests, how, strict=True))])
 
+    def asked(self, sizes: Sequence[int]) -> str:
+        """A digest of what a person asked for, whatever the version of the code.
+
+        Args:
+            sizes: of the files, in bytes.
+        """
+        how = [(_endings(file.path), file.format) for file in self.files]
+        return _digest([self._wishes, list(zip(sizes, how, strict=True))])
+
     @cached_property
-    def _settings(self) -> list[Any]:
+    def _wishes(self) -> list[Any]:
         words = self.prompt_format in (CHAT_TEMPLATE, PLAIN)
         prompts = [self.prompt_format] if words else ["template", template_in_file(self.prompt_format)]
-        settings = [LAYOUT, *prompts, self.max_seq_len, self.on_bad_record]
-        libraries = [version(library) for library in LIBRARIES]
-        return [*settings, tokenizer_digest(Path(self.tokenizer)), code_digest(), libraries]
+        return [*prompts, self.max_seq_len, self.on_bad_record, tokenizer_digest(Path(self.tokenizer))]
+
+    @cached_property
+    def _settings(self) -> list[Any]:
+        return [LAYOUT, *self._wishes, code_digest(), [version(library) for library in LIBRARIES]]
 
 
 def tokenizer_digest(folder: Path) -> str:
@@ -117,7 +162,7 @@ def code_digest() -> str:
     """Of the modules that turn records into samples."""
     wing = Path(__file__).parent.parent
     modules = {path.relative_to(wing).with_suffix("").as_posix(): path for path in wing.rglob("*.py")}
-    counted = sorted((name, path) for name, path in modules.items() if name not in CARRIERS + LATER)
+    counted = sorted((name, path) for name, path in modules.items() if name not in (*CARRIERS, *LATER))
     return _digest([(name, hashlib.sha256(path.read_bytes()).hexdigest()) for name, path in counted])
 
 

@@ -48,6 +48,11 @@ class SampleWriter:
         self._file = open(path, "wb")
         self._writer = pyarrow.ipc.new_file(self._file, SCHEMA)
 
+    @property
+    def size(self) -> int:
+        """Bytes written so far."""
+        return self._file.tell()
+
     def write(self, columns: Columns) -> None:
         """Add samples."""
         self.kinds += [name for name in columns.names if name not in self.kinds]

@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ class Cache:
 
     def find(self, recipe: Recipe) -> Path | None:
         """A recipe's whole cache, if there is one and no data has to be read to know that."""
-        digests = [self._digests.known(Path(file.path)) for file in recipe.files]
+        digests = [] if recipe.window else [self._digests.known(Path(file.path)) for file in recipe.files]
         known = [digest for digest in digests if digest is not None]
         if len(known) < len(digests):
             return None
@@ -91,12 +92,21 @@ class Cache:
             shutil.rmtree(partial, ignore_errors=True)
         return found
 
+    def keep(self, recipes: Sequence[Recipe]) -> None:
+        """Remove all samples but those of these windows."""
+        kept = {recipe.key([]) for recipe in recipes}
+        for folder in self._datasets.iterdir():
+            if folder.name not in kept:
+                shutil.rmtree(folder, ignore_errors=True)
+
     def sweep(self, identity: str) -> None:
         """Remove what a killed builder of a recipe left behind; for the holder of its lock."""
         for left in self.builds.glob(f"{identity}.*/"):
             shutil.rmtree(left, ignore_errors=True)
 
     def _take_digests(self, recipe: Recipe, tell: Tell) -> list[str]:
+        if recipe.window:
+            return []
         paths = [Path(file.path) for file in recipe.files]
         total, done = recipe.size(), 0
 
@@ -122,8 +132,9 @@ class Cache:
 def is_whole(folder: Path) -> bool:
     """Whether a cache is there and undamaged, as far as sizes and Arrow's own frame tell."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        samples = folder / SAMPLES
-        return bool(read_meta(folder)["bytes"] == samples.stat().st_size and len(SampleFile(samples)))
+        samples, meta = folder / SAMPLES, read_meta(folder)
+        count = sum(tally["samples"] for _, _, tally in meta["tallies"])
+        return bool(meta["bytes"] == samples.stat().st_size and len(SampleFile(samples)) == count)
     return False
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -49,9 +50,10 @@ class Tell(Protocol):
 
 
 class Raw(NamedTuple):
-    """A raw record, and which of the recipe's files it is from."""
+    """A raw record, which of the recipe's files it is from, and its place among that file's records, from 1."""
 
     file: int
+    place: int
     record: RawRecord
 
 
@@ -62,10 +64,12 @@ class Answer:
     Attributes:
         columns: the samples, unless the records were only checked.
         bad: the records that cannot be used.
+        end: file and place of the chunk's last record.
     """
 
     columns: Columns | None
     bad: list[tuple[Origin, str]]
+    end: tuple[int, int]
 
 
 class Encoder:
@@ -82,6 +86,7 @@ class Encoder:
 
     def encode(self, chunk: list[Raw], only_check: bool) -> Answer:
         """Parse the records and, unless they are only to be checked, tokenize and cut them."""
+        end = chunk[-1].file, chunk[-1].place
         bad: list[tuple[Origin, str]] = []
         parsed: list[tuple[Raw, Record]] = []
         for raw in chunk:
@@ -91,7 +96,7 @@ class Encoder:
             except DataError as error:
                 bad.append((Origin(raw.record.file, raw.record.number), str(error)))
         if only_check:
-            return Answer(None, bad)
+            return Answer(None, bad, end)
         encoded = []
         tokenized = encode_many([record for _, record in parsed], self._tokenizer, self._recipe.prompt_format)
         for (raw, record), tokens in zip(parsed, tokenized, strict=True):
@@ -100,8 +105,7 @@ class Encoder:
             else:
                 empty, control = has_empty_answer(record), self._has_control_words(raw.record, record)
                 encoded.append(Encoded(raw.file, raw.record.number, record.type, empty, control, tokens))
-        return Answer(as_columns(encoded, self._recipe.max_seq_len), bad)
-
+        return Answer(as_columns(encoded, self._recipe.max_seq_len), bad, end)
 
     def _has_control_words(self, raw: RawRecord, record: Record) -> bool:
         possible = self._control_words.possible(raw.value) if isinstance(raw.value, bytes) else True
@@ -115,8 +119,9 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
         workers: processes to fork; 0 does everything here.
 
     Raises:
-        DataError: a file or a record is wrong, or nothing that bears loss is left.
+        DataError: a file or a record is wrong, or nothing that bears loss is left; a window may be empty.
     """
+    window, end = recipe.window, (len(recipe.files), 0)
     reading = Reading(recipe, tell)
     tallies: dict[tuple[int, str], Tally] = {}
     skipped: list[str] = []
@@ -135,11 +140,14 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
                 digests.append(answer.columns.digests)
                 for group, tally in answer.columns.tallies.items():
                     tallies.setdefault(group, Tally()).add(tally)
+            if window is not None and (writer.size >= window.n_bytes or stopped()):
+                end = answer.end if answer.end != reading.last else end
+                break
         bad.finish()
-    if not any(tally.samples for tally in tallies.values()):
+    if window is None and not any(tally.samples for tally in tallies.values()):
         limit = recipe.max_seq_len
         raise DataError(f"{recipe.names}: nothing bears loss within max_seq_len {limit}; expected a larger limit")
-    together = numpy.concatenate(digests)
+    together = numpy.concatenate([numpy.empty(0, dtype=numpy.uint64), *digests])
     meta = {
         "fingerprint": sha256(together.tobytes()).hexdigest(),
         "duplicates": len(together) - len(numpy.unique(together)),
@@ -147,15 +155,21 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
         "tallies": [[file, kind, asdict(tally)] for (file, kind), tally in tallies.items()],
         "n_bad": bad.count,
         "skipped": skipped,
+        "end": end,
         "bytes": (folder / SAMPLES).stat().st_size,
     }
     (folder / META).write_text(json.dumps(meta), encoding="utf-8")
 
 
 class Reading:
-    """Reads the records of a recipe, and tells how far it is."""
+    """Reads the records of a recipe, and tells how far it is.
+
+    Attributes:
+        last: file and place of the last record, once it was handed out with less than a whole chunk.
+    """
 
     def __init__(self, recipe: Recipe, tell: Tell) -> None:
+        self.last: tuple[int, int] | None = None
         self._recipe = recipe
         self._tell = tell
 
@@ -164,9 +178,12 @@ class Reading:
         total, done, records = self._recipe.size(), 0, 0
         chunk: list[Raw] = []
         size = 0
-        for file, (path, format_name) in enumerate(self._recipe.files):
-            for record in read_file(Path(path), format_name):
-                chunk.append(Raw(file, record))
+        first, skip = self._recipe.window[:2] if self._recipe.window else (0, 0)
+        for file, (path, format_name) in list(enumerate(self._recipe.files))[first:]:
+            before = skip if file == first else 0
+            later = islice(read_file(Path(path), format_name), before, None)
+            for place, record in enumerate(later, start=before + 1):
+                chunk.append(Raw(file, place, record))
                 size += _size(record)
                 if size >= CHUNK_BYTES or len(chunk) >= CHUNK_RECORDS:
                     done, records = done + size, records + len(chunk)
@@ -174,6 +191,7 @@ class Reading:
                     chunk, size = [], 0
                     self._tell("tokenizing", done, total, records)
         if chunk:
+            self.last = chunk[-1].file, chunk[-1].place
             yield chunk
 
 

@@ -1,0 +1,223 @@
+"""A set of records that is tokenized while a run trains on it, because all of it would not fit on the disk.
+
+Windows (`data.streaming.windows`) follow each other without a gap, over the ends of epochs too, and the samples of each
+are shuffled. A position in the stream is the number of samples before it; which sample stands there is a pure function
+of the seed, the position and the bytes that the stream may have. A window takes half of these: one is trained on while
+the next is made, and what was trained on is removed.
+
+Cost: none where the next window is there in time. A start waits for its first window.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+from rich.console import Console
+
+from data.cache.recipe import DataFile, Recipe
+from data.dataset import Dataset
+from data.errors import DataError
+from data.files.reading import OnBadRecord
+from data.files.sources import Source, as_sources, files_of
+from data.prompts import PromptFormat
+from data.streaming.windows import Made, Windows
+
+SHARE = 0.5  # of the stream's bytes that a window takes
+
+
+@dataclass
+class _Held:
+    """A window that can be read; its samples have the numbers from `first` on, and `order` shuffles them."""
+
+    first: int
+    dataset: Dataset
+    order: NDArray[numpy.int64]
+
+
+class Stream:
+    """Samples by number, of the windows that the last `take` and the one before it needed.
+
+    Attributes:
+        windows: where each begins, and what was made of them.
+        waiting: called every second while a window is waited for.
+        until: the position where the run ends, in one process of each host: this one makes windows before they are
+            needed, and removes old ones. 0 in the others.
+    """
+
+    def __init__(self, windows: Windows, seed: int) -> None:
+        self.windows = windows
+        self.waiting: Callable[[], object] = lambda: None
+        self.until = 0
+        self._seed = seed
+        self._ends: list[int] = []  # [windows that were made], samples up to the end of each
+        self._held: dict[int, _Held] = {}
+        self._kept: set[int] | None = None  # windows that may be on the disk; at first anything
+
+    def resume(self, made: Sequence[Made]) -> None:
+        """Take over what an earlier start knew of the windows."""
+        self.windows.made[:] = made
+        self._ends = numpy.cumsum([each.samples for each in made], dtype=numpy.int64).tolist()
+
+    def __len__(self) -> int:
+        """How many samples were made so far."""
+        return self._ends[-1] if self._ends else 0
+
+    def take(self, begin: int, count: int) -> list[int]:
+        """The numbers of the samples at some positions.
+
+        Raises:
+            DataError: a file or a record is wrong, a file has changed, or a whole epoch gives no sample.
+        """
+        end = begin + count
+        while len(self) < end:
+            self._open(len(self._ends))
+            self._let_go(begin - count)
+        between = range(bisect_right(self._ends, begin), bisect_left(self._ends, end) + 1)
+        needed = [number for number in between if self.windows.made[number].samples]
+        for number in needed:
+            self._open(number)
+        self._let_go(begin - count)
+        self._tidy(needed[-1] + 1)
+        chosen: list[int] = []
+        for held in (self._held[number] for number in needed):
+            part = slice(max(begin - held.first, 0), max(end - held.first, 0))
+            chosen += (held.first + held.order[part]).tolist()
+        return chosen
+
+    def close(self) -> None:
+        """Remove all samples: the run is done."""
+        self._held.clear()
+        self._keep(set())
+
+    @property
+    def shown(self) -> Dataset | None:
+        """The first of the windows that are held."""
+        return self._held[min(self._held)].dataset if self._held else None
+
+    def epoch(self, position: int) -> int:
+        """Of the sample at a position that was taken, from 0."""
+        return self.windows.begin(bisect_right(self._ends, position)).epoch
+
+    @property
+    def samples(self) -> Any:
+        """Looked up by number, as are the other two that a `data.sample_set.SampleSet` has."""
+        return _Column(self, lambda dataset: dataset.samples)
+
+    @property
+    def lengths(self) -> Any:
+        """Tokens of each sample."""
+        return _Column(self, lambda dataset: dataset.lengths)
+
+    @property
+    def supervised(self) -> Any:
+        """How many of them bear loss."""
+        return _Column(self, lambda dataset: dataset.supervised)
+
+    def origin(self, number: int) -> str:
+        """Where a sample comes from, for a person."""
+        dataset, place = self.find(number)
+        return dataset.origin(place)
+
+    def fingerprint(self) -> str:
+        """A digest of the files' sizes, the tokenizer, the prompts and the limit.
+
+        The tokens are not in it; those of a window are compared where it is made once more.
+        """
+        return self.windows.asked
+
+    def find(self, number: int) -> tuple[Dataset, int]:
+        """The window that holds a sample, and the sample's place there."""
+        held = self._held[bisect_right(self._ends, number)]
+        return held.dataset, number - held.first
+
+    def _open(self, number: int) -> None:
+        if number in self._held:
+            return
+        known = range(number, min(number + 2, len(self._ends) + 1))  # an earlier start may have made the one after it
+        self._keep({*self._held, *known})
+        dataset = self.windows.open(number, self.waiting)
+        if number == len(self._ends):
+            self._ends.append(len(self) + len(dataset))
+        generator = numpy.random.Generator(numpy.random.PCG64([self._seed, self.windows.begin(number).epoch, number]))
+        first = self._ends[number] - len(dataset)
+        if len(dataset):
+            self._held[number] = _Held(first, dataset, generator.permutation(len(dataset)))
+
+    def _let_go(self, position: int) -> None:
+        """Hold no longer what ends before a position."""
+        for number in [number for number in self._held if self._ends[number] <= position]:
+            del self._held[number]
+
+    def _tidy(self, following: int) -> None:
+        """Remove what is no longer needed, and make the next window as soon as there is room for it."""
+        ahead = len(self._held) == 1 and self._ends[following - 1] < self.until
+        self._keep({*self._held, following} if ahead else set(self._held))
+        if ahead:
+            self.windows.make(following)
+
+    def _keep(self, numbers: set[int]) -> None:
+        if self.until and numbers != self._kept:
+            self.windows.keep(numbers)
+            self._kept = numbers
+
+
+class _Column:
+    """Looks up what each window knows of its samples, by the samples' numbers."""
+
+    def __init__(self, stream: Stream, column: Callable[[Dataset], Any]) -> None:
+        self._stream = stream
+        self._column = column
+
+    def __len__(self) -> int:
+        return len(self._stream)
+
+    def __getitem__(self, numbers: Any) -> Any:
+        if isinstance(numbers, int):
+            return self._at(numbers)
+        return numpy.array([self._at(number) for number in numbers], dtype=numpy.int32)
+
+    def _at(self, number: int) -> Any:
+        dataset, place = self._stream.find(number)
+        return self._column(dataset)[place]
+
+
+def open_stream(
+    data_path: str | Path | Source | Sequence[str | Path | Source],
+    tokenizer: str | Path,
+    max_seq_len: int,
+    prompt_format: PromptFormat,
+    *,
+    gigabytes: float,
+    folder: Path,
+    on_bad_record: OnBadRecord = "stop",
+    seed: int = 0,
+    log: Console | None = None,
+    active: bool = False,
+) -> Stream:
+    """A stream of records; nothing is tokenized yet. See `data.dataset.load_dataset`.
+
+    Args:
+        gigabytes: that samples may take on the disk at any time.
+        folder: for them, of this run and no other.
+
+    Raises:
+        DataError: a file is missing, or a source asks for a part of its records.
+    """
+    sources = as_sources(data_path)
+    files = []
+    for source in sources:
+        if source.weight is not None or source.repeat % 1:
+            raise DataError(
+                f"data_path: {source.path}: weights and broken repeats need the number of records, which a stream does "
+                "not know; expected a whole repeat, or no stream_gb"
+            )
+        files += [DataFile(str(file), source.format) for file in files_of(source)] * int(source.repeat)
+    recipe = Recipe(tuple(files), str(tokenizer), prompt_format, max_seq_len, on_bad_record)
+    n_bytes = int(gigabytes * 1e9 * SHARE)
+    return Stream(Windows(recipe, n_bytes, seed, folder, log or Console(quiet=True), active), seed)

@@ -1,0 +1,174 @@
+"""The windows of a streamed set: where each begins, and its samples, tokenized when they are wanted.
+
+An epoch's files stand in an order of its own, and their records are tokenized in that order by the same machinery as
+any set (`data.cache`). A window ends with the chunk of records by which its samples reach a number of bytes, or with
+the epoch. So where it begins is known when the one before it was made. That is kept (`Windows.made`), and whoever has
+kept it finds any window without making those before. To get to a window's first record its file is read from the
+beginning, but not tokenized; files that are larger than a window make that slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+from typing import NamedTuple
+
+import numpy
+from rich.console import Console
+
+from data.cache.building import open_cache
+from data.cache.digests import stamp
+from data.cache.recipe import Recipe, Window
+from data.cache.store import Cache, read_meta
+from data.dataset import Dataset
+from data.errors import DataError
+
+POLL = 1.0  # seconds between two looks at a window that is being made
+
+
+class Place(NamedTuple):
+    """Where a window begins: a file of an epoch's order, and how many of its records come before."""
+
+    epoch: int
+    file: int
+    skip: int
+
+
+class Made(NamedTuple):
+    """What is kept of a window.
+
+    Attributes:
+        end: where the next one begins.
+        fingerprint: of its tokens and labels.
+    """
+
+    samples: int
+    end: Place
+    fingerprint: str
+
+
+class Windows:
+    """The windows of all epochs, counted from 0.
+
+    Attributes:
+        made: those that were made so far.
+        sizes: of the files, in bytes, by path.
+        n_bytes: of a window's samples.
+
+    Args:
+        recipe: of all records.
+        folder: for the samples of this run and no other.
+        log: told whom this process waits for.
+        active: whether this process shows progress.
+
+    Raises:
+        DataError: a file is missing.
+    """
+
+    def __init__(self, recipe: Recipe, n_bytes: int, seed: int, folder: Path, log: Console, active: bool) -> None:
+        self.made: list[Made] = []
+        self.sizes = {file.path: stamp(Path(file.path))[0] for file in recipe.files}
+        self.n_bytes = n_bytes
+        self.asked = recipe.asked([self.sizes[file.path] for file in recipe.files])
+        self._recipe = recipe
+        self._seed = seed
+        self._folder = folder
+        self._log = log
+        self._active = active
+        self._ahead: dict[int, _Job] = {}
+
+    def begin(self, number: int) -> Place:
+        """Where a window begins; the one before it was made."""
+        return self.made[number - 1].end if number else Place(0, 0, 0)
+
+    def open(self, number: int, waiting: Callable[[], object]) -> Dataset:
+        """The samples of a window, which may be none; the one before it was made.
+
+        Args:
+            waiting: called every second until they are there.
+
+        Raises:
+            DataError: a file or a record is wrong, a file has changed, or a whole epoch gives no sample.
+        """
+        begin, recipe = self.begin(number), self._recipe_of(number)
+        job = self._ahead.pop(number, None)
+        if job is not None and job.is_alive():
+            self._log.print(f"data: the run waits for window {number + 1}: tokenizing is slower than training")
+        job = job or _Job(lambda: open_cache(recipe, self._folder, self._log, self._active))
+        folder = job.result(waiting)
+        dataset = Dataset(folder, [file.path for file in recipe.files])
+        file, skip = read_meta(folder)["end"]
+        for path in {each.path for each in recipe.files[begin.file : file + 1]}:
+            if stamp(Path(path))[0] != self.sizes[path]:
+                raise DataError(f"{path}: has changed since this run began; expected {self.sizes[path]} bytes")
+        over = file == len(recipe.files)
+        end = Place(begin.epoch + 1, 0, 0) if over else Place(begin.epoch, file, skip)
+        made = Made(len(dataset), end, dataset.fingerprint())
+        left_out = f"; {dataset.n_bad:,} left out as bad; {dataset.skipped[0]}" if dataset.n_bad else ""
+        self._log.print(f"data: window {number + 1}, in epoch {begin.epoch + 1}: {len(dataset):,} samples{left_out}")
+        if number < len(self.made):
+            if made != self.made[number]:
+                raise DataError(
+                    f"{recipe.files[begin.file].path}: it or a file near it gives other samples than when the run was "
+                    "first here; expected the same records, or another save_path"
+                )
+            return dataset
+        self.made.append(made)
+        if over and not any(each.samples for each in self._of_epoch(begin.epoch)):
+            limit = recipe.max_seq_len
+            raise DataError(f"{recipe.names}: nothing bears loss within max_seq_len {limit}; expected a larger limit")
+        return dataset
+
+    def make(self, number: int) -> None:
+        """Begin to make a window whose predecessor was made, and go on; `open` will wait for it."""
+        if number not in self._ahead:
+            recipe, quiet = self._recipe_of(number), Console(quiet=True)
+            self._ahead[number] = _Job(lambda: open_cache(recipe, self._folder, quiet, active=False))
+
+    def keep(self, numbers: Collection[int]) -> None:
+        """Remove the samples of all windows but these."""
+        Cache(self._folder).keep([self._recipe_of(number) for number in numbers])
+
+    def peek(self) -> Dataset:
+        """The samples of the first records, which are no window."""
+        recipe = self._recipe_of(0, n_bytes=1)
+        return Dataset(open_cache(recipe, self._folder, self._log, self._active), [file.path for file in recipe.files])
+
+    def _of_epoch(self, epoch: int) -> Iterable[Made]:
+        return (made for number, made in enumerate(self.made) if self.begin(number).epoch == epoch)
+
+    def _recipe_of(self, number: int, n_bytes: int | None = None) -> Recipe:
+        place = self.begin(number)
+        order = numpy.random.Generator(numpy.random.PCG64([self._seed, place.epoch]))
+        files = tuple(self._recipe.files[file] for file in order.permutation(len(self._recipe.files)))
+        return replace(
+            self._recipe, files=files, window=Window(place.file, place.skip, n_bytes or self.n_bytes, self.asked)
+        )
+
+
+class _Job(Thread):
+    """Something that is done while the main thread goes on, and is given up when the process ends."""
+
+    def __init__(self, work: Callable[[], Path]) -> None:
+        super().__init__(name="window", daemon=True)
+        self._work = work
+        self._made: Path | None = None
+        self._failure: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._made = self._work()
+        except BaseException as failure:  # the main thread raises it
+            self._failure = failure
+
+    def result(self, waiting: Callable[[], object]) -> Path:
+        while self.is_alive():
+            waiting()
+            self.join(POLL)
+        if self._failure is not None:
+            raise self._failure
+        assert self._made is not None
+        return self._made

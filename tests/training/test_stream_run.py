@@ -1,0 +1,85 @@
+"""Runs that tokenize while they train, through the real launcher."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launching import topology, write_config
+from tests.training.test_resume import finished, kill_after, losses
+from training.checkpoint_folder import CheckpointRecord, step_folder
+from training.config_file import load_config
+from training.errors import ConfigError
+from training.resume import check_resumable
+
+STEPS = 10
+STREAM = {"stream_gb": 1.0e-5, "max_steps": STEPS}  # less than the records that are handed to a tokenizer together
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    for file in range(3):
+        lines = [json.dumps({"text": f"{file} and {number}"}) for number in range(600)]
+        (folder / f"{file}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+@pytest.mark.launched
+def test_a_killed_run_goes_on_to_the_last_bit_and_tokenizes_nothing_twice(
+    make_checkpoint: Callable[..., Path], texts: Path, tmp_path: Path
+) -> None:
+    shared: dict[str, Any] = {
+        "model_path": str(make_checkpoint("llama")),
+        "data_path": str(texts),
+        "train_batch_size": 200,
+        "train_micro_batch_size_per_gpu": 10,
+        "max_seq_len": 64,
+        "save_interval": 2,
+        "model_topo": topology((2, 1)),
+    }
+    configs = []
+    for name in ("straight", "killed"):
+        keys = STREAM | {"cache_dir": str(tmp_path / f"{name}-cache")}
+        configs.append(write_config(tmp_path / f"2x1-{name}.yml", **shared | keys))
+    straight, killed = configs
+    told = finished(straight).stdout
+    assert "data: 3 files" in told
+    assert "steps: 10 of 200 samples\n" in told
+    made = [number for number in range(1, 10) if f"data: window {number}, in epoch" in told]
+    assert made == [1, 2, 3, 4, 5], "2,000 samples: an epoch has four windows, the last one a smaller one"
+    assert "data: window 5, in epoch 2" in told
+    left = list((tmp_path / "straight-cache" / "streams").glob("*/datasets/*"))
+    assert not left, "removed when the run is done"
+
+    kill_after(7, killed)
+    told = finished(killed).stdout
+    assert "resumed: " in told
+    assert "data: window 1, in epoch" not in told
+    assert losses(killed) == losses(straight)
+    assert [step for step, _ in losses(straight)] == list(range(1, STEPS + 1))
+
+    saved = step_folder(killed.with_suffix(""), STEPS)
+    record = CheckpointRecord.read(saved)
+    assert record is not None
+    assert [window.samples for window in record.data.windows] == [512, 512, 512, 264, 512]
+    with pytest.raises(ConfigError, match=r"stream_gb: 1.0, but .* was trained with 1e-05"):
+        check_resumable(saved, record.data.model_copy(update={"stream_gb": 1.0}), record.settings)
+
+
+@pytest.mark.parametrize(
+    ("keys", "complaint"),
+    [
+        ({"max_steps": None}, "max_steps: expected a number"),
+        ({"packing": "dataset"}, "packing: dataset packs whole epochs"),
+        ({"stream_gb": 0}, "stream_gb"),
+    ],
+)
+def test_what_a_stream_asks_for(keys: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "run.yml", model_path="m", data_path="d", **STREAM | keys)
+    with pytest.raises(ConfigError, match=complaint):
+        load_config(config)
