@@ -10,13 +10,17 @@ to their arithmetic.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedConfig
 
+from models.offload import Offloading, Parked
 from models.positions import Arguments, Positions, attention_kind
 from models.router import RouterRecorder
 
@@ -52,8 +56,10 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """Layers 1..N: one decoder layer of transformers.
 
-    With `recompute` set, the activations inside the block are dropped after the forward pass and computed again in the
-    backward pass: memory for one hidden state a block instead of some thirty, for a third more arithmetic.
+    Attributes:
+        recompute: drop the activations inside the block after the forward pass and compute them again in the backward
+            pass (`models.recompute`).
+        offload: what has to be kept for the backward pass waits in host memory (`models.offload`).
     """
 
     def __init__(self, family: Family, config: PreTrainedConfig, index: int, positions: Positions | None) -> None:
@@ -61,6 +67,7 @@ class Block(nn.Module):
         self.block = family.decoder_layer(config, index)
         self.kind = attention_kind(config, index)
         self.recompute = False
+        self.offload = False
         self._positions = positions
         self._recorder: RouterRecorder | None = None
         if family.router and _has_submodule(self.block, family.router):  # some blocks of a family may be dense
@@ -70,14 +77,23 @@ class Block(nn.Module):
         hidden, position_ids, *sums = stream
         assert self._positions is not None, "a block built for its shapes cannot run"
         arguments = self._positions(self.kind, hidden, position_ids, cache)
-        if self.recompute and self.training:
-            hidden, added = checkpoint(self._run, hidden, position_ids, arguments, use_reentrant=False)
-        else:
-            hidden, added = self._run(hidden, position_ids, arguments)
+        hidden, added = self._forward(hidden, position_ids, arguments)
         return hidden, position_ids, *(total if added is None else total + added for total in sums)
 
-    def _run(self, hidden: Tensor, position_ids: Tensor, arguments: Arguments) -> tuple[Tensor, Tensor | None]:
-        output = self.block(hidden, **arguments)
+    def _forward(self, hidden: Tensor, position_ids: Tensor, arguments: Arguments) -> tuple[Tensor, Tensor | None]:
+        if self.training and self.recompute:
+            source = Parked(hidden) if self.offload else hidden
+            result: tuple[Tensor, Tensor | None]
+            result = checkpoint(self._run, source, position_ids, arguments, use_reentrant=False)
+            return result
+        if self.training and self.offload:
+            shared = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+            with Offloading(staying=[*self.parameters(), *shared]):
+                return self._run(hidden, position_ids, arguments)
+        return self._run(hidden, position_ids, arguments)
+
+    def _run(self, source: Tensor | Parked, position_ids: Tensor, arguments: Arguments) -> tuple[Tensor, Tensor | None]:
+        output = self.block(source.take() if isinstance(source, Parked) else source, **arguments)
         hidden = output[0] if isinstance(output, tuple) else output  # some families also return attention weights
         return hidden, self._recorder.statistics(position_ids >= 0) if self._recorder else None
 
@@ -86,8 +102,13 @@ class Head(nn.Module):
     """Layer N+1: the final norm and the projection to the vocabulary.
 
     Inside a pipeline (`project_in_loss`) it returns the stream with normalised hidden states and leaves the projection
-    to the loss, which needs it only for the supervised positions.
+    to the loss, which never holds the logits of all tokens.
+
+    Attributes:
+        cap: logits are squeezed between -cap and cap by a tanh; None in most families.
     """
+
+    cap: float | None = None
 
     def __init__(self, family: Family, config: PreTrainedConfig) -> None:
         super().__init__()
@@ -96,23 +117,34 @@ class Head(nn.Module):
         self.config = config
         self.project_in_loss = False
 
-    def forward(self, stream: Stream) -> Tensor | Stream:
+    def forward(self, stream: Stream, loss: Callable[[Stream], Tensor] | None = None) -> Tensor | Stream:
+        """Logits [B, S, V], or what is made of the normalised stream in their place.
+
+        Args:
+            loss: called with that stream while this module runs: ZeRO holds the weight together for so long.
+        """
         hidden: Tensor = self.norm(stream[0])
-        return (hidden, *stream[1:]) if self.project_in_loss else self.project(hidden)
+        normalised = (hidden, *stream[1:])
+        if loss is not None:
+            return loss(normalised)
+        return normalised if self.project_in_loss else self.project(hidden)
+
+    def projection(self) -> Tensor:
+        """What normalised hidden states are multiplied with, [V, H]."""
+        return self.lm_head.weight
 
     def project(self, hidden: Tensor) -> Tensor:
         """Normalised hidden states [..., H] -> logits [..., V]."""
-        logits: Tensor = self.lm_head(hidden)
-        return logits
+        logits = F.linear(hidden, self.projection())
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 
 class SoftCappedHead(Head):
-    """A head whose logits are squeezed between -cap and cap by a tanh, where config.json states a cap."""
+    """A head with the cap that config.json states, if any."""
 
-    def project(self, hidden: Tensor) -> Tensor:
-        logits = super().project(hidden)
-        cap = self.config.final_logit_softcapping
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+    def __init__(self, family: Family, config: PreTrainedConfig) -> None:
+        super().__init__(family, config)
+        self.cap = config.final_logit_softcapping
 
 
 def _has_submodule(module: nn.Module, name: str) -> bool:

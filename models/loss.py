@@ -2,52 +2,59 @@
 
 Contract 4: the loss of a step is the mean cross-entropy over the supervised tokens of the GLOBAL batch. No stage sees
 that batch, so a micro-batch contributes its sum times a scale that the data loader, which does see it, sends along.
-Only supervised positions are projected to the vocabulary: on instruction data that saves most of the head's work.
+Only supervised positions are projected to the vocabulary, chunk by chunk (`models.lean_loss`): on instruction data that
+saves most of the head's work, and nobody ever holds the logits of a whole micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from models.layers import Head, Stream
+from models.lean_loss import linear_cross_entropy
 from models.router import router_loss
 
 IGNORED = -100  # the label of a token without loss, as in transformers and torch
 
 
+def supervised_positions(labels: Tensor) -> Tensor:
+    """Which of the flattened tokens of `labels` [B, S] predict a supervised one: [T] int64; on a GPU the host waits."""
+    return (_targets(labels) != IGNORED).nonzero().squeeze(-1)
+
+
+def _targets(labels: Tensor) -> Tensor:
+    """What each of the flattened tokens has to predict; the last one of a row predicts nothing that is known."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
+
+
 def token_loss(
-    hidden: Tensor, labels: Tensor, project: Callable[[Tensor], Tensor], z_loss_weight: float = 0.0
+    hidden: Tensor, labels: Tensor, head: Head, z_loss_weight: float = 0.0, supervised: Tensor | None = None
 ) -> Tensor:
     """The loss summed over the supervised tokens of one micro-batch, in fp32.
 
     Args:
         hidden: normalised hidden states [B, S, H].
         labels: [B, S], aligned with the inputs (not shifted); `IGNORED` where there is no loss.
-        project: hidden states [T, H] -> logits [T, V].
+        head: how the family projects them to the vocabulary.
         z_loss_weight: weight of (max log-softmax)^2, summed as the cross-entropy is. A relative of the max-z loss of
             Baichuan 2 (arXiv:2309.10305), which squares the largest logit itself.
+        supervised: the `supervised_positions`, found here where absent.
 
     Returns:
         A scalar fp32 tensor; 0 with a gradient of 0 where nothing is supervised.
     """
-    targets = labels[:, 1:]
-    supervised = targets != IGNORED
-    logits = project(hidden[:, :-1][supervised]).float()
-    total = F.cross_entropy(logits, targets[supervised], reduction="sum")
-    if z_loss_weight:
-        largest = logits.amax(dim=-1) - torch.logsumexp(logits, dim=-1)
-        total = total + z_loss_weight * largest.square().sum()
-    return total
+    if supervised is None:
+        supervised = supervised_positions(labels)
+    rows = hidden.flatten(0, 1).index_select(0, supervised)
+    targets = _targets(labels).index_select(0, supervised)
+    return linear_cross_entropy(rows, head.projection(), targets, head.cap, z_loss_weight)
 
 
 def micro_batch_loss(
     head: Head,
     stream: Stream,
-    labels: tuple[Tensor, Tensor, Tensor],
+    labels: tuple[Tensor, ...],
     z_loss_weight: float = 0.0,
     router_loss_weight: float = 0.0,
 ) -> Tensor:
@@ -59,12 +66,12 @@ def micro_batch_loss(
     Args:
         head: projects hidden states to the vocabulary.
         stream: what the head gave: normalised hidden states [B, S, H], position ids, router sums.
-        labels: labels [B, S], scale [] and share [].
+        labels: labels [B, S], scale [], share [] and, where they are known, the `supervised_positions` [T].
         z_loss_weight: see `token_loss`.
         router_loss_weight: weight of the load-balancing loss of mixture-of-experts (`models.router`).
     """
-    targets, scale, share = labels
-    loss = token_loss(stream[0], targets, head.project, z_loss_weight if head.training else 0.0) * scale
+    targets, scale, share, *supervised = labels
+    loss = token_loss(stream[0], targets, head, z_loss_weight if head.training else 0.0, *supervised) * scale
     if router_loss_weight and head.training:
         loss = loss + router_loss_weight * router_loss(stream[2], head.config.num_experts_per_tok) * share
     return loss

@@ -14,6 +14,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
+from models.block_options import PLAIN, BlockOptions
 from models.layers import Block, Head, Stream
 from models.loading import LayerStates, build_layer, tie_weights
 from models.loss import micro_batch_loss
@@ -29,7 +30,7 @@ class ShardedModel(nn.ModuleList):
         dtype: the dtype to train in.
         shards: DeepSpeed's config of a stage-3 run, by which each layer is sharded as soon as it is built; None where
             each process holds the whole model.
-        recompute: recompute the activations of every block in the backward pass.
+        blocks: how the blocks are computed.
         z_loss_weight, router_loss_weight: see `models.loss.micro_batch_loss`.
 
     Raises:
@@ -42,35 +43,38 @@ class ShardedModel(nn.ModuleList):
         states: LayerStates,
         dtype: torch.dtype,
         shards: dict[str, Any] | None,
-        recompute: bool = False,
+        blocks: BlockOptions = PLAIN,
         z_loss_weight: float = 0.0,
         router_loss_weight: float = 0.0,
     ) -> None:
         super().__init__()
         self._z_loss_weight = z_loss_weight
         self._router_loss_weight = router_loss_weight
-        positions = spec.positions()
+        self.positions = positions = spec.positions()
         device = torch.device(get_accelerator().current_device_name())
         for number in range(spec.n_layers):
             layer = build_layer(spec, number, states, positions, dtype, device)
             if isinstance(layer, Block):
-                layer.recompute = recompute
-            elif isinstance(layer, Head):
-                layer.project_in_loss = True
-                if spec.tied:
-                    tie_weights(spec, self[0], layer)
+                blocks.apply(number, layer)
+            elif isinstance(layer, Head) and spec.tied:
+                tie_weights(spec, self[0], layer)
             if shards is not None:
                 self._shard(layer, shards)
             self.append(layer)
 
-    def forward(self, inputs: Stream, labels: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def forward(self, inputs: Stream, labels: tuple[Tensor, ...]) -> Tensor:
         """The loss of one micro-batch `((input_ids, position_ids), (labels, scale, share))`."""
-        stream = inputs
-        for layer in self:
-            stream = layer(stream)
-        head = self[-1]
+        *layers, head = self
         assert isinstance(head, Head)
-        return micro_batch_loss(head, stream, labels, self._z_loss_weight, self._router_loss_weight)
+
+        def loss_of(stream: Stream) -> Tensor:
+            return micro_batch_loss(head, stream, labels, self._z_loss_weight, self._router_loss_weight)
+
+        stream = inputs
+        for layer in layers:
+            stream = layer(stream)
+        loss: Tensor = head(stream, loss=loss_of)  # by name: ZeRO's hooks warn of positional arguments they do not know
+        return loss
 
     def _shard(self, layer: nn.Module, config: dict[str, Any]) -> None:
         """Leave each process its slice of every parameter; a tied weight is already sharded with the embedding."""

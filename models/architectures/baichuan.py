@@ -21,10 +21,11 @@ from models.architectures import llama
 from models.architectures.bloom import alibi_slopes
 from models.architectures.family import Family, Native, Rule
 from models.attention import EAGER, TORCH
+from models.documents import Documents
 from models.errors import CheckpointError
+from models.flex_attention import FLEX
 from models.layers import Head
-from models.position_ids import unmarked
-from models.positions import FULL, Arguments, Positions
+from models.positions import FULL, Angles, Arguments, Positions
 
 FIRST_VOCABULARY = 64_000  # that of the first Baichuan, whose head is not normalised
 FIELDS = (
@@ -47,39 +48,41 @@ FIELDS = (
 class NormalisedHead(Head):
     """A head that sees only the direction of its weight's rows."""
 
-    def project(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, F.normalize(self.lm_head.weight))
+    def projection(self) -> Tensor:
+        return F.normalize(super().projection())
 
 
 class AlibiPositions(Positions):
     """ALiBi biases for a block that knows only rotary angles: angles of zero, and the biases inside the mask.
 
     Biases are slopes times distances, computed in fp32: rounded to bf16, near keys still differ from each other. The
-    mask is [B, heads, S, S], one for all rows where no row is packed.
+    mask is [B, heads, S, S], one for all rows where no row is packed. Flex attention needs none.
     """
 
     def __init__(self, family: Family, config: PreTrainedConfig) -> None:
         super().__init__(family, config)
         self.slopes = alibi_slopes(config.num_attention_heads)
-        self.config = copy.copy(config)
-        self.config._attn_implementation = EAGER  # a mask of numbers, also where nothing is packed
+        if config._attn_implementation != FLEX:
+            self.config = copy.copy(config)
+            self.config._attn_implementation = EAGER  # a mask of numbers, also where nothing is packed
 
-    def arguments(self, hidden: Tensor, position_ids: Tensor, cache: Cache | None) -> dict[str, Arguments]:
-        position_ids = queries = unmarked(position_ids)
-        if (queries == queries[:1]).all():
-            queries = queries[:1]
-        mask = self.mask(FULL, hidden[: len(queries)], queries, cache)
-        keys = queries if cache is None else torch.arange(mask.shape[-1], device=hidden.device)[None]
-        distances = keys[:, None, None, :] - queries[:, None, :, None]
-        biases = self.slopes.to(hidden.device)[None, :, None, None] * distances
+    def angles(self, hidden: Tensor, position_ids: Tensor) -> dict[str, Angles]:
         one = torch.ones(1, 1, self.config.head_dim, dtype=hidden.dtype, device=hidden.device)
-        return {
-            FULL: {
-                "attention_mask": mask + biases.to(hidden.dtype),
-                "position_ids": position_ids,
-                "position_embeddings": (one, torch.zeros_like(one)),
-            }
-        }
+        return {FULL: (one, torch.zeros_like(one))}
+
+    def scope(
+        self, kind: str, hidden: Tensor, positions: Tensor, cache: Cache | None, documents: Documents | None
+    ) -> Arguments:
+        if self.config._attn_implementation == FLEX:
+            return super().scope(kind, hidden, positions, cache, documents)
+        if documents is not None and not documents.packed:  # the same in all rows
+            hidden, positions = hidden[:1], positions[:1]
+        mask = super().scope(kind, hidden, positions, cache, documents)["attention_mask"]
+        keys = positions if cache is None else torch.arange(mask.shape[-1], device=hidden.device)[None]
+        distances = keys[:, None, None, :] - positions[:, None, :, None]
+        assert self.slopes is not None
+        biases = self.slopes.to(hidden.device)[None, :, None, None] * distances
+        return {"attention_mask": mask + biases.to(hidden.dtype)}
 
 
 def translate(raw: dict[str, Any]) -> dict[str, Any]:
@@ -118,7 +121,7 @@ ALIBI = replace(
     name="baichuan2-13b",
     rotary=None,
     positions=AlibiPositions,
-    attention=(TORCH, EAGER),
+    attention=(TORCH, EAGER, FLEX),
     native=None,
 )
 FAMILY = ROTARY

@@ -37,7 +37,7 @@ def test_stored_values_come_out(golden: Path, layout: str, tmp_path: Path) -> No
     stream = model.stream(inputs["input_ids"])
     torch.testing.assert_close(model.head(stream), inputs["logits"], atol=1e-5, rtol=0)
 
-    loss = token_loss(model.head.norm(stream[0]), inputs["labels"], model.head.project) / wanted["n_loss_tokens"]
+    loss = token_loss(model.head.norm(stream[0]), inputs["labels"], model.head) / wanted["n_loss_tokens"]
     assert loss.item() == pytest.approx(wanted["loss"], abs=1e-5)
     loss.backward(retain_graph=True)
     norms = gradient_norms(model)

@@ -1,0 +1,188 @@
+"""Cross-entropy of a projection to the vocabulary, without ever holding the logits of all tokens.
+
+A vocabulary of 128k words gives a token half a megabyte of logits, and the plain form holds them several times over.
+Here a chunk of tokens is projected, its loss is added to the sum, and its logits become, in place, their own gradient,
+which is multiplied at once with the weight and with the hidden states. So the gradients are there when the forward pass
+ends, and the backward pass only scales them.
+
+Rounding: logits, softmax and all sums over tokens and chunks are fp32, also where weights and hidden states have 16
+bits; a gradient is rounded once, at the end. The plain 16-bit form rounds the logits and their gradient as well.
+
+Cost: the three products of the plain form and fewer passes over the logits. Memory: one chunk and the weight's gradient
+in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CPU_CHUNK, GPU_CHUNK = 2**27, 2**29  # bytes of fp32 logits held at a time; a GPU is fast only with large products
+HALF_SCALE = 2.0**10  # what fp16 gradients of logits are multiplied with: fp16 has no numbers below 6e-8
+CPU_CACHE = 2**22  # bytes of logits that a CPU takes through softmax and gradient at a time
+WORDS = 2**13  # words at a time where products of 16-bit matrices have to be widened
+AMPERE = (8, 0)  # the first GPUs on which torch's 16-bit products with fp32 results are known to run
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, cap: float | None = None, z_loss_weight: float = 0.0
+) -> Tensor:
+    """The cross-entropy of the logits `hidden @ weight.T`, summed over the tokens, in fp32.
+
+    Args:
+        hidden: [T, H]; T may be 0.
+        weight: [V, H], of the same dtype.
+        targets: [T] int64, each in [0, V).
+        cap: squeezes the logits between -cap and cap first, by a tanh.
+        z_loss_weight: weight of (max log-softmax)^2, summed likewise.
+
+    Returns:
+        A scalar. Its backward pass can run once.
+    """
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    with torch.autocast(kind, enabled=False):  # it would round the sums
+        if torch.is_grad_enabled():
+            loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, cap, z_loss_weight)
+            return loss
+        return _Sums(hidden, weight, targets, cap, z_loss_weight).loss
+
+
+def chunk_tokens(words: int, on_cpu: bool) -> int:
+    """How many tokens are projected to a vocabulary of `words` at a time, at most."""
+    return max((CPU_CHUNK if on_cpu else GPU_CHUNK) // (4 * words), 1)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Any, hidden: Tensor, weight: Tensor, targets: Tensor, cap: float | None, z_loss_weight: float
+    ) -> Tensor:
+        context.sums = _Sums(hidden, weight, targets, cap, z_loss_weight, *context.needs_input_grad[:2])
+        context.dtype = hidden.dtype
+        return context.sums.loss
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        sums, context.sums = context.sums, None
+        assert sums is not None, "the gradients were scaled in place by an earlier backward pass"
+        factor = gradients[0] / sums.scale
+        found = (sums.hidden_gradient, sums.weight_gradient)
+        return *(each if each is None else each.mul_(factor).to(context.dtype) for each in found), None, None, None
+
+
+class _Sums:
+    """What the chunks give together, in fp32.
+
+    Attributes:
+        loss: a scalar.
+        hidden_gradient: [T, H], where it is wanted, `scale` times too large.
+        weight_gradient: [V, H], likewise.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        cap: float | None,
+        z_loss_weight: float,
+        hidden_wanted: bool = False,
+        weight_wanted: bool = False,
+    ) -> None:
+        self._cap, self._z_loss_weight = cap, z_loss_weight
+        self._wanted = hidden_wanted or weight_wanted
+        self.scale = HALF_SCALE if hidden.dtype == torch.float16 else 1.0
+        self.loss = torch.zeros((), device=hidden.device)
+        self.hidden_gradient = torch.empty_like(hidden, dtype=torch.float32) if hidden_wanted else None
+        self.weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if weight_wanted else None
+        tokens = max(len(hidden), 1)  # without any, one empty chunk makes gradients of 0
+        chunks = math.ceil(tokens / chunk_tokens(len(weight), hidden.is_cpu))
+        for chunk in _slices(tokens, math.ceil(tokens / chunks)):
+            self._add(chunk, hidden[chunk], weight, targets[chunk, None])
+
+    def _add(self, chunk: slice, hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
+        logits = _logits(hidden, weight)
+        slopes = logits if weight.dtype == torch.float32 else torch.empty_like(logits, dtype=weight.dtype)
+        rows = max(CPU_CACHE // (4 * len(weight)), 1) if logits.is_cpu else len(logits)
+        for part in _slices(len(logits), rows):
+            self.loss += self._loss(logits[part], targets[part])
+            if self._wanted and slopes is not logits:
+                torch.mul(logits[part], self.scale, out=slopes[part])
+        del logits
+        if self.hidden_gradient is not None:
+            self.hidden_gradient[chunk] = _product(slopes, weight)
+        if self.weight_gradient is not None:
+            _add_product(self.weight_gradient, slopes.T, hidden)
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The summed loss of logits [T, V] with targets [T, 1]; they become their gradient where one is wanted."""
+        uncapped = logits
+        if self._cap is not None:
+            logits = uncapped.div_(self._cap).tanh_() * self._cap
+        logits.sub_(logits.amax(dim=-1, keepdim=True))
+        at_target = logits.gather(-1, targets)
+        largest = logits == 0 if self._z_loss_weight else None
+        total = logits.exp_().sum(dim=-1, keepdim=True)
+        log_total = total.log()  # the largest logit is 0 now, so the largest log-softmax is minus this
+        loss = (log_total - at_target).sum() + self._z_loss_weight * log_total.square().sum()
+        if not self._wanted:
+            return loss
+        pull = 2 * self._z_loss_weight * log_total
+        logits.mul_((1 + pull) / total)
+        logits.scatter_add_(-1, targets, torch.full_like(at_target, -1))
+        if largest is not None:  # equal ones share, as torch's amax has it
+            logits.sub_(largest * (pull / largest.sum(dim=-1, keepdim=True)))
+        if self._cap is not None:
+            uncapped.square_().neg_().add_(1).mul_(logits)
+        return loss
+
+
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden @ weight.T in fp32; on a CPU 16-bit operands are widened, the weight a few words at a time."""
+    if not hidden.is_cpu or hidden.dtype == torch.float32:
+        return _product(hidden, weight.T)
+    logits = torch.empty(len(hidden), len(weight))
+    wide = hidden.float()
+    mkldnn: Any = torch.backends.mkldnn
+    before = mkldnn.matmul.fp32_precision
+    if hidden.dtype == torch.bfloat16:  # the widened numbers are exact in bf16, so a CPU's bf16 units may multiply them
+        mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        for words in _slices(len(weight), WORDS):
+            torch.mm(wide, weight[words].float().T, out=logits[:, words])
+    finally:
+        mkldnn.matmul.fp32_precision = before
+    return logits
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right in fp32."""
+    if left.dtype != torch.float32 and _gives_fp32(left.device):
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return (left @ right).float()
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to `total`, which is fp32."""
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+    elif _gives_fp32(left.device):
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        for words in _slices(len(left), WORDS):
+            total[words] += left[words] @ right
+
+
+def _gives_fp32(device: torch.device) -> bool:
+    """Whether torch can multiply 16-bit matrices into an fp32 one."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= AMPERE
+
+
+def _slices(length: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, length, size or 1)]
