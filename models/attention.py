@@ -1,22 +1,42 @@
 """Which attention kernel a run uses, and why.
 
-transformers calls the kernels; all of them are exact and keep packed documents apart. `use_flash_attn: true` asks for
-the flash-attn package, which needs a GPU from Ampere on and 16-bit weights; where it cannot run, torch's own
-scaled_dot_product_attention is taken, document by document (`models.document_attention`).
+transformers calls the kernels; all of them are exact and keep packed documents apart. The usual one is torch's own
+scaled_dot_product_attention, document by document (`models.document_attention`), or for some families the layer's own
+arithmetic. `use_flash_attn: true` asks for kernels that never hold the scores and take all documents in one launch.
+They need a GPU from Ampere on and 16-bit weights (on older ones Triton, which flex attention is made of, is no longer
+supported either), and are tried in this order:
+
+    flash-attn       where its package is installed; the most tuned one
+    varlen_attn      the same algorithm inside torch (`models.varlen_attention`); nothing to install
+    flex_attention   compiled by torch for whatever is done to the scores (`models.flex_attention`): soft caps, ALiBi
+
+A family declares which of them compute its attention exactly. Where none can run, the usual kernel does.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from typing import NamedTuple
 
 import torch
 from transformers.utils import is_flash_attn_2_available
 
+from models import varlen_attention
 from models.document_attention import BY_DOCUMENT
+from models.flex_attention import FLEX
+from models.varlen_attention import VARLEN
 
 TORCH, FLASH, EAGER = BY_DOCUMENT, "flash_attention_2", "eager"
+ALL = (TORCH, FLASH, VARLEN, FLEX)  # what computes plain attention and sliding windows
+WITHOUT_DROPOUT = (VARLEN, FLEX)  # kernels that cannot drop attention weights
 AMPERE = (8, 0)
-_NAMES = {TORCH: "torch's scaled_dot_product_attention", FLASH: "flash-attn", EAGER: "the layer's own"}
+_NAMES = {
+    TORCH: "torch's scaled_dot_product_attention",
+    FLASH: "flash-attn",
+    VARLEN: "torch's varlen_attn",
+    FLEX: "torch's flex_attention",
+    EAGER: "the layer's own",
+}
 
 
 class AttentionChoice(NamedTuple):
@@ -26,30 +46,44 @@ class AttentionChoice(NamedTuple):
     reason: str
 
 
-def choose_attention(
-    use_flash_attn: bool, dtype: torch.dtype, exact: tuple[str, ...] = (TORCH, FLASH)
-) -> AttentionChoice:
+def choose_attention(use_flash_attn: bool, dtype: torch.dtype, exact: tuple[str, ...] = ALL) -> AttentionChoice:
     """The kernel for a run in `dtype` on this machine.
 
     Args:
-        exact: the kernels that compute a family's attention exactly, the usual one first.
+        exact: the kernels that compute a model's attention exactly, the usual one first.
     """
     usual = exact[0]
     if not use_flash_attn:
         return AttentionChoice(usual, _NAMES[usual])
-    obstacle = _flash_obstacle(dtype) if FLASH in exact else "flash-attn does not compute this family's attention"
-    if obstacle is None:
-        return AttentionChoice(FLASH, _NAMES[FLASH])
-    return AttentionChoice(usual, f"{_NAMES[usual]}: use_flash_attn is set, but {obstacle}")
+    obstacle = _device_obstacle(dtype)
+    if obstacle:
+        return AttentionChoice(usual, f"{_NAMES[usual]}: use_flash_attn is set, but {obstacle}")
+    passed_over: list[str] = []
+    for kernel, missing in ((FLASH, _flash_missing), (VARLEN, _varlen_missing), (FLEX, _flex_missing)):
+        obstacle = missing() if kernel in exact else f"{_NAMES[kernel]} does not compute this model's attention"
+        if obstacle is None:
+            return AttentionChoice(kernel, ": ".join([_NAMES[kernel], *filter(None, ["; ".join(passed_over)])]))
+        passed_over.append(obstacle)
+    return AttentionChoice(usual, f"{_NAMES[usual]}: use_flash_attn is set, but {'; '.join(passed_over)}")
 
 
-def _flash_obstacle(dtype: torch.dtype) -> str | None:
+def _device_obstacle(dtype: torch.dtype) -> str | None:
     if not torch.cuda.is_available():
         return "there is no GPU"
     if torch.cuda.get_device_capability() < AMPERE:
-        return f"{torch.cuda.get_device_name()} is older than flash-attn supports"
+        return f"{torch.cuda.get_device_name()} is older than flash attention supports"
     if dtype not in (torch.bfloat16, torch.float16):
-        return "flash-attn computes in bf16 or fp16 only"
-    if not is_flash_attn_2_available():
-        return "the flash-attn package is not installed (requirements-gpu.txt)"
+        return "flash attention computes in bf16 or fp16 only"
     return None
+
+
+def _flash_missing() -> str | None:
+    return None if is_flash_attn_2_available() else "the flash-attn package is not installed (requirements-gpu.txt)"
+
+
+def _varlen_missing() -> str | None:
+    return None if varlen_attention.available() else "torch's varlen_attn with windows needs torch 2.11"
+
+
+def _flex_missing() -> str | None:
+    return None if importlib.util.find_spec("triton") else "flex_attention needs the triton package"

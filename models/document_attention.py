@@ -3,13 +3,11 @@
 A mask for a packed row has S x S entries, most of them false, and torch's kernels compute all of them. Here each
 document is a call of torch's scaled_dot_product_attention of its own: the same numbers, no mask, and the flash kernels
 that torch has for plain causal attention. A row of 2,048 tokens in 16 documents takes a fifth of the time on a CPU. The
-price is one kernel launch a document. flash-attn does the same in one launch; `Documents` tells it where they begin.
+price is one kernel launch a document; flash attention does the same in one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -18,40 +16,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from models.documents import Documents
+
 BY_DOCUMENT = "sdpa_by_document"  # what transformers knows `attend` by
 
 
-@dataclass(frozen=True)
-class Documents:
-    """The lengths of the documents in each row of a micro-batch; they fill the rows."""
-
-    rows: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(cls, position_ids: Tensor) -> Documents | None:
-        """From position ids [B, S], which restart with each document; None where each row is one document."""
-        restarts = (position_ids.diff(dim=1) != 1).tolist()
-        if not any(map(any, restarts)):
-            return None
-        rows = []
-        for row in restarts:
-            ends = [index + 1 for index, restart in enumerate(row) if restart] + [len(row) + 1]
-            rows.append(tuple(end - begin for begin, end in zip([0, *ends], ends, strict=False)))
-        return cls(tuple(rows))
-
-    def flash_arguments(self, device: torch.device) -> dict[str, Any]:
-        """What flash-attn's kernel for lengths of all kinds takes, the rows one after the other."""
-        ends = [0, *accumulate(chain.from_iterable(self.rows))]
-        cumulative = torch.tensor(ends, dtype=torch.int32, device=device)
-        longest = max(chain.from_iterable(self.rows))
-        return {
-            "cu_seq_lens_q": cumulative,
-            "cu_seq_lens_k": cumulative,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
-
-
+@torch.compiler.disable  # compiled, it would be another program for every way to divide a row
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -65,11 +35,11 @@ def attend(
     """Attention as transformers calls it: [B, heads, S, D] to [B, S, heads, D].
 
     Args:
-        attention_mask: used where there are no `documents`.
-        documents: of packed rows.
+        attention_mask: used where no row is packed.
+        documents: None with a cache of keys.
         document_window: how many tokens each one sees at most, itself included.
     """
-    if documents is None:
+    if documents is None or not documents.packed:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     rows = []
     for row, lengths in enumerate(documents.rows):

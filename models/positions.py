@@ -4,10 +4,15 @@ Position ids restart at 0 with each document of a packed row. From them each sta
 keyword arguments of its blocks: masks, rotary angles, ALiBi biases. A family names the class that does it. Padding
 stands on the right, where no real token attends to it, and is treated like any token: its ids, -1 - p, become p for
 masks and biases, so that a padded row still needs no mask.
+
+Where documents begin is a question to the device, unless whoever lays out the micro-batches answers it ahead
+(`Positions.expect`); then nothing here makes the host wait.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +20,13 @@ from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from models import flex_attention
 from models.attention import FLASH, TORCH
-from models.document_attention import Documents
+from models.documents import Documents
+from models.flex_attention import FLEX
 from models.position_ids import unmarked
 from models.rope import DocumentRotary, depends_on_length
+from models.varlen_attention import VARLEN
 
 if TYPE_CHECKING:
     from models.architectures import Family
@@ -48,9 +56,13 @@ class Positions:
 
     It remembers the last micro-batch only: the blocks of a stage run one after the other on the same position ids. It
     is no nn.Module on purpose: the rotary frequencies stay fp32 when the model is cast to bf16.
+
+    Attributes:
+        slopes: of ALiBi, [heads] fp32; None in families without it.
     """
 
     cache_argument = "past_key_values"
+    slopes: Tensor | None = None
 
     def __init__(self, family: Family, config: PreTrainedConfig) -> None:
         self.config = config
@@ -60,11 +72,19 @@ class Positions:
         self.rotary = DocumentRotary(rotary, config) if rotary and depends_on_length(config) else rotary
         self.kinds = {attention_kind(config, index) for index in range(config.num_hidden_layers)}
         self._last: tuple[Tensor, tuple[Any, ...], dict[str, Arguments]] | None = None
+        self._expected: deque[Documents] = deque()
+        self._documents: tuple[Tensor, int | None, Documents] | None = None
+
+    def expect(self, documents: Iterable[Documents]) -> None:
+        """Tell what the coming micro-batches hold, in the order of their forward passes.
+
+        What was told before is forgotten. Micro-batches that nobody told about are looked at.
+        """
+        self._expected = deque(documents)
 
     def __call__(self, kind: str, hidden: Tensor, position_ids: Tensor, cache: Cache | None = None) -> Arguments:
         """The arguments of a block of this kind of attention, for `hidden` [B, S, H] at `position_ids` [B, S]."""
-        version = None if position_ids.is_inference() else position_ids._version
-        state = (version, hidden.dtype, hidden.device, torch.is_inference_mode_enabled())
+        state = (_version(position_ids), hidden.dtype, hidden.device, torch.is_inference_mode_enabled())
         if self._last is None or not _same_memory(self._last[0], position_ids) or self._last[1] != state:
             arguments = self.arguments(hidden, position_ids, cache)
             if cache is not None:
@@ -77,27 +97,50 @@ class Positions:
         """The arguments for every kind of attention in the model; padding is still marked here."""
         angles = self.angles(hidden, position_ids)
         positions = unmarked(position_ids)
-        separates = self.config._attn_implementation in (TORCH, FLASH) and cache is None
-        documents = Documents.of(positions) if separates else None
+        documents = self.documents(position_ids) if cache is None else None
         return {
             kind: {
                 "position_ids": positions,
                 "position_embeddings": angles[kind],
-                **(
-                    self.separated(kind, documents, hidden.device)
-                    if documents
-                    else {"attention_mask": self.mask(kind, hidden, positions, cache)}
-                ),
+                **self.scope(kind, hidden, positions, cache, documents),
             }
             for kind in self.kinds
         }
 
-    def separated(self, kind: str, documents: Documents, device: torch.device) -> Arguments:
-        """What keeps the documents of packed rows apart without a mask."""
-        if self.config._attn_implementation == FLASH:
-            return {"attention_mask": None, **documents.flash_arguments(device)}
+    def documents(self, position_ids: Tensor) -> Documents:
+        """The documents of a micro-batch: as told ahead, else read from its position ids."""
+        version = _version(position_ids)
+        known = self._documents
+        if known is None or not _same_memory(known[0], position_ids) or known[1] != version:
+            found = self._expected.popleft() if self._expected else Documents.of(unmarked(position_ids))
+            if found.shape != tuple(position_ids.shape):
+                raise ValueError(f"documents of {found.shape} were told for position ids {tuple(position_ids.shape)}")
+            self._documents = known = (position_ids, version, found)
+        return known[2]
+
+    def scope(
+        self, kind: str, hidden: Tensor, positions: Tensor, cache: Cache | None, documents: Documents | None
+    ) -> Arguments:
+        """Who may see whom, in the form that the attention kernel takes.
+
+        Args:
+            documents: None where a cache holds the tokens before.
+        """
+        if documents is None:
+            return {"attention_mask": self.mask(kind, hidden, positions, cache)}
+        kernel = self.config._attn_implementation
         window = self.config.sliding_window if kind == SLIDING else None
-        return {"attention_mask": None, "documents": documents, "document_window": window}
+        if kernel == FLEX:
+            slopes = None if self.slopes is None else self.slopes.to(hidden.device)
+            return {"attention_mask": flex_attention.scope(positions, window, slopes)}
+        if kernel in (FLASH, VARLEN):
+            told = {} if kernel == FLASH else {"document_window": window}  # transformers tells flash-attn of windows
+            return {"attention_mask": None, **told, **documents.flash_arguments(hidden.device)}
+        if kernel == TORCH:
+            mask = None if documents.packed else self.mask(kind, hidden, None, None)
+            return {"attention_mask": mask, "documents": documents, "document_window": window}
+        packed = packed_mask(positions, window, hidden.dtype) if documents.packed else None
+        return {"attention_mask": self.mask(kind, hidden, None, None) if packed is None else packed}
 
     def angles(self, hidden: Tensor, position_ids: Tensor) -> dict[str, Angles]:
         """The rotary angles (cos, sin) for every kind of attention, here the same for all."""
@@ -105,12 +148,35 @@ class Positions:
         positions = position_ids if isinstance(self.rotary, DocumentRotary) else unmarked(position_ids)
         return dict.fromkeys(self.kinds, self.rotary.to(hidden.device)(hidden, positions))
 
-    def mask(self, kind: str, hidden: Tensor, position_ids: Tensor, cache: Cache | None) -> Any:
-        """The mask in the form that the attention kernel takes; None where plain causal attention is enough."""
+    def mask(self, kind: str, hidden: Tensor, positions: Tensor | None, cache: Cache | None) -> Any:
+        """The mask of rows that are one document each; None where plain causal attention is enough.
+
+        Args:
+            positions: [B, S]; 0 .. S-1 where absent, which transformers need not look at.
+        """
         return _MASKS[kind](
             config=self.config,
             inputs_embeds=hidden,
             attention_mask=None,
             past_key_values=cache,
-            position_ids=position_ids,
+            position_ids=positions,
         )
+
+
+def packed_mask(position_ids: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """The mask of packed rows for plain arithmetic: [B, 1, S, S], 0 where a token is seen, else the least number.
+
+    The same as transformers makes, which waits for the device to see whether rows are packed.
+    """
+    number = (position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) != 1).cumsum(dim=1)
+    order = torch.arange(position_ids.shape[1], device=position_ids.device)
+    seen = (number[:, :, None] == number[:, None, :]) & (order[:, None] >= order)
+    if window is not None:
+        seen = seen & (order > order[:, None] - window)
+    nothing = torch.zeros((), dtype=dtype, device=position_ids.device)
+    return torch.where(seen, nothing, torch.finfo(dtype).min)[:, None]
+
+
+def _version(tensor: Tensor) -> int | None:
+    """Changes with the tensor's contents, as far as autograd counts."""
+    return None if tensor.is_inference() else tensor._version

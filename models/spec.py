@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.architectures import Family, WeightMap, family_of
+from models.attention import WITHOUT_DROPOUT
 from models.errors import CheckpointError
 from models.layers import Block, Embedding, Head
 from models.positions import Positions
@@ -83,6 +84,13 @@ class ModelSpec:
         if not self.tied:
             return None
         return f"0.{self.family.tie.embedding}", f"{self.n_layers - 1}.{self.family.tie.head}"
+
+    @property
+    def attention(self) -> tuple[str, ...]:
+        """The kernels that compute this model's attention exactly in training, the usual one first."""
+        if not getattr(self.config, "attention_dropout", 0.0):
+            return self.family.attention
+        return tuple(kernel for kernel in self.family.attention if kernel not in WITHOUT_DROPOUT)
 
     def positions(self) -> Positions:
         """What the blocks of one process share."""

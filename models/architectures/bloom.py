@@ -2,17 +2,25 @@
 
 bigscience's own files leave the prefix `transformer.` out (`h.0...`), what transformers saves has it. The fused
 query_key_value is interleaved by head and stays fused, as in transformers' block.
+
+transformers' block computes its attention by itself, with all the scores in memory. Where a run takes flex attention,
+the same weights are used with that.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig
-from transformers.models.bloom.modeling_bloom import BloomBlock, build_alibi_tensor
+from transformers.models.bloom.modeling_bloom import BloomAttention, BloomBlock, build_alibi_tensor, dropout_add
 
+from models import flex_attention
 from models.architectures.family import Family, Rule, Tie
 from models.attention import EAGER
+from models.documents import Documents
+from models.flex_attention import FLEX, Scope
 from models.position_ids import unmarked
 from models.positions import FULL, Arguments, Positions
 
@@ -38,18 +46,42 @@ class BloomPositions(Positions):
         self.slopes = alibi_slopes(config.n_head)
 
     def arguments(self, hidden: Tensor, position_ids: Tensor, cache: Cache | None) -> dict[str, Arguments]:
+        documents = self.documents(position_ids) if cache is None else None
         position_ids = unmarked(position_ids)
+        return {FULL: self.scope(FULL, hidden, position_ids, cache, documents)}
+
+    def scope(
+        self, kind: str, hidden: Tensor, positions: Tensor, cache: Cache | None, documents: Documents | None
+    ) -> Arguments:
+        scope = super().scope(kind, hidden, positions, cache, documents)
+        if self.config._attn_implementation == FLEX:
+            return scope | {"alibi": None}
         seen = cache.get_seq_length() if cache is not None else 0
-        keys = position_ids
+        keys = positions
         if seen:
             keys = torch.arange(seen + hidden.shape[1], device=hidden.device).expand(len(hidden), -1)
+        assert self.slopes is not None
         alibi = self.slopes.to(hidden.device)[None, :, None] * keys[:, None, :]
-        return {
-            FULL: {
-                "attention_mask": self.mask(FULL, hidden, position_ids, cache),
-                "alibi": alibi.reshape(-1, 1, keys.shape[1]).to(hidden.dtype),
-            }
-        }
+        return scope | {"alibi": alibi.reshape(-1, 1, keys.shape[1]).to(hidden.dtype)}
+
+
+class FlexBloomAttention(BloomAttention):
+    """Bloom's attention, computed by flex attention; its `attention_mask` is a scope."""
+
+    def forward(
+        self, hidden_states: Tensor, residual: Tensor, alibi: None, attention_mask: Scope, **options: Any
+    ) -> tuple[Tensor, None]:
+        query, key, value = self._reshape(self.query_key_value(hidden_states))
+        output, _ = flex_attention.attend(self, query, key, value, attention_mask, self.inv_norm_factor)
+        output = self.dense(output.flatten(2))
+        return dropout_add(output, residual, self.hidden_dropout, self.training), None
+
+
+def bloom_block(config: PreTrainedConfig, index: int) -> BloomBlock:
+    block = BloomBlock(config, index)
+    if config._attn_implementation == FLEX:
+        block.self_attention = FlexBloomAttention(config, index)
+    return block
 
 
 def layer_norm(config: PreTrainedConfig) -> nn.Module:
@@ -58,12 +90,12 @@ def layer_norm(config: PreTrainedConfig) -> nn.Module:
 
 FAMILY = Family(
     name="bloom",
-    decoder_layer=BloomBlock,
+    decoder_layer=bloom_block,
     norm=layer_norm,
     rotary=None,
     positions=BloomPositions,
     embedding_norm=layer_norm,
-    attention=(EAGER,),
+    attention=(EAGER, FLEX),
     embedding=(
         Rule("transformer.word_embeddings.weight", "embed_tokens.weight"),
         Rule("transformer.word_embeddings_layernorm.*", "norm.*"),

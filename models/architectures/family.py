@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from models.attention import FLASH, TORCH
+from models.attention import ALL
 from models.layers import Head
 from models.positions import Positions
 
@@ -110,7 +110,7 @@ class Family:
     embedding_norm: Callable[[PreTrainedConfig], nn.Module] | None = None
     embedding_scale: Callable[[PreTrainedConfig], float] | None = None
     projection: type[Head] = Head
-    attention: tuple[str, ...] = (TORCH, FLASH)
+    attention: tuple[str, ...] = ALL
     router: str | None = None
     translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     variant: Callable[[dict[str, Any]], Family] | None = None

@@ -1,7 +1,7 @@
 """Gemma 2: scaled embeddings, norms around attention and feed-forward, every other block with a sliding window.
 
 Attention scores and logits are soft-capped by a tanh. torch's attention kernel knows no cap on scores: transformers'
-plain one or flash-attn computes them.
+plain one, flash-attn or flex attention computes them.
 """
 
 from dataclasses import replace
@@ -10,6 +10,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer, Gemma
 
 from models.architectures import llama
 from models.attention import EAGER, FLASH
+from models.flex_attention import FLEX
 from models.layers import SoftCappedHead
 
 FAMILY = replace(
@@ -20,5 +21,5 @@ FAMILY = replace(
     rotary=Gemma2RotaryEmbedding,
     embedding_scale=lambda config: float(config.hidden_size**0.5),
     projection=SoftCappedHead,
-    attention=(EAGER, FLASH),
+    attention=(EAGER, FLASH, FLEX),
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer, Gemma3RMSNorm, Gemma3RotaryEmbedding
 
 from models.architectures import gemma2
-from models.attention import FLASH, TORCH
+from models.attention import ALL
 from models.position_ids import unmarked
 from models.positions import Angles, Positions
 
@@ -33,5 +33,5 @@ FAMILY = replace(
     norm=lambda config: Gemma3RMSNorm(config.hidden_size, eps=config.rms_norm_eps),
     rotary=Gemma3RotaryEmbedding,
     positions=Gemma3Positions,
-    attention=(TORCH, FLASH),
+    attention=ALL,
 )

@@ -5,46 +5,77 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models import attention
-from models.attention import EAGER, FLASH, TORCH, choose_attention
+from models import attention, varlen_attention
+from models.attention import ALL, EAGER, FLASH, FLEX, TORCH, VARLEN, choose_attention
+
+GEMMA2, BLOOM = (EAGER, FLASH, FLEX), (EAGER, FLEX)
 
 
-def test_torch_is_taken_unless_flash_is_wanted() -> None:
-    assert choose_attention(False, torch.bfloat16).implementation == TORCH
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine with a GPU, where a test says what is missing."""
+    monkeypatch.setattr(attention, "_device_obstacle", lambda dtype: None)
+    for name in ("_flash_missing", "_varlen_missing", "_flex_missing"):
+        monkeypatch.setattr(attention, name, lambda: None)
+    return monkeypatch
 
 
-@pytest.mark.parametrize("exact", [(EAGER,), (EAGER, FLASH), (TORCH, EAGER), (FLASH,)])
+@pytest.mark.parametrize("exact", [ALL, BLOOM, GEMMA2, (TORCH, EAGER)])
 def test_the_usual_kernel_of_a_family_is_taken_unless_flash_is_wanted(exact: tuple[str, ...]) -> None:
     choice = choose_attention(False, torch.bfloat16, exact)
     assert choice.implementation == exact[0]
     assert "use_flash_attn" not in choice.reason
 
 
-@pytest.mark.parametrize("exact", [(EAGER,), (TORCH, EAGER)])
-def test_a_family_that_flash_does_not_compute_keeps_its_usual_kernel(exact: tuple[str, ...]) -> None:
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("exact", "taken"), [(ALL, FLASH), (GEMMA2, FLASH), (BLOOM, FLEX), ((TORCH, VARLEN), VARLEN), ((TORCH,), TORCH)]
+)
+def test_the_first_kernel_that_is_exact_is_taken(exact: tuple[str, ...], taken: str) -> None:
+    assert choose_attention(True, torch.bfloat16, exact).implementation == taken
+
+
+@pytest.mark.parametrize(
+    ("exact", "missing", "taken", "told"),
+    [
+        (ALL, ["flash"], VARLEN, ["torch's varlen_attn: ", "flash-attn package is not installed"]),
+        (ALL, ["flash", "varlen"], FLEX, ["torch's flex_attention: ", "not installed", "torch 2.11"]),
+        (ALL, ["flash", "varlen", "flex"], TORCH, ["use_flash_attn is set, but", "not installed", "2.11", "triton"]),
+        (GEMMA2, ["flash"], FLEX, ["torch's flex_attention: ", "varlen_attn does not compute this model's attention"]),
+        (BLOOM, ["flex"], EAGER, ["use_flash_attn is set, but", "flash-attn does not compute", "triton"]),
+    ],
+)
+def test_what_is_passed_over_is_said(
+    exact: tuple[str, ...], missing: list[str], taken: str, told: list[str], machine: pytest.MonkeyPatch
+) -> None:
+    machine.undo()
+    machine.setattr(attention, "_device_obstacle", lambda dtype: None)
+    machine.setattr(attention, "is_flash_attn_2_available", lambda: "flash" not in missing)
+    machine.setattr(varlen_attention, "available", lambda: "varlen" not in missing)
+    machine.setattr(attention.importlib.util, "find_spec", lambda name: None if "flex" in missing else name)
     choice = choose_attention(True, torch.bfloat16, exact)
-    assert choice.implementation == exact[0]
-    assert "use_flash_attn is set, but flash-attn does not compute this family's attention" in choice.reason
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_flash_is_taken_where_it_can_run(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_flash_obstacle", lambda dtype: None)
-    assert choose_attention(True, dtype).implementation == FLASH
-    assert choose_attention(True, dtype, (EAGER, FLASH)).implementation == FLASH
-    assert choose_attention(True, dtype, (TORCH, EAGER)).implementation == TORCH
+    assert choice.implementation == taken
+    for words in told:
+        assert words in choice.reason
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without a GPU")
-def test_a_machine_without_a_gpu_says_so() -> None:
-    choice = choose_attention(True, torch.bfloat16)
-    assert choice.implementation == TORCH
-    assert "no GPU" in choice.reason
-    assert choose_attention(True, torch.bfloat16, (EAGER, FLASH)).implementation == EAGER
+@pytest.mark.parametrize("exact", [ALL, GEMMA2, BLOOM])
+def test_a_machine_without_a_gpu_says_so(exact: tuple[str, ...]) -> None:
+    choice = choose_attention(True, torch.bfloat16, exact)
+    assert choice.implementation == exact[0]
+    assert choice.reason.endswith("use_flash_attn is set, but there is no GPU")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_fp32_is_no_precision_for_flash_attention() -> None:
-    choice = choose_attention(True, torch.float32)
-    assert choice.implementation == TORCH
-    assert "bf16 or fp16" in choice.reason or "older" in choice.reason
+@pytest.mark.parametrize(
+    ("capability", "dtype", "told"),
+    [((7, 0), torch.float16, "older than"), ((8, 0), torch.float32, "bf16 or fp16"), ((9, 0), torch.bfloat16, None)],
+)
+def test_old_gpus_and_fp32_are_obstacles(
+    capability: tuple[int, int], dtype: torch.dtype, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    obstacle = attention._device_obstacle(dtype)
+    assert obstacle is None if told is None else told in (obstacle or "")

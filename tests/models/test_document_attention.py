@@ -7,13 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.document_attention import Documents, attend
+from models.document_attention import attend
+from models.documents import Documents
 
 ROWS = [[5, 1, 9, 3], [18]]
-
-
-def position_ids() -> torch.Tensor:
-    return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in ROWS])
 
 
 class Grouped(nn.Module):
@@ -26,11 +23,9 @@ class Grouped(nn.Module):
 @pytest.mark.parametrize("window", [None, 4, 100])
 def test_equals_a_mask_over_the_row(window: int | None) -> None:
     torch.manual_seed(0)
-    positions = position_ids()
-    documents = Documents.of(positions)
-    assert documents is not None and [list(row) for row in documents.rows] == ROWS
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in ROWS])
     query, key, value = (torch.randn(2, heads, 18, 8, requires_grad=True) for heads in (4, 2, 2))
-    found, _ = attend(Grouped(), query, key, value, None, documents=documents, document_window=window)
+    found, _ = attend(Grouped(), query, key, value, None, documents=Documents(ROWS), document_window=window)
 
     number = (positions == 0).cumsum(dim=1)
     distance = positions[:, :, None] - positions[:, None, :]
@@ -45,16 +40,3 @@ def test_equals_a_mask_over_the_row(window: int | None) -> None:
     (expected.transpose(1, 2) * weights).sum().backward()
     for tensor, twin in zip((query, key, value), twins, strict=True):
         torch.testing.assert_close(tensor.grad, twin.grad, atol=1e-5, rtol=0)
-
-
-def test_rows_of_one_document_need_no_care() -> None:
-    assert Documents.of(torch.arange(18).repeat(2, 1)) is None
-
-
-def test_flash_is_told_where_documents_begin_and_how_long_the_longest_is() -> None:
-    documents = Documents.of(position_ids())
-    assert documents is not None
-    arguments = documents.flash_arguments(torch.device("cpu"))
-    assert arguments["cu_seq_lens_q"].tolist() == [0, 5, 6, 15, 18, 36]
-    assert arguments["cu_seq_lens_q"].dtype == torch.int32
-    assert arguments["max_length_q"] == arguments["max_length_k"] == 18

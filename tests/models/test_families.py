@@ -13,7 +13,7 @@ import torch
 from models import load_model
 from models.architectures import FAMILIES
 from models.architectures.bloom import alibi_slopes
-from models.attention import EAGER, FLASH, TORCH
+from models.attention import ALL, EAGER, FLASH, FLEX, TORCH
 from models.spec import ModelSpec
 from tests.models.cases import CASES, GEMMA3_ROPE, LLAMA3_ROPE, LONG_ROPE
 from tests.models.helpers import change_config, error_line, random_ids, read_config
@@ -32,13 +32,13 @@ def test_every_family_has_a_case() -> None:
 @pytest.mark.parametrize(
     ("case", "name", "kernels"),
     [
-        ("llama-tied", "llama", (TORCH, FLASH)),
-        ("bloom", "bloom", (EAGER,)),
-        ("gemma2", "gemma2", (EAGER, FLASH)),
-        ("gemma3", "gemma3", (TORCH, FLASH)),
-        ("baichuan2-7b", "baichuan2-7b", (TORCH, FLASH)),
-        ("baichuan2-13b", "baichuan2-13b", (TORCH, EAGER)),
-        ("chatglm3", "chatglm3", (TORCH, FLASH)),
+        ("llama-tied", "llama", ALL),
+        ("bloom", "bloom", (EAGER, FLEX)),
+        ("gemma2", "gemma2", (EAGER, FLASH, FLEX)),
+        ("gemma3", "gemma3", ALL),
+        ("baichuan2-7b", "baichuan2-7b", ALL),
+        ("baichuan2-13b", "baichuan2-13b", (TORCH, EAGER, FLEX)),
+        ("chatglm3", "chatglm3", ALL),
     ],
 )
 def test_config_json_picks_the_declaration_and_its_kernel(

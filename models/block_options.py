@@ -1,0 +1,40 @@
+"""How the blocks of a run are computed: recomputed, offloaded, compiled. None of it changes a number.
+
+* Recomputation: a block keeps its input, one hidden state, instead of some thirty, and is computed a second time in the
+  backward pass, which makes a third more arithmetic.
+* Offloading: what a block keeps waits in host memory (`models.offload`).
+* Compilation: torch.compile fuses the small operations between the matrix products. All lengths share one program, and
+  blocks of one kind another's; it is made at the first steps, for some seconds up to a minute. Attention document by
+  document stays outside of it: which documents there are changes with every micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from models.layers import Block
+
+
+@dataclass(frozen=True)
+class BlockOptions:
+    """What is done with the blocks.
+
+    Attributes:
+        recompute: the numbers of the layers that recompute.
+        offload: whether activations wait in host memory.
+        compile: whether blocks are compiled.
+    """
+
+    recompute: frozenset[int] = frozenset()
+    offload: bool = False
+    compile: bool = False
+
+    def apply(self, number: int, block: Block) -> None:
+        """Prepare layer `number`."""
+        block.recompute = number in self.recompute
+        block.offload = self.offload
+        if self.compile:
+            block.block.compile(dynamic=True)
+
+
+PLAIN = BlockOptions()

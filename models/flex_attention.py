@@ -1,0 +1,110 @@
+"""torch's flex attention: one kernel, compiled for what a family does to its scores and for who sees whom.
+
+It takes the families that flash attention leaves out or that cap their scores: ALiBi biases (Bloom, Baichuan2-13B), the
+tanh of Gemma 2, sliding windows. Scores live in the kernel only, and blocks of 128 x 128 of which no token sees any are
+skipped, so a packed row costs about what its documents cost. The biases are made where they are used, in fp32, instead
+of a mask of heads x S x S numbers.
+
+The blocks are found once per micro-batch and kind of attention, on the device and without waiting for it, at the price
+of some S x S booleans a row. Compiling takes a minute at the first steps. On a CPU torch has a plain form of it without
+gradients, so nothing but tests uses it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+FLEX = "torch_flex"  # what transformers knows `attend` by
+
+ScoreChange = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Scope(NamedTuple):
+    """What stands in the place of a mask: who sees whom, and by how much distance counts.
+
+    Attributes:
+        blocks: of tokens that see each other.
+        slopes: of ALiBi, [heads] fp32; None for models without it.
+    """
+
+    blocks: BlockMask
+    slopes: Tensor | None
+
+
+def scope(position_ids: Tensor, window: int | None = None, slopes: Tensor | None = None) -> Scope:
+    """The scope of causal attention within documents.
+
+    Args:
+        position_ids: [B, S], restarting with each document.
+        window: how many tokens each one sees at most, itself included.
+        slopes: of ALiBi, [heads] fp32.
+    """
+    rows, length = position_ids.shape
+    number = nn.functional.pad((position_ids.diff(dim=1) != 1).cumsum(dim=1), (1, 0))
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = (number[row, query] == number[row, key]) & (key <= query)
+        return seen if window is None else seen & (key > query - window)
+
+    blocks = create_block_mask(sees, rows, None, length, length, device=position_ids.device)
+    return Scope(blocks, slopes)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Scope,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: [B, heads, S, D] to [B, S, heads, D].
+
+    Args:
+        attention_mask: the scope; there is no attention with a cache of keys.
+        softcap: scores are squeezed between -softcap and softcap by a tanh.
+    """
+    as_it_is = query.device.type == "cpu" or torch.compiler.is_compiling()  # a block that is compiled compiles it too
+    kernel: Any = flex_attention if as_it_is else _compiled()
+    output: Tensor = kernel(
+        query,
+        key,
+        value,
+        score_mod=_score_change(softcap, attention_mask.slopes),
+        block_mask=attention_mask.blocks,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output.transpose(1, 2), None
+
+
+def _score_change(softcap: float | None, slopes: Tensor | None) -> ScoreChange | None:
+    if softcap is None and slopes is None:
+        return None
+
+    def change(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        if slopes is not None:
+            score = score + slopes[head] * (key - query)
+        return score
+
+    return change
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    compiled: Callable[..., Tensor] = torch.compile(flex_attention)
+    return compiled
+
+
+ALL_ATTENTION_FUNCTIONS.register(FLEX, attend)

@@ -1,0 +1,163 @@
+"""Every attention kernel that a run may take on a GPU gives the logits and gradients of the usual one.
+
+On a CPU, flex attention runs in torch's plain form, whose gradients torch has but does not offer: the test lifts that
+ban. varlen_attn has no form for a CPU, so the test puts its definition, written out, in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from models import CausalLM, varlen_attention
+from models.attention import ALL, FLEX, VARLEN
+from models.checkpoint.source import open_source
+from models.position_ids import unmarked
+from models.spec import ModelSpec
+from tests.models.cases import CASES
+from tests.models.helpers import gradients, random_ids
+
+NAMES = """llama-tied mistral-window mixtral-window qwen2-some-windows qwen3 qwen3_moe phi3 olmo2 glm glm4 gemma2 gemma3
+    baichuan2-7b baichuan2-13b chatglm3 bloom""".split()
+PACKED = [[5, 1, 22, 12], [24, 9, 3]]  # the last four tokens of the second row are padding
+WHOLE = [[40], [33]]
+
+
+def position_ids(rows: list[list[int]], length: int = 40) -> Tensor:
+    made = -1 - torch.arange(length).repeat(len(rows), 1)
+    for row, lengths in enumerate(rows):
+        numbers = torch.cat([torch.arange(each) for each in lengths])
+        made[row, : len(numbers)] = numbers
+    return made
+
+
+def outcome(folder: Path, kernel: str | None, rows: list[list[int]]) -> tuple[str, Tensor, dict[str, Tensor]]:
+    """The kernel, the logits of real tokens, and the gradients of a sum that weighs them at random."""
+    spec = ModelSpec.from_folder(folder)
+    if kernel:
+        spec.set_attention(kernel)
+    model = CausalLM(spec, open_source(folder, spec), torch.float32, torch.device("cpu")).train()
+    positions = position_ids(rows)
+    logits = model(random_ids(2, positions.shape[1]), positions)[positions >= 0]
+    (logits * torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
+    return spec.config._attn_implementation, logits.detach(), gradients(model)
+
+
+def assert_same(folder: Path, kernel: str, rows: list[list[int]]) -> None:
+    _, expected, expected_gradients = outcome(folder, None, rows)
+    taken, found, found_gradients = outcome(folder, kernel, rows)
+    assert taken == kernel
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert found_gradients.keys() == expected_gradients.keys()
+    for name, gradient in expected_gradients.items():
+        error = (found_gradients[name] - gradient).norm() / gradient.norm()
+        assert error < 1e-5, f"{name} differs by {error:.2e}"
+
+
+def exact(name: str, kernel: str, make_checkpoint: Callable[..., Path]) -> Path:
+    """A case's checkpoint, where its family has the kernel."""
+    folder = make_checkpoint(CASES[name].model_type, **CASES[name].changes)
+    if kernel not in ModelSpec.from_folder(folder).attention:
+        pytest.skip(f"{kernel} does not compute the attention of {name}")
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", NAMES)
+def test_flex_attention_equals_the_usual_kernel(
+    name: str, make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
+    folder = exact(name, FLEX, make_checkpoint)
+    assert_same(folder, FLEX, PACKED)
+    assert_same(folder, FLEX, WHOLE)
+
+
+def varlen_by_definition(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What varlen_attn of torch 2.13 computes for [T, heads, D], a document after the other."""
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    ends = cu_seq_q.tolist()
+    assert ends == cu_seq_k.tolist() and ends[0] == 0 and ends[-1] == len(query) == len(key) == len(value)
+    longest = max(end - begin for begin, end in pairwise(ends))
+    assert max_q == max_k == longest
+    left, right = window_size
+    assert right == 0
+    key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
+    outputs = []
+    for begin, end in pairwise(ends):
+        q, k, v = (tensor[begin:end].transpose(0, 1) for tensor in (query, key, value))
+        scores = q @ k.transpose(1, 2) * (query.shape[2] ** -0.5 if scale is None else scale)
+        distance = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+        seen = (distance >= 0) & ((distance <= left) | (left < 0))
+        outputs.append((scores.masked_fill(~seen, -torch.inf).softmax(dim=-1) @ v).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("shares_keys", [True, False], ids=["grouped queries", "repeated keys"])
+@pytest.mark.parametrize("name", NAMES)
+def test_varlen_attention_equals_the_usual_kernel(
+    name: str, shares_keys: bool, make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varlen_attention, "varlen_attn", varlen_by_definition)
+    monkeypatch.setattr(varlen_attention, "_SHARES_KEYS", shares_keys)
+    folder = exact(name, VARLEN, make_checkpoint)
+    assert_same(folder, VARLEN, PACKED)
+    assert_same(folder, VARLEN, WHOLE)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="varlen_attn runs on a GPU only")
+@pytest.mark.parametrize("window", [(-1, 0), (6, 0)])
+def test_varlen_attention_of_this_torch_is_what_the_tests_put_in_its_place(window: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(40, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    ends = torch.tensor([0, 5, 6, 28, 40], dtype=torch.int32, device="cuda")
+    assert varlen_attention.varlen_attn is not None
+    found = varlen_attention.varlen_attn(query, key, value, ends, ends, 22, 22, scale=0.2, window_size=window)
+    query, key, value = (tensor.float().cpu() for tensor in (query, key, value))
+    ends = ends.cpu()
+    wanted = varlen_by_definition(query, key, value, ends, ends, 22, 22, scale=0.2, window_size=window)
+    torch.testing.assert_close(found.float().cpu(), wanted, atol=2e-2, rtol=2e-2)
+
+
+def test_kernels_without_dropout_are_not_taken_where_attention_drops(make_checkpoint: Callable[..., Path]) -> None:
+    assert ModelSpec.from_folder(make_checkpoint("llama")).attention == ALL
+    dropping = ModelSpec.from_folder(make_checkpoint("llama", attention_dropout=0.1))
+    assert set(dropping.attention) == set(ALL) - {VARLEN, FLEX}
+
+
+def test_a_batch_told_ahead_gives_the_same(make_checkpoint: Callable[..., Path]) -> None:
+    """What is read from position ids and what is told may not differ; a wrong shape is refused."""
+    from models.documents import Documents
+
+    spec = ModelSpec.from_folder(make_checkpoint("llama"))
+    positions = spec.positions()
+    ids = position_ids(PACKED)
+    read = positions.documents(ids)
+    assert read.rows == ((5, 1, 22, 12), (24, 9, 3, 4))
+    told = [Documents.laid_out(PACKED, 40), Documents.laid_out(WHOLE, 40)]
+    positions.expect(told)
+    first, second = ids.clone(), position_ids(WHOLE)
+    assert positions.documents(first) is positions.documents(first.view_as(first)) is told[0]
+    assert positions.documents(second) is told[1]
+    assert positions.documents(unmarked(ids)).rows == read.rows  # nothing is told any more
+    positions.expect([Documents([[8]])])
+    with pytest.raises(ValueError, match="were told for"):
+        positions.documents(ids)

@@ -1,0 +1,57 @@
+"""Compiled blocks through the real launcher: every gradient is that of one process that compiles nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.tokenize import Sample
+from tests.launching import deepspeed
+from tests.training.test_gradients import Case, Outcome, config, folder, read, reference, samples  # noqa: F401
+
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
+
+EVERYTHING = {"use_grad_ckpt": {"every": 2}, "offload_activations": True}
+CASES: dict[Case, dict[str, Any]] = {
+    Case("tied", "fp32", (2, 1)): {"compile": True},
+    Case("tied", "recompute", (2, 1)): {"compile": True} | EVERYTHING,
+    Case("tied", "folded_fp32", (2, 1)): {"compile": True},
+    Case("tied", "folded_recompute", (2, 1)): {"compile": True} | EVERYTHING,
+}
+
+
+@pytest.fixture(scope="module")
+def model(make_checkpoint: Callable[..., Path]) -> Path:
+    return make_checkpoint("llama", tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path, model: Path, samples: list[Sample]) -> dict[Case, Outcome]:  # noqa: F811
+    del samples  # already on disk
+    described = [
+        {"name": case.name, "kind": "pipeline", "config": config(case, model, folder) | keys}
+        for case, keys in CASES.items()
+    ]
+    (folder / "cases.json").write_text(json.dumps(described))
+    result = deepspeed(2, "tests/workers/gradients.py", folder / "cases.json", timeout=400)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return {case: read(folder, case) for case in CASES}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_gradient_equals_one_process(
+    case: Case,
+    outcomes: dict[Case, Outcome],
+    model: Path,
+    samples: list[Sample],  # noqa: F811
+) -> None:
+    expected, found = reference(model, samples, replicas=1, least=0), outcomes[case]
+    assert abs(found.loss - expected.loss) < 1e-5
+    assert expected.gradients.keys() <= found.gradients.keys()
+    for name, gradient in expected.gradients.items():
+        error = (found.gradients[name] - gradient).norm() / gradient.norm()
+        assert error < 1e-5, f"{name} differs by {error:.2e}"
