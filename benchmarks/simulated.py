@@ -1,0 +1,128 @@
+"""The schedules at more stages than this machine has cores: a part of `python -m benchmarks.throughput`.
+
+First the simulator is held to a measurement: two stages of one thread each record a timeline with either schedule, and
+the step that the simulator makes of the mean times is set against the step that was measured, the fastest of five. Then
+stages of the same work are simulated in larger numbers, with two and four micro-batches a stage. Both schedules divide
+the same work: a rank of dualpipev holds two halves of what a stage of 1f1b does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.ideal import LENGTH, MODEL, VOCABULARY
+from benchmarks.ranks import run_ranks
+from training.instructions import Schedule
+from training.simulation import simulate
+
+MICRO_BATCHES = 8
+PARTS: dict[Schedule, list[int]] = {"1f1b": [7, 7], "dualpipev": [4, 3, 3, 4]}
+STEPS = 5  # recorded, after one to warm up
+STAGES = (2, 4, 8, 16)
+PER_STAGE = (2, 4)  # micro-batches
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """Simulated steps over measured ones at two stages, and the simulated steps of more."""
+    from training.timeline.figures import Figures
+    from training.timeline.trace import steps_of
+
+    (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+    ratio: dict[str, float] = {}
+    for schedule in PARTS:
+        run_ranks(2, "benchmarks.simulated", "--schedule", schedule, "--folder", str(folder))
+        recorded = steps_of(json.loads((folder / "timeline.json").read_text(encoding="utf-8")))
+        figures = min((Figures.of([rows], ranks=2) for rows in recorded.values()), key=lambda found: found.seconds)
+        ratio[schedule] = figures.simulated(MICRO_BATCHES).seconds / figures.seconds
+        if schedule == "1f1b":
+            forward, backward = sum(figures.forward) / 2, sum(figures.backward) / 2
+            transfer = figures.transfer
+    rows = [compare(stages, stages * each, forward, backward, transfer) for stages in STAGES for each in PER_STAGE]
+    return {
+        "simulated_vs_measured": ratio,
+        "stage_seconds": {"forward": forward, "backward": backward, "transfer": transfer},
+        "simulated": rows,
+    }
+
+
+def compare(stages: int, micro_batches: int, forward: float, backward: float, transfer: float) -> dict[str, Any]:
+    """Both schedules on `stages` equal ranks that need `forward` and `backward` seconds for a micro-batch."""
+    plain = simulate("1f1b", [forward] * stages, [backward] * stages, micro_batches, transfer)
+    halves = [forward / 2] * 2 * stages, [backward / 2] * 2 * stages
+    dual = simulate("dualpipev", *halves, micro_batches, transfer)
+    return {
+        "stages": stages,
+        "micro_batches": micro_batches,
+        "seconds": {"1f1b": plain.seconds, "dualpipev": dual.seconds},
+        "bubble": {"1f1b": plain.bubble, "dualpipev": dual.bubble},
+        "dualpipev_vs_1f1b": plain.seconds / dual.seconds,
+    }
+
+
+def table(figures: dict[str, Any]) -> Table:
+    """The figures for people."""
+    ratio = ", ".join(f"{name} {value:.3f}" for name, value in figures["simulated_vs_measured"].items())
+    made = Table(title="simulated steps", caption=f"simulated / measured at 2 stages: {ratio}")
+    for column in ("stages", "micro-batches", "1f1b, s", "bubble", "dualpipev, s", "bubble", "dualpipev over 1f1b"):
+        made.add_column(column, justify="right")
+    for row in figures["simulated"]:
+        numbers = [str(row["stages"]), str(row["micro_batches"])]
+        for schedule in PARTS:
+            numbers += [f"{row['seconds'][schedule]:.3f}", f"{row['bubble'][schedule]:.1%}"]
+        made.add_row(*numbers, f"{row['dualpipev_vs_1f1b']:.3f}")
+    return made
+
+
+def work(schedule: Schedule, folder: Path) -> None:
+    """One rank's work: a step to warm up, then recorded ones."""
+    import torch
+
+    from data.loader import Loader
+    from data.sample_set import InMemory
+    from models.spec import ModelSpec
+    from training import distributed
+    from training.config import TrainConfig
+    from training.pipeline_trainer import PipelineTrainer
+    from training.timeline.session import Timeline
+
+    config = TrainConfig.model_validate(
+        {
+            "model_path": str(folder),
+            "data_path": "",
+            "save_path": "",
+            "from_scratch": True,
+            "train_batch_size": MICRO_BATCHES,
+            "schedule": schedule,
+            "model_topo": {"process_topology": {"dims": [2, 1]}, "parts": PARTS[schedule]},
+        }
+    )
+    place = distributed.Place.from_environment()
+    assert place is not None
+    distributed.start(place, config.model_topo)
+    torch.set_num_threads(1)
+    ids = torch.randint(0, VOCABULARY, (MICRO_BATCHES, LENGTH)).tolist()
+    loader = Loader(InMemory([{"input_ids": row, "labels": row} for row in ids]), MICRO_BATCHES, 1, 1, seed=0)
+    spec = ModelSpec.from_folder(folder)
+    trainer = PipelineTrainer.build(config, spec, folder, total_steps=STEPS + 1)
+    timeline = Timeline((2, STEPS + 1), trainer, spec, PARTS[schedule], folder, Console(quiet=True))
+    for step in range(1, STEPS + 2):
+        batch = loader.batch(step - 1)
+        with timeline.step(step, batch):
+            trainer.train_step(loader, batch)
+    timeline.finish()
+    distributed.stop()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--schedule", choices=list(PARTS), required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--local_rank", type=int)
+    arguments = parser.parse_args()
+    work(arguments.schedule, arguments.folder)

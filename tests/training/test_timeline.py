@@ -1,0 +1,297 @@
+"""The timeline of recorded steps: what waiting is, what the figures are, and whole runs that write one.
+
+The simulator is held to a measured run here: with its mean times it has to give its step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.conftest import FAQ
+from tests.launching import deepspeed, topology, write_config
+from training.instructions import WORK, Message, Reading
+from training.simulation import Span, simulate
+from training.timeline.chart import draw
+from training.timeline.figures import Figures
+from training.timeline.recorder import Record
+from training.timeline.trace import steps_of, trace
+from training.timeline.waiting import Seat, with_idle
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def records(*spans: tuple[str, float, float], rank: int, message: Message | None = None) -> list[Record]:
+    """Spans of one rank; those that send or receive have the message."""
+    return [
+        Record(
+            Span(rank, kind, 0, begin, end, rank),
+            (message,) if message and kind in ("send", "receive") else (),
+            begin,
+        )
+        for kind, begin, end in spans
+    ]
+
+
+def told(spans: list[Span]) -> list[tuple[str, float, float]]:
+    return [(span.kind, span.begin, span.end) for span in spans]
+
+
+class TestWaiting:
+    activation = Message("activation", 0, 0, frozenset({0, 1}))
+    seats = [Seat(0, 0), Seat(1, 0)]
+
+    def test_a_receiver_that_came_early_waited(self) -> None:
+        sender = records(("forward", 0, 3), ("send", 3, 4), rank=0, message=self.activation)
+        receiver = records(("receive", 1, 4), ("forward", 4, 6), rank=1, message=self.activation)
+        first, second = with_idle([sender, receiver], self.seats)
+        assert told(first) == [("forward", 0, 3), ("send", 3, 4), ("idle", 4, 6)]
+        assert told(second) == [("idle", 0, 3), ("receive", 3, 4), ("forward", 4, 6)]
+
+    def test_a_sender_waits_for_its_receiver_too(self) -> None:
+        sender = records(("send", 0, 5), rank=0, message=self.activation)
+        receiver = records(("forward", 0, 4), ("receive", 4, 5), rank=1, message=self.activation)
+        first, second = with_idle([sender, receiver], self.seats)
+        assert told(first) == [("idle", 0, 4), ("send", 4, 5)]
+        assert told(second) == [("forward", 0, 4), ("receive", 4, 5)]
+
+    def test_replicas_do_not_wait_for_each_other(self) -> None:
+        rows = [
+            records(("send", 0, 2), rank=0, message=self.activation),
+            records(("receive", 0, 2), rank=1, message=self.activation),
+            records(("send", 1, 2), rank=2, message=self.activation),
+            records(("receive", 1, 2), rank=3, message=self.activation),
+        ]
+        filled = with_idle(rows, [Seat(0, 0), Seat(1, 0), Seat(0, 1), Seat(1, 1)])
+        assert told(filled[0]) == [("send", 0, 2)]
+        assert told(filled[2]) == [("idle", 0, 1), ("send", 1, 2)]
+
+    def test_work_after_the_start_of_a_message_is_no_waiting(self) -> None:
+        sender = [
+            Record(Span(0, "weights", 0, 1, 3, 0), (), 1),
+            Record(Span(0, "send", 0, 3, 5, 0), (self.activation,), 1),
+        ]
+        receiver = records(("receive", 0, 4.5), rank=1, message=self.activation)
+        first, second = with_idle([sender, receiver], self.seats)
+        assert told(first) == [("idle", 0, 1), ("weights", 1, 3), ("send", 3, 5)]
+        assert told(second) == [("idle", 0, 1), ("receive", 1, 4.5), ("idle", 4.5, 5)]
+
+    def test_clocks_that_differ_a_little_make_no_negative_spans(self) -> None:
+        sender = records(("send", 3.1, 3.2), rank=0, message=self.activation)
+        receiver = records(("receive", 1, 3), rank=1, message=self.activation)
+        for spans in with_idle([sender, receiver], self.seats):
+            assert all(span.begin <= span.end for span in spans)
+            assert all(first.end <= second.begin for first, second in pairwise(spans))
+
+
+def test_reading_a_dualpipev_schedule_finds_both_ends_of_every_message() -> None:
+    from deepspeed.runtime.pipe.schedule import DualPipeVSchedule
+
+    ranks = 3
+    sent: list[Message] = []
+    received: list[Message] = []
+    for rank in range(ranks):
+        read = Reading(rank, ranks)
+        for instruction in (each for step in DualPipeVSchedule(7, ranks, rank).steps() for each in step):
+            meaning = read(instruction.name, getattr(instruction, "phase", 0))
+            if meaning and meaning.message:
+                assert rank in meaning.message.ends
+                (sent if meaning.kind == "send" else received).append(meaning.message)
+    assert len(sent) == len(set(sent)) == 2 * 7 * (2 * ranks - 2)  # the border in the middle lies inside a rank
+    assert set(sent) == set(received)
+
+
+def measured(schedule: Any, forward: list[float], backward: list[float], micro_batches: int) -> list[list[Span]]:
+    """A simulated step as if it had been measured, with an optimizer after it."""
+    simulation = simulate(schedule, forward, backward, micro_batches)
+    rows = [[span for span in simulation.spans if span.rank == rank] for rank in range(simulation.ranks)]
+    end = simulation.seconds
+    return [[*spans, Span(rank, "optimizer", None, end, end + 5, rank)] for rank, spans in enumerate(rows)]
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("dualpipev", 4)])
+def test_figures_give_back_what_was_measured(schedule: Any, stages: int) -> None:
+    forward, backward = [1.0, 2.0, 1.5, 0.5][:stages], [2.0, 3.0, 2.5, 1.5][:stages]
+    figures = Figures.of([measured(schedule, forward, backward, 6)] * 2, ranks=2)
+    simulation = simulate(schedule, forward, backward, 6)
+    assert figures.schedule == schedule
+    assert figures.forward == pytest.approx(forward)
+    if schedule == "dualpipev":
+        assert figures.weights == figures.backward == pytest.approx([seconds / 2 for seconds in backward])
+    else:
+        assert figures.backward == pytest.approx(backward)
+    assert figures.seconds == pytest.approx(simulation.seconds)
+    assert figures.bubble == pytest.approx(simulation.bubble)
+    assert figures.by_rank == pytest.approx([busy / 6 for busy in simulation.busy])
+
+
+def test_better_parts_move_layers_off_the_slowest_stage() -> None:
+    """Seven equal layers and a head of three: even parts overload the second stage."""
+    costs = [1.0] * 7 + [3.0]
+    figures = Figures.of([measured("1f1b", [4.0, 6.0], [8.0, 12.0], 8)], ranks=2)
+    assert figures.by_rank == pytest.approx([12.0, 18.0])
+    better = figures.better_parts([4, 4], costs, micro_batches=8)
+    assert better is not None
+    parts, gain = better
+    assert parts == [5, 3]
+    assert gain == pytest.approx(figures.seconds / simulate("1f1b", [5.0, 5.0], [10.0, 10.0], 8).seconds)
+
+
+def test_balanced_parts_are_left_alone() -> None:
+    figures = Figures.of([measured("1f1b", [1.0, 1.01], [2.0, 2.0], 8)], ranks=2)
+    assert figures.better_parts([3, 3], [1.0] * 6, micro_batches=8) is None
+
+
+def test_a_stage_without_arithmetic_keeps_its_time() -> None:
+    """The embedding alone counts no FLOPs, but what was measured for it has to go somewhere."""
+    figures = Figures.of([measured("1f1b", [0.5, 6.0], [0.5, 12.0], 8)], ranks=2)
+    better = figures.better_parts([1, 4], [0.0, 1.0, 1.0, 1.0, 1.0], micro_batches=8)
+    assert better is not None
+    assert better[0] == [3, 2]
+
+
+def test_the_chart_is_a_picture(tmp_path: Path) -> None:
+    draw(measured("1f1b", [1.0, 2.0], [2.0, 3.0], 4), ["rank 0", "rank 1"], "a step", tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").read_bytes().startswith(PNG)
+
+
+def test_the_trace_counts_in_microseconds() -> None:
+    steps = {3: [[Span(0, "forward", 2, 1.5, 1.75, 0)]]}
+    made = trace(steps, ["rank 0"])
+    event = next(event for event in made["traceEvents"] if event["ph"] == "X")
+    assert (event["ts"], event["dur"], event["name"], event["pid"]) == (1_500_000, 250_000, "forward 2", 0)
+    assert event["args"] == {"step": 3, "stage": 0, "micro_batch": 2}
+    assert steps_of(made) == steps
+
+
+class Finished(NamedTuple):
+    """A run with a timeline."""
+
+    output: str
+    events: list[dict[str, Any]]
+    picture: bytes
+
+    def spans(self, rank: int, step: int, kind: str | None = None) -> list[dict[str, Any]]:
+        """The trace's spans in order."""
+        found = [event for event in self.events if event["ph"] == "X" and event["pid"] == rank]
+        found = [event for event in found if event["args"]["step"] == step and kind in (None, event["cat"])]
+        return sorted(found, key=lambda event: event["ts"])
+
+    def steps(self) -> set[int]:
+        return {event["args"]["step"] for event in self.events if event["ph"] == "X"}
+
+
+@pytest.fixture(scope="module")
+def train(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finished]:
+    """A function that runs a door with two processes on a model that is large enough to be timed."""
+    folder = tmp_path_factory.mktemp("timeline")
+    model = make_checkpoint("llama", hidden_size=192, intermediate_size=512, num_hidden_layers=4, head_dim=48)
+    data = folder / "records.json"
+    data.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:24]), encoding="utf-8")
+
+    def run(name: str, *words: str, door: str = "train_ds.py", **keys: Any) -> Finished:
+        keys = {"packing": False, "model_path": str(model), "data_path": str(data)} | keys
+        path = write_config(folder / f"{name}.yml", **keys)
+        result = deepspeed(2, door, "--config", path, *words)
+        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+        written = path.with_suffix("")
+        events = json.loads((written / "timeline.json").read_text())["traceEvents"]
+        return Finished(result.stdout, events, (written / "timeline.png").read_bytes())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(train: Callable[..., Finished]) -> Finished:
+    """Three steps of which the last two are asked for, and more that never come."""
+    return train("run", model_topo=topology([2, 1], [3, 3]), profile_steps=[2, 9])
+
+
+@pytest.mark.launched
+class TestRun:
+    def test_it_records_the_steps_that_were_asked_for(self, finished: Finished) -> None:
+        assert finished.steps() == {2, 3}
+        assert finished.picture.startswith(PNG)
+        assert "timeline of steps 2 to 3: bubble" in finished.output
+        assert "is the slowest" in finished.output
+
+    def test_every_rank_runs_every_micro_batch_in_order(self, finished: Finished) -> None:
+        for step in (2, 3):
+            for rank in (0, 1):
+                for kind in ("forward", "backward"):
+                    numbers = [event["args"]["micro_batch"] for event in finished.spans(rank, step, kind)]
+                    assert numbers == list(range(8))
+                assert len(finished.spans(rank, step, "optimizer")) == 3  # tied gradients, all gradients, the update
+                assert finished.spans(rank, step, "data")
+
+    def test_spans_follow_each_other_and_fill_the_step(self, finished: Finished) -> None:
+        for step in (2, 3):
+            rows = [finished.spans(rank, step) for rank in (0, 1)]
+            begin = min(event["ts"] for row in rows for event in row)
+            end = max(event["ts"] + event["dur"] for row in rows for event in row)
+            for row in rows:
+                assert all(first["ts"] + first["dur"] <= second["ts"] + 1 for first, second in pairwise(row))
+                assert sum(event["dur"] for event in row) == pytest.approx(end - begin, rel=0.02)
+
+    def test_a_micro_batch_goes_from_rank_to_rank(self, finished: Finished) -> None:
+        """Also across the two clocks."""
+        for step in (2, 3):
+            there, back = ([finished.spans(rank, step, kind) for rank in (0, 1)] for kind in ("forward", "backward"))
+            for first, second in [*zip(*there, strict=True), *zip(*reversed(back), strict=True)]:
+                assert second["ts"] > first["ts"] + first["dur"] - 1000
+
+    def test_rows_are_named_after_their_stage(self, finished: Finished) -> None:
+        names = {event["pid"]: event["args"]["name"] for event in finished.events if event["name"] == "process_name"}
+        assert names == {0: "rank 0: stage 0, layers 0-2", 1: "rank 1: stage 1, layers 3-5"}
+
+    def test_the_simulator_agrees_with_the_run(self, finished: Finished) -> None:
+        figures = Figures.of(steps_of({"traceEvents": finished.events}).values(), ranks=2)
+        assert 0.6 < figures.simulated(micro_batches=8).seconds / figures.seconds < 1.1
+
+    @pytest.mark.slow
+    def test_a_run_that_goes_on_records_the_steps_that_are_left(
+        self, finished: Finished, train: Callable[..., Finished]
+    ) -> None:
+        again = train(
+            "run", "n_epoches=2", "profile_steps=[2, 5]", model_topo=topology([2, 1], [3, 3]), profile_steps=[2, 9]
+        )
+        assert "resumed:" in again.output
+        assert again.steps() == {4, 5}
+
+
+@pytest.mark.launched
+@pytest.mark.slow
+def test_dualpipev_has_a_timeline(train: Callable[..., Finished]) -> None:
+    parts = [2, 1, 1, 2]
+    run = train("dual", model_topo=topology([2, 1], parts), schedule="dualpipev", profile_steps=[2, 3])
+    names = {event["pid"]: event["args"]["name"] for event in run.events if event["name"] == "process_name"}
+    assert names == {0: "rank 0: stage 0, layers 0-1 and 4-5", 1: "rank 1: stage 1, layers 2-2 and 3-3"}
+    for rank, stages in ((0, (0, 3)), (1, (1, 2))):
+        for kind in WORK:
+            for stage in stages:
+                mine = [event["args"] for event in run.spans(rank, 3, kind) if event["args"]["stage"] == stage]
+                assert [arguments["micro_batch"] for arguments in mine] == list(range(8))
+        assert all(first["ts"] + first["dur"] <= second["ts"] + 1 for first, second in pairwise(run.spans(rank, 3)))
+
+
+@pytest.mark.launched
+@pytest.mark.slow
+def test_zero_has_a_timeline(train: Callable[..., Finished]) -> None:
+    run = train(
+        "zero",
+        door="train_ds_zero.py",
+        model_topo=topology([1, 2]),
+        profile_steps=[2, 2],
+        zero_optimization={"stage": 3},
+    )
+    assert run.steps() == {2}
+    for rank in (0, 1):
+        for kind in ("forward", "backward"):
+            assert [event["args"]["micro_batch"] for event in run.spans(rank, 2, kind)] == list(range(4))
+        assert len(run.spans(rank, 2, "optimizer")) == 1
+    assert "timeline of step 2: bubble" in run.output

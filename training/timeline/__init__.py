@@ -1,0 +1,1 @@
+"""Where the time of single steps goes on every rank: recorded, told apart from waiting, drawn and judged."""
