@@ -1,12 +1,15 @@
 """The same layers, split over the stages of a DeepSpeed pipeline.
 
-`PipelineModel` is DeepSpeed's PipelineModule with three things done differently:
+`PipelineModel` is DeepSpeed's PipelineModule with four things done differently:
 
 * `parts` is a list (how many layers each stage holds), not a heuristic.
 * Each process builds and loads only its own layers, straight into their dtype and device.
+* It knows what flows between the stages for a micro-batch of any shape, so nobody has to ask the sender.
 * A tied model is an embedding and a head that each own a copy of the weight; where both ends lie in one process they
   share one parameter. DeepSpeed's own TiedLayerSpec builds one module a key, so a head that also has a norm loses it
   when both ends share a rank, and the head writes no layer file of its own.
+
+`FoldedModel` is the same for the schedule DualPipeV: a V of twice as many chunks, of which each stage holds two.
 """
 
 from __future__ import annotations
@@ -19,14 +22,16 @@ from typing import Any
 import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
 
+from models.block_options import PLAIN, BlockOptions
 from models.layers import Block, Head, Stream
 from models.loading import LayerStates, build_layer, tie_weights
 from models.loss import micro_batch_loss
 from models.spec import ModelSpec
+from models.weight_gradients import WeightGradients
 
 TIE_KEY = "embedding"
 
@@ -48,9 +53,9 @@ class PipelineModel(PipelineModule):
         spec: the architecture.
         states: where the weights come from.
         topology: the grid of processes, with the axes `pipe` and `data`.
-        parts: layers per stage; one entry a stage, summing to `spec.n_layers`.
+        parts: layers per stage; one entry a stage (for a `FoldedModel` two), summing to `spec.n_layers`.
         dtype: the dtype to train in.
-        recompute: recompute the activations of every block in the backward pass.
+        blocks: how the blocks are computed.
         z_loss_weight: see `models.loss.token_loss`.
         router_loss_weight: weight of the load-balancing loss of mixture-of-experts (`models.router`).
 
@@ -67,33 +72,51 @@ class PipelineModel(PipelineModule):
         topology: ProcessTopology,
         parts: list[int],
         dtype: torch.dtype,
-        recompute: bool = False,
+        blocks: BlockOptions = PLAIN,
         z_loss_weight: float = 0.0,
         router_loss_weight: float = 0.0,
     ) -> None:
         self.spec = spec
         self._bounds = [0, *accumulate(parts)]
+        self._dtype = dtype
         self._z_loss_weight = z_loss_weight
         self._router_loss_weight = router_loss_weight
-        positions = spec.positions()
+        self.positions = [spec.positions() for _ in parts]  # of a chunk's layers, which see the micro-batches in order
         device = torch.device(get_accelerator().current_device_name())
-        layers = [_LoadedLayer(spec, layer, states, positions, dtype, device) for layer in range(spec.n_layers)]
+        chunks = [chunk for chunk, size in enumerate(parts) for _ in range(size)]
+        layers = [
+            _LoadedLayer(spec, layer, states, self.positions[chunk], dtype, device)
+            for layer, chunk in enumerate(chunks)
+        ]
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its seed settings, which mean nothing here
-            super().__init__(layers, topology=topology, loss_fn=self.loss, dynamic_shape=True)
-        for layer in self.forward_funcs:
+            super().__init__(layers, topology=topology, loss_fn=self.loss)
+        for number, layer in self.named_children():
             if isinstance(layer, Block):
-                layer.recompute = recompute
+                blocks.apply(int(number), layer)
             elif isinstance(layer, Head):
                 layer.project_in_loss = True
 
-    def loss(self, stream: Stream, labels: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def loss(self, stream: Stream, labels: tuple[Tensor, ...]) -> Tensor:
         """The loss of one micro-batch (`models.loss.micro_batch_loss`); DeepSpeed calls it on the last stage."""
-        head = self.forward_funcs[-1]
+        head = self._layer(self.spec.n_layers - 1)
         return micro_batch_loss(head, stream, labels, self._z_loss_weight, self._router_loss_weight)
+
+    def stream_like(self, rows: int, length: int) -> Stream:
+        """What flows from one stage to the next for a micro-batch [rows, length], as tensors on the meta device."""
+        config = self.spec.config
+        with torch.device("meta"):
+            hidden = torch.empty(rows, length, config.hidden_size, dtype=self._dtype)
+            position_ids = torch.empty(rows, length, dtype=torch.int64)
+            router_sums = (torch.empty(2, config.num_experts),) if self.spec.family.router else ()
+        return hidden, position_ids, *router_sums
 
     def get_tied_weights_and_groups(self) -> list[tuple[Tensor, Any]]:
         """The tied weight that this process holds with the group to sum its gradient over; the engine asks for it."""
         return [(tied["weight"], tied["group"]) for tied in self.tied_comms.values()]
+
+    def _layer(self, layer: int) -> Any:
+        """One of the layers that this process holds, by its number in the model."""
+        return self.get_submodule(str(layer))
 
     def _partition_layers(self, method: str = "parts") -> None:
         self.parts = self._bounds
@@ -110,7 +133,7 @@ class PipelineModel(PipelineModule):
         first, last = self.stage_owner(0), self.stage_owner(self.spec.n_layers - 1)
         if first == last:
             if self.stage_id == first:
-                tie_weights(self.spec, self.forward_funcs[0], self.forward_funcs[-1])
+                tie_weights(self.spec, self._layer(0), self._layer(self.spec.n_layers - 1))
             return {}
         return self._join_tied_ends(first, last)
 
@@ -122,7 +145,7 @@ class PipelineModel(PipelineModule):
             if self.global_rank not in ranks:
                 continue
             holds_embedding = self.global_rank == ranks[0]
-            module = self.forward_funcs[0 if holds_embedding else -1]
+            module = self._layer(0 if holds_embedding else self.spec.n_layers - 1)
             tie = self.spec.family.tie
             weight = module.get_parameter(tie.embedding if holds_embedding else tie.head)
             weight.ds_pipe_replicated = not holds_embedding  # so that the gradient norm counts it once
@@ -136,3 +159,23 @@ class PipelineModel(PipelineModule):
                 "module": owner,
             }
         return tied
+
+
+class FoldedModel(DualPipeVModule, PipelineModel):
+    """The two chunks of a stage that DualPipeV asks for: of 2P chunks, stage s of P holds the s-th and the s-th last.
+
+    So embedding and head lie on the first stage, and the ends of a tied model share one parameter. DeepSpeed runs one
+    chunk or the other as this module's forward pass; the loss belongs to the second.
+
+    Attributes:
+        weight_gradients: of each chunk, what backward passes leave for later.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.weight_gradients = [WeightGradients() for _ in self.phase_funcs]
+        for later, layers in zip(self.weight_gradients, self.phase_funcs, strict=True):
+            for layer in layers:
+                # What is left keeps its activations, which recomputing and offloading are there to avoid.
+                if isinstance(layer, Block) and not (layer.recompute or layer.offload):
+                    later.defer(layer)

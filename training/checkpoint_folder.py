@@ -10,10 +10,12 @@ from __future__ import annotations
 import re
 import shutil
 import zlib
+from itertools import accumulate
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from data.streaming.windows import Made
 from models.checkpoint.layout import LATEST
 from training.files import replace_text
 
@@ -33,7 +35,7 @@ class Topology(BaseModel):
     """How the optimizer's state is divided over the files.
 
     Attributes:
-        parts: layers per stage of a pipeline; empty under plain ZeRO.
+        parts: layers per stage of a pipeline, or per chunk where each stage holds two; empty under plain ZeRO.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -44,9 +46,25 @@ class Topology(BaseModel):
     parts: list[int]
 
     @property
+    def folded(self) -> bool:
+        """Whether each stage holds two chunks (`schedule: dualpipev`)."""
+        return len(self.parts) > self.stages
+
+    def stage_of(self, layer: int) -> int:
+        """The stage that holds a layer: of chunks 0 to 2P - 1, stage s of P has s and 2P - 1 - s."""
+        chunk = sum(layer >= bound for bound in accumulate(self.parts[:-1]))
+        return min(chunk, len(self.parts) - 1 - chunk) if self.folded else chunk
+
+    def layers(self, stage: int, n_layers: int) -> list[int]:
+        """The layers that a stage holds, of a model of `n_layers`."""
+        return [layer for layer in range(n_layers) if self.stage_of(layer) == stage]
+
+    @property
     def told(self) -> str:
         """For the log."""
-        return f"in {self.stages} stages of {self.parts}" if self.parts else f"under ZeRO stage {self.zero_stage}"
+        if not self.parts:
+            return f"under ZeRO stage {self.zero_stage}"
+        return f"in {self.stages} stages of {self.parts}{', folded' if self.folded else ''}"
 
     @property
     def told_in_full(self) -> str:
@@ -60,6 +78,7 @@ class DataOrder(BaseModel):
 
     Attributes:
         packed_epoch: the length of the rows where whole epochs are packed; 0 elsewhere.
+        windows: of a stream, those that were made so far: by them a run finds its place without reading all before it.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -70,6 +89,8 @@ class DataOrder(BaseModel):
     train_batch_size: int
     dataloader_drop_last: bool
     packed_epoch: int = 0
+    stream_gb: float | None = None
+    windows: list[Made] = []
 
 
 class CheckpointRecord(BaseModel):

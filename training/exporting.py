@@ -19,19 +19,18 @@ from models.checkpoint.publish import publish_folder, writing
 from training.distributed import agreed, gather
 
 
-def export_run(checkpoint: Path, target: Path, stage: int, parts: Sequence[int]) -> None:
+def export_run(checkpoint: Path, target: Path, layers: Sequence[int]) -> None:
     """Write the HuggingFace folder of a checkpoint; all ranks call it together.
 
     Args:
         target: the folder to be; one that is there already stays until the new one is whole.
-        stage: this rank's.
-        parts: layers per stage.
+        layers: those that this rank's stage holds.
 
     Raises:
         RunRefused: on every rank, where some rank cannot read a layer or write; nothing was changed.
     """
     rank = torch.distributed.get_rank()
-    writers = layers_by_rank(gather(stage), parts)
+    writers = layers_by_rank(gather(layers))
     with ExitStack() as publishing:
         partial = None
         with agreed():
@@ -48,16 +47,15 @@ def export_run(checkpoint: Path, target: Path, stage: int, parts: Sequence[int])
                 publishing.close()
 
 
-def layers_by_rank(stages: Sequence[int], parts: Sequence[int]) -> list[range]:
-    """Each rank's share of its stage's layers.
+def layers_by_rank(held: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """Each rank's share of its stage's layers, which the replicas of that stage divide.
 
     Args:
-        stages: of each rank.
-        parts: layers per stage.
+        held: for each rank, the layers that its stage holds.
     """
     shares = []
-    for rank, stage in enumerate(stages):
-        replica, replicas = stages[:rank].count(stage), stages.count(stage)
-        begin, end = (sum(parts[:stage]) + parts[stage] * each // replicas for each in (replica, replica + 1))
-        shares.append(range(begin, end))
+    for rank, layers in enumerate(held):
+        replica, replicas = held[:rank].count(layers), held.count(layers)
+        begin, end = (len(layers) * each // replicas for each in (replica, replica + 1))
+        shares.append(layers[begin:end])
     return shares

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ class SavedOptimizer:
 
     def stage_of(self, name: str) -> int:
         """The stage of the pipeline that had a weight; 0 under plain ZeRO."""
-        return sum(_layer(name) >= bound for bound in accumulate(self.topology.parts[:-1]))
+        return self.topology.stage_of(_layer(name))
 
     def slices(self, stage: int) -> Iterator[SavedSlice]:
         """Everything that the replicas of a stage kept.

@@ -67,7 +67,8 @@ def take_over(engine: DeepSpeedEngine, folder: Path, record: CheckpointRecord, s
 
 def _saved_name(name: str, record: CheckpointRecord, spec: ModelSpec) -> str:
     """Under which name a weight was saved: where one process held both ends of a tied model, they had one."""
-    if record.topology.stages == 1 and spec.tied_names and name == spec.tied_names[1]:
+    together = record.topology.stage_of(0) == record.topology.stage_of(spec.n_layers - 1)
+    if together and spec.tied_names and name == spec.tied_names[1]:
         return spec.tied_names[0]
     return name
 

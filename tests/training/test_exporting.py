@@ -18,15 +18,17 @@ from models.checkpoint.convert import hg_to_pp
 from models.checkpoint.export import pp_to_hg
 from tests.launching import torchrun
 from tests.models.helpers import assert_same_bits, contents, joined, read_weights, side_files
+from training.checkpoint_folder import Topology
 from training.exporting import layers_by_rank
 
-PIPELINE, ZERO = [3, 2], [5]  # layers per stage
+# The layers that each rank's stage holds.
+PIPELINE, FOLDED, ZERO = [[0, 1, 2], [3, 4]], [[0, 3, 4], [1, 2]], [[0, 1, 2, 3, 4]] * 2
 
 
 class Case(NamedTuple):
     """An export by two ranks, and what is found afterwards."""
 
-    parts: list[int]
+    held: list[list[int]]
     read: list[list[int]]  # the layers that each rank reads
     full: int | None = None  # the rank whose disk takes nothing
     damaged: bool = False
@@ -35,6 +37,7 @@ class Case(NamedTuple):
 
 CASES = {
     "pipeline": Case(PIPELINE, [[0, 1, 2], [3, 4]]),
+    "folded": Case(FOLDED, FOLDED),
     "zero": Case(ZERO, [[0, 1], [2, 3, 4]]),
     "first-disk-full": Case(PIPELINE, [[], [3, 4]], full=0, refused="cannot be written: File too large"),
     "second-disk-full": Case(PIPELINE, [[0, 1, 2], []], full=1, refused="cannot be written: File too large"),
@@ -64,7 +67,7 @@ def exported(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.Temp
         (folder / name / "old.txt").write_text("still good")
         checkpoint = damaged if case.damaged else layers
         described.append(
-            {"checkpoint": str(checkpoint), "target": str(folder / name), "parts": case.parts, "full": case.full}
+            {"checkpoint": str(checkpoint), "target": str(folder / name), "held": case.held, "full": case.full}
         )
     workspace = tmp_path_factory.mktemp("workspace")
     (workspace / "cases.json").write_text(json.dumps(described))
@@ -105,14 +108,17 @@ def test_what_fails_on_one_rank_is_refused_by_all_and_changes_nothing(name: str,
 @pytest.mark.parametrize(
     ("stages", "parts", "expected"),
     [
-        ([0, 1], [3, 2], [(0, 3), (3, 5)]),
-        ([0, 0, 1, 1], [3, 2], [(0, 1), (1, 3), (3, 4), (4, 5)]),
-        ([0, 1, 0, 1], [3, 2], [(0, 1), (3, 4), (1, 3), (4, 5)]),  # axes: [data, pipe]
-        ([0, 0, 0], [2], [(0, 0), (0, 1), (1, 2)]),
+        ([0, 1], [3, 2], [[0, 1, 2], [3, 4]]),
+        ([0, 0, 1, 1], [3, 2], [[0], [1, 2], [3], [4]]),
+        ([0, 1, 0, 1], [3, 2], [[0], [3], [1, 2], [4]]),  # axes: [data, pipe]
+        ([0, 0, 0], [2], [[], [0], [1]]),
+        ([0, 1], [1, 2, 1, 1], [[0, 4], [1, 2, 3]]),  # folded
+        ([0, 0, 1, 1], [1, 2, 1, 1], [[0], [4], [1], [2, 3]]),
     ],
     ids=str,
 )
 def test_replicas_divide_the_layers_of_their_stage(
-    stages: list[int], parts: list[int], expected: list[tuple[int, int]]
+    stages: list[int], parts: list[int], expected: list[list[int]]
 ) -> None:
-    assert layers_by_rank(stages, parts) == [range(*each) for each in expected]
+    topology = Topology(stages=max(stages) + 1, replicas=1, zero_stage=1, parts=parts)
+    assert layers_by_rank([topology.layers(stage, sum(parts)) for stage in stages]) == expected

@@ -62,6 +62,7 @@ LION = {"optimizer": {"type": "Lion", "params": {"lr": 2.0e-4, "weight_decay": 0
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
 ADAFACTOR = {"optimizer": {"type": "Adafactor", "params": {"lr": 1.0e-2}}}
 OTHER_RATES = {"optimizer": {"type": "AdamW", "params": {"lr": 5.0e-3, "weight_decay": 0.5}, "no_wd_kws": ["norm"]}}
+FOLDED = {"schedule": "dualpipev"}
 OFFLOAD = {
     "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
     "zero_force_ds_cpu_optimizer": False,
@@ -74,6 +75,8 @@ SOURCES = [
     Case("zero-3", (1, 2), 3, kind="zero"),
     Case("2x1-lion", (2, 1), keys=LION),
     Case("2x1-plain", (2, 1), 0),
+    Case("folded", (2, 1), keys=FOLDED),
+    Case("folded-bf16", (2, 1), parts=[2, 1, 1, 1], keys=FOLDED | BF16, slow=True),
     Case("1x2-plain-bf16", (1, 2), 0, keys=BF16),
     Case("zero-0-bf16", (1, 2), 0, keys=BF16, kind="zero", slow=True),
     Case("2x2", (2, 2), slow=True),
@@ -92,6 +95,13 @@ TAKEN_UP = [
     Case("zero-3-to-2x1", (2, 1), source="zero-3"),
     Case("lion-to-1x2", (1, 2), source="2x1-lion", keys=LION),
     Case("plain-to-1x2", (1, 2), source="2x1-plain"),
+    Case("4x1-to-folded", (2, 1), source="4x1", keys=FOLDED),
+    Case("folded-to-2x1", (2, 1), source="folded"),
+    Case("folded-to-1x2", (1, 2), source="folded", slow=True),
+    Case("folded-parts", (2, 1), parts=[1, 1, 2, 1], source="folded", keys=FOLDED, slow=True),
+    Case("2x2-to-folded", (2, 1), source="2x2", keys=FOLDED, slow=True),
+    Case("folded-to-zero-3", (1, 2), 3, source="folded", kind="zero", slow=True),
+    Case("folded-bf16-to-2x1", (2, 1), source="folded-bf16", keys=BF16, slow=True),
     Case("1x1-to-plain", (2, 1), 0, source="1x1", slow=True),
     Case("bf16-to-2x2", (2, 2), source="4x1-bf16", keys=BF16),
     Case("bf16-to-zero-3", (1, 2), 3, source="4x1-bf16", keys=BF16, kind="zero", slow=True),
@@ -129,10 +139,11 @@ def folder(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, re
     (folder / "samples.json").write_text(json.dumps(samples))
     asked = {item.callspec.id for item in request.session.items if hasattr(item, "callspec")}
     taken_up = [case for case in TAKEN_UP if case.name in asked]
-    needed = {case.source for case in taken_up} | {"4x1", "1x2-plain-bf16"}
+    needed = {case.source for case in taken_up} | {"4x1", "1x2-plain-bf16", "folded"}
     runs = [case for case in SOURCES if case.name in needed] + taken_up
     runs.append(TAKEN_UP[0]._replace(name=FORGETFUL))
     runs.append(Case("plain-bf16-again", (1, 2), 0, source="1x2-plain-bf16", keys=BF16))
+    runs.append(Case("folded-again", (2, 1), source="folded", keys=FOLDED))
     for processes in (1, 4, 2):
         described = [describe(case, models[case.model], folder) for case in runs if case.processes == processes]
         if not described:
@@ -207,6 +218,11 @@ def test_the_losses_go_on(case: Case, folder: Path) -> None:
 def test_without_the_moments_the_losses_would_differ(folder: Path) -> None:
     before, after = (torch.tensor(outcome(name, folder)["losses"]) for name in ("4x1", FORGETFUL))
     assert ((after - before[SAVED_AT:]) / after).abs()[1:].min() > 1e-4
+
+
+def test_folded_stages_go_on_to_the_last_bit(folder: Path) -> None:
+    losses = [outcome(name, folder)["losses"] for name in ("folded", "folded-again")]
+    assert losses[1] == losses[0][SAVED_AT:]
 
 
 def test_bf16_without_zero_goes_on_to_the_last_bit(folder: Path) -> None:

@@ -1,7 +1,8 @@
 """The export of a checkpoint by several ranks, with what may go wrong on one of them: started by the real launcher.
 
-usage: exporting.py CASES.json, a list of {"checkpoint", "target", "parts", "full": the rank whose disk takes nothing,
-or null}; writes outcomes.json beside it: for each case, what each rank raised (or null) and which layers it read.
+usage: exporting.py CASES.json, a list of {"checkpoint", "target", "held": the layers of each rank's stage, "full": the
+rank whose disk takes nothing, or null}; writes outcomes.json beside it: for each case, what
+each rank raised (or null) and which layers it read.
 """
 
 from __future__ import annotations
@@ -44,13 +45,12 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         read.append(layer)
         return read_layer(source, layer)
 
-    stage = place.rank * len(case["parts"]) // place.world_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0 if case["full"] == place.rank else limits[0], limits[1]))
     refused = None
     with patch.object(PipelineSource, "read_layer", watched):
         try:
-            export_run(Path(case["checkpoint"]), Path(case["target"]), stage, case["parts"])
+            export_run(Path(case["checkpoint"]), Path(case["target"]), case["held"][place.rank])
         except RunRefused as error:
             refused = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -1,0 +1,87 @@
+"""Gradients of weights that are computed later than those of what flows: the half of a backward pass that can wait.
+
+A pipeline's other stages wait for the gradient of a stage's input, and nobody waits for the gradient of its weights
+(zero bubble, arXiv:2401.10241). So a linear layer's backward pass gives the first at once and remembers what the second
+needs; `WeightGradients.compute` makes up for it, through autograd, so that gradients accumulate and hooks see them as
+ever. The numbers are those of torch's own backward pass, bit for bit.
+
+Cost: the inputs of the linear layers and the gradients of their outputs stay in memory until then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Remembered = list[tuple[nn.Linear, Tensor, Tensor]]  # with the layer's input and the gradient of its output
+
+
+class WeightGradients:
+    """What is left to do of the backward passes through some layers, oldest first."""
+
+    def __init__(self) -> None:
+        self._collecting: Remembered = []
+        self._waiting: deque[Remembered] = deque()
+
+    def defer(self, module: nn.Module) -> None:
+        """Let the linear layers inside of a module leave the gradients of their weights for later.
+
+        Inside of torch.compile and autocast they do as ever.
+        """
+        plain = [layer for layer in module.modules() if type(layer) is nn.Linear]  # others may compute something else
+        for linear in plain:
+            vars(linear)["forward"] = MethodType(self._forward, linear)
+
+    def close(self) -> None:
+        """A backward pass is over; what it left is one piece of work."""
+        self._waiting.append(self._collecting)
+        self._collecting = []
+
+    def __len__(self) -> int:
+        """How many backward passes are incomplete."""
+        return len(self._waiting)
+
+    def compute(self) -> None:
+        """Complete the oldest backward pass."""
+        weights: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for linear, inputs, gradient in self._waiting.popleft():
+            rows = gradient.flatten(0, -2)
+            weights.append(linear.weight)
+            gradients.append(rows.t() @ inputs.flatten(0, -2))
+            if linear.bias is not None:
+                weights.append(linear.bias)
+                gradients.append(rows.sum(dim=0))
+        if weights:
+            torch.autograd.backward(weights, gradients)
+
+    def _forward(self, linear: nn.Linear, inputs: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled(inputs.device.type):
+            return F.linear(inputs, linear.weight, linear.bias)
+        outputs: Tensor = _Linear.apply(inputs, linear, self)
+        return outputs
+
+    def remember(self, linear: nn.Linear, inputs: Tensor, gradient: Tensor) -> None:
+        """What a layer's backward pass left to do: its input and the gradient of its output."""
+        self._collecting.append((linear, inputs, gradient))
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer whose backward pass goes to its input alone."""
+
+    @staticmethod
+    def forward(context: Any, inputs: Tensor, linear: nn.Linear, later: WeightGradients) -> Tensor:
+        context.save_for_backward(inputs)
+        context.linear, context.later = linear, later
+        return F.linear(inputs, linear.weight, linear.bias)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
+        context.later.remember(context.linear, context.saved_tensors[0], gradient)
+        return gradient @ context.linear.weight, None, None

@@ -1,0 +1,157 @@
+"""DeepSpeed's pipeline engine as Pipetune runs it: what a stage does otherwise than DeepSpeed 0.19.8.
+
+* Nobody asks the sender what will come. Every rank knows the whole global batch, so each is told the shapes of all
+  micro-batches before a step (`expect`) and receives into fresh memory of the right size. DeepSpeed would send a
+  message before each micro-batch and wait for the device in order to read it.
+* A stage runs one backward pass for all tensors that it sent on.
+* Tied gradients are summed wherever the optimizer keeps them, and clipping in fp32 without ZeRO sees the norm over all
+  stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe import p2p, schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.utils import combine_grad_norm_groups
+from torch import Tensor
+
+
+class StageEngine(PipelineEngine):
+    """One stage that runs DeepSpeed's 1F1B.
+
+    `deepspeed.initialize` makes a PipelineEngine, which then becomes one of these (`adopt`).
+    """
+
+    @classmethod
+    def adopt(cls, engine: PipelineEngine) -> StageEngine:
+        """Turn an engine that DeepSpeed made into one of this class."""
+        engine.__class__ = cls
+        assert isinstance(engine, cls)
+        if hasattr(engine.optimizer, "scaled_global_norm"):
+            _count_uneven_groups(engine)
+        return engine
+
+    def expect(self, shapes: Iterable[tuple[int, int]]) -> None:
+        """Say what comes next.
+
+        Args:
+            shapes: rows and length of each micro-batch of this replica, in the order of the next batch.
+        """
+        self._shapes = iter(list(shapes))
+
+    def _exec_recv_activations(self, buffer_id: int) -> None:
+        inputs = tuple(
+            torch.empty_like(tensor, device=self.device) for tensor in self.module.stream_like(*next(self._shapes))
+        )
+        for tensor in inputs:
+            p2p.recv(tensor, self.prev_stage)
+            tensor.requires_grad_(tensor.is_floating_point())
+        self.pipe_buffers["inputs"][buffer_id] = inputs
+
+    def _exec_recv_grads(self, buffer_id: int) -> None:
+        outputs = self.pipe_buffers["outputs"][buffer_id]
+        self.grad_layer: Any = [torch.empty_like(tensor) for tensor in outputs if tensor.is_floating_point()]
+        for gradient in self.grad_layer:
+            p2p.recv(gradient, self.next_stage)
+
+    def _send_tensor_meta(self, stream: tuple[Tensor, ...], stage: int) -> None:
+        """In place of telling the receiver what comes, which DeepSpeed does once: see that it is what it expects."""
+        expected = self.module.stream_like(*stream[1].shape)
+        for tensor, like in zip(stream, expected, strict=True):
+            assert (tensor.shape, tensor.dtype) == (like.shape, like.dtype), (tensor.shape, tensor.dtype, like)
+
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        """Run one backward pass for all tensors that a stage sent on.
+
+        DeepSpeed runs one for each. Where hidden states and router sums flow, that would be twice the work, and ZeRO's
+        hooks would count each gradient as whole when only the first part of it is there. What the loss does not depend
+        on, router sums without a router loss, gets the zeros that the stage before waits for.
+        """
+        outputs = self.pipe_buffers["outputs"][buffer_id]
+        if isinstance(outputs, tuple) and not self.is_last_stage():
+            differentiable = [tensor for tensor in outputs if tensor.is_floating_point()]
+            joined = _Joined.apply(self.grad_layer, *differentiable)
+            self.pipe_buffers["outputs"][buffer_id] = joined
+            self.grad_layer = torch.ones_like(joined)
+        super()._exec_backward_pass(buffer_id)
+        for tensor in self.pipe_buffers["inputs"][buffer_id]:
+            if tensor.requires_grad and tensor.grad is None:
+                tensor.grad = torch.zeros_like(tensor)
+
+    def _exec_reduce_tied_grads(self) -> None:
+        """Add up the gradients of the two ends of a tied model, wherever the optimizer keeps them.
+
+        DeepSpeed looks only where its bf16 optimizer or torch keeps them; ZeRO with fp32 accumulation (CPU offload)
+        uses `grad_accum`, and the ends would drift apart.
+        """
+        for weight, group in self.module.get_tied_weights_and_groups():
+            gradient = weight._hp_grad if self.using_bf16_optimizer else getattr(weight, "grad_accum", None)
+            torch.distributed.all_reduce(weight.grad if gradient is None else gradient, group=group)
+
+    @torch.no_grad()
+    def clip_fp32_gradients(self) -> None:
+        """Clip by the norm over all stages. Without ZeRO, DeepSpeed clips each stage of an fp32 run by its own norm.
+
+        A gradient that is not finite is dropped, as DeepSpeed does with ZeRO.
+        """
+        parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
+        counted = [parameter for parameter in parameters if not parameter.ds_pipe_replicated]
+        squares = torch.stack([parameter.grad.float().square().sum() for parameter in counted]).sum()
+        torch.distributed.all_reduce(squares, group=self.grid.get_pipe_parallel_group())
+        norm = squares.sqrt()
+        self._global_grad_norm = norm
+        if not norm.isfinite():
+            self.zero_grad()
+            return
+        scale = torch.clamp(self.gradient_clipping() / (norm + 1e-6), max=1.0)
+        for parameter in parameters:
+            parameter.grad.mul_(scale)
+
+    _INSTRUCTION_MAP = PipelineEngine._INSTRUCTION_MAP | {
+        schedule.RecvActivation: _exec_recv_activations,
+        schedule.RecvGrad: _exec_recv_grads,
+        schedule.BackwardPass: _exec_backward_pass,
+        schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
+    }
+
+
+class _Joined(torch.autograd.Function):
+    """One tensor that stands for several: its backward pass is theirs, with the gradients that are given."""
+
+    @staticmethod
+    def forward(context: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
+        context.gradients = gradients
+        return torch.zeros((), device=outputs[0].device)
+
+    @staticmethod
+    def backward(context: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *context.gradients
+
+
+def _count_uneven_groups(engine: PipelineEngine) -> None:
+    """Let the norm of the gradient be computed where the stages have different numbers of parameter groups.
+
+    DeepSpeed 0.19.8 sums each group's part over the stages in an operation of its own: a stage without weights that
+    `no_wd_kws` matches takes part in one less, and all wait for ever.
+    """
+    optimizer = engine.optimizer
+    own = len(optimizer.bit16_groups)
+    most = torch.tensor(own, device=engine.device)
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+
+    def norm() -> Tensor:
+        parts = []
+        for group in range(int(most)):
+            parameters = optimizer.params_in_partition[group] if group < own else []
+            if optimizer.cpu_offload:
+                parts.append(optimizer.complete_grad_norm_calculation_for_cpu_offload(parameters))
+            else:
+                gradients = optimizer.averaged_gradients[group] if group < own else []
+                parts.append(optimizer.get_grad_norm_direct(gradients, parameters))
+        return combine_grad_norm_groups(parts)
+
+    optimizer.scaled_global_norm = norm
