@@ -93,6 +93,23 @@ def test_lion_is_its_formula() -> None:
         torch.testing.assert_close(parameter.detach().double(), expected, rtol=1e-6, atol=1e-6)
 
 
+def test_lion_in_pieces_takes_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    start, gradients = torch.randn(7, 5), torch.randn(3, 7, 5)
+    results = []
+    for piece in (2**24, 8):  # the last of the pieces of 8 has 3 elements
+        monkeypatch.setattr("training.optim.PIECE", piece)
+        parameter = nn.Parameter(start.clone())
+        optimizer = build_optimizer(config_with("Lion", PARAMS["Lion"]), [("weight", parameter)])
+        for gradient in gradients:
+            parameter.grad = gradient.clone()
+            optimizer.step()
+        results.append((parameter.detach(), optimizer.state[parameter]["exp_avg"]))
+    assert not torch.equal(results[0][0], start)
+    for whole, pieces in zip(*results, strict=True):
+        assert torch.equal(whole, pieces)
+
+
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("params", [{"learning_rate": 0.1}, {"lr": 0.1, "betas": 3, "momentum": 1, "rate": 0}])
 def test_parameters_that_an_optimizer_does_not_take_are_refused(kind: str, params: dict[str, Any]) -> None:

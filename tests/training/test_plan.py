@@ -1,0 +1,375 @@
+"""The planner: published needs, what autograd really saves, what is told and where it is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from models.layers import Block, Head
+from models.spec import ModelSpec
+from tests.conftest import BAICHUAN, CHATGLM, FAQ, TINY
+from tests.launching import error_lines, run
+from training.config import TrainConfig
+from training.errors import ConfigError
+from training.plan.advice import advise
+from training.plan.calibration import FILE, Calibration, calibrate
+from training.plan.command import plan_run
+from training.plan.devices import GIB, USABLE, parse_devices, this_device
+from training.plan.in_flight import under_way
+from training.plan.memory import MemoryModel
+from training.plan.parts import Basis, best_parts
+from training.plan.plan import Plan
+from training.plan.saved import saved_by
+from training.plan.search import search
+from training.plan.states import StateBytes
+from training.plan.workload import Workload
+from training.simulation import simulate
+
+SIZES = {  # hidden size, width of the MLP, blocks, heads
+    "llama-7b": (4096, 11008, 32, 32),
+    "llama-13b": (5120, 13824, 40, 40),
+    "llama-30b": (6656, 17920, 60, 52),
+    "llama-65b": (8192, 22016, 80, 64),
+}
+
+
+def llama(folder: Path, name: str = "llama-7b", **changes: Any) -> ModelSpec:
+    """A spec from config.json alone, as a planner's user has it."""
+    hidden, inner, blocks, heads = SIZES[name]
+    fields = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+    }
+    return spec_of(folder, fields | changes)
+
+
+def spec_of(folder: Path, fields: dict[str, Any]) -> ModelSpec:
+    (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    return ModelSpec.from_folder(folder)
+
+
+def config_of(folder: Path, stages: int, replicas: int = 1, **keys: Any) -> TrainConfig:
+    defaults: dict[str, Any] = {
+        "model_path": str(folder),
+        "data_path": str(folder / "records.json"),
+        "save_path": str(folder / "run"),
+        "train_batch_size": 256,
+        "max_seq_len": 2048,
+        "fp16": {"enabled": True},
+        "use_grad_ckpt": True,
+        "model_topo": {"process_topology": {"dims": [stages, replicas]}},
+    }
+    return TrainConfig.model_validate(defaults | keys)
+
+
+def basis_of(spec: ModelSpec, config: TrainConfig, devices: str = "V100-32G") -> Basis:
+    return Basis(config, spec, Workload.assumed(config), parse_devices(devices)[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "keys"),
+    [
+        ("llama-13b", 14, {}),
+        ("llama-30b", 31, {}),
+        ("llama-65b", 80, {}),
+        ("llama-13b", 8, {"optimizer": {"type": "Lion"}, "max_seq_len": 128}),
+    ],
+)
+def test_published_needs_are_enough(name: str, devices: int, keys: dict[str, Any], tmp_path: Path) -> None:
+    plan = Plan.make(basis_of(llama(tmp_path, name), config_of(tmp_path, devices, **keys)))
+    assert plan.fits, plan.peak / GIB
+
+
+def test_too_few_devices_are_too_few(tmp_path: Path) -> None:
+    """Weights, gradients and states alone are 208 GB."""
+    assert not Plan.make(basis_of(llama(tmp_path, "llama-13b"), config_of(tmp_path, 6))).fits
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    **{
+        name: {**TINY, "model_type": name, "n_head": 4}
+        for name in ("llama", "bloom", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "glm4")
+    },
+    "baichuan": BAICHUAN,
+    "chatglm": CHATGLM,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_bytes_are_those_of_a_real_pass(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    spec, rows, length = spec_of(tmp_path, FAMILIES[family]), 2, 40
+    positions = spec.positions()
+    ids = torch.arange(length).repeat(rows, 1)
+    for layer in (1, spec.n_layers - 1):
+        module = spec.build(layer, positions).to(dtype)
+        hidden = torch.randn(rows, length, spec.config.hidden_size, dtype=dtype, requires_grad=True)
+        arguments = positions(module.kind, hidden, ids) if isinstance(module, Block) else {}
+        given = {tensor.untyped_storage().data_ptr() for tensor in _tensors([arguments, *module.parameters()])}
+        kept: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor, given: set[int] = given, kept: dict[int, torch.Tensor] = kept) -> torch.Tensor:
+            if tensor.untyped_storage().data_ptr() not in given:
+                kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = module._run(hidden, ids, arguments)[0] if isinstance(module, Block) else module.norm(hidden)
+        measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+        assert output.requires_grad
+        assert isinstance(module, (Block, Head))
+        assert saved_by(spec, layer, rows, length, dtype).inside == pytest.approx(measured, rel=0.01)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, (list, tuple)) else []
+
+
+def test_experts_keep_what_the_tokens_sent_to_them_need(tmp_path: Path) -> None:
+    fields = {**TINY, "model_type": "mixtral", "num_local_experts": 8}
+    kept = {
+        count: saved_by(spec_of(tmp_path, fields | {"num_experts_per_tok": count}), 1, 1, 512, torch.float32).inside
+        for count in (1, 2, 4)
+    }
+    assert kept[4] - kept[2] == pytest.approx(2 * (kept[2] - kept[1]), rel=0.01)
+    assert kept[2] - kept[1] > 512 * 4 * (64 + 2 * 96 + 96)  # input, both products, what is multiplied
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3, 20])
+def test_micro_batches_under_way_are_those_of_the_schedule(micro_batches: int) -> None:
+    ranks = 4
+    counts = [0] * ranks
+    most = [0] * ranks
+    for span in sorted(simulate("1f1b", [1.0] * ranks, [1.0] * ranks, micro_batches).spans, key=lambda s: s.begin):
+        counts[span.rank] += 1 if span.kind == "forward" else -1
+        most[span.rank] = max(most[span.rank], counts[span.rank])
+    assert [moments[0][0] for moments in under_way("1f1b", ranks, micro_batches)] == most
+
+
+def test_early_stages_keep_more_activations_and_recomputation_less(tmp_path: Path) -> None:
+    spec = llama(tmp_path)
+    peaks = {}
+    for recompute in (False, True):
+        config = config_of(tmp_path, 4, use_grad_ckpt=recompute)
+        memory = basis_of(spec, config).memory
+        peaks[recompute] = [memory.rank(rank, ((1 + 8 * rank, 9 + 8 * rank),)).activations for rank in range(4)]
+    assert peaks[False] == sorted(peaks[False], reverse=True)
+    assert all(less * 3 < more for less, more in zip(peaks[True], peaks[False], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("keys", "weight", "gradient", "optimizer", "host"),
+    [
+        ({"fp16": {"enabled": True}}, 2, 2, 12, 0),
+        ({"fp16": {"enabled": False}, "bf16": {"enabled": True}}, 2, 4, 12, 0),
+        ({"fp16": {"enabled": False}}, 4, 4, 12, 0),
+        ({"fp16": {"enabled": False}, "zero_optimization": {"stage": 0}}, 4, 4, 8, 0),
+        ({"optimizer": {"type": "Lion"}}, 2, 2, 8, 0),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, 2, 2, 0, 18),
+        ({"replicas": 4}, 2, 2, 3, 0),
+    ],
+)
+def test_bytes_of_a_parameter(
+    keys: dict[str, Any], weight: float, gradient: float, optimizer: float, host: float, tmp_path: Path
+) -> None:
+    keys = dict(keys)
+    states = StateBytes.of(config_of(tmp_path, 2, keys.pop("replicas", 1), **keys))
+    assert (states.weight, states.gradient, states.optimizer, states.host) == (weight, gradient, optimizer, host)
+
+
+def test_a_tied_weight_counts_once_where_one_rank_holds_both_ends(tmp_path: Path) -> None:
+    tied, apart = (llama(tmp_path, tie_word_embeddings=value) for value in (True, False))
+    layers = ((0, tied.n_layers),)
+    config = config_of(tmp_path, 1)
+    weights = [basis_of(spec, config).memory.rank(0, layers).weights for spec in (tied, apart)]
+    assert weights[1] - weights[0] == 2 * 32000 * 4096
+
+
+def test_the_division_is_no_slower_than_the_published_one(tmp_path: Path) -> None:
+    """parts [5, 4, 4, 4, 4, 4, 4, 5] for 8 devices."""
+    basis = basis_of(llama(tmp_path), config_of(tmp_path, 8), "A100-80G")
+    chosen = Plan(basis, best_parts(basis))
+    published = Plan(basis, [5, 4, 4, 4, 4, 4, 4, 5])
+    assert max(stage.seconds for stage in chosen.stages) <= max(stage.seconds for stage in published.stages)
+    assert chosen.parts == best_parts(basis)
+
+
+def test_a_large_vocabulary_takes_blocks_from_the_last_stage(tmp_path: Path) -> None:
+    basis = basis_of(llama(tmp_path, vocab_size=256_000), config_of(tmp_path, 8), "H200")
+    parts = best_parts(basis)
+    assert parts[-1] < min(parts[1:-1])
+    instructions = replace(basis, workload=replace(basis.workload, supervised=0.05))  # the head has little to do
+    assert best_parts(instructions)[-1] > parts[-1]
+
+
+def test_the_limit_of_memory_moves_layers(tmp_path: Path) -> None:
+    """Early stages keep more micro-batches, so where memory is short they get fewer layers."""
+    keys: dict[str, Any] = {"use_grad_ckpt": False, "train_micro_batch_size_per_gpu": 4}
+    basis = basis_of(llama(tmp_path), config_of(tmp_path, 4, **keys), "H200")
+    free = Plan(basis, best_parts(basis))
+    short = replace(basis, device=replace(basis.device, memory=int(free.peak * 0.93)))
+    moved = Plan(short, best_parts(short))
+    assert moved.fits
+    assert moved.parts[0] < free.parts[0]
+
+
+def test_where_nothing_fits_the_least_memory_is_taken(tmp_path: Path) -> None:
+    basis = basis_of(llama(tmp_path, "llama-13b"), config_of(tmp_path, 4))
+    least = Plan(basis, best_parts(basis))
+    assert not least.fits
+    assert least.peak <= 1.02 * Plan(basis, [11, 11, 10, 10]).peak
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
+def test_a_plan_adds_up(schedule: str, tmp_path: Path) -> None:
+    spec = llama(tmp_path)
+    config = config_of(tmp_path, 8, schedule=schedule, bf16={"enabled": True}, fp16={"enabled": False})
+    plan = Plan.make(basis_of(spec, config, "A100-80G"))
+    assert sum(plan.parts) == 34 and len(plan.parts) == config.chunks
+    assert sum(stage.parameters for stage in plan.stages) == 6_738_415_616
+    assert 0 < plan.bubble < 0.2
+    assert plan.mfu is not None and 0.2 < plan.mfu < 0.5  # half of the peak, less bubble and recomputation
+    assert plan.days is None
+    known = Plan.make(replace(plan.basis, workload=replace(plan.basis.workload, steps=1000)))
+    assert known.days == pytest.approx(1000 * plan.seconds / 86400)
+
+
+def test_more_micro_batches_than_are_simulated_take_as_much_longer(tmp_path: Path) -> None:
+    spec = llama(tmp_path)
+    seconds = [
+        Plan.make(basis_of(spec, config_of(tmp_path, 4, train_batch_size=n), "H200")).seconds for n in (256, 512)
+    ]
+    assert seconds[1] / seconds[0] == pytest.approx(2, rel=0.02)
+
+
+def test_advice_is_cheapest_first_and_ends_where_it_fits(tmp_path: Path) -> None:
+    config = config_of(tmp_path, 8, use_grad_ckpt=False, train_micro_batch_size_per_gpu=4)
+    advice = advise(basis_of(llama(tmp_path, "llama-13b"), config))
+    changes = [each.change for each in advice]
+    assert changes == [
+        "train_micro_batch_size_per_gpu: 1",
+        "use_grad_ckpt: true",
+        "zero_optimization.offload_optimizer: {device: cpu}",
+    ]
+    assert [each.together.fits for each in advice] == [False] * (len(advice) - 1) + [True]
+    peaks = [each.together.peak for each in advice]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_a_search_proposes_what_fits(tmp_path: Path) -> None:
+    basis = basis_of(llama(tmp_path), config_of(tmp_path, 1, train_batch_size=64), "A100-40G")
+    best = search(basis, 8)
+    assert best and all(plan.fits and plan.basis.config.model_topo.processes == 8 for plan in best)
+    assert [plan.seconds for plan in best] == sorted(plan.seconds for plan in best)
+    assert best[0].seconds <= Plan.make(basis_of(llama(tmp_path), config_of(tmp_path, 8, train_batch_size=64))).seconds
+
+
+@pytest.mark.parametrize("text", ["8xA100-41G", "8", "xA100", "0xA100", "8xZ9000", "A100-40G-8"])
+def test_devices_that_are_not_known_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--devices: "):
+        parse_devices(text)
+
+
+def test_devices() -> None:
+    count, device = parse_devices("8xa100-80g")
+    assert (count, device.name, device.memory) == (8, "A100-80G", int(80 * GIB * USABLE))
+    assert parse_devices("RTX4090")[0] == 1
+    assert parse_devices("RTX4090")[1].half == 165.2e12
+
+
+def tiny(folder: Path, **changes: Any) -> ModelSpec:
+    return spec_of(folder, {**TINY, "model_type": "llama", **changes})
+
+
+def arguments(**given: Any) -> Namespace:
+    return Namespace(**{"devices": None, "search": False, "calibrate": False} | given)
+
+
+def test_measured_times_replace_estimates(tmp_path: Path) -> None:
+    spec = tiny(tmp_path, num_hidden_layers=6)
+    config = config_of(tmp_path, 2, fp16={"enabled": False}, max_seq_len=64, train_batch_size=4)
+    workload = Workload.assumed(config)
+    found = calibrate(config, spec, workload)
+    assert set(found.layers) == {"0", "1", "7"}
+    assert found.update > 0 and all(seconds > 0 for pair in found.layers.values() for seconds in pair)
+    slow_head = replace(found, layers=found.layers | {"7": (1.0, 1.0)})
+    slow_head.write(tmp_path / "run")
+    read = Calibration.read(tmp_path / "run", config, spec)
+    assert read is not None
+    basis = Basis(config, spec, workload, this_device(), read)
+    assert best_parts(basis) == [7, 1]
+    longer = replace(basis, workload=replace(workload, length=128.0))
+    ratio = longer.times.layer(1).forward / basis.times.layer(1).forward
+    assert 1.5 < ratio < 2.5
+    recomputed = replace(basis, config=config.model_copy(update={"use_grad_ckpt": False}))
+    assert recomputed.times.layer(1).backward < basis.times.layer(1).backward
+    for other in (config.model_copy(update={"bf16": config.bf16.model_copy(update={"enabled": True})}), config):
+        changed = spec if other is not config else tiny(tmp_path, num_hidden_layers=7)
+        assert Calibration.read(tmp_path / "run", other, changed) is None
+    (tmp_path / "run" / FILE).write_text("{", encoding="utf-8")
+    assert Calibration.read(tmp_path / "run", config, spec) is None
+
+
+def test_the_door_plans_without_weights_and_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llama(tmp_path, "llama-13b")
+    plan_run(config_of(tmp_path, 14), arguments(devices="14xV100-32G"))
+    told = capsys.readouterr().out
+    assert "memory: fits" in told and "data: assumed" in told and "bubble" in told and "MFU" in told
+    assert (tmp_path / "run" / "plan.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit) as leaving:
+        plan_run(config_of(tmp_path, 4), arguments(devices="4xV100-32G"))
+    assert leaving.value.code == 1
+    told = capsys.readouterr().out
+    assert "does not fit" in told and "offload_optimizer: {device: cpu}" in told
+    with pytest.raises(ConfigError, match="--devices: 8 of them"):
+        plan_run(config_of(tmp_path, 4), arguments(devices="8xV100-32G"))
+
+
+def test_the_door_knows_the_records(tmp_path: Path, make_checkpoint: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_checkpoint("llama")
+    keys: dict[str, Any] = {
+        "data_path": str(FAQ),
+        "save_path": str(tmp_path / "run"),
+        "max_seq_len": 256,
+        "train_batch_size": 16,
+    }
+    config = config_of(folder, 2, fp16={"enabled": False}, **keys)
+    plan_run(config, arguments(calibrate=True))
+    told = capsys.readouterr().out
+    assert "batches of data_path" in told and "measured on CPU" in told and "the whole run: 7 steps" in told
+
+
+def test_zero_has_no_pipeline_to_plan(tmp_path: Path) -> None:
+    llama(tmp_path)
+    path = tmp_path / "config.yml"
+    path.write_text(f"{{model_path: {tmp_path}, data_path: x, save_path: {tmp_path}/run, train_batch_size: 8}}")
+    result = run(sys.executable, "train_ds_zero.py", "--config", path, "--plan")
+    assert result.returncode == 2
+    assert error_lines(result) == ["error: --plan: plans pipelines; expected train_ds.py"]
+
+
+def test_memory_of_a_rank_grows_with_its_layers(tmp_path: Path) -> None:
+    """The search for the best division counts on it."""
+    config = config_of(tmp_path, 4)
+    memory: MemoryModel = basis_of(llama(tmp_path), config).memory
+    peaks = [memory.rank(1, ((4, end),)).peak for end in range(5, 35)]
+    assert peaks == sorted(peaks)

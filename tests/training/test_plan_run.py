@@ -1,0 +1,40 @@
+"""`parts: auto` in a run: what was measured counts, every rank divides alike, and the saved config says how."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from models.spec import ModelSpec
+from tests.conftest import FAQ
+from tests.launching import deepspeed, metrics, topology, write_config
+from training.config_file import load_config
+from training.plan.calibration import calibrate
+from training.plan.workload import Workload
+
+pytestmark = pytest.mark.launched
+
+
+def test_a_run_divides_by_measured_costs(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    model = make_checkpoint("llama", num_hidden_layers=4)
+    data = tmp_path / "records.json"
+    data.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:8]), encoding="utf-8")
+    path = write_config(
+        tmp_path / "run.yml", model_path=str(model), data_path=str(data), model_topo=topology((2, 1)), max_steps=1
+    )
+    config = load_config(path)
+    found = calibrate(config, ModelSpec.from_folder(model), Workload.assumed(config))
+    replace(found, layers=found.layers | {"5": (10.0, 10.0)}).write(tmp_path / "run")  # a very slow head
+    result = deepspeed(2, "train_ds.py", "--config", path)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert "in 2 stages of [5, 1]" in result.stdout
+    assert "parts: auto, by measured costs" in result.stdout
+    saved = yaml.safe_load((tmp_path / "run" / "config.yml").read_text(encoding="utf-8"))
+    assert saved["model_topo"]["parts"] == [5, 1]
+    assert json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))["topology"]["parts"] == [5, 1]
+    assert len(metrics(tmp_path / "run")) == 1

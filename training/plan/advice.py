@@ -1,0 +1,105 @@
+"""What to change when a run does not fit, the cheapest first: nothing lost, then time, then another training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from training.plan.parts import Basis, fitting_parts
+from training.plan.plan import Plan
+
+SHORTEST = 128
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A change of the config and what comes of it.
+
+    Attributes:
+        change: as it stands in the config.
+        alone: the plan with this change only.
+        together: the plan with this change and all those before it.
+    """
+
+    change: str
+    alone: Plan
+    together: Plan
+
+
+def advise(basis: Basis) -> list[Advice]:
+    """Changes up to the first with which, together with those before, the run fits."""
+    advice = []
+    together = basis
+    for change, changed in _changes(basis):
+        # Applied anew to what the changes before made of the run.
+        applied = next((made for name, made in _changes(together) if name == change), None)
+        if applied is None:
+            continue
+        together = applied
+        advice.append(Advice(change, Plan.make(changed), Plan.make(together)))
+        if advice[-1].together.fits:
+            return advice
+    return [*advice, *_more_stages(basis)]
+
+
+def _changes(basis: Basis) -> Iterator[tuple[str, Basis]]:
+    config = basis.config
+    zero = config.zero_optimization
+
+    def with_(**keys: object) -> Basis:
+        return replace(basis, config=config.model_copy(update=keys))
+
+    def with_zero(**keys: object) -> Basis:
+        return with_(zero_optimization=zero.model_copy(update=keys))
+
+    half = config.bf16.enabled or config.fp16.enabled
+    replicas = config.model_topo.replicas
+    if config.model_topo.parts is not None:
+        yield "model_topo.parts: auto", with_(model_topo=config.model_topo.model_copy(update={"parts": None}))
+    if zero.stage == 0 and replicas > 1:
+        yield "zero_optimization.stage: 1", with_zero(stage=1)
+    if zero.stage == 1 and replicas == 1 and not half and not zero.offloads:
+        yield "zero_optimization.stage: 0", with_zero(stage=0)
+    if config.train_micro_batch_size_per_gpu > 1:
+        rows = basis.workload.rows
+        workload = replace(basis.workload, rows=1, micro_batches=basis.workload.micro_batches * rows)
+        yield "train_micro_batch_size_per_gpu: 1", replace(with_(train_micro_batch_size_per_gpu=1), workload=workload)
+    if not config.use_grad_ckpt:
+        yield "use_grad_ckpt: true", with_(use_grad_ckpt=True)
+    if not zero.offloads and zero.stage:
+        yield "zero_optimization.offload_optimizer: {device: cpu}", with_zero(offload_optimizer={"device": "cpu"})
+    if config.optimizer.type in ("AdamW", "Adam"):
+        yield "optimizer.type: Lion", with_(optimizer=config.optimizer.model_copy(update={"type": "Lion"}))
+    length = config.max_seq_len // 2
+    while length >= SHORTEST:
+        yield f"max_seq_len: {length}", _shorter(basis, length)
+        length //= 2
+
+
+def _shorter(basis: Basis, length: int) -> Basis:
+    """Rows of at most so many tokens; as many of them as hold the same tokens."""
+    work = basis.workload
+    ratio = min(1.0, length / work.longest)
+    workload = replace(
+        work,
+        length=work.length * ratio,
+        longest=min(work.longest, length),
+        attended=min(work.attended, length),
+        micro_batches=max(1, round(work.micro_batches / ratio)),
+    )
+    return replace(basis, config=basis.config.model_copy(update={"max_seq_len": length}), workload=workload)
+
+
+def _more_stages(basis: Basis) -> list[Advice]:
+    """The fewest stages with which the run fits as it is, if there are such."""
+    topo = basis.config.model_topo
+    grid = topo.process_topology
+    axis = grid.axes.index("pipe")
+    for stages in range(topo.stages + 1, basis.spec.n_layers // (2 if basis.config.folded else 1) + 1):
+        dims = [stages if number == axis else dim for number, dim in enumerate(grid.dims)]
+        spread = topo.model_copy(update={"parts": None, "process_topology": grid.model_copy(update={"dims": dims})})
+        changed = replace(basis, config=basis.config.model_copy(update={"model_topo": spread}))
+        if fitting_parts(changed):
+            plan = Plan.make(changed)
+            return [Advice(f"model_topo.process_topology.dims: {dims}, parts: auto, alone", plan, plan)]
+    return []

@@ -1,0 +1,211 @@
+"""How long the layers really take on this machine: `--plan --calibrate`.
+
+One layer of each kind is built with random weights and run on the run's own shapes, in its dtype and on the device and
+the threads that a rank has; forward and backward pass are timed apart, gradients are added up as the run adds them, and
+the optimizer takes a step. The result lies in the run's folder, where `parts: auto` finds it. For another workload a
+time is scaled as its estimate is, so a calibration stays useful when the data change; for another model, precision or
+kind of device it is passed over. It costs seven passes of a micro-batch through one block, the embedding and the head.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from models.layers import Embedding, Head
+from models.lean_loss import linear_cross_entropy
+from models.spec import ModelSpec
+from training.config import TrainConfig
+from training.deepspeed_config import training_dtype
+from training.files import replace_text
+from training.optim import build_optimizer
+from training.plan.costs import Estimate, LayerTime, kinds, recomputes
+from training.plan.states import StateBytes
+from training.plan.workload import Workload
+
+FILE = "calibration.json"
+WARM_UP, REPEATS = 2, 5
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Measured seconds.
+
+    Attributes:
+        device: they were measured on.
+        dtype: of the run.
+        model: digest of config.json.
+        workload: it was measured with.
+        layers: by number, of the first layer of each kind: forward and backward, nothing recomputed.
+        update: the optimizer's, for one parameter.
+    """
+
+    device: str
+    dtype: str
+    model: str
+    workload: Workload
+    layers: dict[str, tuple[float, float]]
+    update: float
+
+    @classmethod
+    def read(cls, folder: Path, config: TrainConfig, spec: ModelSpec) -> Calibration | None:
+        """What an earlier `--calibrate` left in the run's folder, where it fits this run and this kind of device."""
+        try:
+            found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            found = cls(**found | {"workload": Workload(**found["workload"])})
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        now = (device_name(), str(training_dtype(config)), _digest(spec))
+        return found if now == (found.device, found.dtype, found.model) else None
+
+    def write(self, folder: Path) -> Path:
+        """Into the run's folder, whole or not at all."""
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_text(folder / FILE, json.dumps(asdict(self), indent=2) + "\n")
+        return folder / FILE
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The times of a model's layers by a calibration, scaled to a workload.
+
+    Args:
+        estimate: for the workload.
+    """
+
+    estimate: Estimate
+    calibration: Calibration
+
+    @cached_property
+    def _kinds(self) -> list[int]:
+        return kinds(self.estimate.spec)
+
+    def layer(self, number: int) -> LayerTime:
+        """Of layer `number`."""
+        now = self.estimate
+        plain = Estimate(now.spec, now.config.model_copy(update={"use_grad_ckpt": False}), now.workload, now.device)
+        then = Estimate(plain.spec, plain.config, self.calibration.workload, plain.device)
+        expected, measured_on = plain.layer(number), then.layer(number)
+        forward, backward = self.calibration.layers[str(self._kinds[number])]
+        if measured_on.forward:
+            forward *= expected.forward / measured_on.forward
+        else:  # the embedding only moves rows
+            forward *= now.workload.micro_tokens / self.calibration.workload.micro_tokens
+        backward *= expected.backward / measured_on.backward
+        if recomputes(now.config, now.spec, number):
+            backward += forward
+        update = now.summing + self.calibration.update / now.replicas
+        return LayerTime(forward, backward, update * now.weights(number))
+
+
+def calibrate(config: TrainConfig, spec: ModelSpec, workload: Workload) -> Calibration:
+    """Measure one layer of each kind."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, torch.get_num_threads() // config.model_topo.processes))
+    torch.manual_seed(config.seed)
+    layers = {str(kind): _time_layer(kind, config, spec, workload, device) for kind in dict.fromkeys(kinds(spec))}
+    return Calibration(
+        device=device_name(),
+        dtype=str(training_dtype(config)),
+        model=_digest(spec),
+        workload=workload,
+        layers=layers,
+        update=_time_update(config, spec, device),
+    )
+
+
+def device_name() -> str:
+    """Of this process's device."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+def _digest(spec: ModelSpec) -> str:
+    return hashlib.sha256(json.dumps(spec.raw, sort_keys=True).encode()).hexdigest()
+
+
+def _time_layer(
+    kind: int, config: TrainConfig, spec: ModelSpec, workload: Workload, device: torch.device
+) -> tuple[float, float]:
+    """Seconds of the forward and the backward pass of one micro-batch."""
+    dtype = training_dtype(config)
+    module = spec.build(kind, spec.positions()).to(device=device, dtype=dtype)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    if StateBytes.of(config).gradient > dtype.itemsize:
+        _sum_in_fp32(module)
+    length = math.ceil(workload.length)
+    positions = (torch.arange(length, device=device) % math.ceil(workload.attended)).repeat(workload.rows, 1)
+    ids = torch.randint(spec.config.vocab_size, positions.shape, device=device)
+    hidden = torch.randn(*positions.shape, spec.config.hidden_size, device=device, dtype=dtype, requires_grad=True)
+    stream = (ids, positions) if isinstance(module, Embedding) else (hidden, positions, *_router_sums(spec, device))
+    supervised = max(1, round(ids.numel() * workload.supervised))
+
+    def forward() -> Tensor:
+        output: Tensor
+        if isinstance(module, Head):
+            rows = module.norm(hidden).flatten(0, 1)[:supervised]
+            return linear_cross_entropy(rows, module.projection(), ids.flatten()[:supervised], module.cap)
+        output = module(stream)[0]
+        return output
+
+    times = []
+    for _ in range(WARM_UP + REPEATS):
+        begin = _now(device)
+        output = forward()
+        middle = _now(device)
+        output.backward(torch.ones_like(output))
+        times.append((middle - begin, _now(device) - middle))
+    forward_times, backward_times = zip(*times[WARM_UP:], strict=True)
+    return median(forward_times), median(backward_times)
+
+
+def _time_update(config: TrainConfig, spec: ModelSpec, device: torch.device) -> float:
+    """Seconds of the optimizer for one parameter."""
+    where = torch.device("cpu") if config.zero_optimization.offloads else device
+    shapes = spec.shapes(1)
+    weights = {name: nn.Parameter(torch.zeros(shape, device=where)) for name, shape in shapes.items()}
+    for weight in weights.values():
+        weight.grad = torch.zeros_like(weight)
+    optimizer = build_optimizer(config, weights.items())
+    times = []
+    for _ in range(WARM_UP + REPEATS):
+        begin = _now(where)
+        optimizer.step()
+        times.append(_now(where) - begin)
+    return median(times[WARM_UP:]) / sum(weight.numel() for weight in weights.values())
+
+
+def _sum_in_fp32(module: nn.Module) -> None:
+    """Add 16-bit gradients up in fp32 as they arrive, as the run's optimizer does."""
+
+    def adder(total: Tensor) -> Callable[[Tensor], None]:
+        def add(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            total.add_(parameter.grad.float())
+            parameter.grad = None
+
+        return add
+
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(adder(torch.zeros_like(parameter, dtype=torch.float32)))
+
+
+def _router_sums(spec: ModelSpec, device: torch.device) -> tuple[Tensor, ...]:
+    return (torch.zeros(2, spec.config.num_experts, device=device),) if spec.family.router else ()
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,110 @@
+"""`train_ds.py --config F --plan`: no GPU is needed, and of the model nothing but config.json.
+
+The exit code is 0 when the run fits and 1 when it does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from data.errors import DataError
+from models.checkpoint.layout import resolve
+from models.errors import CheckpointError
+from models.spec import ModelSpec
+from training.config import TrainConfig
+from training.errors import ConfigError
+from training.plan.advice import advise
+from training.plan.calibration import Calibration, calibrate
+from training.plan.devices import Device, parse_devices, this_device
+from training.plan.parts import Basis
+from training.plan.picture import FILE, draw
+from training.plan.plan import Plan
+from training.plan.search import search
+from training.plan.told import advice_table, facts, search_table, stages_table
+from training.plan.workload import Workload
+from training.run_data import RecordReader, build_loader
+
+DOES_NOT_FIT = 1
+WIDTH = 160  # of a plan that is written to a file
+REASON = 100  # characters of why the records cannot be read
+
+
+def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
+    """Print the plan, draw it into the run's folder, and leave with 1 where it does not fit.
+
+    Raises:
+        ConfigError, CheckpointError: the config, the model or the devices make no run.
+    """
+    log = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
+    folder = resolve(config.model_path)
+    spec = ModelSpec.from_folder(folder)
+    count, device = parse_devices(arguments.devices) if arguments.devices else (None, this_device())
+    config = _on(config, count, arguments.search)
+    workload = _workload(config, folder, log)
+    save_path = Path(config.save_path)
+    if arguments.calibrate:
+        if arguments.devices and not torch.cuda.is_available():
+            raise ConfigError("--calibrate: this machine has no GPU to measure; expected no --devices")
+        log.print(f"calibrated: {calibrate(config, spec, workload).write(save_path)}")
+    # What was measured here says nothing about other devices, unless somebody says that they are the same.
+    counts = arguments.calibrate or not arguments.devices
+    calibration = Calibration.read(save_path, config, spec) if counts else None
+    basis = Basis(config, spec, workload, device, calibration)
+    log.print(
+        f"model: {spec.family.name}, {spec.n_layers} layers; {_told(device, count or config.model_topo.processes)}"
+    )
+    if arguments.search:
+        best = search(basis, count or config.model_topo.processes)
+        if not best:
+            log.print("nothing fits, whatever the dims and the micro-batch")
+            sys.exit(DOES_NOT_FIT)
+        log.print(search_table(best))
+        plan = best[0]
+    else:
+        plan = Plan.make(basis)
+    log.print(stages_table(plan))
+    for line in facts(plan):
+        log.print(line)
+    if not plan.fits:
+        log.print(advice_table(advise(plan.basis), plan))
+    save_path.mkdir(parents=True, exist_ok=True)
+    log.print(f"drawn: {draw(plan, save_path / FILE)}")
+    if not plan.fits:
+        sys.exit(DOES_NOT_FIT)
+
+
+def _on(config: TrainConfig, count: int | None, searches: bool) -> TrainConfig:
+    """The config on so many devices: as many stages, where it says nothing of dims."""
+    topo = config.model_topo
+    if count is None or count == topo.processes or searches:
+        return config
+    if "process_topology" in topo.model_fields_set:
+        raise ConfigError(
+            f"--devices: {count} of them, but model_topo.process_topology.dims {topo.process_topology.dims} ask for "
+            f"{topo.processes}; expected as many, or --search"
+        )
+    grid = topo.process_topology.model_copy(update={"dims": [count, 1]})
+    return config.model_copy(update={"model_topo": topo.model_copy(update={"process_topology": grid})})
+
+
+def _workload(config: TrainConfig, folder: Path, log: Console) -> Workload:
+    """As the records are, where they can be read; else assumed."""
+    if config.stream_gb:
+        return Workload.assumed(config)
+    try:
+        dataset = RecordReader(config, folder, Console(quiet=True)).read("data", config.data_path)
+        return Workload.measured(build_loader(dataset, config, config.model_topo.replicas), config)
+    except (DataError, CheckpointError, OSError, ValueError) as error:
+        log.print(f"data_path is not used: {' '.join(str(error).split())[:REASON]}", markup=False)
+        return Workload.assumed(config)
+
+
+def _told(device: Device, processes: int) -> str:
+    if device.memory is None:
+        return f"{processes} processes on a {device.name}"
+    return f"{processes} x {device.name}"

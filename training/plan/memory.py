@@ -1,0 +1,213 @@
+"""The most memory that each stage needs at once.
+
+Weights, gradients and optimizer states stay (`training.plan.states`). On top of them comes the larger of two peaks: the
+activations of all micro-batches that are under way, or the optimizer's step, before which they are gone. How many are
+under way follows from the schedule: with 1F1B, min(m, P - s) on stage s of P. For each of them a stage keeps what it
+received, what it sent, and what autograd saves of its layers (`training.plan.saved`); with recomputation only the
+blocks' inputs, and the inside of one block while that is done again. The last stage adds the loss
+(`models.lean_loss`): a chunk of logits, and the gradient of the head in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+
+from models.lean_loss import CPU_CHUNK, GPU_CHUNK
+from models.spec import ModelSpec
+from training.config import TrainConfig
+from training.deepspeed_config import training_dtype
+from training.plan.costs import kinds, recomputes
+from training.plan.devices import Device
+from training.plan.in_flight import under_way
+from training.plan.saved import Saved, saved_by
+from training.plan.split import Stretch
+from training.plan.states import StateBytes
+from training.plan.workload import Workload
+
+BACKWARD = 3  # tensors as large as the largest saved one that a backward pass holds besides
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one rank.
+
+    Attributes:
+        weights, gradients, optimizer: all the time.
+        activations: at most, with what the backward pass and the loss take for themselves.
+        step: what the sum of gradients and the optimizer's step take, when the activations are gone.
+        host: in main memory, under offload.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    step: int
+    host: int
+
+    @property
+    def peak(self) -> int:
+        return self.weights + self.gradients + self.optimizer + max(self.activations, self.step)
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """What the stages of a run take on a device.
+
+    Args:
+        workload: its longest rows count.
+        known: what layers were found to keep, shared by the models that are made of this one.
+    """
+
+    spec: ModelSpec
+    config: TrainConfig
+    workload: Workload
+    device: Device
+    known: dict[tuple[object, ...], Saved] = field(default_factory=dict, repr=False, compare=False)
+
+    def rank(self, rank: int, stretches: Sequence[Stretch]) -> StageMemory:
+        """Of the rank that holds these layers: one stretch, or two where the pipeline is folded."""
+        held = sum(self._weights[end] - self._weights[begin] for begin, end in stretches)
+        if self.spec.tied and {0, self.spec.n_layers - 1} <= {layer for b, e in stretches for layer in (b, e - 1)}:
+            held -= self._tied  # both ends are one parameter
+        states = self._states
+        activations = max(
+            sum(count * self._kept(begin, end) for count, (begin, end) in zip(counts, stretches, strict=True))
+            for counts in under_way(self.config.schedule, self.config.model_topo.stages, self._micro_batches)[rank]
+        )
+        if len(stretches) > 1:  # a backward pass whose weights' gradients wait (`training.filled_schedule`)
+            activations += max(self._kept(begin, end) for begin, end in stretches)
+        passing = max(self._passing(begin, end, states) for begin, end in stretches)
+        offloaded = self._largest_of_all * self._itemsize if states.host else 0
+        optimizer = int(held * states.optimizer) + self._adafactor(stretches)
+        working = int(states.working * min(held, states.working_size))
+        step = max(int(held * states.step) + working, self._bucket(states, held)) + offloaded
+        host = int(held * states.host)
+        if self.device.memory is None and not self.device.reserves:  # on a CPU all of it is main memory
+            optimizer, host = optimizer + host, 0
+        return StageMemory(
+            weights=int(held * states.weight),
+            gradients=int(held * states.gradient),
+            optimizer=optimizer,
+            activations=int(activations + passing + offloaded),
+            step=step,
+            host=host,
+        )
+
+    def fits(self, rank: int, stretches: Sequence[Stretch]) -> bool:
+        """Whether the device has the memory; always, where nothing is known about it."""
+        return self.device.memory is None or self.rank(rank, stretches).peak <= self.device.memory
+
+    @cached_property
+    def _states(self) -> StateBytes:
+        return StateBytes.of(self.config)
+
+    @cached_property
+    def _micro_batches(self) -> int:
+        return max(self.workload.micro_batches, self.config.least_micro_batches)
+
+    @cached_property
+    def _itemsize(self) -> int:
+        return training_dtype(self.config).itemsize
+
+    @cached_property
+    def _hidden(self) -> int:
+        """Bytes of hidden states."""
+        return self.workload.rows * self.workload.longest * self.spec.config.hidden_size * self._itemsize
+
+    @cached_property
+    def _weights(self) -> list[int]:
+        """Parameters of the first so many layers."""
+        layers = range(self.spec.n_layers)
+        return [0, *accumulate(sum(s.numel() for s in self.spec.shapes(layer).values()) for layer in layers)]
+
+    @cached_property
+    def _largest(self) -> list[int]:
+        """Elements of each layer's largest weight."""
+        return [max(s.numel() for s in self.spec.shapes(layer).values()) for layer in range(self.spec.n_layers)]
+
+    @cached_property
+    def _largest_of_all(self) -> int:
+        return max(self._largest)
+
+    @cached_property
+    def _tied(self) -> int:
+        return self.spec.shapes(0)[self.spec.family.tie.embedding].numel()
+
+    @cached_property
+    def _saved(self) -> list[Saved]:
+        """What each layer keeps without recomputation."""
+        dtype, work = training_dtype(self.config), self.workload
+        flash = self.config.use_flash_attn and self.device.reserves
+        found = []
+        for kind in kinds(self.spec):
+            case = (kind, work.rows, work.longest, dtype, flash)
+            if case not in self.known:
+                self.known[case] = saved_by(self.spec, *case)
+            found.append(self.known[case])
+        return found
+
+    @cached_property
+    def _inside(self) -> list[int]:
+        """Bytes that the first so many layers keep of a micro-batch."""
+        return [0, *accumulate(self._of_layer(layer, saved) for layer, saved in enumerate(self._saved))]
+
+    def _of_layer(self, layer: int, saved: Saved) -> int:
+        if self._elsewhere and 0 < layer < self.spec.n_layers - 1:
+            return 0
+        return self._hidden if recomputes(self.config, self.spec, layer) else saved.inside
+
+    @property
+    def _elsewhere(self) -> bool:
+        """Whether what blocks keep waits in another memory than the device's."""
+        return self.config.offload_activations and self.device.reserves
+
+    def _kept(self, begin: int, end: int) -> int:
+        """Bytes that a stage keeps of one micro-batch: received, sent, saved, and the masks once."""
+        arguments = max(self._saved[layer].arguments for layer in range(begin, end))
+        borders = (begin > 0) + (end < self.spec.n_layers)
+        return self._inside[end] - self._inside[begin] + arguments + borders * self._hidden
+
+    def _passing(self, begin: int, end: int, states: StateBytes) -> int:
+        """Bytes that the pass of one micro-batch takes for itself: of a block, whose gradients arrive, or the loss."""
+        blocks = [layer for layer in range(begin, end) if 0 < layer < self.spec.n_layers - 1]
+        whole = [b for b in blocks if self._elsewhere or recomputes(self.config, self.spec, b)]
+        again = max((self._saved[block].inside for block in whole), default=0)
+        backward = BACKWARD * max((self._saved[block].largest for block in blocks), default=0)
+        arriving = max((self._largest[layer] for layer in range(begin, min(end, self.spec.n_layers - 1))), default=0)
+        arriving *= self._itemsize + (4 if states.gradient > states.weight else 0)
+        return max(again + backward + arriving, self._loss if end == self.spec.n_layers else 0)
+
+    @cached_property
+    def _loss(self) -> int:
+        """Bytes that the loss takes, next to the normalised hidden states."""
+        shape = self.spec.shapes(self.spec.n_layers - 1)[self.spec.family.tie.head]
+        tokens = int(self.workload.rows * self.workload.longest * self.workload.supervised)
+        chunk = min(GPU_CHUNK if self.device.reserves else CPU_CHUNK, 4 * tokens * shape[0])
+        copies = 1.0 + (0.5 if self._itemsize == 2 else 0.0)  # with their gradient in 16 bits
+        if getattr(self.spec.config, "final_logit_softcapping", None):
+            copies += 1
+        rounded = shape.numel() * self._itemsize if self._itemsize == 2 else 0  # when the backward pass hands it on
+        return max(int(chunk * copies), rounded) + 4 * shape.numel() + tokens * shape[1] * (self._itemsize + 4)
+
+    def _bucket(self, states: StateBytes, held: int) -> int:
+        size = states.bucket_size if self.device.reserves else min(held, states.bucket_size)
+        return int(size * states.bucket)
+
+    def _adafactor(self, stretches: Sequence[Stretch]) -> int:
+        """Bytes of its rows and columns."""
+        if self.config.optimizer.type != "Adafactor":
+            return 0
+        layers = [layer for begin, end in stretches for layer in range(begin, end)]
+        return 4 * sum(_rows_and_columns(shape) for layer in layers for shape in self.spec.shapes(layer).values())
+
+
+def _rows_and_columns(shape: torch.Size) -> int:
+    if len(shape) < 2:
+        return shape.numel()
+    return shape.numel() // shape[-1] + shape.numel() // shape[-2]
