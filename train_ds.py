@@ -4,9 +4,12 @@ deepspeed --num_gpus 2 train_ds.py --config configs/quickstart.yml [key.sub=valu
 deepspeed --hostfile ./hostfile train_ds.py --config configs/ds_config_pp.yml
 python train_ds.py --config FILE          starts its own launcher
 python train_ds.py --config FILE --inspect 3
+python train_ds.py --config FILE --plan [--devices 8xA100-40G] [--search] [--calibrate]
 """
 
 from __future__ import annotations
+
+from argparse import Namespace
 
 from training.command_line import open_door, parse_arguments
 from training.config import TrainConfig
@@ -23,7 +26,14 @@ def main() -> None:
         config.check_pipeline()
         return config
 
-    open_door(arguments, load, run)
+    open_door(arguments, load, run, plan)
+
+
+def plan(config: TrainConfig, arguments: Namespace) -> None:
+    """What the run will take."""
+    from training.plan.command import plan_run
+
+    plan_run(config, arguments)
 
 
 def run(config: TrainConfig, place: Place, lifeline: Lifeline) -> None:

@@ -1,16 +1,25 @@
 """How fast training runs, and what its safety costs: `python -m benchmarks.throughput`, one module a part.
 
-`ideal` (`benchmarks.ideal`): how near a pipeline comes to the ideal speed-up. `peers` (`benchmarks.peers`): against
-ZeRO-3 and transformers' Trainer. `checkpoints` (`benchmarks.checkpoints`): saving, verifying, bookkeeping. All of them
-take half an hour on two cores, and want a machine that does nothing else.
+`ideal` (`benchmarks.ideal`): how near a pipeline comes to the ideal speed-up. `division` (`benchmarks.division`):
+`parts: auto` against divisions by hand. `peers` (`benchmarks.peers`): against ZeRO-3 and transformers' Trainer.
+`schedules` (`benchmarks.schedules`): dualpipev against 1f1b. `simulated` (`benchmarks.simulated`): both at 2 to 16
+stages. `checkpoints` (`benchmarks.checkpoints`): saving, verifying, bookkeeping. All of them take three quarters of an
+hour on two cores, and want a machine that does nothing else.
 """
 
 from __future__ import annotations
 
-from benchmarks import checkpoints, ideal, peers
+from benchmarks import checkpoints, division, ideal, peers, schedules, simulated
 from benchmarks.parts import run_parts
 
-PARTS = {"ideal": ideal, "peers": peers, "checkpoints": checkpoints}
+PARTS = {
+    "ideal": ideal,
+    "division": division,
+    "peers": peers,
+    "schedules": schedules,
+    "simulated": simulated,
+    "checkpoints": checkpoints,
+}
 
 if __name__ == "__main__":
     run_parts("Speed of training beside its peers, and what checkpoints cost.", PARTS)

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from data.dataset import Dataset
 from data.loader import GlobalBatch, Loader
+from data.streaming.stream import Stream
 from training.errors import RunRefused
 from training.trainer import Trainer
 
@@ -29,7 +30,7 @@ class BadSteps:
         active: whether this rank shows progress.
     """
 
-    def __init__(self, limit: int, fp16: bool, dataset: Dataset, log: Console, active: bool) -> None:
+    def __init__(self, limit: int, fp16: bool, dataset: Dataset | Stream, log: Console, active: bool) -> None:
         self._limit = limit
         self._fp16 = fp16
         self._dataset = dataset

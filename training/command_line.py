@@ -17,6 +17,7 @@ from models.checkpoint.layout import resolve
 from training import distributed
 from training.config import TrainConfig
 from training.distributed import Place, exit_on_user_error
+from training.errors import ConfigError
 from training.lifeline import Lifeline
 from training.run_data import RecordReader
 
@@ -27,11 +28,17 @@ def parse_arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--config", required=True, help="YAML file of the run")
     parser.add_argument("--inspect", type=int, default=0, metavar="N", help="print the first N samples and leave")
     parser.add_argument("--html", metavar="FILE", help="with --inspect: write them as a page instead")
+    parser.add_argument("--plan", action="store_true", help="say what the run will take in memory and time, and leave")
+    parser.add_argument("--devices", metavar="8xA100-40G", help="with --plan: the devices; this machine's otherwise")
+    parser.add_argument("--search", action="store_true", help="with --plan: propose dims, parts, micro-batch, schedule")
+    parser.add_argument("--calibrate", action="store_true", help="with --plan: measure the layers here first")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="override keys of the config")
     arguments = parser.parse_intermixed_args()
     if arguments.html and not arguments.inspect:
         parser.error("--html needs --inspect N")
+    if (arguments.devices or arguments.search or arguments.calibrate) and not arguments.plan:
+        parser.error("--devices, --search and --calibrate need --plan")
     return arguments
 
 
@@ -39,18 +46,25 @@ def open_door(
     arguments: argparse.Namespace,
     load: Callable[[Place | None], TrainConfig],
     run: Callable[[TrainConfig, Place, Lifeline], None],
+    plan: Callable[[TrainConfig, argparse.Namespace], None] | None = None,
 ) -> None:
-    """Inspect the data, start the launcher, or be one rank of a run.
+    """Inspect the data, plan, start the launcher, or be one rank of a run.
 
     Args:
         arguments: see `parse_arguments`.
         load: gives the checked config.
         run: the whole job of one rank.
+        plan: what `--plan` does, where the door can.
     """
     place = Place.from_environment()
     with exit_on_user_error(place):
         config = load(place)
-        if arguments.inspect:
+        if arguments.plan:
+            if plan is None:
+                raise ConfigError("--plan: plans pipelines; expected train_ds.py")
+            if place is None or place.rank == 0:
+                plan(config, arguments)
+        elif arguments.inspect:
             inspect(config, arguments.inspect, arguments.html)
         elif place is None:
             distributed.launch(config.model_topo, sys.argv)
@@ -64,9 +78,9 @@ def open_door(
 
 def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:
     """Print the first samples as they would be trained, or write them as a page."""
-    console = Console()
+    console = Console(soft_wrap=True)
     reader = RecordReader(config, resolve(config.model_path), console)
-    dataset = reader.read("data", config.data_path)
+    dataset = reader.stream().windows.peek() if config.stream_gb else reader.read("data", config.data_path)
     console.print(summary.table(dataset), markup=False, highlight=False)
     samples = dataset.samples[:count]
     if html:

@@ -183,6 +183,15 @@ class WandB(_Section):
     name: str | None = None
 
 
+class EveryNth(_Section):
+    """`use_grad_ckpt: {every: n}`: every n-th block recomputes."""
+
+    every: int = Field(ge=1)
+
+
+Recompute = bool | Literal["auto"] | EveryNth | frozenset[int]  # the last is what `auto` comes to
+
+
 class ProcessTopology(_Section):
     """`model_topo.process_topology`: the grid of processes."""
 
@@ -203,8 +212,15 @@ class ModelTopo(_Section):
     """`model_topo`: how the model is spread."""
 
     process_topology: ProcessTopology = ProcessTopology()
-    # Layers per stage (embedding + blocks + head); split evenly where absent.
+    # Layers per stage (embedding + blocks + head); where absent or `auto`, what makes the slowest stage fastest.
     parts: list[int] | None = None
+
+    @field_validator("parts", mode="before")
+    @classmethod
+    def _auto_is_none(cls, parts: Any) -> Any:
+        if parts is not None and not isinstance(parts, list) and parts != "auto":
+            raise ValueError("expected auto or a list of layers per stage")
+        return None if parts == "auto" else parts
 
     @property
     def stages(self) -> int:
@@ -230,8 +246,6 @@ class ModelTopo(_Section):
     def _check(self) -> ModelTopo:
         if self.parts is None:
             return self
-        if len(self.parts) != self.stages:
-            raise ValueError(f"parts: expected one entry for each of {self.stages} stages, found {self.parts}")
         if any(part < 1 for part in self.parts):
             raise ValueError(f"parts: expected at least one layer a stage, found {self.parts}")
         return self

@@ -63,8 +63,10 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
     collects them when the last stage's module has run backward, and misses the head, which the loss uses outside the
     module.
     """
+    # The number of micro-batches is told before each step; at the start DeepSpeed only looks whether it is enough.
+    unit = config.train_micro_batch_size_per_gpu * config.model_topo.replicas
     resolved: dict[str, Any] = {
-        "train_batch_size": config.train_batch_size,
+        "train_batch_size": max(config.train_batch_size, config.least_micro_batches * unit),
         "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu,
         # DeepSpeed looks at the norm, and leaves out a step whose norm is not finite, only where it may have to clip.
         "gradient_clipping": config.gradient_clipping or torch.finfo(torch.float32).max,
@@ -72,6 +74,7 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
         "zero_allow_untested_optimizer": config.zero_allow_untested_optimizer,
         "zero_force_ds_cpu_optimizer": False,  # build_optimizer already chose
         "steps_per_print": None,  # Pipetune reports progress itself
+        "timers": {"throughput": {"enabled": False}},  # and its own timer does not wait for the device each micro-batch
     }
     for name, precision in (("bf16", config.bf16), ("fp16", config.fp16)):
         if precision.enabled:
@@ -80,4 +83,5 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
         resolved["bf16"] |= {"immediate_grad_update": True, "check_grad_overflow": True}
         if config.zero_optimization.stage:
             resolved["data_types"] = {"grad_accum_dtype": "fp32"}
-    return resolved | (config.model_extra or {})
+    extra = {key: value for key, value in (config.model_extra or {}).items() if key != "gradient_accumulation_steps"}
+    return resolved | extra

@@ -30,7 +30,7 @@ class Evaluation:
         dataset: the records; all ranks hold the same.
         config: says how large batches are, and when to evaluate.
         replicas: data-parallel size.
-        steps_per_epoch: of the training.
+        steps_per_epoch: of the training; 0 where nobody knows.
         active: whether this rank shows progress.
     """
 
@@ -49,7 +49,7 @@ class Evaluation:
 
     def due(self, step: int, last: bool) -> bool:
         """Whether to evaluate after `step`; always after the last one."""
-        return last or step % self._interval == 0
+        return last or (self._interval > 0 and step % self._interval == 0)
 
     def run(self, trainer: Trainer, lifeline: Lifeline) -> dict[str, float]:
         """`eval_loss`, `eval_perplexity` and, where there are several types, `eval_loss/<type>`."""

@@ -10,7 +10,7 @@ nothing. Shapes come from the meta device: a few milliseconds a layer, once.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,8 +76,7 @@ class ModelFlops:
     def of(cls, spec: ModelSpec) -> ModelFlops:
         """Count by the shapes of the model's weights."""
         config = spec.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        per_block = 12.0 * config.num_attention_heads * head_dim
+        per_block = _flops_per_pair(spec)
         windowed = sum(attention_kind(config, block) == SLIDING for block in range(spec.n_blocks))
         return cls(
             token=6 * sum(_multiplied(spec, layer) for layer in range(1, spec.n_layers - 1)),
@@ -101,6 +100,23 @@ class ModelFlops:
         return total
 
 
+def layer_flops(spec: ModelSpec, lengths: Sequence[int], supervised: int) -> list[float]:
+    """FLOPs of each layer, forward and backward, for samples of these lengths; nothing for the embedding.
+
+    Args:
+        supervised: tokens that bear loss, over all samples.
+    """
+    tokens, per_pair = sum(lengths), _flops_per_pair(spec)
+    pairs = sum(length**2 for length in lengths)
+    flops = [0.0]
+    for block in range(spec.n_blocks):
+        seen = pairs
+        if attention_kind(spec.config, block) == SLIDING:
+            seen = sum(length * min(length, spec.config.sliding_window) for length in lengths)
+        flops.append(6 * _multiplied(spec, block + 1) * tokens + per_pair * seen)
+    return [*flops, 6 * _multiplied(spec, spec.n_layers - 1) * supervised]
+
+
 class Utilization:
     """Model FLOPs utilisation (MFU) of a run's steps, from 0 to 1.
 
@@ -121,6 +137,13 @@ class Utilization:
         if self._flops is None or self._peak is None:
             return None
         return self._flops.of_batch(lengths, supervised) / seconds / self._peak
+
+
+def _flops_per_pair(spec: ModelSpec) -> float:
+    """FLOPs of a block for each pair of query and key."""
+    config = spec.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 12.0 * config.num_attention_heads * head_dim
 
 
 def _multiplied(spec: ModelSpec, layer: int) -> float:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import torch
 import yaml
 from rich.console import Console
 
 from data.dataset import Dataset
 from data.loader import Loader
+from data.streaming.stream import Stream
 from models.attention import choose_attention
 from models.checkpoint.layout import resolve
+from models.lean_loss import chunk_tokens
 from models.spec import ModelSpec
 from training.bad_steps import BadSteps
 from training.checkpoint_folder import RECORD, Best, CheckpointRecord, DataOrder, Topology, step_folder
@@ -27,11 +31,14 @@ from training.flops import Utilization
 from training.lifeline import Lifeline
 from training.loop import Run, train
 from training.metrics import Reporter
+from training.plan.parts import costs_told
+from training.plan.workload import Workload
 from training.resume import check_resumable, find_checkpoint, fixed_settings, resume
-from training.run_data import RecordReader, build_loader, packing_told, report
+from training.run_data import RecordReader, build_loader, packing_told, report, start_stream
 from training.run_info import write_run_info
 from training.saving import Checkpointer
 from training.signals import StopRequest
+from training.timeline.session import Timeline
 from training.tracking import open_trackers
 from training.trainer import Trainer
 
@@ -42,15 +49,14 @@ class Inputs:
 
     Attributes:
         folder: the resolved `model_path`.
-        dataset: the records to train on.
+        dataset: the records to train on; a stream of them is not started yet.
         evaluation_set: the records to evaluate on, if any.
         save_path: the run's folder.
     """
 
     folder: Path
     spec: ModelSpec
-    topology: Topology
-    dataset: Dataset
+    dataset: Dataset | Stream
     loader: Loader
     evaluation_set: Dataset | None
     save_path: Path
@@ -60,23 +66,37 @@ class Inputs:
         """Read model config and records, make the run's folder."""
         folder = resolve(config.model_path)
         spec = ModelSpec.from_folder(folder)
-        topology = kind.topology(config, spec)
+        kind.check(config, spec)
         reader = RecordReader(config, folder, log)
-        dataset = reader.read("data", config.data_path)
-        loader = build_loader(dataset, config, topology.replicas, config.dataloader_drop_last)
+        dataset = reader.stream() if config.stream_gb else reader.read("data", config.data_path)
+        loader = build_loader(dataset, config, config.model_topo.replicas, config.dataloader_drop_last)
         evaluation_set = reader.read("evaluation data", config.eval_data_path) if config.eval_data_path else None
-        return cls(folder, spec, topology, dataset, loader, evaluation_set, make_run_folder(config.save_path))
+        return cls(folder, spec, dataset, loader, evaluation_set, make_run_folder(config.save_path))
+
+    def workload(self, config: TrainConfig) -> Workload | None:
+        """What the data are like, where `parts: auto` asks; a stream does not know yet."""
+        asked = config.model_topo.stages > 1 and config.model_topo.parts is None
+        return Workload.measured(self.loader, config) if asked and isinstance(self.dataset, Dataset) else None
 
     def order(self, config: TrainConfig) -> DataOrder:
         """What decides which samples a step sees."""
         return DataOrder(
-            samples=len(self.dataset.samples),
+            samples=len(self.dataset),
             fingerprint=self.dataset.fingerprint(),
             seed=config.seed,
             train_batch_size=config.train_batch_size,
             dataloader_drop_last=config.dataloader_drop_last,
             packed_epoch=self.loader.row_length if config.packing == "dataset" else 0,
+            stream_gb=config.stream_gb,
         )
+
+    def start(
+        self, order: DataOrder, checkpoint: Path | None, total_steps: int, place: Place, lifeline: Lifeline
+    ) -> None:
+        """Tokenize the first records of a stream; any other set is there already."""
+        if isinstance(self.dataset, Stream):
+            waiting = partial(lifeline.mark, "the data of the next step")
+            start_stream(self.dataset, order, checkpoint, total_steps, place.local_rank == 0, waiting)
 
 
 def run_job(config: TrainConfig, place: Place, lifeline: Lifeline, kind: type[Trainer]) -> None:
@@ -91,14 +111,17 @@ def run_job(config: TrainConfig, place: Place, lifeline: Lifeline, kind: type[Tr
     stop = StopRequest()
     with agreed():
         inputs = Inputs.read(config, kind, log)
-    spec, topology, loader, save_path = inputs.spec, inputs.topology, inputs.loader, inputs.save_path
-    total_steps = config.n_epoches * loader.steps_per_epoch
+    spec, loader, save_path = inputs.spec, inputs.loader, inputs.save_path
+    topology = kind.topology(config, spec, inputs.workload(config))
+    total_steps = config.max_steps or config.n_epoches * loader.steps_per_epoch
     order = inputs.order(config)
     checkpoint = find_checkpoint(config, save_path, log)
     with agreed():
         if checkpoint:
             check_resumable(checkpoint, order, fixed_settings(config))
-    describe(config, inputs, total_steps, log)
+        inputs.start(order, checkpoint, total_steps, place, lifeline)
+    describe(config, inputs, topology, total_steps, log)
+    config = config.with_parts(topology.parts)  # what `auto` came to; the resolved config says so
     if reporting:
         (save_path / "config.yml").write_text(yaml.safe_dump(config.dump(), sort_keys=False), encoding="utf-8")
     if checkpoint:
@@ -107,13 +130,17 @@ def run_job(config: TrainConfig, place: Place, lifeline: Lifeline, kind: type[Tr
     else:
         trainer, done = kind.build(config, spec, inputs.folder, total_steps), 0
     record = CheckpointRecord(step=done, topology=topology, data=order, settings=fixed_settings(config))
-    best = Best.read(save_path, done) if checkpoint else None
-    checkpointer = Checkpointer(trainer, config, save_path, inputs.folder, record, log, best)
+    checkpointer = Checkpointer(
+        trainer, config, save_path, inputs.folder, record, log, Best.read(save_path, done) if checkpoint else None
+    )
     evaluation = None
     if inputs.evaluation_set:
         evaluation = Evaluation(inputs.evaluation_set, config, topology.replicas, loader.steps_per_epoch, reporting)
     bad_steps = BadSteps(config.max_bad_steps, config.fp16.enabled, inputs.dataset, log, reporting)
     utilization = Utilization(spec, training_dtype(config), place.world_size)
+    timeline = None
+    if config.profile_steps:
+        timeline = Timeline(config.profile_steps, trainer, spec, topology.parts, save_path, log)
     with agreed():
         trackers = open_trackers(config, save_path, done + 1) if reporting else []
         if reporting:
@@ -132,38 +159,49 @@ def run_job(config: TrainConfig, place: Place, lifeline: Lifeline, kind: type[Tr
             done=done,
             total_steps=total_steps,
             stages=topology.stages,
+            timeline=timeline,
         )
         done = train(run)
+    if timeline:
+        timeline.finish()
     saved = step_folder(save_path, done)
     if done < total_steps:
         log.print(f"stopped after step {done} of {total_steps}; the same command goes on from there: {saved}")
         sys.exit(stop.exit_code)
-    finish(config, trainer.stage, topology.parts or [spec.n_layers], saved, log)
+    finish(config, topology.layers(trainer.stage, spec.n_layers), saved, log)
+    if isinstance(inputs.dataset, Stream):
+        inputs.dataset.close()
 
 
-def describe(config: TrainConfig, inputs: Inputs, total_steps: int, log: Console) -> None:
+def describe(config: TrainConfig, inputs: Inputs, topology: Topology, total_steps: int, log: Console) -> None:
     """Choose the attention and say what is about to run."""
     spec = inputs.spec
-    log.print(f"model: {spec.family.name}, {spec.n_layers} layers {inputs.topology.told}")
-    attention = choose_attention(config.use_flash_attn, training_dtype(config), spec.family.attention)
+    log.print(f"model: {spec.family.name}, {spec.n_layers} layers {topology.told}")
+    if topology.stages > 1 and config.model_topo.parts is None:
+        log.print(f"parts: auto, by {costs_told(config, spec)}")
+    attention = choose_attention(config.use_flash_attn, training_dtype(config), spec.attention)
     spec.set_attention(attention.implementation)
     log.print(f"attention: {attention.reason}")
+    tokens = chunk_tokens(spec.config.vocab_size, on_cpu=not torch.cuda.is_available())
+    log.print(f"loss: {tokens:,} tokens at a time, summed in fp32")
     if config.zero_optimization.offloads and config.zero_force_ds_cpu_optimizer:
         log.print("optimizer: on the CPU; DeepSpeed compiles its part at the first use, about a minute")
-    if not log.quiet:
-        packing = packing_told(inputs.loader, len(inputs.dataset))
-        report(inputs.dataset, inputs.evaluation_set, config.max_seq_len, log, inputs.save_path, packing)
-    steps_per_epoch = inputs.loader.steps_per_epoch
+    streamed = isinstance(inputs.dataset, Stream)
+    known = inputs.dataset.shown if isinstance(inputs.dataset, Stream) else inputs.dataset
+    if not log.quiet and known is not None:
+        packing = packing_told(inputs.loader, len(known))
+        what = "this window" if streamed else "an epoch"
+        report(known, inputs.evaluation_set, config.max_seq_len, log, inputs.save_path, packing, what)
+    an_epoch = f", {inputs.loader.steps_per_epoch} an epoch" if not streamed else ""
     what = "rows" if config.packing == "dataset" else "samples"
-    log.print(f"steps: {total_steps} of {config.train_batch_size} {what}, {steps_per_epoch} an epoch")
+    log.print(f"steps: {total_steps} of {config.train_batch_size} {what}{an_epoch}")
 
 
-def finish(config: TrainConfig, stage: int, parts: Sequence[int], saved: Path, log: Console) -> None:
+def finish(config: TrainConfig, layers: Sequence[int], saved: Path, log: Console) -> None:
     """See that the last checkpoint is there, and export it where the config asks for that.
 
     Args:
-        stage: this rank's.
-        parts: layers per stage.
+        layers: those that this rank's stage holds.
         saved: the checkpoint.
 
     Raises:
@@ -177,7 +215,7 @@ def finish(config: TrainConfig, stage: int, parts: Sequence[int], saved: Path, l
     log.print(f"saved: {saved}")
     if config.export_hf:
         target = saved.parent / "hf"
-        export_run(saved, target, stage, parts)
+        export_run(saved, target, layers)
         log.print(f"exported: {target}")
 
 

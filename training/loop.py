@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from data.loader import Loader
@@ -14,6 +15,7 @@ from training.metrics import Reporter, StepMetrics
 from training.peak_memory import peak_memory_by_stage
 from training.saving import Checkpointer
 from training.signals import StopRequest
+from training.timeline.session import Timeline
 from training.trainer import Trainer
 
 
@@ -25,6 +27,7 @@ class Run:
         done: how many steps are done already.
         total_steps: of the whole run.
         stages: of the pipeline.
+        timeline: records the steps of `profile_steps`, if any.
     """
 
     trainer: Trainer
@@ -39,6 +42,7 @@ class Run:
     done: int
     total_steps: int
     stages: int
+    timeline: Timeline | None = None
 
 
 def train(run: Run) -> int:
@@ -51,6 +55,8 @@ def train(run: Run) -> int:
         evaluate(run, 0)
     for step in range(run.done + 1, run.total_steps + 1):
         _step(run, step)
+        if run.timeline and step == run.timeline.last:
+            run.timeline.finish()
         stopping, due = run.stop.agreed(run.checkpointer.due(step))
         last = step == run.total_steps
         # Before the save: a run that is killed in between repeats the step, and the evaluation with it.
@@ -78,14 +84,15 @@ def _step(run: Run, step: int) -> None:
     with run.trainer.timings("data"):
         batch = run.loader.batch(step - 1)
     lr = run.trainer.engine.get_lr()[0]
-    loss = run.trainer.train_step(run.loader, batch)
+    with run.timeline.step(step, batch) if run.timeline else nullcontext():
+        loss = run.trainer.train_step(run.loader, batch)
     seconds = time.monotonic() - begin
     grad_norm = float(run.trainer.engine.get_global_grad_norm() or 0.0)
     run.lifeline.mark(f"step {step}")
     run.reporter.report(
         StepMetrics(
             step=step,
-            epoch=(step - 1) // run.loader.steps_per_epoch + 1,
+            epoch=run.loader.epoch(step - 1) + 1,
             loss=loss,
             lr=lr,
             grad_norm=grad_norm,

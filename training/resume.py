@@ -145,11 +145,15 @@ def check_resumable(folder: Path, data: DataOrder, settings: dict[str, bool | st
     record = CheckpointRecord.read(folder)
     assert record is not None, "found whole before"
     if record.data.fingerprint != data.fingerprint:
+        before, samples = record.data.samples, data.samples
+        counts = f" ({before} then, {samples} now)" if before != samples else ""
         raise ConfigError(
-            f"data_path: not the samples that {folder} was trained on ({record.data.samples} then, {data.samples} "
-            "now); expected the same records, tokenizer and max_seq_len, or another save_path"
+            f"data_path: not the samples that {folder} was trained on{counts}; expected the same records, tokenizer "
+            "and max_seq_len, or another save_path"
         )
-    order = {key: getattr(record.data, key) for key in ("seed", "train_batch_size", "dataloader_drop_last")}
+    order = {
+        key: getattr(record.data, key) for key in ("seed", "train_batch_size", "dataloader_drop_last", "stream_gb")
+    }
     for key, then in (order | record.settings).items():
         now = settings[key] if key in settings else getattr(data, key)
         if then != now:

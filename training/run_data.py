@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy
 from rich.console import Console
 
 from data import summary
+from data.cache.store import default_folder
 from data.dataset import Dataset, load_dataset
 from data.files.sources import Source
 from data.histogram import draw_lengths
@@ -15,7 +19,10 @@ from data.loader import Loader
 from data.packing import choose_row_length
 from data.prompts import default_format
 from data.sample_set import SampleSet
+from data.streaming.loader import StreamLoader
+from data.streaming.stream import Stream, open_stream
 from data.tokenize import load_tokenizer
+from training.checkpoint_folder import CheckpointRecord, DataOrder
 from training.config import TrainConfig
 from training.errors import ConfigError
 
@@ -55,6 +62,62 @@ class RecordReader:
         self._log.print(f"{what}: {len(dataset):,} samples, cached in {dataset.folder}, which can be removed any time")
         return dataset
 
+    def stream(self) -> Stream:
+        """The records to train on, to be tokenized while training."""
+        config = self._config
+        assert config.stream_gb is not None
+        run = hashlib.sha256(os.fsencode(Path(config.save_path).resolve())).hexdigest()[:16]
+        folder = (Path(config.cache_dir).expanduser() if config.cache_dir else default_folder()) / "streams" / run
+        stream = open_stream(
+            config.data_path,
+            self._folder,
+            config.max_seq_len,
+            self._prompt_format,
+            gigabytes=config.stream_gb,
+            folder=folder,
+            on_bad_record=config.on_bad_record,
+            seed=config.seed,
+            log=self._log,
+            active=not self._log.quiet,
+        )
+        sizes = stream.windows.sizes.values()
+        self._log.print(
+            f"data: {len(sizes):,} files of {sum(sizes) / 1e9:,.2f} GB, tokenized while training: at most "
+            f"{config.stream_gb:g} GB at a time, in {folder}"
+        )
+        if max(sizes) > stream.windows.n_bytes:
+            self._log.print(
+                f"warning: the largest file, of {max(sizes) / 1e9:,.2f} GB, gives several windows of stream_gb, and is "
+                "read from its beginning for each: smaller files are faster, and shuffled better"
+            )
+        return stream
+
+
+def start_stream(
+    stream: Stream,
+    order: DataOrder,
+    checkpoint: Path | None,
+    total_steps: int,
+    keeps: bool,
+    waiting: Callable[[], object],
+) -> None:
+    """Tokenize what the first batch needs, after a checkpoint or from the beginning.
+
+    Args:
+        order: of the run; what becomes known of the stream goes there, and so into each checkpoint.
+        keeps: whether this process makes windows ahead and removes old ones.
+        waiting: called every second while the run waits for data; not now, as a start may take its time.
+    """
+    record = CheckpointRecord.read(checkpoint) if checkpoint else None
+    if record:
+        stream.resume(record.data.windows)
+    order.windows = stream.windows.made
+    done, batch_size = record.step if record else 0, order.train_batch_size
+    stream.until = total_steps * batch_size if keeps else 0
+    if done < total_steps:
+        stream.take(done * batch_size, batch_size)
+    stream.waiting = waiting
+
 
 def report(
     dataset: Dataset,
@@ -63,16 +126,18 @@ def report(
     log: Console,
     run_folder: Path,
     more: Sequence[str] = (),
+    what: str = "an epoch",
 ) -> None:
     """Say what a run is about to train on, and draw the lengths into its folder; for the rank that speaks.
 
     Args:
         more: further lines, of steps and packing.
+        what: the dataset is.
     """
     log.print(f"records:\n{summary.table(dataset)}", markup=False)
     if evaluation_set is not None:
         log.print(f"evaluation records:\n{summary.table(evaluation_set)}", markup=False)
-    for line in [*summary.facts(dataset, max_seq_len), *more]:
+    for line in [*summary.facts(dataset, max_seq_len, what), *more]:
         log.print(line)
     try:
         log.print(f"lengths drawn: {draw_lengths(dataset, max_seq_len, run_folder / LENGTHS_FILE)}")
@@ -85,22 +150,22 @@ def report(
 
 def packing_told(loader: Loader, samples: int) -> list[str]:
     """How samples share rows, for the log."""
-    kept = f"{loader.efficiency():.1%} of the tokens are no padding"
+    kept = f"; {loader.efficiency():.1%} of the tokens are no padding" if loader.steps_per_epoch else ""
     if not loader.packing:
-        return [f"packing: off, each sample has a row of its own; {kept}"]
+        return [f"packing: off, each sample has a row of its own{kept}"]
     if loader.packing == "batch":
-        return [f"packing: the samples of each batch, in rows of at most {loader.row_length} tokens; {kept}"]
+        return [f"packing: the samples of each batch, in rows of at most {loader.row_length} tokens{kept}"]
     rows, steps = loader.rows_per_epoch, loader.steps_per_epoch
     a_step = samples / rows * loader.batch_size
     return [
-        f"packing: the whole epoch, {samples} samples in {rows} rows of at most {loader.row_length} tokens; {kept}",
+        f"packing: the whole epoch, {samples} samples in {rows} rows of at most {loader.row_length} tokens{kept}",
         f"train_batch_size counts rows: {loader.batch_size} of them hold {a_step:.0f} samples, so an epoch has {steps} "
         f"steps instead of {-(-samples // loader.batch_size)}",
     ]
 
 
 def build_loader(
-    data: SampleSet,
+    data: SampleSet | Stream,
     config: TrainConfig,
     replicas: int,
     drop_last: bool = False,
@@ -111,7 +176,8 @@ def build_loader(
     Args:
         numbers: which samples take part; all where absent.
     """
-    return Loader(
+    kind = StreamLoader if isinstance(data, Stream) else Loader
+    return kind(
         data,
         config.train_batch_size,
         config.train_micro_batch_size_per_gpu,
@@ -121,6 +187,7 @@ def build_loader(
         config.packing,
         row_length(data, config, replicas),
         numbers,
+        config.least_micro_batches,
     )
 
 
@@ -130,7 +197,9 @@ def row_length(data: SampleSet, config: TrainConfig, replicas: int) -> int:
     Raises:
         ConfigError: `pack_len` is shorter than a sample.
     """
-    longest = int(data.lengths.max())
+    # Of a stream, it is the same whatever windows are known: by it a run goes on to the last bit.
+    lengths = numpy.array([config.max_seq_len]) if isinstance(data, Stream) else data.lengths
+    longest = int(lengths.max())
     if config.pack_len is not None:
         if config.packing and config.pack_len < longest:
             raise ConfigError(
@@ -140,7 +209,7 @@ def row_length(data: SampleSet, config: TrainConfig, replicas: int) -> int:
     if config.packing == "dataset":  # the same on every topology, as it decides which samples a step sees
         return max(config.max_seq_len, longest)
     return choose_row_length(
-        mean=float(data.lengths.mean()),
+        mean=float(lengths.mean()),
         longest=longest,
         limit=config.max_seq_len,
         batch_size=config.train_batch_size,

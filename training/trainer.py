@@ -15,6 +15,7 @@ from data.loader import GlobalBatch, Loader
 from models.spec import ModelSpec
 from training.checkpoint_folder import Topology
 from training.config import TrainConfig
+from training.plan.workload import Workload
 from training.timings import Timings
 
 
@@ -32,11 +33,20 @@ class Trainer(Protocol):
     timings: Timings
 
     @classmethod
-    def topology(cls, config: TrainConfig, spec: ModelSpec) -> Topology:
-        """How a model is divided under this config.
+    def check(cls, config: TrainConfig, spec: ModelSpec) -> None:
+        """Refuse a config that does not fit the model, without communication.
 
         Raises:
-            ConfigError: the config and the model do not fit each other.
+            ConfigError: they do not fit each other.
+        """
+        ...
+
+    @classmethod
+    def topology(cls, config: TrainConfig, spec: ModelSpec, workload: Workload | None = None) -> Topology:
+        """How a model is divided under a checked config.
+
+        Args:
+            workload: what the data are like, for `parts: auto`; assumed where absent.
         """
         ...
 

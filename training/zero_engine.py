@@ -23,6 +23,7 @@ from training.config import TrainConfig
 from training.deepspeed_config import check_device, deepspeed_config, router_loss_weight, training_dtype
 from training.distributed import agreed
 from training.optim import build_optimizer, build_scheduler
+from training.recompute import block_options, recomputed
 
 
 def build_zero_engine(config: TrainConfig, spec: ModelSpec, folder: Path, total_steps: int) -> DeepSpeedEngine:
@@ -50,7 +51,7 @@ def build_zero_engine(config: TrainConfig, spec: ModelSpec, folder: Path, total_
         states,
         training_dtype(config),
         settings if stage == 3 else None,
-        recompute=config.use_grad_ckpt,
+        blocks=block_options(config, recomputed(config.use_grad_ckpt, spec.n_blocks)),
         z_loss_weight=config.aux_max_z_loss.weight,
         router_loss_weight=router_weight,
     )

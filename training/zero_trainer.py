@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import deepspeed
@@ -12,10 +13,13 @@ from torch import Tensor
 from data.loader import GlobalBatch, Loader
 from models.checkpoint.layer_files import save_state_dict
 from models.checkpoint.layout import layer_file
+from models.documents import Documents
 from models.spec import ModelSpec
 from training.checkpoint_folder import Topology
 from training.config import TrainConfig
 from training.errors import ConfigError
+from training.plan.workload import Workload
+from training.prefetch import Sent, ahead
 from training.timings import Timings
 from training.zero_engine import build_zero_engine
 
@@ -29,15 +33,20 @@ class ZeroTrainer:
         self.timings = Timings()
 
     @classmethod
-    def topology(cls, config: TrainConfig, spec: ModelSpec) -> Topology:
-        """One stage, as many replicas as processes, checked."""
+    def check(cls, config: TrainConfig, spec: ModelSpec) -> None:
+        """There is one stage."""
         topo = config.model_topo
         if topo.stages > 1:
             raise ConfigError(
                 f"model_topo.process_topology.dims: {topo.process_topology.dims} asks for {topo.stages} stages; "
                 "ZeRO has no pipeline: expected 1 for pipe, or no model_topo"
             )
-        return Topology(stages=1, replicas=topo.replicas, zero_stage=config.zero_optimization.stage, parts=[])
+
+    @classmethod
+    def topology(cls, config: TrainConfig, spec: ModelSpec, workload: Workload | None = None) -> Topology:
+        """One stage, as many replicas as processes."""
+        stage = config.zero_optimization.stage
+        return Topology(stages=1, replicas=config.model_topo.replicas, zero_stage=stage, parts=[])
 
     @classmethod
     def build(cls, config: TrainConfig, spec: ModelSpec, folder: Path, total_steps: int) -> ZeroTrainer:
@@ -50,11 +59,11 @@ class ZeroTrainer:
         # config says nor find the last micro-batch by counting.
         self.engine.set_train_batch_size(batch.n_micro_batches * loader.micro_batch_size * loader.replicas)
         losses = []
-        micro_batches = self.timings.each("data", loader.tensors(batch, self.engine.global_rank))
+        micro_batches = self.timings.each("data", self._announce(loader, batch))
         for number, micro_batch in enumerate(micro_batches, start=1):
             with self.timings("forward_backward"):
                 self.engine.set_gradient_accumulation_boundary(number == batch.n_micro_batches)
-                loss = self.engine(*_to(self.engine.device, micro_batch))
+                loss = self.engine(*micro_batch)
                 self.engine.backward(loss)
             losses.append(loss.detach())
         with self.timings("optimizer"):
@@ -65,8 +74,7 @@ class ZeroTrainer:
     def eval_loss(self, loader: Loader, batch: GlobalBatch) -> float:
         """The cross-entropy over the supervised tokens of a global batch."""
         self.engine.eval()
-        micro_batches = loader.tensors(batch, self.engine.global_rank)
-        loss = self._mean([self.engine(*_to(self.engine.device, micro_batch)) for micro_batch in micro_batches])
+        loss = self._mean([self.engine(*micro_batch) for micro_batch in self._announce(loader, batch)])
         self.engine.train()
         return loss
 
@@ -89,12 +97,14 @@ class ZeroTrainer:
             if mine:
                 save_state_dict(mine, folder / layer_file(first + rank))
 
+    def _announce(self, loader: Loader, batch: GlobalBatch) -> Iterator[Sent]:
+        """Tell the model which documents come; this rank's micro-batches, on their way to the device."""
+        rank = self.engine.global_rank
+        self.engine.module.positions.expect(Documents.laid_out(*layout) for layout in loader.layouts(batch, rank))
+        return ahead(loader.tensors(batch, rank), self.engine.device)
+
     def _mean(self, losses: list[Tensor]) -> float:
         """The mean over micro-batches and ranks."""
         mean = torch.stack(losses).mean() / self.engine.world_size
         torch.distributed.all_reduce(mean)
         return float(mean)
-
-
-def _to(device: torch.device, micro_batch: tuple[tuple[Tensor, ...], ...]) -> list[tuple[Tensor, ...]]:
-    return [tuple(tensor.to(device, non_blocking=True) for tensor in part) for part in micro_batch]

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from training.config import TrainConfig
 from training.config_file import load_config
@@ -104,11 +102,11 @@ def test_axes_may_stand_in_either_order(tmp_path: Path) -> None:
     assert (topo.stages, topo.replicas, topo.processes) == (4, 2, 8)
 
 
-@given(stages=st.integers(1, 40), extra=st.integers(0, 100))
-def test_layers_are_split_evenly_where_parts_is_absent(stages: int, extra: int) -> None:
-    parts = with_topology(stages, None).parts_for(stages + extra)
-    assert (len(parts), sum(parts)) == (stages, stages + extra)
-    assert max(parts) - min(parts) <= 1
+def test_parts_are_chosen_later_where_absent_or_auto(tmp_path: Path) -> None:
+    for words in ("", ", parts: auto"):
+        config = load_config(write(tmp_path, f"model_topo: {{process_topology: {{dims: [2, 1]}}{words}}}"))
+        assert config.parts_for(6) is None
+        assert config.with_parts([4, 2]).parts_for(6) == [4, 2]
 
 
 def test_parts_that_do_not_fit_the_model_are_refused() -> None:
@@ -184,7 +182,11 @@ def test_the_type_of_a_schedule_says_which_params_there_are(line: str, params: W
         ("seed: 2024-13-45", ""),
         ("max_seq_len: long", "max_seq_len: expected a"),
         ("max_seq_len: 1", "max_seq_len: expected greater than or equal to 2, found 1"),
-        ("use_grad_ckpt: maybe", "use_grad_ckpt: expected a boolean"),
+        ("use_grad_ckpt: maybe", "use_grad_ckpt: expected true, false, auto or {every: n}, found 'maybe'"),
+        ("use_grad_ckpt: {every: 0}", "use_grad_ckpt: expected true, false, auto or {every: n}, found {'every': 0}"),
+        ("use_grad_ckpt: {each: 2}", "use_grad_ckpt: expected true, false, auto or {every: n}, found {'each': 2}"),
+        ("compile: {deepcompile: true}", "compile: expected a boolean"),
+        ("compile: true\nzero_optimization: {stage: 3}", "compile: ZeRO stage 3 gathers weights"),
         ("data_path: 3", "data_path.0: expected a string, found 3"),
         ("optimizer: AdamW", "optimizer: expected a dictionary"),
         ("optimizer: {type: Adagrad}", "optimizer.type: expected 'AdamW', 'Adam', 'Lion', 'Adafactor' or 'SGD'"),
@@ -202,6 +204,11 @@ def test_the_type_of_a_schedule_says_which_params_there_are(line: str, params: W
         ("model_topo: {process_topology: {dims: [2]}}", "model_topo.process_topology.dims: expected 2 numbers of at "),
         ("model_topo: {process_topology: {axes: [pipe, pipe]}}", "model_topo.process_topology.axes: expected pipe and"),
         ("model_topo: {parts: [1, 2]}", "model_topo.parts: expected one entry for each of 1 stages, found [1, 2]"),
+        ("profile_steps: 3", "profile_steps: expected [first, last], two steps from 1, found 3"),
+        ("profile_steps: [0, 3]", "profile_steps: expected [first, last], two steps from 1, found [0, 3]"),
+        ("profile_steps: [4, 3]", "profile_steps: expected [first, last], two steps from 1, found [4, 3]"),
+        ("profile_steps: [1, 2.5]", "profile_steps: expected [first, last], two steps from 1, found [1, 2.5]"),
+        ("model_topo: {parts: even}", "model_topo.parts: expected auto or a list of layers per stage, found 'even'"),
         ("model_topo: {parts: [0]}", "model_topo.parts: expected at least one layer a stage, found [0]"),
     ],
 )

@@ -25,4 +25,5 @@ def test_ready_made_config_loads_and_splits_the_layers_it_names(path: Path) -> N
     assert said is not None, "the first lines name the GPUs and the blocks"
     gpus, blocks = map(int, said.groups())
     assert prod(config.model_topo.process_topology.dims) == gpus
-    assert sum(config.parts_for(blocks + 2)) == blocks + 2
+    parts = config.parts_for(blocks + 2)
+    assert parts is not None and sum(parts) == blocks + 2

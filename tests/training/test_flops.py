@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from models.spec import ModelSpec
 from training import flops
-from training.flops import ModelFlops, Utilization, peak_flops
+from training.flops import ModelFlops, Utilization, layer_flops, peak_flops
 
 BATCH, LENGTH = 2, 96
 
@@ -69,6 +69,18 @@ def test_only_what_is_needed_counts(make_checkpoint: Callable[..., Path]) -> Non
     assert gemma.pair > 0
     assert gemma.windowed_pair > 0
     assert gemma.of_batch([100], 0) == pytest.approx(100 * (gemma.token + 100 * gemma.pair + 8 * gemma.windowed_pair))
+
+
+@pytest.mark.parametrize(("model_type", "changes"), [("llama", {}), ("gemma2", {"sliding_window": 8}), ("mixtral", {})])
+def test_the_layers_add_up_to_the_model(
+    model_type: str, changes: dict[str, Any], make_checkpoint: Callable[..., Path]
+) -> None:
+    spec = ModelSpec.from_folder(make_checkpoint(model_type, **changes))
+    by_layer = layer_flops(spec, [10, 90], 40)
+    assert len(by_layer) == spec.n_layers
+    assert by_layer[0] == 0
+    assert by_layer[-1] == ModelFlops.of(spec).supervised * 40
+    assert sum(by_layer) == pytest.approx(ModelFlops.of(spec).of_batch([10, 90], 40))
 
 
 def test_of_the_experts_only_the_chosen_ones_count(make_checkpoint: Callable[..., Path]) -> None:

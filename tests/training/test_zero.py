@@ -222,7 +222,7 @@ def test_a_config_with_stages_is_refused(checkpoints: dict[str, Path]) -> None:
     keys = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 8}
     staged = TrainConfig.model_validate(keys | {"model_topo": topology((2, 1))})
     with pytest.raises(ConfigError, match=r"^model_topo.process_topology.dims: \[2, 1\] asks for 2 stages"):
-        ZeroTrainer.topology(staged, ModelSpec.from_folder(checkpoints["tied"]))
+        ZeroTrainer.check(staged, ModelSpec.from_folder(checkpoints["tied"]))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the kernels")
