@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
@@ -220,6 +220,7 @@ def test_equal_samples_have_equal_digests_and_others_do_not() -> None:
     assert len(set(digests)) == 5
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["pretrain", "chat"]), st.lists(st.booleans(), max_size=25)), min_size=1, max_size=8
