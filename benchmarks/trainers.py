@@ -30,7 +30,7 @@ def by_pipetune(config: TrainConfig, samples: SampleSet, way: type[Way], steps: 
 
     folder = Path(config.model_path)
     spec = ModelSpec.from_folder(folder)
-    attention = choose_attention(config.use_flash_attn, training_dtype(config), spec.family.attention)
+    attention = choose_attention(config.use_flash_attn, training_dtype(config), spec.attention)
     spec.set_attention(attention.implementation)
     loader = build_loader(samples, config, config.model_topo.replicas)
     trainer = way.build(config, spec, folder, steps + 1)
