@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -133,7 +134,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "fp16 on a CPU": ({"fp16": {"enabled": True}}, ("fp16.enabled", "bf16")),
     "a file in the way": ({"save_path": "LICENSE"}, ("save_path", "LICENSE", "folder")),
 }
-QUICK = ("data file", "optimizer option")
+QUICK = ("data file",)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_inspect_needs_no_launcher(tmp_path: Path, model: Path) -> None:
     written = run(sys.executable, "train_ds.py", "--config", path, "--inspect", "2", "--html", page)
     assert written.returncode == 0, written.stderr
     assert f"2 samples in {page}" in written.stdout
-    assert "What is Pipetune?" in page.read_text(encoding="utf-8")
+    assert "What is Pipetune?" in re.sub("<[^>]*>", "", page.read_text(encoding="utf-8"))  # each token is an element
     (tmp_path / "data.json").write_text('[{"type": "instruct",\n "instruct": 1 2}]')
     broken = run(sys.executable, "train_ds.py", "--config", path, "--inspect", "2")
     assert_refused(broken, "data.json", "record 1: not JSON", "character 37")

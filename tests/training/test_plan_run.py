@@ -17,7 +17,7 @@ from training.config_file import load_config
 from training.plan.calibration import calibrate
 from training.plan.workload import Workload
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 
 def test_a_run_divides_by_measured_costs(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:

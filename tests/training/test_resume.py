@@ -35,7 +35,7 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any], str]] = {
     "1x1-bf16": ((1, 1), BF16, "llama"),
     "2x2-fp32": ((2, 2), FP32 | {"zero_optimization": {"stage": 1}}, "llama"),
 }
-SLOW = {"1x1-bf16", "2x1-fp32", "2x2-bf16", "2x2-fp32"}
+SLOW = {"1x1-bf16", "1x1-fp32", "2x1-fp32", "2x2-bf16", "2x2-fp32"}
 
 
 @pytest.fixture(scope="module")

@@ -171,6 +171,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_every_option_at_once_agrees_between_one_and_two_stages(folder: Path, records: Path, tied: Path) -> None:
     """Fresh weights of a folder that has none, Lion, z-loss, recomputation, clipping without ZeRO."""
     shutil.copytree(tied, folder / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
@@ -198,6 +199,7 @@ def test_every_option_at_once_agrees_between_one_and_two_stages(folder: Path, re
     AutoModelForCausalLM.from_pretrained(exported)
 
 
+@pytest.mark.slow
 def test_bf16_on_two_stages_learns_from_the_pipeline_layout(folder: Path, records: Path, tied: Path) -> None:
     hg_to_pp(tied, folder / "tied_pp")
     path = write_config(

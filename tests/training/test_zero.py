@@ -186,6 +186,7 @@ def test_the_layer_files_are_a_pipelines(
         assert (exported - load_model(original)(ids)).abs().max() > 1e-2
 
 
+@pytest.mark.slow
 def test_both_doors_take_one_config(folder: Path, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     records = folder / "records.json"
     records.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[::5][:20]), encoding="utf-8")
