@@ -30,6 +30,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_last_bit_and_tokenizes_nothing_twice(
     make_checkpoint: Callable[..., Path], texts: Path, tmp_path: Path
 ) -> None:
