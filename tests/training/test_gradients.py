@@ -23,6 +23,7 @@ from data.loader import Loader
 from data.sample_set import InMemory
 from data.tokenize import Sample
 from models import load_model
+from models.attention import FLEX
 from models.router import router_loss
 from tests.launching import deepspeed, topology
 
@@ -42,6 +43,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
     "recompute": ({"use_grad_ckpt": True}, 1e-5),
     "every_second_offloaded": ({"use_grad_ckpt": {"every": 2}, "offload_activations": True}, 1e-5),
     "auto": ({"use_grad_ckpt": "auto"}, 1e-5),
+    "flex": ({}, 1e-5),
+    "flex_recompute": ({"use_grad_ckpt": True}, 1e-5),
     "without_zero": ({"zero_optimization": {"stage": 0}}, 1e-5),
     "offload": (OFFLOAD, 1e-5),
     "bf16": ({"bf16": {"enabled": True}}, 4e-2),
@@ -87,6 +90,11 @@ class Case(NamedTuple):
         return self.variant.startswith("folded_")
 
     @property
+    def kernel(self) -> str | None:
+        """Of the attention; None for the usual one."""
+        return FLEX if "flex" in self.variant else None
+
+    @property
     def least(self) -> int:
         """Micro-batches that the schedule needs."""
         return 2 * self.dims[0] if self.folded else 0
@@ -101,7 +109,7 @@ CASES += [Case(model, "fp32", dims) for model in MODELS if model != "deep" for d
 CASES += [Case(model, variant, (2, 1)) for model in ("tied", "untied") for variant in VARIANTS if variant != "fp32"]
 CASES += [Case(model, "folded_fp32", (2, 1)) for model in MODELS if model != "deep"]
 CASES += [Case(model, "folded_fp32", (2, 2)) for model in ("tied", "mixtral")] + [Case("deep", "folded_fp32", (4, 1))]
-CASES += [Case("mixtral", "folded_recompute", (2, 1))]
+CASES += [Case("mixtral", "folded_recompute", (2, 1)), Case("bloom", "folded_flex_recompute", (2, 1))]
 CASES += [Case("mixtral", "recompute", (2, 1)), Case("gemma2", "recompute", (4, 1))]
 CASES = list(dict.fromkeys(CASES))
 
@@ -160,7 +168,12 @@ def outcomes(
     for processes in sorted({case.dims[0] * case.dims[1] for case in chosen}):
         cases = [case for case in chosen if case.dims[0] * case.dims[1] == processes]
         described = [
-            {"name": case.name, "kind": "pipeline", "config": config(case, checkpoints[case.model], folder)}
+            {
+                "name": case.name,
+                "kind": "pipeline",
+                "kernel": case.kernel,
+                "config": config(case, checkpoints[case.model], folder),
+            }
             for case in cases
         ]
         (folder / "cases.json").write_text(json.dumps(described))

@@ -1,6 +1,7 @@
 """One training step per case, every gradient kept: started by the real launcher with the processes of one `dims`.
 
-usage: gradients.py CASES.json, a list of {"name", "config": {...}, "kind": "pipeline" | "zero"}; writes
+usage: gradients.py CASES.json, a list of {"name", "config": {...}, "kind": "pipeline" | "zero"}, and
+"kernel", that of the attention, where it is not the usual one; writes
 <folder>/<name>.stage<k>.safetensors with the gradient of every parameter under `<layer>.<name>`, and
 <folder>/<name>.json with the step's loss and norm.
 """
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from deepspeed.utils import safe_get_full_grad
 from safetensors.torch import save_file
+from torch.nn.attention import flex_attention
 
 from models.spec import ModelSpec
 from tests.workers.cases import loader_of, run_cases
@@ -24,7 +26,11 @@ from training.config import TrainConfig
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     name, loader = case["name"], loader_of(config)
     model_folder = Path(config.model_path)
-    trainer = KINDS[case["kind"]].build(config, ModelSpec.from_folder(model_folder), model_folder, total_steps=2)
+    spec = ModelSpec.from_folder(model_folder)
+    if kernel := case.get("kernel"):
+        spec.set_attention(kernel)
+        flex_attention._validate_device = lambda *tensors: None  # it has gradients on a CPU, but does not offer them
+    trainer = KINDS[case["kind"]].build(config, spec, model_folder, total_steps=2)
     engine = trainer.engine
     gradients: dict[str, torch.Tensor] = {}
     take_step = engine._take_model_step
