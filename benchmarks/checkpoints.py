@@ -15,10 +15,12 @@ that does nothing else.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -29,14 +31,13 @@ from unittest.mock import patch
 import yaml
 from rich.table import Table
 
-from benchmarks.ranks import ROOT, run_ranks
+from benchmarks.ranks import ROOT, run_ranks, tell
 
 if TYPE_CHECKING:  # the parent process needs neither torch nor deepspeed
     from training.loop import Run
 
 RECORDS = ROOT / "data" / "samples" / "faq.json"
 REPETITIONS = 6
-RESULT = "measured.json"
 TARGETS = {"save_vs_torch_save": 1.3, "verify_vs_read": 1.1, "bookkeeping_share": 0.01}
 COMPARED = {"save_vs_torch_save": ("save_s", "torch_save_s"), "verify_vs_read": ("verify_s", "read_s")}
 VOCABULARY = 49152
@@ -76,8 +77,7 @@ def measure(folder: Path) -> dict[str, Any]:
     paths = {"model_path": "model", "save_path": "run", "eval_data_path": "held_out.json"}
     config = CONFIG | {key: str(folder / name) for key, name in paths.items()}
     (folder / "run.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    run_ranks(2, "benchmarks.checkpoints", "--config", str(folder / "run.yml"))
-    measured: dict[str, Any] = json.loads((folder / "run" / RESULT).read_text(encoding="utf-8"))
+    measured: dict[str, Any] = run_ranks(2, "benchmarks.checkpoints", folder)
     return measured
 
 
@@ -139,9 +139,7 @@ def train_and_measure(run: Run) -> int:
             shutil.rmtree(plain_folder)
     medians = {name: statistics.median(each) for name, each in seconds.items()}
     ratios = {name: medians[ours] / medians[plain] for name, (ours, plain) in COMPARED.items()}
-    if torch.distributed.get_rank() == 0:
-        measured = ratios | figures | medians | {"checkpoint_gb": gigabytes}
-        (save_path / RESULT).write_text(json.dumps(measured), encoding="utf-8")
+    tell(save_path.parent, ratios | figures | medians | {"checkpoint_gb": gigabytes})
     return done
 
 
@@ -246,5 +244,9 @@ if __name__ == "__main__":  # one rank of the run
     import train_ds
     from training import job
 
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    arguments, from_launcher = parser.parse_known_args()
+    sys.argv[1:] = ["--config", str(arguments.folder / "run.yml"), *from_launcher]
     with patch.object(job, "train", train_and_measure):
         train_ds.main()

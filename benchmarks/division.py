@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from benchmarks.ideal import LARGE_HEAD
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import run_ranks, tell
 
 LENGTH, MICRO_BATCHES = 256, 8
 ROUNDS, STEPS = 2, 2
@@ -27,6 +26,7 @@ LAYERS = LARGE_HEAD["num_hidden_layers"] + 2
 
 def measure(folder: Path) -> dict[str, Any]:
     """Seconds of a step by division, what `auto` came to, and the ratio."""
+    from benchmarks.full_rows import run_config
     from models.spec import ModelSpec
     from training.plan.calibration import calibrate
     from training.plan.devices import this_device
@@ -34,7 +34,7 @@ def measure(folder: Path) -> dict[str, Any]:
     from training.plan.workload import Workload
 
     (folder / "config.json").write_text(json.dumps(LARGE_HEAD), encoding="utf-8")
-    config, spec = run_config(folder, None), ModelSpec.from_folder(folder)
+    config, spec = run_config(folder, 2, MICRO_BATCHES, LENGTH), ModelSpec.from_folder(folder)
     workload = Workload.assumed(config)
     basis = Basis(config, spec, workload, this_device())
     estimated = best_parts(basis)
@@ -44,8 +44,7 @@ def measure(folder: Path) -> dict[str, Any]:
     seconds = {str(parts): float("inf") for parts in divisions}
     for _ in range(ROUNDS):
         for parts in divisions:
-            run_ranks(2, "benchmarks.division", "--parts", json.dumps(parts), "--folder", str(folder))
-            step = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+            step = run_ranks(2, "benchmarks.division", folder, "--parts", json.dumps(parts))
             seconds[str(parts)] = min(seconds[str(parts)], step)
     by_hand = min(value for parts, value in seconds.items() if parts != str(calibrated))
     return {
@@ -70,49 +69,16 @@ def table(figures: dict[str, Any]) -> Table:
     return made
 
 
-def run_config(folder: Path, parts: list[int] | None) -> Any:
-    """The config of a run with these parts."""
-    from training.config import TrainConfig
-
-    return TrainConfig.model_validate(
-        {
-            "model_path": str(folder),
-            "data_path": "",
-            "save_path": str(folder),
-            "from_scratch": True,
-            "max_seq_len": LENGTH,
-            "train_batch_size": MICRO_BATCHES,
-            "model_topo": {"process_topology": {"dims": [2, 1]}, "parts": parts},
-        }
-    )
-
-
 def work(parts: list[int], folder: Path) -> None:
     """One rank's work: a step to warm up, then the fastest of `STEPS` steps."""
-    import torch
-
-    from data.loader import Loader
-    from data.sample_set import InMemory
+    from benchmarks.full_rows import fastest_step, joined, rows_loader, run_config
     from models.spec import ModelSpec
-    from training import distributed
     from training.pipeline_trainer import PipelineTrainer
 
-    config = run_config(folder, parts)
-    place = distributed.Place.from_environment()
-    assert place is not None
-    distributed.start(place, config.model_topo)
-    spec = ModelSpec.from_folder(folder)
-    ids = torch.randint(0, spec.config.vocab_size, (MICRO_BATCHES, LENGTH)).tolist()
-    loader = Loader(InMemory([{"input_ids": row, "labels": row} for row in ids]), MICRO_BATCHES, 1, 1, seed=0)
-    trainer = PipelineTrainer.build(config, spec, folder, total_steps=STEPS + 1)
-    seconds = []
-    for step in range(STEPS + 1):
-        begin = time.perf_counter()
-        trainer.train_step(loader, loader.batch(step))
-        seconds.append(time.perf_counter() - begin)
-    if place.rank == 0:
-        (folder / "result.json").write_text(json.dumps(min(seconds[1:])), encoding="utf-8")
-    distributed.stop()
+    config = run_config(folder, 2, MICRO_BATCHES, LENGTH, parts=parts)
+    with joined(config):
+        trainer = PipelineTrainer.build(config, ModelSpec.from_folder(folder), folder, total_steps=STEPS + 1)
+        tell(folder, fastest_step(trainer, rows_loader(config, LARGE_HEAD["vocab_size"]), STEPS))
 
 
 if __name__ == "__main__":

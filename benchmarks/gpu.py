@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,14 +22,13 @@ import yaml
 from rich.table import Table
 
 from benchmarks.parts import run_parts
-from benchmarks.ranks import ROOT, run_ranks
+from benchmarks.ranks import run_alone, run_ranks, tell
 from benchmarks.tokenizing import make_tokenizer
 
 if TYPE_CHECKING:
     from training.config import TrainConfig
 
 LENGTH, BATCH, STEPS = 4096, 8, 5
-RESULT = "measured.json"
 WAYS = {"pipetune": "Pipetune", "trainer": "transformers' Trainer", "liger": "the Trainer with Liger"}
 TARGET = 0.55  # of the 7B shape
 BYTES = 18  # per parameter: weight, gradient, fp32 sum, master and two moments
@@ -119,15 +117,8 @@ def write_run(folder: Path, shape: dict[str, Any], length: int, batch: int) -> N
 
 def launch(folder: Path, way: str) -> dict[str, Any]:
     """What one way to train reaches."""
-    words = ("--folder", str(folder), "--way", way)
-    if way == "pipetune":
-        run_ranks(1, "benchmarks.gpu", *words)
-    else:
-        command = [sys.executable, "-m", "benchmarks.gpu", *words]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-    found: dict[str, Any] = json.loads((folder / RESULT).read_text())
+    words = ("benchmarks.gpu", folder, "--way", way)
+    found: dict[str, Any] = run_ranks(1, *words) if way == "pipetune" else run_alone(*words)
     return found
 
 
@@ -135,10 +126,9 @@ def work(folder: Path, way: str) -> None:
     """The process that trains."""
     import torch
 
+    from benchmarks.full_rows import joined, random_rows
     from benchmarks.trainers import by_pipetune, by_transformers
-    from data.sample_set import InMemory
     from models.spec import ModelSpec
-    from training import distributed
     from training.config_file import load_config
     from training.deepspeed_config import training_dtype
     from training.flops import Utilization
@@ -146,15 +136,10 @@ def work(folder: Path, way: str) -> None:
 
     config: TrainConfig = load_config(str(folder / "run.yml"), [])
     spec = ModelSpec.from_folder(Path(config.model_path))
-    torch.manual_seed(0)
-    shape = (config.train_batch_size, config.max_seq_len)
-    rows = torch.randint(0, int(spec.config.vocab_size), shape).tolist()
-    samples = InMemory([{"input_ids": row, "labels": row} for row in rows])
+    samples = random_rows(int(spec.config.vocab_size), config.train_batch_size, config.max_seq_len)
     if way == "pipetune":
-        place = distributed.Place.from_environment()
-        assert place is not None
-        distributed.start(place, config.model_topo)
-        speed = by_pipetune(config, samples, PipelineTrainer, STEPS)
+        with joined(config):
+            speed = by_pipetune(config, samples, PipelineTrainer, STEPS)
     else:
         speed = by_transformers(config, samples, STEPS, micro_batch=1, liger=way == "liger")
     seconds = config.train_batch_size * config.max_seq_len / speed
@@ -165,9 +150,7 @@ def work(folder: Path, way: str) -> None:
         "mfu": Utilization(spec, training_dtype(config), 1)(lengths, supervised, seconds),
         "peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
     }
-    (folder / RESULT).write_text(json.dumps(found))
-    if way == "pipetune":
-        distributed.stop()
+    tell(folder, found)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import run_ranks, tell
 
 MICRO_BATCHES = 16
 LENGTH = 512
@@ -121,9 +121,8 @@ def table(figures: dict[str, Any]) -> Table:
 def launch(shape: Shape, setting: Setting, folder: Path) -> tuple[float, float]:
     """Run one setting through the real launcher; its tokens per second, and the seconds until its first step."""
     begin = time.time()
-    words = ("--setting", json.dumps(asdict(setting)), "--length", str(shape.length), "--folder", str(folder))
-    run_ranks(setting.stages, "benchmarks.ideal", *words)
-    measured = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    words = ("--setting", json.dumps(asdict(setting)), "--length", str(shape.length))
+    measured = run_ranks(setting.stages, "benchmarks.ideal", folder, *words)
     return measured["tokens_per_s"], measured["first_step"] - begin
 
 
@@ -131,43 +130,19 @@ def work(setting: Setting, length: int, folder: Path) -> None:
     """One rank's work: a step to warm up, then the fastest of `STEPS` steps."""
     import torch
 
-    from data.loader import Loader
-    from data.sample_set import InMemory
+    from benchmarks.full_rows import fastest_step, joined, rows_loader, run_config
     from models.spec import ModelSpec
-    from training import distributed
-    from training.config import TrainConfig
     from training.pipeline_trainer import PipelineTrainer
 
-    config = TrainConfig.model_validate(
-        {
-            "model_path": str(folder),
-            "data_path": "",
-            "save_path": "",
-            "from_scratch": True,
-            "max_seq_len": length,
-            "train_batch_size": MICRO_BATCHES,
-            "model_topo": {"process_topology": {"dims": [setting.stages, 1]}},
-        }
-    )
-    place = distributed.Place.from_environment()
-    assert place is not None
-    distributed.start(place, config.model_topo)
-    torch.set_num_threads(setting.threads)
-    spec = ModelSpec.from_folder(folder)
-    ids = torch.randint(0, spec.config.vocab_size, (MICRO_BATCHES, length)).tolist()
-    loader = Loader(InMemory([{"input_ids": row, "labels": row} for row in ids]), MICRO_BATCHES, 1, 1, seed=0)
-    trainer = PipelineTrainer.build(config, spec, folder, total_steps=STEPS + 1)
-    first_step = time.time()
-    seconds = []
-    for step in range(STEPS + 1):
-        begin = time.perf_counter()
-        trainer.train_step(loader, loader.batch(step))
-        seconds.append(time.perf_counter() - begin)
-    if place.rank == 0:
-        tokens_per_s = MICRO_BATCHES * length / min(seconds[1:])
-        measured = {"tokens_per_s": tokens_per_s, "first_step": first_step}
-        (folder / "result.json").write_text(json.dumps(measured), encoding="utf-8")
-    distributed.stop()
+    config = run_config(folder, setting.stages, MICRO_BATCHES, length)
+    with joined(config):
+        torch.set_num_threads(setting.threads)
+        spec = ModelSpec.from_folder(folder)
+        loader = rows_loader(config, spec.config.vocab_size)
+        trainer = PipelineTrainer.build(config, spec, folder, total_steps=STEPS + 1)
+        first_step = time.time()
+        seconds = fastest_step(trainer, loader, STEPS)
+        tell(folder, {"tokens_per_s": MICRO_BATCHES * length / seconds, "first_step": first_step})
 
 
 if __name__ == "__main__":

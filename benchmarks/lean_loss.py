@@ -11,16 +11,13 @@ keeps it. With a GPU it is what torch allocated there.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from benchmarks.ranks import ROOT
+from benchmarks.ranks import run_alone, tell
 
 TOKENS, WORDS, WIDTH = 4096, 131072, 576
 DTYPES = ("float32", "bfloat16")
@@ -30,19 +27,11 @@ TARGETS = {"lean_loss_peak_vs_plain": "at most 0.15", "lean_loss_time_vs_plain":
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """All figures.
-
-    Args:
-        folder: not needed.
-    """
+    """All figures."""
     found = {dtype: {form: {"peak_mb": 0.0, "seconds": float("inf")} for form in FORMS} for dtype in DTYPES}
     for dtype in DTYPES:
         for form in FORMS * PROCESSES:
-            command = [sys.executable, "-m", "benchmarks.lean_loss", form, dtype]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-            if done.returncode:
-                sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-            one, all_ = json.loads(done.stdout.splitlines()[-1]), found[dtype][form]
+            one, all_ = run_alone("benchmarks.lean_loss", folder, form, dtype), found[dtype][form]
             all_["peak_mb"] = max(all_["peak_mb"], one["peak_mb"])
             all_["seconds"] = min(all_["seconds"], one["seconds"])
     return {
@@ -110,5 +99,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("form", choices=FORMS)
     parser.add_argument("dtype", choices=DTYPES)
+    parser.add_argument("--folder", type=Path, required=True)
     arguments = parser.parse_args()
-    print(json.dumps(work(arguments.form, arguments.dtype)))
+    tell(arguments.folder, work(arguments.form, arguments.dtype))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from rich.table import Table
 
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import run_ranks, tell
 from benchmarks.tokenizing import SAMPLES, SHARED, make_tokenizer
 
 if TYPE_CHECKING:  # the parent process needs no torch
@@ -60,8 +60,7 @@ def measure(folder: Path) -> dict[str, Any]:
     figures: dict[str, Any] = {"packing": {}}
     for limit, name in LIMITS.items():
         (folder / "run.yml").write_text(yaml.safe_dump(config(folder, limit)))
-        run_ranks(1, "benchmarks.packing", "--folder", str(folder))
-        found = json.loads((folder / "measured.json").read_text())
+        found = run_ranks(1, "benchmarks.packing", folder)
         figures[name] = found["packed_tokens_per_s"] / found["padded_tokens_per_s"]
         figures["packing"][str(limit)] = found
     return figures | {name: found[name] for name in ("packing_efficiency", "packing_efficiency_batch")}
@@ -101,9 +100,9 @@ def work(folder: Path) -> None:
     """The rank that trains."""
     from rich.console import Console
 
+    from benchmarks.full_rows import joined
     from data.loader import Loader
     from models.spec import ModelSpec
-    from training import distributed
     from training.config_file import load_config
     from training.pipeline_trainer import PipelineTrainer
     from training.run_data import RecordReader, build_loader
@@ -112,26 +111,24 @@ def work(folder: Path) -> None:
         """Each sample in a row of `max_seq_len`."""
 
         def _shape(self, rows: list[list[int]]) -> tuple[int, int]:
-            return max(len(rows), 1), settings.max_seq_len
+            return max(len(rows), 1), limit
 
     settings = load_config(str(folder / "run.yml"), [])
-    place = distributed.Place.from_environment()
-    assert place is not None
-    distributed.start(place, settings.model_topo)
-    data = RecordReader(settings, folder / "tokenizer", Console(quiet=True)).read("data", settings.data_path)
-    limit = settings.max_seq_len
-    epoch = Loader(data, BATCH, 1, 1, seed=0, packing="dataset", row_length=limit)
-    batches = Loader(data, BATCH, 1, 1, seed=0, packing="batch", row_length=limit)
-    packed = build_loader(data, settings, replicas=1)
-    loaders: dict[str, Loader] = {"packed": packed, "padded": Padded(data, TRAINED, 1, 1, settings.seed)}
-    trainer = PipelineTrainer.build(settings, ModelSpec.from_folder(folder / "tokenizer"), folder / "tokenizer", 100)
-    speeds = dict.fromkeys(loaders, 0.0)
-    for _ in range(STEPS):
-        for name, loader in loaders.items():
-            batch = loader.batch(0)
-            begin = time.perf_counter()
-            trainer.train_step(loader, batch)
-            speeds[name] = max(speeds[name], batch.tokens / (time.perf_counter() - begin))
+    limit, model = settings.max_seq_len, folder / "tokenizer"
+    with joined(settings):
+        data = RecordReader(settings, model, Console(quiet=True)).read("data", settings.data_path)
+        epoch = Loader(data, BATCH, 1, 1, seed=0, packing="dataset", row_length=limit)
+        batches = Loader(data, BATCH, 1, 1, seed=0, packing="batch", row_length=limit)
+        packed = build_loader(data, settings, replicas=1)
+        loaders: dict[str, Loader] = {"packed": packed, "padded": Padded(data, TRAINED, 1, 1, settings.seed)}
+        trainer = PipelineTrainer.build(settings, ModelSpec.from_folder(model), model, total_steps=2 * STEPS)
+        speeds = dict.fromkeys(loaders, 0.0)
+        for _ in range(STEPS):
+            for name, loader in loaders.items():
+                batch = loader.batch(0)
+                begin = time.perf_counter()
+                trainer.train_step(loader, batch)
+                speeds[name] = max(speeds[name], batch.tokens / (time.perf_counter() - begin))
     found = {
         "packing_efficiency": int(data.lengths.sum()) / (epoch.rows_per_epoch * limit),
         "packing_efficiency_batch": batches.efficiency(),
@@ -140,8 +137,7 @@ def work(folder: Path) -> None:
         "mean": float(data.lengths.mean()),
         "row_length": packed.row_length,
     }
-    (folder / "measured.json").write_text(json.dumps(found))
-    distributed.stop()
+    tell(folder, found)
 
 
 if __name__ == "__main__":

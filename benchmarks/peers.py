@@ -17,8 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +24,7 @@ import yaml
 from rich.table import Table
 
 from benchmarks.ideal import LARGE_HEAD
-from benchmarks.ranks import ROOT, run_ranks
+from benchmarks.ranks import run_alone, run_ranks, tell
 from benchmarks.tokenizing import SAMPLES, SHARED, make_tokenizer
 
 if TYPE_CHECKING:  # the parent process needs no torch
@@ -35,7 +33,6 @@ if TYPE_CHECKING:  # the parent process needs no torch
 
 STEPS = 3  # measured, after one to warm up
 TRAINER_BATCH = 8  # samples in a micro-batch of the Trainer
-RESULT = "measured.json"
 BF16 = {"bf16": {"enabled": True}}
 RECORDS = [str(SHARED / "gsm8k" / "train.jsonl"), str(SHARED / "toolcall" / "*.json")]
 CASES: dict[str, dict[str, Any]] = {
@@ -93,23 +90,18 @@ def write_config(folder: Path, case: str) -> None:
 
 def launch(folder: Path, case: str, kind: str) -> float:
     """Useful tokens per second of one way to train."""
-    words = ("--folder", str(folder), "--case", case, "--kind", kind)
-    if kind == "trainer":  # by itself: it would take the launcher's variables for a distributed run
-        command = [sys.executable, "-m", "benchmarks.peers", *words]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-    else:
-        run_ranks(2, "benchmarks.peers", *words)
-    return float(json.loads((folder / RESULT).read_text())["tokens_per_s"])
+    words = ("--case", case, "--kind", kind)
+    if kind == "trainer":  # it would take the launcher's variables for a distributed run
+        return float(run_alone("benchmarks.peers", folder, *words))
+    return float(run_ranks(2, "benchmarks.peers", folder, *words))
 
 
 def work(folder: Path, case: str, kind: str) -> None:
     """One process of a way to train."""
     import torch
 
+    from benchmarks.full_rows import joined
     from benchmarks.trainers import by_pipetune, by_transformers
-    from training import distributed
     from training.config_file import load_config
     from training.pipeline_trainer import PipelineTrainer
     from training.zero_trainer import ZeroTrainer
@@ -122,30 +114,22 @@ def work(folder: Path, case: str, kind: str) -> None:
         torch.set_num_threads(os.cpu_count() or 1)
         speed = by_transformers(config, read_samples(config, case), STEPS, TRAINER_BATCH)
     else:
-        place = distributed.Place.from_environment()
-        assert place is not None
-        distributed.start(place, config.model_topo)
         way = PipelineTrainer if kind == "pipeline" else ZeroTrainer
-        speed = by_pipetune(config, read_samples(config, case), way, STEPS)
-        distributed.stop()
-    if int(os.environ.get("RANK", "0")) == 0:
-        (folder / RESULT).write_text(json.dumps({"tokens_per_s": speed}))
+        with joined(config):
+            speed = by_pipetune(config, read_samples(config, case), way, STEPS)
+    tell(folder, speed)
 
 
 def read_samples(config: TrainConfig, case: str) -> SampleSet:
     """Real records, or whole rows of the limit."""
     from rich.console import Console
 
-    from data.sample_set import InMemory
+    from benchmarks.full_rows import random_rows
     from training.run_data import RecordReader
 
     if case == "instructions":
         return RecordReader(config, Path(config.model_path), Console(quiet=True)).read("data", config.data_path)
-    import torch
-
-    torch.manual_seed(0)
-    rows = torch.randint(0, LARGE_HEAD["vocab_size"], (config.train_batch_size, config.max_seq_len)).tolist()
-    return InMemory([{"input_ids": row, "labels": row} for row in rows])
+    return random_rows(LARGE_HEAD["vocab_size"], config.train_batch_size, config.max_seq_len)
 
 
 if __name__ == "__main__":

@@ -13,17 +13,18 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import os
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from rich.table import Table
 
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import run_ranks, tell
 
 LENGTH, MICRO_BATCHES, STEPS = 1024, 4, 2
 MMAP_THRESHOLD, ONE_MB = -3, 2**20  # of malloc.h
-MODEL = {
+MODEL: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 1024,
     "intermediate_size": 2816,
@@ -53,8 +54,7 @@ def measure(folder: Path) -> dict[str, Any]:
     (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
     cases = {}
     for name, keys in CASES.items():
-        run_ranks(stages, "benchmarks.planning", "--case", json.dumps(keys), "--folder", str(folder))
-        cases[name] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        cases[name] = run_ranks(stages, "benchmarks.planning", folder, "--case", json.dumps(keys))
     errors = {
         name: max(abs(plan / peak - 1) for plan, peak in zip(case["planned"], case["measured"], strict=True))
         for name, case in cases.items()
@@ -76,13 +76,9 @@ def table(figures: dict[str, Any]) -> Table:
 
 def work(keys: dict[str, Any], folder: Path) -> None:
     """One rank's work: plan, build, train, and tell what both came to."""
-    import torch
-
-    from data.loader import Loader
-    from data.sample_set import InMemory
+    from benchmarks.full_rows import joined, rows_loader, run_config
     from models.spec import ModelSpec
     from training import distributed
-    from training.config import TrainConfig
     from training.peak_memory import peak_memory
     from training.pipeline_trainer import PipelineTrainer
     from training.plan.devices import this_device
@@ -90,36 +86,19 @@ def work(keys: dict[str, Any], folder: Path) -> None:
     from training.plan.plan import Plan
     from training.plan.workload import Workload
 
-    place = distributed.Place.from_environment()
-    assert place is not None
-    config = TrainConfig.model_validate(
-        {
-            "model_path": str(folder),
-            "data_path": "",
-            "save_path": str(folder),
-            "from_scratch": True,
-            "max_seq_len": LENGTH,
-            "train_batch_size": MICRO_BATCHES,
-            "model_topo": {"process_topology": {"dims": [place.world_size, 1]}},
-        }
-        | keys
-    )
-    with patch.object(distributed, "_keep_freed_memory", _give_back_memory):
-        distributed.start(place, config.model_topo)
-    spec = ModelSpec.from_folder(folder)
-    plan = Plan.make(Basis(config, spec, Workload.assumed(config), this_device()))
-    ids = torch.randint(0, spec.config.vocab_size, (MICRO_BATCHES, LENGTH)).tolist()
-    loader = Loader(InMemory([{"input_ids": row, "labels": row} for row in ids]), MICRO_BATCHES, 1, 1, seed=0)
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the highest point so far is forgotten
-    before = peak_memory()
-    trainer = PipelineTrainer.build(config, spec, folder, total_steps=STEPS)
-    for step in range(STEPS):
-        trainer.train_step(loader, loader.batch(step))
-    told = distributed.gather((plan.stages[trainer.stage].memory.peak, peak_memory() - before))
-    if place.rank == 0:
+    config = run_config(folder, int(os.environ["WORLD_SIZE"]), MICRO_BATCHES, LENGTH, **keys)
+    with patch.object(distributed, "_keep_freed_memory", _give_back_memory), joined(config):
+        spec = ModelSpec.from_folder(folder)
+        plan = Plan.make(Basis(config, spec, Workload.assumed(config), this_device()))
+        loader = rows_loader(config, MODEL["vocab_size"])
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the highest point so far is forgotten
+        before = peak_memory()
+        trainer = PipelineTrainer.build(config, spec, folder, total_steps=STEPS)
+        for step in range(STEPS):
+            trainer.train_step(loader, loader.batch(step))
+        told = distributed.gather((plan.stages[trainer.stage].memory.peak, peak_memory() - before))
         planned, measured = zip(*told, strict=True)
-        (folder / "result.json").write_text(json.dumps({"planned": planned, "measured": measured}), encoding="utf-8")
-    distributed.stop()
+        tell(folder, {"planned": planned, "measured": measured})
 
 
 def _give_back_memory() -> None:

@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 from rich.table import Table
 
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import run_ranks, tell
 from training.instructions import Schedule
 
 STAGES, MICRO_BATCHES, LENGTH = 2, 4, 256
@@ -43,8 +43,7 @@ def measure(folder: Path) -> dict[str, Any]:
     found: dict[str, list[dict[str, float]]] = {schedule: [] for schedule in PARTS}
     for _ in range(ROUNDS):
         for schedule, results in found.items():
-            run_ranks(STAGES, "benchmarks.schedules", "--schedule", schedule, "--folder", str(folder))
-            results.append(json.loads((folder / "result.json").read_text(encoding="utf-8")))
+            results.append(run_ranks(STAGES, "benchmarks.schedules", folder, "--schedule", schedule))
     seconds = {schedule: min(result["seconds"] for result in results) for schedule, results in found.items()}
     peak = {schedule: min(result["peak"] for result in results) for schedule, results in found.items()}
     return {
@@ -68,47 +67,21 @@ def table(figures: dict[str, Any]) -> Table:
 
 def work(schedule: Schedule, folder: Path) -> None:
     """One rank's work: a step to warm up, then the fastest of `STEPS` steps."""
-    import time
-
     import torch
 
-    from data.loader import Loader
-    from data.sample_set import InMemory
+    from benchmarks.full_rows import fastest_step, joined, rows_loader, run_config
     from models.spec import ModelSpec
-    from training import distributed
-    from training.config import TrainConfig
     from training.peak_memory import peak_memory, peak_memory_by_stage
     from training.pipeline_trainer import PipelineTrainer
 
-    config = TrainConfig.model_validate(
-        {
-            "model_path": str(folder),
-            "data_path": "",
-            "save_path": "",
-            "from_scratch": True,
-            "train_batch_size": MICRO_BATCHES,
-            "schedule": schedule,
-            "model_topo": {"process_topology": {"dims": [STAGES, 1]}, "parts": PARTS[schedule]},
-        }
-    )
-    place = distributed.Place.from_environment()
-    assert place is not None
-    distributed.start(place, config.model_topo)
-    torch.set_num_threads(1)
-    spec = ModelSpec.from_folder(folder)
-    ids = torch.randint(0, MODEL["vocab_size"], (MICRO_BATCHES, LENGTH)).tolist()
-    loader = Loader(InMemory([{"input_ids": row, "labels": row} for row in ids]), MICRO_BATCHES, 1, 1, seed=0)
-    before = peak_memory()
-    trainer = PipelineTrainer.build(config, spec, folder, total_steps=STEPS + 1)
-    seconds = []
-    for step in range(STEPS + 1):
-        begin = time.perf_counter()
-        trainer.train_step(loader, loader.batch(step))
-        seconds.append(time.perf_counter() - begin)
-    peak = max(peak_memory_by_stage(trainer.stage, STAGES)) - before
-    if place.rank == 0:
-        (folder / "result.json").write_text(json.dumps({"seconds": min(seconds[1:]), "peak": peak}), encoding="utf-8")
-    distributed.stop()
+    config = run_config(folder, STAGES, MICRO_BATCHES, LENGTH, schedule=schedule, parts=PARTS[schedule])
+    with joined(config):
+        torch.set_num_threads(1)
+        loader = rows_loader(config, MODEL["vocab_size"])
+        before = peak_memory()
+        trainer = PipelineTrainer.build(config, ModelSpec.from_folder(folder), folder, total_steps=STEPS + 1)
+        seconds = fastest_step(trainer, loader, STEPS)
+        tell(folder, {"seconds": seconds, "peak": max(peak_memory_by_stage(trainer.stage, STAGES)) - before})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.ideal import LENGTH, MODEL, VOCABULARY
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import run_ranks, tell
 from training.instructions import Schedule
 from training.simulation import simulate
 
@@ -36,7 +36,7 @@ def measure(folder: Path) -> dict[str, Any]:
     (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
     ratio: dict[str, float] = {}
     for schedule in PARTS:
-        run_ranks(2, "benchmarks.simulated", "--schedule", schedule, "--folder", str(folder))
+        run_ranks(2, "benchmarks.simulated", folder, "--schedule", schedule)
         recorded = steps_of(json.loads((folder / "timeline.json").read_text(encoding="utf-8")))
         figures = min((Figures.of([rows], ranks=2) for rows in recorded.values()), key=lambda found: found.seconds)
         ratio[schedule] = figures.simulated(MICRO_BATCHES).seconds / figures.seconds
@@ -83,40 +83,23 @@ def work(schedule: Schedule, folder: Path) -> None:
     """One rank's work: a step to warm up, then recorded ones."""
     import torch
 
-    from data.loader import Loader
-    from data.sample_set import InMemory
+    from benchmarks.full_rows import joined, rows_loader, run_config
     from models.spec import ModelSpec
-    from training import distributed
-    from training.config import TrainConfig
     from training.pipeline_trainer import PipelineTrainer
     from training.timeline.session import Timeline
 
-    config = TrainConfig.model_validate(
-        {
-            "model_path": str(folder),
-            "data_path": "",
-            "save_path": "",
-            "from_scratch": True,
-            "train_batch_size": MICRO_BATCHES,
-            "schedule": schedule,
-            "model_topo": {"process_topology": {"dims": [2, 1]}, "parts": PARTS[schedule]},
-        }
-    )
-    place = distributed.Place.from_environment()
-    assert place is not None
-    distributed.start(place, config.model_topo)
-    torch.set_num_threads(1)
-    ids = torch.randint(0, VOCABULARY, (MICRO_BATCHES, LENGTH)).tolist()
-    loader = Loader(InMemory([{"input_ids": row, "labels": row} for row in ids]), MICRO_BATCHES, 1, 1, seed=0)
-    spec = ModelSpec.from_folder(folder)
-    trainer = PipelineTrainer.build(config, spec, folder, total_steps=STEPS + 1)
-    timeline = Timeline((2, STEPS + 1), trainer, spec, PARTS[schedule], folder, Console(quiet=True))
-    for step in range(1, STEPS + 2):
-        batch = loader.batch(step - 1)
-        with timeline.step(step, batch):
-            trainer.train_step(loader, batch)
-    timeline.finish()
-    distributed.stop()
+    config = run_config(folder, 2, MICRO_BATCHES, LENGTH, schedule=schedule, parts=PARTS[schedule])
+    with joined(config):
+        torch.set_num_threads(1)
+        loader, spec = rows_loader(config, VOCABULARY), ModelSpec.from_folder(folder)
+        trainer = PipelineTrainer.build(config, spec, folder, total_steps=STEPS + 1)
+        timeline = Timeline((2, STEPS + 1), trainer, spec, PARTS[schedule], folder, Console(quiet=True))
+        for step in range(1, STEPS + 2):
+            batch = loader.batch(step - 1)
+            with timeline.step(step, batch):
+                trainer.train_step(loader, batch)
+        timeline.finish()
+        tell(folder, STEPS)
 
 
 if __name__ == "__main__":
