@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CPU_CHUNK, GPU_CHUNK = 2**27, 2**29  # bytes of fp32 logits held at a time; a GPU is fast only with large products
+CPU_CHUNK, GPU_CHUNK = 2**28, 2**29  # bytes of fp32 logits held at a time; a GPU is fast only with large products
 HALF_SCALE = 2.0**10  # what fp16 gradients of logits are multiplied with: fp16 has no numbers below 6e-8
 CPU_CACHE = 2**22  # bytes of logits that a CPU takes through softmax and gradient at a time
 WORDS = 2**13  # words at a time where products of 16-bit matrices have to be widened
