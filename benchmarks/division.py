@@ -2,9 +2,9 @@
 
 A llama whose head and embedding, with 49,152 words, are two fifths of its work is trained in two stages of one thread
 each: divided evenly, with a block more or less on either side of what `auto` came to, and by `auto` itself, with
-estimated costs and with costs measured by `--calibrate`. The divisions run in turn, several times, and the fastest step
-of each counts. `auto_vs_best_hand` is the time of the fastest division other than auto's over that of `auto`: at least
-1 where nobody finds a better one, but for the noise of the machine.
+estimated costs and with costs measured by `--calibrate`. All divisions take their steps in turn (`benchmarks.turns`).
+`auto_vs_best_hand` is how many times as fast `auto` is as the best of the others: at least 1 where nobody finds a
+better one, but for the noise of the machine.
 """
 
 from __future__ import annotations
@@ -12,21 +12,24 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from benchmarks.ideal import LARGE_HEAD
-from benchmarks.ranks import run_ranks, tell
+from benchmarks.turns import Turn, Turns
+
+if TYPE_CHECKING:  # the parent process reads the config later
+    from training.config import TrainConfig
 
 LENGTH, MICRO_BATCHES = 256, 8
-ROUNDS, STEPS = 2, 2
+ROUNDS = 5
 LAYERS = LARGE_HEAD["num_hidden_layers"] + 2
 
 
 def measure(folder: Path) -> dict[str, Any]:
     """Seconds of a step by division, what `auto` came to, and the ratio."""
-    from benchmarks.full_rows import run_config
     from models.spec import ModelSpec
     from training.plan.calibration import calibrate
     from training.plan.devices import this_device
@@ -34,24 +37,25 @@ def measure(folder: Path) -> dict[str, Any]:
     from training.plan.workload import Workload
 
     (folder / "config.json").write_text(json.dumps(LARGE_HEAD), encoding="utf-8")
-    config, spec = run_config(folder, 2, MICRO_BATCHES, LENGTH), ModelSpec.from_folder(folder)
+    config, spec = division_config(folder), ModelSpec.from_folder(folder)
     workload = Workload.assumed(config)
     basis = Basis(config, spec, workload, this_device())
     estimated = best_parts(basis)
     calibrated = best_parts(Basis(config, spec, workload, this_device(), calibrate(config, spec, workload)))
     tried = {LAYERS // 2, *(first + step for first in (estimated[0], calibrated[0]) for step in (-1, 0, 1))}
     divisions = sorted([first, LAYERS - first] for first in tried if 0 < first < LAYERS)
-    seconds = {str(parts): float("inf") for parts in divisions}
-    for _ in range(ROUNDS):
+    with Turns(folder) as turns:
         for parts in divisions:
-            step = run_ranks(2, "benchmarks.division", folder, "--parts", json.dumps(parts))
-            seconds[str(parts)] = min(seconds[str(parts)], step)
-    by_hand = min(value for parts, value in seconds.items() if parts != str(calibrated))
+            turns.add(str(parts), "benchmarks.division", 2, "--parts", json.dumps(parts))
+        turns.rounds(ROUNDS)
+    by_hand = [turns.ratio(str(calibrated), str(parts)) for parts in divisions if parts != calibrated]
     return {
-        "auto_vs_best_hand": by_hand / seconds[str(calibrated)],
+        "auto_vs_best_hand": min(by_hand),
         "auto_estimated": estimated,
         "auto_calibrated": calibrated,
-        "seconds_by_parts": seconds,
+        "seconds_by_parts": {
+            str(parts): median(step["seconds"] for step in turns.steps(str(parts))) for parts in divisions
+        },
     }
 
 
@@ -69,16 +73,24 @@ def table(figures: dict[str, Any]) -> Table:
     return made
 
 
+def division_config(model: Path, parts: list[int] | None = None) -> TrainConfig:
+    """The config of one division; without ZeRO, so that all of them fit into memory at once."""
+    from benchmarks.full_rows import run_config
+
+    return run_config(model, 2, MICRO_BATCHES, LENGTH, parts=parts, zero_optimization={"stage": 0})
+
+
 def work(parts: list[int], folder: Path) -> None:
-    """One rank's work: a step to warm up, then the fastest of `STEPS` steps."""
-    from benchmarks.full_rows import fastest_step, joined, rows_loader, run_config
+    """One rank's work."""
+    from benchmarks.full_rows import joined, rows_loader, train
     from models.spec import ModelSpec
     from training.pipeline_trainer import PipelineTrainer
 
-    config = run_config(folder, 2, MICRO_BATCHES, LENGTH, parts=parts)
+    model = folder.parent
+    config = division_config(model, parts)
     with joined(config):
-        trainer = PipelineTrainer.build(config, ModelSpec.from_folder(folder), folder, total_steps=STEPS + 1)
-        tell(folder, fastest_step(trainer, rows_loader(config, LARGE_HEAD["vocab_size"]), STEPS))
+        trainer = PipelineTrainer.build(config, ModelSpec.from_folder(model), model, total_steps=ROUNDS + 1)
+        train(trainer, rows_loader(config, LARGE_HEAD["vocab_size"]), Turn(folder))
 
 
 if __name__ == "__main__":

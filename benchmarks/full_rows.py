@@ -6,13 +6,15 @@ Every step takes the same rows, so that steps can be compared.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.turns import Pace
 from data.loader import Loader
 from data.sample_set import InMemory
 from training import distributed
@@ -64,11 +66,23 @@ def rows_loader(config: TrainConfig, words: int) -> Loader:
     return Loader(random_rows(words, rows, config.max_seq_len), rows, 1, 1, seed=0)
 
 
-def fastest_step(trainer: Trainer, loader: Loader, steps: int) -> float:
-    """Seconds of the fastest of `steps` steps, after one to warm up."""
-    seconds = []
-    for step in range(steps + 1):
-        begin = time.perf_counter()
-        trainer.train_step(loader, loader.batch(step))
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds[1:])
+def train(trainer: Trainer, loader: Loader, pace: Pace, figures: Callable[[], dict[str, Any]] = dict) -> None:
+    """Make steps at a pace.
+
+    Args:
+        figures: what is to be told of a step besides its time.
+    """
+    for step in count():
+        if not pace.wait():
+            return
+        batch = loader.batch(step)
+        begin = now()
+        trainer.train_step(loader, batch)
+        pace.done(now() - begin, batch.tokens, **figures())
+
+
+def now() -> float:
+    """The time at which all that was asked of the device is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -16,13 +16,14 @@ import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import yaml
 from rich.table import Table
 
 from benchmarks.parts import run_parts
-from benchmarks.ranks import run_alone, run_ranks, tell
+from benchmarks.ranks import run_ranks, tell
 from benchmarks.tokenizing import make_tokenizer
 
 if TYPE_CHECKING:
@@ -117,8 +118,7 @@ def write_run(folder: Path, shape: dict[str, Any], length: int, batch: int) -> N
 
 def launch(folder: Path, way: str) -> dict[str, Any]:
     """What one way to train reaches."""
-    words = ("benchmarks.gpu", folder, "--way", way)
-    found: dict[str, Any] = run_ranks(1, *words) if way == "pipetune" else run_alone(*words)
+    found: dict[str, Any] = run_ranks(1 if way == "pipetune" else None, "benchmarks.gpu", folder, "--way", way)
     return found
 
 
@@ -128,6 +128,7 @@ def work(folder: Path, way: str) -> None:
 
     from benchmarks.full_rows import joined, random_rows
     from benchmarks.trainers import by_pipetune, by_transformers
+    from benchmarks.turns import Straight
     from models.spec import ModelSpec
     from training.config_file import load_config
     from training.deepspeed_config import training_dtype
@@ -137,11 +138,13 @@ def work(folder: Path, way: str) -> None:
     config: TrainConfig = load_config(str(folder / "run.yml"), [])
     spec = ModelSpec.from_folder(Path(config.model_path))
     samples = random_rows(int(spec.config.vocab_size), config.train_batch_size, config.max_seq_len)
+    pace = Straight(STEPS + 1)
     if way == "pipetune":
         with joined(config):
-            speed = by_pipetune(config, samples, PipelineTrainer, STEPS)
+            by_pipetune(config, samples, PipelineTrainer, pace)
     else:
-        speed = by_transformers(config, samples, STEPS, micro_batch=1, liger=way == "liger")
+        by_transformers(config, samples, pace, micro_batch=1, liger=way == "liger")
+    speed = median(pace.speeds[1:])
     seconds = config.train_batch_size * config.max_seq_len / speed
     lengths = [config.max_seq_len] * config.train_batch_size
     supervised = config.train_batch_size * (config.max_seq_len - 1)

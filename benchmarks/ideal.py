@@ -7,29 +7,30 @@ would reach m / (m + p - 1) x p times the one-thread speed.
 - `pipeline_vs_ideal`: the share of that which is measured, for a model that divides into two equal halves.
 - `pipeline_vs_ideal_large_head`: the same for a model whose head, undivided, is 40 % of its work (the width and the
   vocabulary of SmolLM2-135M); `parts: auto` divides it.
+- `dualpipev_vs_ideal`, `dualpipev_vs_ideal_large_head`: `schedule: dualpipev` beside that ideal, which counts the
+  bubble of 1f1b: without one, 1.06 would be the whole.
 - `startup_s`: the time from the command to the first step of the two stages.
 
-The runs are repeated in turn, and the fastest step of each counts: what other programs do to the machine only ever
-slows a step down.
+All settings take their steps in turn (`benchmarks.turns`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from benchmarks.ranks import run_ranks, tell
+from benchmarks.turns import Turn, Turns
+from training.instructions import Schedule
 
-MICRO_BATCHES = 16
+STAGES, MICRO_BATCHES = 2, 16
 LENGTH = 512
 VOCABULARY = 1024
-ROUNDS, STEPS = 2, 2  # measured, after one to warm up
+ROUNDS = 5
 MODEL: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 256,
@@ -71,32 +72,37 @@ class Setting:
     name: str
     stages: int
     threads: int
+    schedule: Schedule = "1f1b"
 
 
 SHAPES = (Shape("pipeline_vs_ideal", MODEL, LENGTH), Shape("pipeline_vs_ideal_large_head", LARGE_HEAD, 256))
 SETTINGS = (
     Setting("one_thread", "one process, one thread", stages=1, threads=1),
     Setting("two_threads", "one process, two threads", stages=1, threads=2),
-    Setting("pipeline", "two stages, one thread each", stages=2, threads=1),
+    Setting("pipeline", "two stages, one thread each", stages=STAGES, threads=1),
+    Setting("folded", "the same with dualpipev", stages=STAGES, threads=1, schedule="dualpipev"),
 )
 
 
 def measure(folder: Path) -> dict[str, Any]:
     """Tokens per second of each setting, the share of the ideal, and the time to start."""
-    figures: dict[str, Any] = {"startup_s": float("inf"), "tokens_per_s": {}}
+    figures: dict[str, Any] = {"tokens_per_s": {}}
     for shape in SHAPES:
-        (folder / "config.json").write_text(json.dumps(shape.model), encoding="utf-8")
-        speeds = {setting.key: 0.0 for setting in SETTINGS}
-        for _ in range(ROUNDS):
+        place = folder / shape.key
+        place.mkdir()
+        (place / "config.json").write_text(json.dumps(shape.model), encoding="utf-8")
+        with Turns(place) as turns:
             for setting in SETTINGS:
-                tokens_per_s, seconds = launch(shape, setting, folder)
-                speeds[setting.key] = max(speeds[setting.key], tokens_per_s)
-                if setting.stages > 1:
-                    figures["startup_s"] = min(figures["startup_s"], seconds)
-        stages = SETTINGS[-1].stages
-        speeds["ideal"] = MICRO_BATCHES / (MICRO_BATCHES + stages - 1) * stages * speeds["one_thread"]
-        figures[shape.key] = speeds["pipeline"] / speeds["ideal"]
-        figures["tokens_per_s"][shape.key] = speeds
+                words = ("--setting", json.dumps(asdict(setting)), "--length", str(shape.length))
+                seconds = turns.add(setting.key, "benchmarks.ideal", setting.stages, *words)
+                if setting.key == "pipeline":
+                    figures["startup_s"] = seconds
+            turns.rounds(ROUNDS)
+        ideal = MICRO_BATCHES / (MICRO_BATCHES + STAGES - 1) * STAGES
+        speeds = {setting.key: turns.speed(setting.key) for setting in SETTINGS}
+        figures["tokens_per_s"][shape.key] = speeds | {"ideal": ideal * speeds["one_thread"]}
+        figures[shape.key] = turns.ratio("pipeline", "one_thread") / ideal
+        figures[f"dualpipev_{shape.key.removeprefix('pipeline_')}"] = turns.ratio("folded", "one_thread") / ideal
     return figures
 
 
@@ -118,31 +124,21 @@ def table(figures: dict[str, Any]) -> Table:
     return made
 
 
-def launch(shape: Shape, setting: Setting, folder: Path) -> tuple[float, float]:
-    """Run one setting through the real launcher; its tokens per second, and the seconds until its first step."""
-    begin = time.time()
-    words = ("--setting", json.dumps(asdict(setting)), "--length", str(shape.length))
-    measured = run_ranks(setting.stages, "benchmarks.ideal", folder, *words)
-    return measured["tokens_per_s"], measured["first_step"] - begin
-
-
 def work(setting: Setting, length: int, folder: Path) -> None:
-    """One rank's work: a step to warm up, then the fastest of `STEPS` steps."""
+    """One rank's work."""
     import torch
 
-    from benchmarks.full_rows import fastest_step, joined, rows_loader, run_config
+    from benchmarks.full_rows import joined, rows_loader, run_config, train
     from models.spec import ModelSpec
     from training.pipeline_trainer import PipelineTrainer
 
-    config = run_config(folder, setting.stages, MICRO_BATCHES, length)
+    model = folder.parent
+    config = run_config(model, setting.stages, MICRO_BATCHES, length, schedule=setting.schedule)
     with joined(config):
         torch.set_num_threads(setting.threads)
-        spec = ModelSpec.from_folder(folder)
-        loader = rows_loader(config, spec.config.vocab_size)
-        trainer = PipelineTrainer.build(config, spec, folder, total_steps=STEPS + 1)
-        first_step = time.time()
-        seconds = fastest_step(trainer, loader, STEPS)
-        tell(folder, {"tokens_per_s": MICRO_BATCHES * length / seconds, "first_step": first_step})
+        spec = ModelSpec.from_folder(model)
+        trainer = PipelineTrainer.build(config, spec, model, total_steps=ROUNDS + 1)
+        train(trainer, rows_loader(config, spec.config.vocab_size), Turn(folder))
 
 
 if __name__ == "__main__":

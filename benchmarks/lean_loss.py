@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.ranks import run_alone, tell
+from benchmarks.ranks import run_ranks, tell
 
 TOKENS, WORDS, WIDTH = 4096, 131072, 576
 DTYPES = ("float32", "bfloat16")
@@ -31,7 +31,7 @@ def measure(folder: Path) -> dict[str, Any]:
     found = {dtype: {form: {"peak_mb": 0.0, "seconds": float("inf")} for form in FORMS} for dtype in DTYPES}
     for dtype in DTYPES:
         for form in FORMS * PROCESSES:
-            one, all_ = run_alone("benchmarks.lean_loss", folder, form, dtype), found[dtype][form]
+            one, all_ = run_ranks(None, "benchmarks.lean_loss", folder, form, dtype), found[dtype][form]
             all_["peak_mb"] = max(all_["peak_mb"], one["peak_mb"])
             all_["seconds"] = min(all_["seconds"], one["seconds"])
     return {

@@ -1,8 +1,9 @@
 """A two-stage pipeline beside ZeRO-3 and transformers' Trainer: a part of `python -m benchmarks.throughput`.
 
 A llama of the width and vocabulary of SmolLM2-135M with 12 layers, where the head is 40 % of the work. All runs train
-the same samples in the same steps from random weights with AdamW, on two cores; the first step is left out, and useful
-tokens per second are those without padding.
+the same samples in the same steps from random weights with AdamW, on two cores, a step of either in turn
+(`benchmarks.turns`); useful tokens are those without padding. The pipeline runs with either schedule, and the faster
+one counts.
 
 - `pipeline_vs_zero3`: two processes of one thread either way, through Pipetune's own engines; rows of 256 tokens, a
   global batch of 16, micro-batches of 1, fp32.
@@ -18,20 +19,21 @@ import argparse
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import yaml
 from rich.table import Table
 
 from benchmarks.ideal import LARGE_HEAD
-from benchmarks.ranks import run_alone, run_ranks, tell
 from benchmarks.tokenizing import SAMPLES, SHARED, make_tokenizer
+from benchmarks.turns import Turn, Turns
+from training.instructions import Schedule
 
 if TYPE_CHECKING:  # the parent process needs no torch
     from data.sample_set import SampleSet
     from training.config import TrainConfig
 
-STEPS = 3  # measured, after one to warm up
+ROUNDS = 4
 TRAINER_BATCH = 8  # samples in a micro-batch of the Trainer
 BF16 = {"bf16": {"enabled": True}}
 RECORDS = [str(SHARED / "gsm8k" / "train.jsonl"), str(SHARED / "toolcall" / "*.json")]
@@ -56,26 +58,32 @@ def measure(folder: Path) -> dict[str, Any]:
     (folder / "tokenizer" / "config.json").write_text(json.dumps(LARGE_HEAD))
     figures: dict[str, Any] = {"peers": {}}
     for name, (case, peer, _) in FIGURES.items():
-        write_config(folder, case)
-        speeds = {"pipeline": launch(folder, case, "pipeline"), peer: launch(folder, case, peer)}
-        figures[name] = speeds["pipeline"] / speeds[peer]
-        figures["peers"][name] = speeds
+        (folder / name).mkdir()
+        write_config(folder, folder / name / "run.yml", case)
+        ways = (*get_args(Schedule), peer)
+        with Turns(folder / name) as turns:
+            for way in ways:  # the Trainer would take the launcher's variables for a distributed run
+                ranks = None if way == "trainer" else 2
+                turns.add(way, "benchmarks.peers", ranks, "--case", case, "--way", way)
+            turns.rounds(ROUNDS)
+        figures["peers"][name] = speeds = {way: turns.speed(way) for way in ways}
+        figures[name] = turns.ratio(max(get_args(Schedule), key=speeds.__getitem__), peer)
     return figures
 
 
 def table(figures: dict[str, Any]) -> Table:
     """The figures for people."""
     made = Table(title="useful tokens/s of two stages with one thread each")
-    for column in ("figure", "pipeline", "peer", "tokens/s", "times as fast", "target"):
+    for column in ("figure", *get_args(Schedule), "peer", "tokens/s", "times as fast", "target"):
         made.add_column(column, justify="left" if column in ("figure", "peer") else "right")
     for name, (_, peer, target) in FIGURES.items():
         speeds = figures["peers"][name]
-        row = (f"{speeds['pipeline']:,.0f}", NAMES[peer], f"{speeds[peer]:,.0f}", f"{figures[name]:.2f}", str(target))
-        made.add_row(name, *row)
+        ours = (f"{speeds[schedule]:,.0f}" for schedule in get_args(Schedule))
+        made.add_row(name, *ours, NAMES[peer], f"{speeds[peer]:,.0f}", f"{figures[name]:.2f}", str(target))
     return made
 
 
-def write_config(folder: Path, case: str) -> None:
+def write_config(folder: Path, path: Path, case: str) -> None:
     """A run's keys."""
     keys = {
         "model_path": str(folder / "tokenizer"),
@@ -85,18 +93,10 @@ def write_config(folder: Path, case: str) -> None:
         "from_scratch": True,
         **CASES[case],
     }
-    (folder / "run.yml").write_text(yaml.safe_dump(keys))
+    path.write_text(yaml.safe_dump(keys))
 
 
-def launch(folder: Path, case: str, kind: str) -> float:
-    """Useful tokens per second of one way to train."""
-    words = ("--case", case, "--kind", kind)
-    if kind == "trainer":  # it would take the launcher's variables for a distributed run
-        return float(run_alone("benchmarks.peers", folder, *words))
-    return float(run_ranks(2, "benchmarks.peers", folder, *words))
-
-
-def work(folder: Path, case: str, kind: str) -> None:
+def work(folder: Path, case: str, way: str) -> None:
     """One process of a way to train."""
     import torch
 
@@ -106,18 +106,18 @@ def work(folder: Path, case: str, kind: str) -> None:
     from training.pipeline_trainer import PipelineTrainer
     from training.zero_trainer import ZeroTrainer
 
-    dims = {"pipeline": [2, 1], "zero": [1, 2], "trainer": [1, 1]}[kind]
+    dims = {"zero": [1, 2], "trainer": [1, 1]}.get(way, [2, 1])
     words = [f"model_topo.process_topology.dims={dims}"]
-    words += [f"zero_optimization={json.dumps(TUNED_ZERO)}"] if kind == "zero" else []
-    config = load_config(str(folder / "run.yml"), words)
-    if kind == "trainer":
+    words += [f"zero_optimization={json.dumps(TUNED_ZERO)}"] if way == "zero" else []
+    words += [f"schedule={way}"] if way not in NAMES else []
+    config = load_config(str(folder.parent / "run.yml"), words)
+    if way == "trainer":
         torch.set_num_threads(os.cpu_count() or 1)
-        speed = by_transformers(config, read_samples(config, case), STEPS, TRAINER_BATCH)
+        by_transformers(config, read_samples(config, case), Turn(folder), TRAINER_BATCH)
     else:
-        way = PipelineTrainer if kind == "pipeline" else ZeroTrainer
+        engine = ZeroTrainer if way == "zero" else PipelineTrainer
         with joined(config):
-            speed = by_pipetune(config, read_samples(config, case), way, STEPS)
-    tell(folder, speed)
+            by_pipetune(config, read_samples(config, case), engine, Turn(folder))
 
 
 def read_samples(config: TrainConfig, case: str) -> SampleSet:
@@ -136,7 +136,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--case", choices=CASES, required=True)
-    parser.add_argument("--kind", choices=("pipeline", *NAMES), required=True)
+    parser.add_argument("--way", choices=(*get_args(Schedule), *NAMES), required=True)
     parser.add_argument("--local_rank", type=int)
     arguments = parser.parse_args()
-    work(arguments.folder, arguments.case, arguments.kind)
+    work(arguments.folder, arguments.case, arguments.way)

@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +19,44 @@ ROOT = Path(__file__).parent.parent
 RESULT = "result.json"
 
 
-def run_ranks(processes: int, module: str, folder: Path, *words: str) -> Any:
-    """Run a module in so many processes, and return what rank 0 told; leave with what they printed where one fails.
+class Workers:
+    """A module at work: in so many processes through the launcher, or, without a number, in one that knows no others.
 
     As a script it would have this folder first in its path, where `data` is another thing.
     """
-    launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", str(processes), "--master_port", str(free_port())]
-    return _run([*launcher, "--module", module], folder, words)
+
+    def __init__(self, processes: int | None, module: str, folder: Path, *words: str) -> None:
+        start = ["-m"]
+        if processes:
+            start += ["deepspeed.launcher.runner", "--num_gpus", str(processes), "--master_port", str(free_port())]
+            start += ["--module"]
+        self._command = [sys.executable, *start, module, "--folder", str(folder), *words]
+        self._printed = tempfile.TemporaryFile("w+")
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        self._process = subprocess.Popen(
+            self._command, cwd=ROOT, env=environment, stdout=self._printed, stderr=subprocess.STDOUT
+        )
+
+    def working(self) -> bool:
+        """Whether they still are; leaves with what they printed where one has failed."""
+        if self._process.poll():
+            self._printed.seek(0)
+            sys.exit(f"{' '.join(self._command)} failed:\n{self._printed.read()}")
+        return self._process.returncode is None
+
+    def wait(self) -> None:
+        """Until all have ended."""
+        self._process.wait()
+        self.working()
 
 
-def run_alone(module: str, folder: Path, *words: str) -> Any:
-    """The same in one process without a launcher, which knows of no others."""
-    return _run(["-m", module], folder, words)
+def run_ranks(processes: int | None, module: str, folder: Path, *words: str) -> Any:
+    """Run a module to its end; what rank 0 told."""
+    Workers(processes, module, folder, *words).wait()
+    return json.loads((folder / RESULT).read_text(encoding="utf-8"))
 
 
 def tell(folder: Path, found: Any) -> None:
     """Leave what was found, on rank 0 or without ranks."""
     if os.environ.get("RANK", "0") == "0":
         (folder / RESULT).write_text(json.dumps(found), encoding="utf-8")
-
-
-def _run(start: list[str], folder: Path, words: Sequence[str]) -> Any:
-    command = [sys.executable, *start, "--folder", str(folder), *words]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-    return json.loads((folder / RESULT).read_text(encoding="utf-8"))

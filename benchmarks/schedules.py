@@ -6,7 +6,7 @@ takes (4 + 2 - 1) / 4 = 1.25 times as long as a pipeline without a bubble.
 - `dualpipev_vs_1f1b`: how many times as fast a step is.
 - `dualpipev_peak_vs_1f1b`: the memory of the larger stage at its peak, above what its process had before the model.
 
-The runs are repeated in turn, and the fastest step of each counts.
+Both take their steps in turn (`benchmarks.turns`).
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any, get_args
 
 from rich.table import Table
 
-from benchmarks.ranks import run_ranks, tell
+from benchmarks.turns import Turn, Turns
 from training.instructions import Schedule
 
 STAGES, MICRO_BATCHES, LENGTH = 2, 4, 256
-ROUNDS, STEPS = 3, 4  # measured, after one to warm up
+ROUNDS = 9
 PARTS: dict[Schedule, list[int]] = {"1f1b": [7, 7], "dualpipev": [4, 3, 3, 4]}
 MODEL: dict[str, Any] = {
     "model_type": "llama",
@@ -40,14 +41,14 @@ MODEL: dict[str, Any] = {
 def measure(folder: Path) -> dict[str, Any]:
     """Seconds of a step and bytes at the peak with either schedule, and their ratios."""
     (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
-    found: dict[str, list[dict[str, float]]] = {schedule: [] for schedule in PARTS}
-    for _ in range(ROUNDS):
-        for schedule, results in found.items():
-            results.append(run_ranks(STAGES, "benchmarks.schedules", folder, "--schedule", schedule))
-    seconds = {schedule: min(result["seconds"] for result in results) for schedule, results in found.items()}
-    peak = {schedule: min(result["peak"] for result in results) for schedule, results in found.items()}
+    with Turns(folder) as turns:
+        for schedule in PARTS:
+            turns.add(schedule, "benchmarks.schedules", STAGES, "--schedule", schedule)
+        turns.rounds(ROUNDS)
+    seconds = {schedule: median(step["seconds"] for step in turns.steps(schedule)) for schedule in PARTS}
+    peak = {schedule: turns.steps(schedule)[-1]["peak"] for schedule in PARTS}
     return {
-        "dualpipev_vs_1f1b": seconds["1f1b"] / seconds["dualpipev"],
+        "dualpipev_vs_1f1b": turns.ratio("dualpipev", "1f1b"),
         "dualpipev_peak_vs_1f1b": peak["dualpipev"] / peak["1f1b"],
         "schedules": {schedule: {"seconds": seconds[schedule], "peak": peak[schedule]} for schedule in PARTS},
     }
@@ -66,22 +67,26 @@ def table(figures: dict[str, Any]) -> Table:
 
 
 def work(schedule: Schedule, folder: Path) -> None:
-    """One rank's work: a step to warm up, then the fastest of `STEPS` steps."""
+    """One rank's work."""
     import torch
 
-    from benchmarks.full_rows import fastest_step, joined, rows_loader, run_config
+    from benchmarks.full_rows import joined, rows_loader, run_config, train
     from models.spec import ModelSpec
     from training.peak_memory import peak_memory, peak_memory_by_stage
     from training.pipeline_trainer import PipelineTrainer
 
-    config = run_config(folder, STAGES, MICRO_BATCHES, LENGTH, schedule=schedule, parts=PARTS[schedule])
+    model = folder.parent
+    config = run_config(model, STAGES, MICRO_BATCHES, LENGTH, schedule=schedule, parts=PARTS[schedule])
     with joined(config):
         torch.set_num_threads(1)
         loader = rows_loader(config, MODEL["vocab_size"])
         before = peak_memory()
-        trainer = PipelineTrainer.build(config, ModelSpec.from_folder(folder), folder, total_steps=STEPS + 1)
-        seconds = fastest_step(trainer, loader, STEPS)
-        tell(folder, {"seconds": seconds, "peak": max(peak_memory_by_stage(trainer.stage, STAGES)) - before})
+        trainer = PipelineTrainer.build(config, ModelSpec.from_folder(model), model, total_steps=ROUNDS + 1)
+
+        def peak() -> dict[str, int]:
+            return {"peak": max(peak_memory_by_stage(trainer.stage, STAGES)) - before}
+
+        train(trainer, loader, Turn(folder), peak)
 
 
 if __name__ == "__main__":

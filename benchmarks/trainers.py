@@ -1,18 +1,18 @@
 """Ways to train the same samples, timed alike: Pipetune's engines, and transformers' Trainer.
 
-The first step is left out; useful tokens per second are those without padding. On a GPU a step ends when its kernels
-have.
+Useful tokens are those without padding. On a GPU a step ends when its kernels have.
 """
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import SequentialSampler
 
+from benchmarks.full_rows import now, train
+from benchmarks.turns import Pace
 from training.run_data import build_loader
 
 if TYPE_CHECKING:
@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from training.config import TrainConfig
     from training.trainer import Trainer as Way
 
+MOST_STEPS = 12
 
-def by_pipetune(config: TrainConfig, samples: SampleSet, way: type[Way], steps: int) -> float:
-    """Useful tokens per second of `steps` steps; the process group is there already."""
+
+def by_pipetune(config: TrainConfig, samples: SampleSet, way: type[Way], pace: Pace) -> None:
+    """Train by one of our engines; the process group is there already."""
     from models.attention import choose_attention
     from models.spec import ModelSpec
     from training.deepspeed_config import training_dtype
@@ -33,17 +35,10 @@ def by_pipetune(config: TrainConfig, samples: SampleSet, way: type[Way], steps: 
     attention = choose_attention(config.use_flash_attn, training_dtype(config), spec.attention)
     spec.set_attention(attention.implementation)
     loader = build_loader(samples, config, config.model_topo.replicas)
-    trainer = way.build(config, spec, folder, steps + 1)
-    ends = []
-    for step in range(steps + 1):
-        trainer.train_step(loader, loader.batch(step))
-        ends.append(now())
-    return useful(loader, steps) / (ends[-1] - ends[0])
+    train(way.build(config, spec, folder, total_steps=MOST_STEPS), loader, pace)
 
 
-def by_transformers(
-    config: TrainConfig, samples: SampleSet, steps: int, micro_batch: int, liger: bool = False
-) -> float:
+def by_transformers(config: TrainConfig, samples: SampleSet, pace: Pace, micro_batch: int, liger: bool = False) -> None:
     """The same by transformers' Trainer as its documentation has it, in this one process.
 
     Args:
@@ -57,6 +52,7 @@ def by_transformers(
         DataCollatorForSeq2Seq,
         Trainer,
         TrainerCallback,
+        TrainerControl,
         TrainingArguments,
     )
 
@@ -67,12 +63,16 @@ def by_transformers(
             return SequentialSampler(self.train_dataset)
 
     class Clock(TrainerCallback):
-        """Notes when each step ends."""
+        """Waits before each step and tells what it took, the making of its batch included."""
 
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            ends.append(now())
+        def on_train_begin(self, arguments: TrainingArguments, state: Any, control: TrainerControl, **_: Any) -> None:
+            control.should_training_stop = not pace.wait()
+            self.begin = now()
 
-    ends: list[float] = []
+        def on_step_end(self, arguments: TrainingArguments, state: Any, control: TrainerControl, **_: Any) -> None:
+            pace.done(now() - self.begin, loader.batch(state.global_step - 1).tokens)
+            self.on_train_begin(arguments, state, control)
+
     loader = build_loader(samples, config, replicas=1)
     tokenizer = AutoTokenizer.from_pretrained(config.model_path)
     tokenizer.pad_token = tokenizer.eos_token
@@ -81,7 +81,7 @@ def by_transformers(
         model.config.use_cache = False
     arguments = TrainingArguments(
         output_dir=config.save_path,
-        max_steps=steps + 1,
+        max_steps=MOST_STEPS,
         per_device_train_batch_size=micro_batch,
         gradient_accumulation_steps=config.train_batch_size // micro_batch,
         gradient_checkpointing=config.use_grad_ckpt is True,
@@ -94,30 +94,16 @@ def by_transformers(
         disable_tqdm=True,
     )
     collator = DataCollatorForSeq2Seq(tokenizer)
-    rows = shuffled_rows(loader, steps)
-    InOrder(model, arguments, collator, train_dataset=rows, callbacks=[Clock()]).train()
-    return useful(loader, steps) / (ends[-1] - ends[0])
+    InOrder(model, arguments, collator, train_dataset=shuffled_rows(loader), callbacks=[Clock()]).train()
 
 
-def shuffled_rows(loader: Loader, steps: int) -> list[dict[str, list[int]]]:
+def shuffled_rows(loader: Loader) -> list[dict[str, list[int]]]:
     """The samples of each step in an order of chance; a Loader sorts them by length."""
     generator = torch.Generator().manual_seed(0)
     rows = []
-    for step in range(steps + 1):
+    for step in range(MOST_STEPS):
         numbers = loader.batch(step).samples
         for place in torch.randperm(len(numbers), generator=generator).tolist():
             sample = loader.data.samples[numbers[place]]
             rows.append({key: torch.as_tensor(sample[key]).tolist() for key in ("input_ids", "labels")})
     return rows
-
-
-def useful(loader: Loader, steps: int) -> int:
-    """Tokens in the measured steps."""
-    return sum(loader.batch(step).tokens for step in range(1, steps + 1))
-
-
-def now() -> float:
-    """The time at which all that was asked of the device is done."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()

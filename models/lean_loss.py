@@ -100,7 +100,7 @@ class _Sums:
         self.scale = HALF_SCALE if hidden.dtype == torch.float16 else 1.0
         self.loss = torch.zeros((), device=hidden.device)
         self.hidden_gradient = torch.empty_like(hidden, dtype=torch.float32) if hidden_wanted else None
-        self.weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if weight_wanted else None
+        self.weight_gradient = torch.empty_like(weight, dtype=torch.float32) if weight_wanted else None
         tokens = max(len(hidden), 1)  # without any, one empty chunk makes gradients of 0
         chunks = math.ceil(tokens / chunk_tokens(len(weight), hidden.is_cpu))
         for chunk in _slices(tokens, math.ceil(tokens / chunks)):
@@ -118,7 +118,7 @@ class _Sums:
         if self.hidden_gradient is not None:
             self.hidden_gradient[chunk] = _product(slopes, weight)
         if self.weight_gradient is not None:
-            _add_product(self.weight_gradient, slopes.T, hidden)
+            _add_product(self.weight_gradient, slopes.T, hidden, beta=0.0 if chunk.start == 0 else 1.0)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The summed loss of logits [T, V] with targets [T, 1]; they become their gradient where one is wanted."""
@@ -168,15 +168,19 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return (left @ right).float()
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to `total`, which is fp32."""
+def _add_product(total: Tensor, left: Tensor, right: Tensor, beta: float) -> None:
+    """Make `total`, which is fp32, total x beta + left @ right; a beta of 0, else 1, drops what was in it."""
     if left.dtype == torch.float32:
-        total.addmm_(left, right)
+        total.addmm_(left, right, beta=beta)
     elif _gives_fp32(left.device):
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+        torch.addmm(total, left, right, beta=beta, out_dtype=torch.float32, out=total)
     else:
         for words in _slices(len(left), WORDS):
-            total[words] += left[words] @ right
+            part = left[words] @ right
+            if beta:
+                total[words] += part
+            else:
+                total[words] = part
 
 
 def _gives_fp32(device: torch.device) -> bool:
