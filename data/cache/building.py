@@ -2,9 +2,11 @@
 
 Any number of processes, on one host or on several with a shared folder, call `open_cache`. Whoever takes the lock
 builds. The lock is filelock's lease: its holder touches the lock file every 20 s, and the others take it over when they
-have seen no touch for a minute, or at once when its holder was a process of their own host that is no more. If two
-should ever build at the same time, the cache that is renamed first counts. Beside the lock lies a note that says who
-builds, how far it is, and in the end what went wrong: those who waited fail with the same words.
+have seen no touch for a minute, or at once when its holder was a process of their own host that is no more. A process
+that is killed between making the file and writing who it is leaves an empty one, which filelock takes for held as long
+as it is there: who has seen it empty for 10 s removes it (`Unwritten`). If two should ever build at the same time, the
+cache that is renamed first counts. Beside the lock lies a note that says who builds, how far it is, and in the end what
+went wrong: those who waited fail with the same words.
 
 Small files are tokenized right here; for larger ones a process of its own is started (`data.cache.builder`).
 """
@@ -36,6 +38,7 @@ from data.errors import DataError
 
 SMALL = 2**20  # bytes that are tokenized before another process has started
 LEASE = 60.0  # seconds without a sign of life
+UNWRITTEN = 10.0  # seconds that an empty lock file may stand
 POLL = 0.2  # seconds
 NOTING = 1.0  # seconds between two notes
 ROOT = Path(__file__).parents[2]
@@ -56,7 +59,8 @@ def open_cache(recipe: Recipe, folder: Path, log: Console, active: bool) -> Path
     """
     cache = Cache(folder)
     identity = recipe.identity()
-    lease = SoftFileLease(cache.builds / f"{identity}.lock", lease_duration=LEASE)
+    lock = cache.builds / f"{identity}.lock"
+    lease, unwritten = SoftFileLease(lock, lease_duration=LEASE), Unwritten(lock)
     note = Note(cache.builds / f"{identity}.note")
     waited_for = None
     with Bar(active) as bar:
@@ -71,6 +75,7 @@ def open_cache(recipe: Recipe, folder: Path, log: Console, active: bool) -> Path
                     if waited_for is None or told.get("builder") != waited_for or "progress" in told:
                         return _build(cache, recipe, identity, folder, note, bar)
             except Timeout:
+                unwritten.remove()
                 told = note.read()
                 if "progress" in told:
                     if told["builder"] != waited_for:
@@ -84,6 +89,25 @@ def open_cache(recipe: Recipe, folder: Path, log: Console, active: bool) -> Path
             if "error" in told:
                 raise DataError(told["error"])
             return Path(told["path"])
+
+
+class Unwritten:
+    """A lock file in which nobody has written who made it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: tuple[int, int] | None = None
+        self._since = 0.0
+
+    def remove(self) -> None:
+        """Remove it when it has been the same empty file for long enough."""
+        with suppress(OSError):  # it is gone
+            found = self._path.stat()
+            this = (found.st_ino, found.st_ctime_ns)
+            if found.st_size or this != self._seen:
+                self._seen, self._since = this, time.monotonic()
+            elif time.monotonic() - self._since > UNWRITTEN:
+                self._path.unlink()
 
 
 class Note:

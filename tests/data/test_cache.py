@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -278,6 +279,23 @@ def test_the_lock_of_a_killed_process_is_broken(tmp_path: Path, tokenizer_folder
     assert len(dataset.samples) == 20_000
     assert caches(tmp_path) == [dataset.folder]
     assert not left_over(tmp_path)
+
+
+def test_a_lock_that_was_never_written_is_removed(tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process was killed between making the file and saying in it who it is."""
+    monkeypatch.setattr(building, "UNWRITTEN", 0.5)
+    data = write(tmp_path / "a.jsonl", records(50))
+    built = load(data).folder
+    shutil.rmtree(built)
+    (note,) = (tmp_path / "cache" / "builds").glob("*.note")
+    lock = note.with_suffix(".lock")
+    lock.touch()
+    again = Thread(target=load, args=[data], daemon=True)
+    again.start()
+    again.join(60)
+    assert not again.is_alive(), "it waits for nobody"
+    assert caches(tmp_path) == [built]
+    assert not lock.exists()
 
 
 def test_a_killed_builder_is_one_line_and_its_workers_leave(tmp_path: Path, tokenizer_folder: Path) -> None:
