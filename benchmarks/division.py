@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -53,9 +52,7 @@ def measure(folder: Path) -> dict[str, Any]:
         "auto_vs_best_hand": min(by_hand),
         "auto_estimated": estimated,
         "auto_calibrated": calibrated,
-        "seconds_by_parts": {
-            str(parts): median(step["seconds"] for step in turns.steps(str(parts))) for parts in divisions
-        },
+        "seconds_by_parts": {str(parts): turns.seconds(str(parts)) for parts in divisions},
     }
 
 

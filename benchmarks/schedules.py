@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from statistics import median
 from typing import Any, get_args
 
 from rich.table import Table
@@ -45,7 +44,7 @@ def measure(folder: Path) -> dict[str, Any]:
         for schedule in PARTS:
             turns.add(schedule, "benchmarks.schedules", STAGES, "--schedule", schedule)
         turns.rounds(ROUNDS)
-    seconds = {schedule: median(step["seconds"] for step in turns.steps(schedule)) for schedule in PARTS}
+    seconds = {schedule: turns.seconds(schedule) for schedule in PARTS}
     peak = {schedule: turns.steps(schedule)[-1]["peak"] for schedule in PARTS}
     return {
         "dualpipev_vs_1f1b": turns.ratio("dualpipev", "1f1b"),

@@ -45,7 +45,7 @@ class Turn:
         asked = self._folder / f"asked-{self._number}"
         (self._folder / READY).touch()
         while not asked.exists():
-            if (self._folder / STOP).exists():
+            if (self._folder / STOP).exists() or not self._folder.exists():
                 return False
             time.sleep(0.002)
         return True
@@ -120,6 +120,10 @@ class Turns:
     def steps(self, name: str) -> list[dict[str, Any]]:
         """What the steps of a way took, the first left out."""
         return self._steps[name][1:]
+
+    def seconds(self, name: str) -> float:
+        """Of a step: the median."""
+        return statistics.median(step["seconds"] for step in self.steps(name))
 
     def speed(self, name: str) -> float:
         """Tokens per second: the median."""
