@@ -148,7 +148,8 @@ class Watchdog:
         return message if kind == "place" else {}
 
     def _tell(self, message: dict[str, Any]) -> None:
-        for line in self._lines:
+        """Send to all ranks; to rank 0 last, as its process may end at once, and this thread with it."""
+        for line in sorted(self._lines, key=self._lines.__getitem__, reverse=True):
             with suppress(OSError):  # it may be gone as well
                 line.send_bytes(json.dumps(message).encode())
 
