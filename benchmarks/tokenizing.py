@@ -30,7 +30,7 @@ from benchmarks.ranks import ROOT
 
 SHARED = ROOT.parent / "shared" / "data"
 SAMPLES = ROOT / "data" / "samples" / "faq.json"
-LARGE, SMALLER = 10**9, 6 * 10**7  # bytes
+LARGE, SMALLER = 10**9, 2 * 10**8  # bytes
 LIMIT = 2048
 REPETITIONS = 5
 BATCH = 1000  # texts for the bare tokenizer at a time
