@@ -79,7 +79,8 @@ def division_config(model: Path, parts: list[int] | None = None) -> TrainConfig:
 
 def work(parts: list[int], folder: Path) -> None:
     """One rank's work."""
-    from benchmarks.full_rows import joined, rows_loader, train
+    from benchmarks.full_rows import rows_loader
+    from benchmarks.steps import joined, train
     from models.spec import ModelSpec
     from training.pipeline_trainer import PipelineTrainer
 

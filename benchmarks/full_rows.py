@@ -1,25 +1,18 @@
-"""Training from random weights on full rows of chance, all tokens supervised: what most workers measure.
+"""Full rows of chance, all tokens supervised, and the config to train on them from random weights.
 
 Every step takes the same rows, so that steps can be compared.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.turns import Pace
 from data.loader import Loader
 from data.sample_set import InMemory
-from training import distributed
 from training.config import TrainConfig
-from training.trainer import Trainer
 
 
 def run_config(folder: Path, stages: int, rows: int, length: int, **keys: Any) -> TrainConfig:
@@ -43,16 +36,6 @@ def run_config(folder: Path, stages: int, rows: int, length: int, **keys: Any) -
     )
 
 
-@contextmanager
-def joined(config: TrainConfig) -> Iterator[distributed.Place]:
-    """This process among the others of the run."""
-    place = distributed.Place.from_environment()
-    assert place is not None
-    distributed.start(place, config.model_topo)
-    yield place
-    distributed.stop()
-
-
 def random_rows(words: int, rows: int, length: int) -> InMemory:
     """Rows of words of chance, the same on every rank."""
     torch.manual_seed(0)
@@ -64,25 +47,3 @@ def rows_loader(config: TrainConfig, words: int) -> Loader:
     """Steps of full rows, one a micro-batch."""
     rows = config.train_batch_size
     return Loader(random_rows(words, rows, config.max_seq_len), rows, 1, 1, seed=0)
-
-
-def train(trainer: Trainer, loader: Loader, pace: Pace, figures: Callable[[], dict[str, Any]] = dict) -> None:
-    """Make steps at a pace.
-
-    Args:
-        figures: what is to be told of a step besides its time.
-    """
-    for step in count():
-        if not pace.wait():
-            return
-        batch = loader.batch(step)
-        begin = now()
-        trainer.train_step(loader, batch)
-        pace.done(now() - begin, batch.tokens, **figures())
-
-
-def now() -> float:
-    """The time at which all that was asked of the device is done."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()

@@ -126,7 +126,8 @@ def work(folder: Path, way: str) -> None:
     """The process that trains."""
     import torch
 
-    from benchmarks.full_rows import joined, random_rows
+    from benchmarks.full_rows import random_rows
+    from benchmarks.steps import joined
     from benchmarks.trainers import by_pipetune, by_transformers
     from benchmarks.turns import Straight
     from models.spec import ModelSpec

@@ -100,7 +100,7 @@ def work(folder: Path) -> None:
     """The rank that trains."""
     from rich.console import Console
 
-    from benchmarks.full_rows import joined
+    from benchmarks.steps import joined
     from data.loader import Loader
     from models.spec import ModelSpec
     from training.config_file import load_config

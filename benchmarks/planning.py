@@ -76,7 +76,8 @@ def table(figures: dict[str, Any]) -> Table:
 
 def work(keys: dict[str, Any], folder: Path) -> None:
     """One rank's work: plan, build, train, and tell what both came to."""
-    from benchmarks.full_rows import joined, rows_loader, run_config
+    from benchmarks.full_rows import rows_loader, run_config
+    from benchmarks.steps import joined
     from models.spec import ModelSpec
     from training import distributed
     from training.peak_memory import peak_memory

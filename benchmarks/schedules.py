@@ -69,7 +69,8 @@ def work(schedule: Schedule, folder: Path) -> None:
     """One rank's work."""
     import torch
 
-    from benchmarks.full_rows import joined, rows_loader, run_config, train
+    from benchmarks.full_rows import rows_loader, run_config
+    from benchmarks.steps import joined, train
     from models.spec import ModelSpec
     from training.peak_memory import peak_memory, peak_memory_by_stage
     from training.pipeline_trainer import PipelineTrainer

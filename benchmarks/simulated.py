@@ -83,7 +83,8 @@ def work(schedule: Schedule, folder: Path) -> None:
     """One rank's work: a step to warm up, then recorded ones."""
     import torch
 
-    from benchmarks.full_rows import joined, rows_loader, run_config
+    from benchmarks.full_rows import rows_loader, run_config
+    from benchmarks.steps import joined
     from models.spec import ModelSpec
     from training.pipeline_trainer import PipelineTrainer
     from training.timeline.session import Timeline

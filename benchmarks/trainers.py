@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import SequentialSampler
 
-from benchmarks.full_rows import now, train
+from benchmarks.steps import now, train
 from benchmarks.turns import Pace
 from training.run_data import build_loader
 

@@ -82,6 +82,7 @@ class Turns:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._workers: dict[str, Workers] = {}
+        self._groups: list[list[str]] = []
         self._steps: dict[str, list[dict[str, Any]]] = {}
 
     def __enter__(self) -> Turns:
@@ -93,11 +94,12 @@ class Turns:
             if kind is None:
                 workers.wait()
 
-    def add(self, name: str, module: str, processes: int | None, *words: str) -> float:
+    def add(self, name: str, module: str, processes: int | None, *words: str, beside: bool = False) -> float:
         """Start a way and let it make a step to warm up.
 
         Args:
             words: more for its command line, after `--folder`, the folder of its `Turn`.
+            beside: its steps are made at the same time as those of the way that was added before.
 
         Returns:
             The seconds until the first step began.
@@ -105,17 +107,19 @@ class Turns:
         begin = time.monotonic()
         (self._folder / name).mkdir(parents=True)
         self._workers[name] = Workers(processes, module, self._folder / name, *words)
+        self._groups += [] if beside else [[]]
+        self._groups[-1].append(name)
         self._steps[name] = []
         self._wait_for(name, READY)
         seconds = time.monotonic() - begin
-        self._ask(name)
+        self._ask([name])
         return seconds
 
     def rounds(self, number: int) -> None:
         """Let every way make so many steps, in turn."""
         for _ in range(number):
-            for name in self._workers:
-                self._ask(name)
+            for group in self._groups:
+                self._ask(group)
 
     def steps(self, name: str) -> list[dict[str, Any]]:
         """What the steps of a way took, the first left out."""
@@ -134,11 +138,12 @@ class Turns:
         pairs = zip(speeds(self.steps(name)), speeds(self.steps(other)), strict=True)
         return statistics.median(one / another for one, another in pairs)
 
-    def _ask(self, name: str) -> None:
-        number = len(self._steps[name])
-        (self._folder / name / f"asked-{number}").touch()
-        told = self._wait_for(name, f"done-{number}")
-        self._steps[name].append(json.loads(told.read_text(encoding="utf-8")))
+    def _ask(self, names: Iterable[str]) -> None:
+        for name in names:
+            (self._folder / name / f"asked-{len(self._steps[name])}").touch()
+        for name in names:
+            told = self._wait_for(name, f"done-{len(self._steps[name])}")
+            self._steps[name].append(json.loads(told.read_text(encoding="utf-8")))
 
     def _wait_for(self, name: str, file: str) -> Path:
         path = self._folder / name / file
