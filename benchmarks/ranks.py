@@ -37,17 +37,16 @@ class Workers:
             self._command, cwd=ROOT, env=environment, stdout=self._printed, stderr=subprocess.STDOUT
         )
 
-    def working(self) -> bool:
-        """Whether they still are; leaves with what they printed where one has failed."""
+    def check(self) -> None:
+        """Leave with what they printed where one has failed."""
         if self._process.poll():
             self._printed.seek(0)
             sys.exit(f"{' '.join(self._command)} failed:\n{self._printed.read()}")
-        return self._process.returncode is None
 
     def wait(self) -> None:
         """Until all have ended."""
         self._process.wait()
-        self.working()
+        self.check()
 
 
 def run_ranks(processes: int | None, module: str, folder: Path, *words: str) -> Any:

@@ -1,24 +1,28 @@
 """Ways to train that are all ready at once and make their steps in turn.
 
 A machine that others use too can be a fifth slower from one minute to the next. Runs that follow each other compare
-minutes; here each way waits in processes of its own, idle, until it is asked for one step, so that steps are compared
-that ran seconds apart, and the median of several rounds counts. Asking and answering go through files.
+minutes; here each way waits in processes of its own until it is asked for one step, so that steps are compared that ran
+seconds apart, and the median of several rounds counts. Asking and answering are lines of JSON through a socket: who
+waits sleeps in the kernel. Processes that look for a file every two milliseconds take a fifth of two cores, ten of
+them, and that from whoever makes a step.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import statistics
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from benchmarks.ranks import Workers
 
-READY, STOP = "ready", "stop"
+PORT = "port"  # the file that tells a way's workers where they are waited for
+HERE = "127.0.0.1"
 
 
 class Pace(Protocol):
@@ -39,23 +43,17 @@ class Turn:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._number = folder, 0
+        port = int((folder / PORT).read_text(encoding="utf-8"))
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._line = socket.create_connection((HERE, port)).makefile("rw", encoding="utf-8")
 
     def wait(self) -> bool:
-        asked = self._folder / f"asked-{self._number}"
-        (self._folder / READY).touch()
-        while not asked.exists():
-            if (self._folder / STOP).exists() or not self._folder.exists():
-                return False
-            time.sleep(0.002)
-        return True
+        say(self._line, {"rank": self._rank})
+        return bool(self._line.readline())  # empty where nobody asks any more
 
     def done(self, seconds: float, tokens: int, **more: Any) -> None:
-        if os.environ.get("RANK", "0") == "0":
-            whole = self._folder / "writing"
-            whole.write_text(json.dumps({"seconds": seconds, "tokens": tokens, **more}), encoding="utf-8")
-            whole.rename(self._folder / f"done-{self._number}")
-        self._number += 1
+        if self._rank == 0:
+            say(self._line, {"seconds": seconds, "tokens": tokens, **more})
 
 
 class Straight:
@@ -76,23 +74,76 @@ class Straight:
         self.speeds.append(tokens / seconds)
 
 
+class Way:
+    """Processes that train in one way, and the lines to them.
+
+    Args:
+        processes: see `benchmarks.ranks.Workers`.
+    """
+
+    def __init__(self, folder: Path, module: str, processes: int | None, *words: str) -> None:
+        folder.mkdir(parents=True)
+        self.steps: list[dict[str, Any]] = []
+        with socket.create_server((HERE, 0)) as server:
+            (folder / PORT).write_text(str(server.getsockname()[1]), encoding="utf-8")
+            self._workers = Workers(processes, module, folder, *words)
+            server.settimeout(1)
+            self._lines = [self._accept(server) for _ in range(processes or 1)]
+        for line in [*self._lines]:
+            self._lines[self._hear(line)["rank"]] = line
+
+    def ask(self) -> None:
+        """Let the step begin."""
+        for line in self._lines:
+            say(line, "go")
+
+    def take(self) -> None:
+        """Wait for the step's end, and until all are ready for the next."""
+        self.steps.append(self._hear(self._lines[0]))
+        for line in self._lines:
+            self._hear(line)
+
+    def end(self) -> None:
+        """Let the processes leave."""
+        for line in self._lines:
+            line.close()
+        self._workers.wait()
+
+    def _accept(self, server: socket.socket) -> TextIO:
+        while True:
+            try:
+                connection, _ = server.accept()
+                connection.settimeout(None)
+                return connection.makefile("rw", encoding="utf-8")
+            except TimeoutError:
+                self._workers.check()
+
+    def _hear(self, line: TextIO) -> Any:
+        told = line.readline()
+        if not told:
+            self._workers.wait()
+        return json.loads(told)
+
+
 class Turns:
-    """The asking side; leaving it ends all workers."""
+    """The asking side; leaving it ends all workers.
+
+    Args:
+        folder: each way gets one of its own in it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._workers: dict[str, Workers] = {}
-        self._groups: list[list[str]] = []
-        self._steps: dict[str, list[dict[str, Any]]] = {}
+        self._ways: dict[str, Way] = {}
+        self._groups: list[list[Way]] = []
 
     def __enter__(self) -> Turns:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for name, workers in self._workers.items():
-            (self._folder / name / STOP).touch()
-            if kind is None:
-                workers.wait()
+        if kind is None:
+            for way in self._ways.values():
+                way.end()
 
     def add(self, name: str, module: str, processes: int | None, *words: str, beside: bool = False) -> float:
         """Start a way and let it make a step to warm up.
@@ -102,28 +153,29 @@ class Turns:
             beside: its steps are made at the same time as those of the way that was added before.
 
         Returns:
-            The seconds until the first step began.
+            The seconds until the first step could begin.
         """
         begin = time.monotonic()
-        (self._folder / name).mkdir(parents=True)
-        self._workers[name] = Workers(processes, module, self._folder / name, *words)
-        self._groups += [] if beside else [[]]
-        self._groups[-1].append(name)
-        self._steps[name] = []
-        self._wait_for(name, READY)
+        way = self._ways[name] = Way(self._folder / name, module, processes, *words)
         seconds = time.monotonic() - begin
-        self._ask([name])
+        self._groups += [] if beside else [[]]
+        self._groups[-1].append(way)
+        way.ask()
+        way.take()
         return seconds
 
     def rounds(self, number: int) -> None:
         """Let every way make so many steps, in turn."""
         for _ in range(number):
             for group in self._groups:
-                self._ask(group)
+                for way in group:
+                    way.ask()
+                for way in group:
+                    way.take()
 
     def steps(self, name: str) -> list[dict[str, Any]]:
         """What the steps of a way took, the first left out."""
-        return self._steps[name][1:]
+        return self._ways[name].steps[1:]
 
     def seconds(self, name: str) -> float:
         """Of a step: the median."""
@@ -138,19 +190,11 @@ class Turns:
         pairs = zip(speeds(self.steps(name)), speeds(self.steps(other)), strict=True)
         return statistics.median(one / another for one, another in pairs)
 
-    def _ask(self, names: Iterable[str]) -> None:
-        for name in names:
-            (self._folder / name / f"asked-{len(self._steps[name])}").touch()
-        for name in names:
-            told = self._wait_for(name, f"done-{len(self._steps[name])}")
-            self._steps[name].append(json.loads(told.read_text(encoding="utf-8")))
 
-    def _wait_for(self, name: str, file: str) -> Path:
-        path = self._folder / name / file
-        while not path.exists():
-            assert self._workers[name].working(), f"{name} has left"
-            time.sleep(0.002)
-        return path
+def say(line: TextIO, told: Any) -> None:
+    """Send something."""
+    line.write(json.dumps(told) + "\n")
+    line.flush()
 
 
 def speeds(steps: Iterable[dict[str, Any]]) -> list[float]:
