@@ -2,19 +2,22 @@
 
 A machine that others use too can be a fifth slower from one minute to the next. Runs that follow each other compare
 minutes; here each way waits in processes of its own until it is asked for one step, so that steps are compared that ran
-seconds apart, and the median of several rounds counts. Asking and answering are lines of JSON through a socket: who
-waits sleeps in the kernel. Processes that look for a file every two milliseconds take a fifth of two cores, ten of
-them, and that from whoever makes a step.
+seconds apart, and the median of several rounds counts. Asking and answering are lines of JSON through a socket.
+
+Who waits is stopped (SIGSTOP), not only idle: gloo's threads look for messages a hundred times a second, and ten such
+processes take a tenth of a core from whoever makes a step.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import statistics
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
@@ -48,7 +51,7 @@ class Turn:
         self._line = socket.create_connection((HERE, port)).makefile("rw", encoding="utf-8")
 
     def wait(self) -> bool:
-        say(self._line, {"rank": self._rank})
+        say(self._line, {"rank": self._rank, "pid": os.getpid()})
         return bool(self._line.readline())  # empty where nobody asks any more
 
     def done(self, seconds: float, tokens: int, **more: Any) -> None:
@@ -89,11 +92,14 @@ class Way:
             self._workers = Workers(processes, module, folder, *words)
             server.settimeout(1)
             self._lines = [self._accept(server) for _ in range(processes or 1)]
-        for line in [*self._lines]:
-            self._lines[self._hear(line)["rank"]] = line
+        ready = [(self._hear(line), line) for line in self._lines]
+        ready.sort(key=lambda each: int(each[0]["rank"]))
+        self._lines = [line for _, line in ready]
+        self._processes = [int(worker["pid"]) for worker, _ in ready]
 
     def ask(self) -> None:
         """Let the step begin."""
+        self._signal(signal.SIGCONT)
         for line in self._lines:
             say(line, "go")
 
@@ -102,12 +108,22 @@ class Way:
         self.steps.append(self._hear(self._lines[0]))
         for line in self._lines:
             self._hear(line)
+        self._signal(signal.SIGSTOP)
 
     def end(self) -> None:
         """Let the processes leave."""
+        self._signal(signal.SIGCONT)
         for line in self._lines:
             line.close()
+
+    def wait(self) -> None:
+        """Until they have left."""
         self._workers.wait()
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
+            with suppress(ProcessLookupError):  # it has failed, which is found out elsewhere
+                os.kill(process, number)
 
     def _accept(self, server: socket.socket) -> TextIO:
         while True:
@@ -141,9 +157,11 @@ class Turns:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for way in self._ways.values():
+            way.end()
         if kind is None:
             for way in self._ways.values():
-                way.end()
+                way.wait()
 
     def add(self, name: str, module: str, processes: int | None, *words: str, beside: bool = False) -> float:
         """Start a way and let it make a step to warm up.
