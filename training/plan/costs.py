@@ -4,8 +4,9 @@ A layer's products take 2 FLOPs a weight and token forward and twice that backwa
 for each pair of query and key (`training.flops`). Of stacked experts those count that a token is sent to, of the head
 the supervised tokens, and of the embedding nothing. Recomputed activations add a forward pass to the backward pass.
 Memory traffic comes on top: weights are read, and gradients are written and added up in every micro-batch, the dense
-one of the embedding included, which is what a large vocabulary costs the first stage. Once a step the replicas sum
-their gradients and the optimizer does its work, in main memory where it is offloaded.
+one of the embedding included, which is what a large vocabulary costs the first stage; the last one takes the logits
+through the softmax to their gradient. Once a step the replicas sum their gradients and the optimizer does its work, in
+main memory where it is offloaded.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from training.plan.workload import Workload
 from training.recompute import recomputed
 
 GRADIENT = 12  # bytes that are read and written to add a gradient to the sum in fp32
+LOGIT = 36  # bytes that are read and written from a logit to its gradient, in nine passes (`models.lean_loss`)
 HOST = 2e10  # bytes/s of main memory for each process
 UPDATE = 40  # bytes that an optimizer reads and writes for a parameter, about: weights, gradient, two states
 
@@ -80,7 +82,8 @@ class Estimate:
         written = weights * (self.dtype.itemsize + GRADIENT) / bandwidth
         update = weights * self.update
         if number == self.spec.n_layers - 1:  # the loss takes the gradients along (models.lean_loss)
-            return LayerTime(3 * product, written, update)
+            logits = self.workload.micro_tokens * self.workload.supervised * self.spec.config.vocab_size
+            return LayerTime(3 * product + logits * LOGIT / bandwidth, written, update)
         forward = product + (weights * self.dtype.itemsize / bandwidth if number else 0.0)
         again = forward if recomputes(self.config, self.spec, number) else 0.0
         return LayerTime(forward, 2 * product + written + again, update)
