@@ -83,11 +83,11 @@ class Setting:
 SHAPES = (Shape("equal halves", "", MODEL, LENGTH), Shape("large head", "_large_head", LARGE_HEAD, 256))
 SETTINGS = (
     Setting("one_thread", "one process, one thread", stages=1, threads=1),
+    Setting("pipeline", "two stages, one thread each", stages=STAGES, threads=1),
+    Setting("folded", "the same with dualpipev", stages=STAGES, threads=1, schedule="dualpipev"),
     Setting("copy", "two processes with a model each: one", stages=1, threads=1),
     Setting("other_copy", "two processes with a model each: the other", stages=1, threads=1, beside=True),
     Setting("two_threads", "one process, two threads", stages=1, threads=2),
-    Setting("pipeline", "two stages, one thread each", stages=STAGES, threads=1),
-    Setting("folded", "the same with dualpipev", stages=STAGES, threads=1, schedule="dualpipev"),
 )
 
 
