@@ -143,8 +143,7 @@ def work(setting: Setting, length: int, folder: Path) -> None:
     from training.pipeline_trainer import PipelineTrainer
 
     model = folder.parent
-    plain = {"stage": 0}  # all settings have to fit into memory at once
-    keys = {"schedule": setting.schedule, "zero_optimization": plain}
+    keys = {"schedule": setting.schedule, "zero_optimization": {"stage": 0}}  # all have to fit into memory at once
     config = run_config(model, setting.stages, MICRO_BATCHES, length, **keys)
     with joined(config):
         torch.set_num_threads(setting.threads)

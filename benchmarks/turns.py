@@ -129,10 +129,12 @@ class Way:
         while True:
             try:
                 connection, _ = server.accept()
-                connection.settimeout(None)
-                return connection.makefile("rw", encoding="utf-8")
             except TimeoutError:
                 self._workers.check()
+                continue
+            with connection:  # the file keeps it open
+                connection.settimeout(None)
+                return connection.makefile("rw", encoding="utf-8")
 
     def _hear(self, line: TextIO) -> Any:
         told = line.readline()

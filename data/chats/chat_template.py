@@ -9,7 +9,7 @@ is compared with the rendered one, character by character, and a record that can
 What a template refuses or leaves out (system messages, messages of one role in a row, tools, thoughts) is said in
 another way (`data.chats.rewrites`); the first one that the template takes is used for all dialogues of that structure.
 
-Cost: one rendering a record, 25 to 150 microseconds; a scaffold costs a rendering or two for each kind of turn.
+Cost: one rendering a record, 15 to 150 microseconds; a scaffold costs a rendering or two for each kind of turn.
 """
 
 from __future__ import annotations
