@@ -33,6 +33,7 @@ from training.loop import Run, train
 from training.metrics import Reporter
 from training.plan.parts import costs_told
 from training.plan.workload import Workload
+from training.recompute import recomputation_told
 from training.resume import check_resumable, find_checkpoint, fixed_settings, resume
 from training.run_data import RecordReader, build_loader, packing_told, report, start_stream
 from training.run_info import write_run_info
@@ -179,6 +180,8 @@ def describe(config: TrainConfig, inputs: Inputs, topology: Topology, total_step
     log.print(f"model: {spec.family.name}, {spec.n_layers} layers {topology.told}")
     if topology.stages > 1 and config.model_topo.parts is None:
         log.print(f"parts: auto, by {costs_told(config, spec)}")
+    if config.use_grad_ckpt == "auto" and not log.quiet:
+        log.print(recomputation_told(config, spec, topology))
     attention = choose_attention(config.use_flash_attn, training_dtype(config), spec.attention)
     spec.set_attention(attention.implementation)
     log.print(f"attention: {attention.reason}")

@@ -55,6 +55,16 @@ def recomputed_on(config: TrainConfig, spec: ModelSpec, divided: Topology, stage
     return fewest_recomputed(MemoryModel(spec, config, Workload.assumed(config), this_device()), stage, stretches)
 
 
+def recomputation_told(config: TrainConfig, spec: ModelSpec, divided: Topology) -> str:
+    """What `use_grad_ckpt: auto` came to, for the log: blocks by stage, each on a device like this one."""
+    if not divided.parts:
+        return "gradient checkpointing: auto, all blocks, as it is not known how ZeRO divides the memory"
+    counts = [len(recomputed_on(config, spec, divided, stage)) for stage in range(divided.stages)]
+    if not any(counts):
+        return "gradient checkpointing: auto, no block recomputes"
+    return f"gradient checkpointing: auto, {', '.join(map(str, counts))} blocks of the stages recompute"
+
+
 def fewest_recomputed(memory: MemoryModel, rank: int, stretches: Sequence[tuple[int, int]]) -> frozenset[int]:
     """The layers that a rank recomputes so that these stretches, [begin, end), fit: as few blocks as do."""
     if memory.device.memory is None:

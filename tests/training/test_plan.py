@@ -17,6 +17,7 @@ from models.layers import Block, Head
 from models.spec import ModelSpec
 from tests.conftest import BAICHUAN, CHATGLM, FAQ, TINY
 from tests.launching import error_lines, run
+from training.checkpoint_folder import Topology
 from training.config import TrainConfig
 from training.errors import ConfigError
 from training.plan.advice import advise
@@ -31,6 +32,7 @@ from training.plan.saved import saved_by
 from training.plan.search import search
 from training.plan.states import StateBytes
 from training.plan.workload import Workload
+from training.recompute import recomputation_told, recomputed_on
 from training.simulation import simulate
 
 SIZES = {  # hidden size, width of the MLP, blocks, heads
@@ -230,6 +232,39 @@ def test_the_limit_of_memory_moves_layers(tmp_path: Path) -> None:
     moved = Plan(short, best_parts(short))
     assert moved.fits
     assert moved.parts[0] < free.parts[0]
+
+
+def test_auto_recomputes_as_few_blocks_as_fit_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Early stages keep more micro-batches, so they recompute more; with one block less they would not fit."""
+    spec = llama(tmp_path)
+    divided = Topology(stages=4, replicas=1, zero_stage=1, parts=[9, 8, 8, 9])
+    config = config_of(tmp_path, 4, use_grad_ckpt="auto", train_micro_batch_size_per_gpu=4)
+    plain = Plan(basis_of(spec, config.model_copy(update={"use_grad_ckpt": False}), "H200"), divided.parts)
+    device = replace(plain.basis.device, memory=int(plain.peak * 0.6))
+    monkeypatch.setattr("training.plan.devices.this_device", lambda: device)
+
+    chosen = [recomputed_on(config, spec, divided, stage) for stage in range(4)]
+    counts = [len(blocks) for blocks in chosen]
+    assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1]
+    told = f"gradient checkpointing: auto, {str(counts)[1:-1]} blocks of the stages recompute"
+    assert recomputation_told(config, spec, divided) == told
+
+    def fits(stage: int, blocks: frozenset[int]) -> bool:
+        trial = config.model_copy(update={"use_grad_ckpt": blocks})
+        return MemoryModel(spec, trial, Workload.assumed(config), device).fits(stage, plain.held[stage])
+
+    for stage, blocks in enumerate(chosen):
+        assert fits(stage, blocks)
+        assert not blocks or not fits(stage, blocks - {max(blocks)})
+
+
+def test_auto_with_room_for_everything_or_without_an_account_of_it(tmp_path: Path) -> None:
+    spec = llama(tmp_path)
+    config = config_of(tmp_path, 4, use_grad_ckpt="auto")
+    told = recomputation_told(config, spec, Topology(stages=4, replicas=1, zero_stage=1, parts=[9, 8, 8, 9]))
+    if not torch.cuda.is_available():  # the memory of a CPU is not limited
+        assert told == "gradient checkpointing: auto, no block recomputes"
+    assert "all blocks" in recomputation_told(config, spec, Topology(stages=1, replicas=4, zero_stage=3, parts=[]))
 
 
 def test_where_nothing_fits_the_least_memory_is_taken(tmp_path: Path) -> None:

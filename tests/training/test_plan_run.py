@@ -25,7 +25,12 @@ def test_a_run_divides_by_measured_costs(make_checkpoint: Callable[..., Path], t
     data = tmp_path / "records.json"
     data.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:8]), encoding="utf-8")
     path = write_config(
-        tmp_path / "run.yml", model_path=str(model), data_path=str(data), model_topo=topology((2, 1)), max_steps=1
+        tmp_path / "run.yml",
+        model_path=str(model),
+        data_path=str(data),
+        model_topo=topology((2, 1)),
+        max_steps=1,
+        use_grad_ckpt="auto",
     )
     config = load_config(path)
     found = calibrate(config, ModelSpec.from_folder(model), Workload.assumed(config))
@@ -34,6 +39,7 @@ def test_a_run_divides_by_measured_costs(make_checkpoint: Callable[..., Path], t
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     assert "in 2 stages of [5, 1]" in result.stdout
     assert "parts: auto, by measured costs" in result.stdout
+    assert result.stdout.count("gradient checkpointing: auto") == 1
     saved = yaml.safe_load((tmp_path / "run" / "config.yml").read_text(encoding="utf-8"))
     assert saved["model_topo"]["parts"] == [5, 1]
     assert json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))["topology"]["parts"] == [5, 1]
