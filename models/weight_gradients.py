@@ -21,6 +21,11 @@ from torch import Tensor, nn
 Remembered = list[tuple[nn.Linear, Tensor, Tensor]]  # with the layer's input and the gradient of its output
 
 
+def linear_layers(module: nn.Module) -> list[nn.Linear]:
+    """Those inside of a module whose gradients can wait; a class derived from Linear may compute something else."""
+    return [layer for layer in module.modules() if type(layer) is nn.Linear]
+
+
 class WeightGradients:
     """What is left to do of the backward passes through some layers, oldest first."""
 
@@ -33,8 +38,7 @@ class WeightGradients:
 
         Inside of torch.compile and autocast they do as ever.
         """
-        plain = [layer for layer in module.modules() if type(layer) is nn.Linear]  # others may compute something else
-        for linear in plain:
+        for linear in linear_layers(module):
             vars(linear)["forward"] = MethodType(self._forward, linear)
 
     def close(self) -> None:

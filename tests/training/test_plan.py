@@ -15,11 +15,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from models.layers import Block, Head
 from models.spec import ModelSpec
+from models.weight_gradients import WeightGradients
 from tests.conftest import BAICHUAN, CHATGLM, FAQ, TINY
 from tests.launching import error_lines, run
 from training.checkpoint_folder import Topology
 from training.config import TrainConfig
 from training.errors import ConfigError
+from training.filled_schedule import LEFT
 from training.plan.advice import advise
 from training.plan.calibration import FILE, Calibration, calibrate
 from training.plan.command import plan_run
@@ -156,6 +158,37 @@ def test_experts_keep_what_the_tokens_sent_to_them_need(tmp_path: Path) -> None:
     assert kept[2] - kept[1] > 512 * 4 * (64 + 2 * 96 + 96)  # input, both products, what is multiplied
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bytes_that_wait_are_those_of_a_real_pass(family: str, tmp_path: Path) -> None:
+    """What a backward pass keeps whose gradients of weights come later."""
+    spec, rows, length = spec_of(tmp_path, FAMILIES[family]), 2, 40
+    positions = spec.positions()
+    block = spec.build(1, positions)
+    assert isinstance(block, Block)
+    later = WeightGradients()
+    later.defer(block)
+    hidden = torch.randn(rows, length, spec.config.hidden_size, requires_grad=True)
+    ids = torch.arange(length).repeat(rows, 1)
+    output = block._run(hidden, ids, positions(block.kind, hidden, ids))[0]
+    output.backward(torch.randn_like(output))
+    later.close()
+    (remembered,) = later._waiting
+    inputs = {inputs.untyped_storage().data_ptr(): inputs.untyped_storage().nbytes() for _, inputs, _ in remembered}
+    measured = sum(inputs.values()) + sum(gradient.nbytes for _, _, gradient in remembered)
+    assert measured > 0
+    assert saved_by(spec, 1, rows, length, torch.float32).waiting == measured
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_moments_of_a_filled_schedule(ranks: int) -> None:
+    """No rank ends a step with anything left, holds more than the V needs, or lets more passes wait than it may."""
+    for rank, moments in enumerate(under_way("dualpipev", ranks, 4 * ranks)):
+        assert moments
+        for whole, waiting in moments:
+            assert 0 < sum(whole) + sum(waiting) <= 2 * ranks + 1 + LEFT, rank
+            assert sum(waiting) <= LEFT + 2
+
+
 @pytest.mark.parametrize("micro_batches", [1, 3, 20])
 def test_micro_batches_under_way_are_those_of_the_schedule(micro_batches: int) -> None:
     ranks = 4
@@ -164,7 +197,7 @@ def test_micro_batches_under_way_are_those_of_the_schedule(micro_batches: int) -
     for span in sorted(simulate("1f1b", [1.0] * ranks, [1.0] * ranks, micro_batches).spans, key=lambda s: s.begin):
         counts[span.rank] += 1 if span.kind == "forward" else -1
         most[span.rank] = max(most[span.rank], counts[span.rank])
-    assert [moments[0][0] for moments in under_way("1f1b", ranks, micro_batches)] == most
+    assert [moments[0].whole[0] for moments in under_way("1f1b", ranks, micro_batches)] == most
 
 
 def test_early_stages_keep_more_activations_and_recomputation_less(tmp_path: Path) -> None:

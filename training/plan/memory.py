@@ -77,11 +77,12 @@ class MemoryModel:
             held -= self._tied  # both ends are one parameter
         states = self._states
         activations = max(
-            sum(count * self._kept(begin, end) for count, (begin, end) in zip(counts, stretches, strict=True))
-            for counts in under_way(self.config.schedule, self.config.model_topo.stages, self._micro_batches)[rank]
+            sum(
+                whole * self._kept(*stretch) + waiting * self._waiting(*stretch)
+                for whole, waiting, stretch in zip(*moment, stretches, strict=True)
+            )
+            for moment in under_way(self.config.schedule, self.config.model_topo.stages, self._micro_batches)[rank]
         )
-        if len(stretches) > 1:  # a backward pass whose weights' gradients wait (`training.filled_schedule`)
-            activations += max(self._kept(begin, end) for begin, end in stretches)
         passing = max(self._passing(begin, end, states) for begin, end in stretches)
         offloaded = self._largest_of_all * self._itemsize if states.host else 0
         optimizer = int(held * states.optimizer) + self._adafactor(stretches)
@@ -172,6 +173,13 @@ class MemoryModel:
         arguments = max(self._saved[layer].arguments for layer in range(begin, end))
         borders = (begin > 0) + (end < self.spec.n_layers)
         return self._inside[end] - self._inside[begin] + arguments + borders * self._hidden
+
+    def _waiting(self, begin: int, end: int) -> int:
+        """Bytes that a stage keeps of a micro-batch whose gradients of weights wait (`models.weight_gradients`)."""
+        if self.config.offload_activations or self.config.compile:
+            return 0
+        blocks = (layer for layer in range(begin, end) if not recomputes(self.config, self.spec, layer))
+        return sum(self._saved[block].waiting for block in blocks)
 
     def _passing(self, begin: int, end: int, states: StateBytes) -> int:
         """Bytes that the pass of one micro-batch takes for itself: of a block, whose gradients arrive, or the loss."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -22,6 +22,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from models.attention import TORCH
 from models.layers import Block
 from models.spec import ModelSpec
+from models.weight_gradients import linear_layers
 
 SHORT = 23  # the length of the row that masks and angles are made for: no other dimension of a model is a prime like it
 EXPERTS = "planned"  # what transformers knows `_any_experts` by
@@ -35,11 +36,14 @@ class Saved:
         inside: saved by the layer, its input included where it is saved.
         arguments: masks and angles, which the blocks of a stage share.
         largest: of the tensors.
+        waiting: what the gradients of weights are made of, where they wait: the linear layers' inputs and the gradients
+            of their outputs; of an embedding and a head nothing, as theirs do not wait.
     """
 
     inside: int
     arguments: int
     largest: int
+    waiting: int
 
 
 def saved_by(spec: ModelSpec, layer: int, rows: int, length: int, dtype: torch.dtype, flash: bool = False) -> Saved:
@@ -63,6 +67,13 @@ def saved_by(spec: ModelSpec, layer: int, rows: int, length: int, dtype: torch.d
         weights = {tensor.untyped_storage()._cdata for tensor in module.state_dict(keep_vars=True).values()}
         given = {tensor.untyped_storage()._cdata: tensor for tensor in _tensors(arguments)}
         kept: dict[int, Tensor] = {}
+        inputs: dict[int, int] = {}
+        outputs: list[int] = []
+
+        def note(linear: nn.Module, arguments: tuple[Tensor], output: Tensor) -> None:
+            storage = arguments[0].untyped_storage()
+            inputs[storage._cdata] = storage.nbytes()
+            outputs.append(output.nbytes)
 
         def keep(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()._cdata
@@ -70,6 +81,8 @@ def saved_by(spec: ModelSpec, layer: int, rows: int, length: int, dtype: torch.d
                 kept[storage] = tensor
             return tensor
 
+        for linear in linear_layers(module) if isinstance(module, Block) else ():
+            linear.register_forward_hook(note)
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             if isinstance(module, Block):
                 output, added = module._run(hidden, ids, arguments)
@@ -80,7 +93,12 @@ def saved_by(spec: ModelSpec, layer: int, rows: int, length: int, dtype: torch.d
         sizes = [tensor.untyped_storage().nbytes() for tensor in kept.values()]
         shared = sum(tensor.untyped_storage().nbytes() for tensor in given.values())
         del output, added
-    return Saved(inside=sum(sizes), arguments=shared, largest=max(sizes, default=0))
+    return Saved(
+        inside=sum(sizes),
+        arguments=shared,
+        largest=max(sizes, default=0),
+        waiting=sum(inputs.values()) + sum(outputs),
+    )
 
 
 def _apart(spec: ModelSpec, flash: bool) -> ModelSpec:
