@@ -22,7 +22,7 @@ Remembered = list[tuple[nn.Linear, Tensor, Tensor]]  # with the layer's input an
 
 
 def linear_layers(module: nn.Module) -> list[nn.Linear]:
-    """Those inside of a module whose gradients can wait; a class derived from Linear may compute something else."""
+    """Those of a module whose weights' gradients can wait; a class derived from Linear may compute something else."""
     return [layer for layer in module.modules() if type(layer) is nn.Linear]
 
 

@@ -69,7 +69,7 @@ def build_engine(config: TrainConfig, spec: ModelSpec, folder: Path, total_steps
         topology,
         divided.parts,
         training_dtype(config),
-        blocks=block_options(config, recomputed_on(config, spec, divided, stage)),
+        blocks=block_options(config, recomputed_on(config, spec, divided, [stage])[0]),
         z_loss_weight=config.aux_max_z_loss.weight,
         router_loss_weight=router_weight,
     )

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -41,25 +41,30 @@ def recomputed(setting: Recompute, n_blocks: int) -> frozenset[int]:
     return frozenset(range(step, n_blocks + 1, step))
 
 
-def recomputed_on(config: TrainConfig, spec: ModelSpec, divided: Topology, stage: int) -> frozenset[int]:
-    """The layers of a stage of the pipeline that recompute on this device."""
+def recomputed_on(
+    config: TrainConfig, spec: ModelSpec, divided: Topology, stages: Iterable[int]
+) -> list[frozenset[int]]:
+    """The layers that recompute on these stages of the pipeline, on devices like this one."""
     from training.plan.devices import this_device
     from training.plan.memory import MemoryModel
     from training.plan.workload import Workload
 
     if config.use_grad_ckpt != "auto":
-        return recomputed(config.use_grad_ckpt, spec.n_blocks)
+        return [recomputed(config.use_grad_ckpt, spec.n_blocks) for _ in stages]
+    memory = MemoryModel(spec, config, Workload.assumed(config), this_device())
     bounds = [0, *accumulate(divided.parts)]
-    chunks = sorted({stage, len(divided.parts) - 1 - stage}) if config.folded else [stage]
-    stretches = [(bounds[chunk], bounds[chunk + 1]) for chunk in chunks]
-    return fewest_recomputed(MemoryModel(spec, config, Workload.assumed(config), this_device()), stage, stretches)
+    found = []
+    for stage in stages:
+        chunks = sorted({stage, len(divided.parts) - 1 - stage}) if config.folded else [stage]
+        found.append(fewest_recomputed(memory, stage, [(bounds[chunk], bounds[chunk + 1]) for chunk in chunks]))
+    return found
 
 
 def recomputation_told(config: TrainConfig, spec: ModelSpec, divided: Topology) -> str:
-    """What `use_grad_ckpt: auto` came to, for the log: blocks by stage, each on a device like this one."""
+    """What `use_grad_ckpt: auto` came to, for the log."""
     if not divided.parts:
         return "gradient checkpointing: auto, all blocks, as it is not known how ZeRO divides the memory"
-    counts = [len(recomputed_on(config, spec, divided, stage)) for stage in range(divided.stages)]
+    counts = [len(layers) for layers in recomputed_on(config, spec, divided, range(divided.stages))]
     if not any(counts):
         return "gradient checkpointing: auto, no block recomputes"
     return f"gradient checkpointing: auto, {', '.join(map(str, counts))} blocks of the stages recompute"

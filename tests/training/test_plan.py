@@ -276,7 +276,7 @@ def test_auto_recomputes_as_few_blocks_as_fit_and_says_so(tmp_path: Path, monkey
     device = replace(plain.basis.device, memory=int(plain.peak * 0.6))
     monkeypatch.setattr("training.plan.devices.this_device", lambda: device)
 
-    chosen = [recomputed_on(config, spec, divided, stage) for stage in range(4)]
+    chosen = recomputed_on(config, spec, divided, range(4))
     counts = [len(blocks) for blocks in chosen]
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1]
     told = f"gradient checkpointing: auto, {str(counts)[1:-1]} blocks of the stages recompute"
