@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from models.block_options import BlockOptions
@@ -45,19 +44,16 @@ def recomputed_on(
     config: TrainConfig, spec: ModelSpec, divided: Topology, stages: Iterable[int]
 ) -> list[frozenset[int]]:
     """The layers that recompute on these stages of the pipeline, on devices like this one."""
-    from training.plan.devices import this_device
-    from training.plan.memory import MemoryModel
-    from training.plan.workload import Workload
-
     if config.use_grad_ckpt != "auto":
         return [recomputed(config.use_grad_ckpt, spec.n_blocks) for _ in stages]
-    memory = MemoryModel(spec, config, Workload.assumed(config), this_device())
-    bounds = [0, *accumulate(divided.parts)]
-    found = []
-    for stage in stages:
-        chunks = sorted({stage, len(divided.parts) - 1 - stage}) if config.folded else [stage]
-        found.append(fewest_recomputed(memory, stage, [(bounds[chunk], bounds[chunk + 1]) for chunk in chunks]))
-    return found
+
+    from training.plan.devices import this_device
+    from training.plan.parts import Basis
+    from training.plan.plan import Plan
+    from training.plan.workload import Workload
+
+    plan = Plan(Basis(config, spec, Workload.assumed(config), this_device()), divided.parts)
+    return [fewest_recomputed(plan.basis.memory, stage, plan.held[stage]) for stage in stages]
 
 
 def recomputation_told(config: TrainConfig, spec: ModelSpec, divided: Topology) -> str:

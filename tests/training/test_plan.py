@@ -181,7 +181,7 @@ def test_bytes_that_wait_are_those_of_a_real_pass(family: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_moments_of_a_filled_schedule(ranks: int) -> None:
-    """No rank ends a step with anything left, holds more than the V needs, or lets more passes wait than it may."""
+    """No rank holds more than the V needs, or lets more passes wait than it may."""
     for rank, moments in enumerate(under_way("dualpipev", ranks, 4 * ranks)):
         assert moments
         for whole, waiting in moments:

@@ -81,7 +81,7 @@ def saved_by(spec: ModelSpec, layer: int, rows: int, length: int, dtype: torch.d
                 kept[storage] = tensor
             return tensor
 
-        for linear in linear_layers(module) if isinstance(module, Block) else ():
+        for linear in linear_layers(module):
             linear.register_forward_hook(note)
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             if isinstance(module, Block):
