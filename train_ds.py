@@ -12,10 +12,10 @@ from __future__ import annotations
 from argparse import Namespace
 
 from training.command_line import open_door, parse_arguments
-from training.config import TrainConfig
-from training.config_file import load_config
-from training.distributed import Place
-from training.lifeline import Lifeline
+from training.config.keys import TrainConfig
+from training.config.yaml_file import load_config
+from training.distributed.lifeline import Lifeline
+from training.distributed.processes import Place
 
 
 def main() -> None:
@@ -38,8 +38,8 @@ def plan(config: TrainConfig, arguments: Namespace) -> None:
 
 def run(config: TrainConfig, place: Place, lifeline: Lifeline) -> None:
     """The whole job of one rank."""
+    from training.engine.pipeline import PipelineTrainer
     from training.job import run_job
-    from training.pipeline_trainer import PipelineTrainer
 
     run_job(config, place, lifeline, PipelineTrainer)
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 
 from training.command_line import open_door, parse_arguments
-from training.config import TrainConfig
-from training.config_file import load_config
-from training.distributed import Place
-from training.lifeline import Lifeline
+from training.config.keys import TrainConfig
+from training.config.yaml_file import load_config
+from training.distributed.lifeline import Lifeline
+from training.distributed.processes import Place
 
 
 def main() -> None:
@@ -24,8 +24,8 @@ def main() -> None:
 
 def run(config: TrainConfig, place: Place, lifeline: Lifeline) -> None:
     """The whole job of one rank."""
+    from training.engine.zero import ZeroTrainer
     from training.job import run_job
-    from training.zero_trainer import ZeroTrainer
 
     run_job(config, place, lifeline, ZeroTrainer)
 

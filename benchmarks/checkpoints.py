@@ -114,7 +114,7 @@ def train_and_measure(run: Run) -> int:
     """One rank's work in the place of `training.loop.train`: it trains, then repeats what is to be compared."""
     import torch
 
-    from training.checkpoint_folder import step_folder
+    from training.checkpoint.folder import step_folder
 
     done, figures = watched_training(run)
     save_path, plain_folder = run.checkpointer.save_path, run.checkpointer.save_path / "torch_save"
@@ -172,7 +172,7 @@ def watched_training(run: Run) -> tuple[int, dict[str, float]]:
 
 def saved_states(run: Run, step: int) -> dict[str, Any]:
     """What this rank gives to be written when it saves a checkpoint, by file name."""
-    from training.checkpoint_engine import CheckpointFiles
+    from training.checkpoint.deepspeed_files import CheckpointFiles
 
     states: dict[str, Any] = {}
     save = CheckpointFiles.save
@@ -198,7 +198,7 @@ def verify(run: Run) -> None:
     """Look for the newest whole checkpoint, as a run that goes on does."""
     from rich.console import Console
 
-    from training.resume import find_checkpoint
+    from training.checkpoint.resume import find_checkpoint
 
     checkpointer = run.checkpointer
     assert find_checkpoint(checkpointer.config, checkpointer.save_path, Console(quiet=True))

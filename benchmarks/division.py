@@ -22,7 +22,7 @@ from benchmarks.ideal import LARGE_HEAD
 from benchmarks.turns import Turn, Turns
 
 if TYPE_CHECKING:  # the parent process reads the config later
-    from training.config import TrainConfig
+    from training.config.keys import TrainConfig
 
 LENGTH, MICRO_BATCHES = 256, 8
 ROUNDS = 5
@@ -88,7 +88,7 @@ def work(parts: list[int], folder: Path) -> None:
     from benchmarks.full_rows import rows_loader
     from benchmarks.steps import joined, train
     from models.spec import ModelSpec
-    from training.pipeline_trainer import PipelineTrainer
+    from training.engine.pipeline import PipelineTrainer
 
     model = folder.parent
     config = division_config(model, parts)

@@ -12,7 +12,7 @@ import torch
 
 from data.loader import Loader
 from data.sample_set import InMemory
-from training.config import TrainConfig
+from training.config.keys import TrainConfig
 
 
 def run_config(folder: Path, stages: int, rows: int, length: int, **keys: Any) -> TrainConfig:

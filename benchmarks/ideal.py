@@ -28,7 +28,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.turns import Turn, Turns
-from training.instructions import Schedule
+from training.schedule.instructions import Schedule
 
 STAGES, MICRO_BATCHES = 2, 16
 LENGTH = 512
@@ -140,7 +140,7 @@ def work(setting: Setting, length: int, folder: Path) -> None:
     from benchmarks.full_rows import rows_loader, run_config
     from benchmarks.steps import joined, train
     from models.spec import ModelSpec
-    from training.pipeline_trainer import PipelineTrainer
+    from training.engine.pipeline import PipelineTrainer
 
     model = folder.parent
     keys = {"schedule": setting.schedule, "zero_optimization": {"stage": 0}}  # all have to fit into memory at once

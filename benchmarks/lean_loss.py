@@ -65,7 +65,7 @@ def work(form: str, dtype_name: str) -> dict[str, float]:
     import torch.nn.functional as F
 
     from models.lean_loss import linear_cross_entropy
-    from training.peak_memory import peak_memory
+    from training.metrics.peak_memory import peak_memory
 
     def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")

@@ -103,9 +103,9 @@ def work(folder: Path) -> None:
     from benchmarks.steps import joined
     from data.loader import Loader
     from models.spec import ModelSpec
-    from training.config_file import load_config
-    from training.pipeline_trainer import PipelineTrainer
-    from training.run_data import RecordReader, build_loader
+    from training.config.yaml_file import load_config
+    from training.data_setup import RecordReader, build_loader
+    from training.engine.pipeline import PipelineTrainer
 
     class Padded(Loader):
         """Each sample in a row of `max_seq_len`."""

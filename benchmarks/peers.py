@@ -28,11 +28,11 @@ from rich.table import Table
 from benchmarks.ideal import LARGE_HEAD
 from benchmarks.tokenizing import SAMPLES, SHARED, make_tokenizer
 from benchmarks.turns import Turn, Turns
-from training.instructions import Schedule
+from training.schedule.instructions import Schedule
 
 if TYPE_CHECKING:  # the parent process needs no torch
     from data.sample_set import SampleSet
-    from training.config import TrainConfig
+    from training.config.keys import TrainConfig
 
 ROUNDS = 3
 TRAINER_BATCH = 4  # samples in a micro-batch of the Trainer; 8 take more padding, and more memory than there is
@@ -103,9 +103,9 @@ def work(folder: Path, case: str, way: str) -> None:
 
     from benchmarks.steps import joined
     from benchmarks.trainers import by_pipetune, by_transformers
-    from training.config_file import load_config
-    from training.pipeline_trainer import PipelineTrainer
-    from training.zero_trainer import ZeroTrainer
+    from training.config.yaml_file import load_config
+    from training.engine.pipeline import PipelineTrainer
+    from training.engine.zero import ZeroTrainer
 
     dims = {"zero": [1, 2], "trainer": [1, 1]}.get(way, [2, 1])
     words = [f"model_topo.process_topology.dims={dims}"]
@@ -126,7 +126,7 @@ def read_samples(config: TrainConfig, case: str) -> SampleSet:
     from rich.console import Console
 
     from benchmarks.full_rows import random_rows
-    from training.run_data import RecordReader
+    from training.data_setup import RecordReader
 
     if case == "instructions":
         return RecordReader(config, Path(config.model_path), Console(quiet=True)).read("data", config.data_path)

@@ -84,16 +84,16 @@ def work(keys: dict[str, Any], folder: Path) -> None:
     from benchmarks.full_rows import rows_loader, run_config
     from benchmarks.steps import joined
     from models.spec import ModelSpec
-    from training import distributed
-    from training.peak_memory import peak_memory
-    from training.pipeline_trainer import PipelineTrainer
+    from training.distributed import processes
+    from training.engine.pipeline import PipelineTrainer
+    from training.metrics.peak_memory import peak_memory
     from training.plan.devices import this_device
     from training.plan.parts import Basis
     from training.plan.plan import Plan
     from training.plan.workload import Workload
 
     config = run_config(folder, int(os.environ["WORLD_SIZE"]), MICRO_BATCHES, LENGTH, **keys)
-    with patch.object(distributed, "_keep_freed_memory", _give_back_memory), joined(config):
+    with patch.object(processes, "_keep_freed_memory", _give_back_memory), joined(config):
         spec = ModelSpec.from_folder(folder)
         plan = Plan.make(Basis(config, spec, Workload.assumed(config), this_device()))
         loader = rows_loader(config, MODEL["vocab_size"])
@@ -102,7 +102,7 @@ def work(keys: dict[str, Any], folder: Path) -> None:
         trainer = PipelineTrainer.build(config, spec, folder, total_steps=STEPS)
         for step in range(STEPS):
             trainer.train_step(loader, loader.batch(step))
-        told = distributed.gather((plan.stages[trainer.stage].memory.peak, peak_memory() - before))
+        told = processes.gather((plan.stages[trainer.stage].memory.peak, peak_memory() - before))
         planned, measured = zip(*told, strict=True)
         tell(folder, {"planned": planned, "measured": measured})
 

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from training.distributed import free_port
+from training.distributed.processes import free_port
 
 ROOT = Path(__file__).parent.parent
 RESULT = "result.json"

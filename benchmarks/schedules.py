@@ -19,7 +19,7 @@ from typing import Any, get_args
 from rich.table import Table
 
 from benchmarks.turns import Turn, Turns
-from training.instructions import Schedule
+from training.schedule.instructions import Schedule
 
 STAGES, MICRO_BATCHES, LENGTH = 2, 4, 256
 ROUNDS = 9
@@ -72,8 +72,8 @@ def work(schedule: Schedule, folder: Path) -> None:
     from benchmarks.full_rows import rows_loader, run_config
     from benchmarks.steps import joined, train
     from models.spec import ModelSpec
-    from training.peak_memory import peak_memory, peak_memory_by_stage
-    from training.pipeline_trainer import PipelineTrainer
+    from training.engine.pipeline import PipelineTrainer
+    from training.metrics.peak_memory import peak_memory, peak_memory_by_stage
 
     model = folder.parent
     config = run_config(model, STAGES, MICRO_BATCHES, LENGTH, schedule=schedule, parts=PARTS[schedule])

@@ -18,8 +18,8 @@ from rich.table import Table
 
 from benchmarks.ideal import LENGTH, MODEL, VOCABULARY
 from benchmarks.ranks import run_ranks, tell
-from training.instructions import Schedule
-from training.simulation import simulate
+from training.schedule.instructions import Schedule
+from training.schedule.simulation import simulate
 
 MICRO_BATCHES = 8
 PARTS: dict[Schedule, list[int]] = {"1f1b": [7, 7], "dualpipev": [4, 3, 3, 4]}
@@ -30,8 +30,8 @@ PER_STAGE = (2, 4)  # micro-batches
 
 def measure(folder: Path) -> dict[str, Any]:
     """Simulated steps over measured ones at two stages, and the simulated steps of more."""
-    from training.timeline.figures import Figures
-    from training.timeline.trace import steps_of
+    from training.profiler.figures import Figures
+    from training.profiler.trace import steps_of
 
     (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
     ratio: dict[str, float] = {}
@@ -86,8 +86,8 @@ def work(schedule: Schedule, folder: Path) -> None:
     from benchmarks.full_rows import rows_loader, run_config
     from benchmarks.steps import joined
     from models.spec import ModelSpec
-    from training.pipeline_trainer import PipelineTrainer
-    from training.timeline.session import Timeline
+    from training.engine.pipeline import PipelineTrainer
+    from training.profiler.session import Timeline
 
     config = run_config(folder, 2, MICRO_BATCHES, LENGTH, schedule=schedule, parts=PARTS[schedule])
     with joined(config):

@@ -12,19 +12,19 @@ import torch
 
 from benchmarks.turns import Pace
 from data.loader import Loader
-from training import distributed
-from training.config import TrainConfig
-from training.trainer import Trainer
+from training.config.keys import TrainConfig
+from training.distributed import processes
+from training.engine.trainer import Trainer
 
 
 @contextmanager
-def joined(config: TrainConfig) -> Iterator[distributed.Place]:
+def joined(config: TrainConfig) -> Iterator[processes.Place]:
     """This process among the others of the run."""
-    place = distributed.Place.from_environment()
+    place = processes.Place.from_environment()
     assert place is not None
-    distributed.start(place, config.model_topo)
+    processes.start(place, config.model_topo)
     yield place
-    distributed.stop()
+    processes.stop()
 
 
 def train(trainer: Trainer, loader: Loader, pace: Pace, figures: Callable[[], dict[str, Any]] = dict) -> None:

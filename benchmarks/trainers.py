@@ -13,13 +13,13 @@ from torch.utils.data import SequentialSampler
 
 from benchmarks.steps import now, train
 from benchmarks.turns import Pace
-from training.run_data import build_loader
+from training.data_setup import build_loader
 
 if TYPE_CHECKING:
     from data.loader import Loader
     from data.sample_set import SampleSet
-    from training.config import TrainConfig
-    from training.trainer import Trainer as Way
+    from training.config.keys import TrainConfig
+    from training.engine.trainer import Trainer as Way
 
 MOST_STEPS = 12
 
@@ -28,7 +28,7 @@ def by_pipetune(config: TrainConfig, samples: SampleSet, way: type[Way], pace: P
     """Train by one of our engines; the process group is there already."""
     from models.attention import choose_attention
     from models.spec import ModelSpec
-    from training.deepspeed_config import training_dtype
+    from training.config.deepspeed_config import training_dtype
 
     folder = Path(config.model_path)
     spec = ModelSpec.from_folder(folder)

@@ -26,7 +26,7 @@ from rich.table import Table
 from demo import Chat
 from models.generate import GREEDY
 from quickstart.base_model import PACKAGE, make_base
-from training.distributed import free_port
+from training.distributed.processes import free_port
 
 ROOT = Path("runs/quickstart")
 BASE, BASE_PP, CHECKPOINTS, TUNED = (ROOT / name for name in ("base", "base_pp", "checkpoints", "tuned"))

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from tests.conftest import ROOT
-from training.distributed import free_port
+from training.distributed.processes import free_port
 
 DEEPSPEED = (sys.executable, "-m", "deepspeed.launcher.runner")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")

@@ -1,8 +1,8 @@
 """Steps whose loss or gradient is not finite: left out, counted, and traced to the records that made them.
 
-Such a step changes no weight (see `training.engine` and `training.deepspeed_config`). A few in a row end the run, which
-would learn nothing more. The samples of the last one then pass through the model one by one: those that give no finite
-loss are named. Where all of them do, the weights are at fault, not a record.
+Such a step changes no weight (see `training.engine.pipeline` and `training.config.deepspeed_config`). A few in a row
+end the run, which would learn nothing more. The samples of the last one then pass through the model one by one: those
+that give no finite loss are named. Where all of them do, the weights are at fault, not a record.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from tqdm import tqdm
 from data.dataset import Dataset
 from data.loader import GlobalBatch, Loader
 from data.streaming.stream import Stream
+from training.engine.trainer import Trainer
 from training.errors import RunRefused
-from training.trainer import Trainer
 
 SHOWN = 20  # records
 

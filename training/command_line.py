@@ -14,12 +14,12 @@ from data import summary
 from data.inspect import show_samples
 from data.inspect_html import write_page
 from models.checkpoint.layout import resolve
-from training import distributed
-from training.config import TrainConfig
-from training.distributed import Place, exit_on_user_error
+from training.config.keys import TrainConfig
+from training.data_setup import RecordReader
+from training.distributed import processes
+from training.distributed.lifeline import Lifeline
+from training.distributed.processes import Place, exit_on_user_error
 from training.errors import ConfigError
-from training.lifeline import Lifeline
-from training.run_data import RecordReader
 
 
 def parse_arguments(description: str) -> argparse.Namespace:
@@ -67,13 +67,13 @@ def open_door(
         elif arguments.inspect:
             inspect(config, arguments.inspect, arguments.html)
         elif place is None:
-            distributed.launch(config.model_topo, sys.argv)
+            processes.launch(config.model_topo, sys.argv)
         else:
             # The watchdog must find a hang, and name the rank, before the process group gives up.
-            distributed.start(place, config.model_topo, timedelta(minutes=max(30, 2 * config.timeout_minutes)))
+            processes.start(place, config.model_topo, timedelta(minutes=max(30, 2 * config.timeout_minutes)))
             with Lifeline(place, config.model_topo.stage_of(place.rank), config.timeout_minutes) as lifeline:
                 run(config, place, lifeline)
-            distributed.stop()
+            processes.stop()
 
 
 def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:

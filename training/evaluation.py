@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from tqdm import tqdm
 
 from data.dataset import Dataset
-from training.config import TrainConfig
-from training.lifeline import Lifeline
-from training.run_data import build_loader
-from training.trainer import Trainer
+from training.config.keys import TrainConfig
+from training.data_setup import build_loader
+from training.distributed.lifeline import Lifeline
+from training.engine.trainer import Trainer
 
 
 class Evaluation:

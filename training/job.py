@@ -20,28 +20,29 @@ from models.checkpoint.layout import resolve
 from models.lean_loss import chunk_tokens
 from models.spec import ModelSpec
 from training.bad_steps import BadSteps
-from training.checkpoint_folder import RECORD, Best, CheckpointRecord, DataOrder, Topology, step_folder
-from training.config import TrainConfig
-from training.deepspeed_config import training_dtype
-from training.distributed import Place, agreed
+from training.checkpoint.exporting import export_run
+from training.checkpoint.folder import RECORD, Best, CheckpointRecord, DataOrder, step_folder
+from training.checkpoint.resume import check_resumable, find_checkpoint, fixed_settings, resume
+from training.checkpoint.saving import Checkpointer
+from training.config.deepspeed_config import training_dtype
+from training.config.keys import TrainConfig
+from training.data_setup import RecordReader, build_loader, packing_told, report, start_stream
+from training.distributed.lifeline import Lifeline
+from training.distributed.processes import Place, agreed
+from training.distributed.signals import StopRequest
+from training.engine.trainer import Trainer
 from training.errors import ConfigError
 from training.evaluation import Evaluation
-from training.exporting import export_run
-from training.flops import Utilization
-from training.lifeline import Lifeline
 from training.loop import Run, train
-from training.metrics import Reporter
+from training.metrics.flops import Utilization
+from training.metrics.reporter import Reporter
+from training.metrics.run_info import write_run_info
+from training.metrics.tracking import open_trackers
 from training.plan.parts import costs_told
 from training.plan.workload import Workload
+from training.profiler.session import Timeline
 from training.recompute import recomputation_told
-from training.resume import check_resumable, find_checkpoint, fixed_settings, resume
-from training.run_data import RecordReader, build_loader, packing_told, report, start_stream
-from training.run_info import write_run_info
-from training.saving import Checkpointer
-from training.signals import StopRequest
-from training.timeline.session import Timeline
-from training.tracking import open_trackers
-from training.trainer import Trainer
+from training.topology import Topology
 
 
 @dataclass

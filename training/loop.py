@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 from data.loader import Loader
 from training.bad_steps import BadSteps
+from training.checkpoint.saving import Checkpointer
+from training.distributed.lifeline import Lifeline
+from training.distributed.signals import StopRequest
+from training.engine.trainer import Trainer
 from training.evaluation import Evaluation
-from training.flops import Utilization
-from training.lifeline import Lifeline
-from training.metrics import Reporter, StepMetrics
-from training.peak_memory import peak_memory_by_stage
-from training.saving import Checkpointer
-from training.signals import StopRequest
-from training.timeline.session import Timeline
-from training.trainer import Trainer
+from training.metrics.flops import Utilization
+from training.metrics.peak_memory import peak_memory_by_stage
+from training.metrics.reporter import Reporter, StepMetrics
+from training.profiler.session import Timeline
 
 
 @dataclass

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from models.block_options import BlockOptions
 from models.spec import ModelSpec
-from training.checkpoint_folder import Topology
-from training.config import TrainConfig
-from training.config_sections import EveryNth, Recompute
+from training.config.keys import TrainConfig
+from training.config.sections import EveryNth, Recompute
+from training.topology import Topology
 
 if TYPE_CHECKING:
     from training.plan.memory import MemoryModel

@@ -17,7 +17,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from training.metrics import METRICS_FILE, read_metrics
+from training.metrics.reporter import METRICS_FILE, read_metrics
 
 REPORT_FILE = "report.png"
 SIZE, DPI = (12.0, 8.0), 120  # inches and dots an inch: 1440 x 960 pixels

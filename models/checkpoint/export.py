@@ -5,9 +5,9 @@ config byte for byte. `layout="native"` writes families that shipped with code o
 transformers' classes, so that any server loads them without that code. At most one layer is in memory, and the folder
 appears whole or not at all.
 
-Several processes may share an export (`training.exporting`): each makes the same plan from the layer files' headers,
-then reads and writes the layers of its own. A file has one writer, as network file systems need; where two would share
-one it is cut between them, which is the only way in which the result depends on their number.
+Several processes may share an export (`training.checkpoint.exporting`): each makes the same plan from the layer files'
+headers, then reads and writes the layers of its own. A file has one writer, as network file systems need; where two
+would share one it is cut between them, which is the only way in which the result depends on their number.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from data.records import parse_record
 from data.tokenize import Sample, Tokens, encode, encode_whole, load_tokenizer
 from tests.conftest import CHATML, save_tokenizer
 from tests.data.helpers import RECORDS
-from training.run_data import LENGTHS_FILE, report
+from training.data_setup import LENGTHS_FILE, report
 
 INSTRUCT = {"type": "instruct", "instruct": "What is one?", "output": "1"}
 

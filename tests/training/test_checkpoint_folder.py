@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from training.checkpoint_folder import (
+from training.checkpoint.folder import (
     RECORD,
     Best,
     CheckpointRecord,
     DataOrder,
-    Topology,
     fault,
     file_record,
     prune,
@@ -21,6 +20,7 @@ from training.checkpoint_folder import (
     step_folder,
     step_folders,
 )
+from training.topology import Topology
 
 DATA = DataOrder(samples=3, fingerprint="f", seed=1, train_batch_size=2, dataloader_drop_last=False)
 TOPOLOGY = Topology(stages=2, replicas=1, zero_stage=1, parts=[3, 2])

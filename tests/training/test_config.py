@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from training.config import TrainConfig
-from training.config_file import load_config
-from training.config_sections import (
+from training.config.deepspeed_config import deepspeed_config
+from training.config.keys import TrainConfig
+from training.config.sections import (
     ConstantParams,
     LinearParams,
     ModelTopo,
@@ -18,7 +18,7 @@ from training.config_sections import (
     WarmupCosineParams,
     WSDParams,
 )
-from training.engine import deepspeed_config
+from training.config.yaml_file import load_config
 from training.errors import ConfigError
 
 REQUIRED = {"model_path": "model", "data_path": "records.json", "save_path": "run", "train_batch_size": "8"}

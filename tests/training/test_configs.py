@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from training.config_file import load_config
+from training.config.yaml_file import load_config
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yml"))
 SAID = re.compile(r"on (\d+) GPUs, (\d+) blocks \+ 2 layers")

@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import FAQ
 from tests.launching import deepspeed, topology, write_config
 from tests.training.test_checkpoint_folder import DAMAGES
-from training.checkpoint_folder import RECORD
+from training.checkpoint.folder import RECORD
 
 pytestmark = pytest.mark.launched
 

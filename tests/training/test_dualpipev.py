@@ -19,11 +19,11 @@ from data.loader import Loader, Packing
 from data.sample_set import InMemory
 from tests.conftest import FAQ
 from tests.launching import deepspeed, error_lines, metrics, topology, write_config
-from training.checkpoint_folder import Topology
-from training.config import TrainConfig
+from training.config.keys import TrainConfig
 from training.errors import ConfigError
-from training.filled_schedule import FilledSchedule
-from training.instructions import Message, Reading
+from training.schedule.instructions import Message, Reading
+from training.schedule.zero_bubble import FilledSchedule
+from training.topology import Topology
 
 KEYS = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 8, "schedule": "dualpipev"}
 

@@ -18,8 +18,8 @@ from models.checkpoint.convert import hg_to_pp
 from models.checkpoint.export import pp_to_hg
 from tests.launching import torchrun
 from tests.models.helpers import assert_same_bits, contents, joined, read_weights, side_files
-from training.checkpoint_folder import Topology
-from training.exporting import layers_by_rank
+from training.checkpoint.exporting import layers_by_rank
+from training.topology import Topology
 
 # The layers that each rank's stage holds.
 PIPELINE, FOLDED, ZERO = [[0, 1, 2], [3, 4]], [[0, 3, 4], [1, 2]], [[0, 1, 2, 3, 4]] * 2

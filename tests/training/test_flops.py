@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from models.spec import ModelSpec
-from training import flops
-from training.flops import ModelFlops, Utilization, layer_flops, peak_flops
+from training.metrics import flops
+from training.metrics.flops import ModelFlops, Utilization, layer_flops, peak_flops
 
 BATCH, LENGTH = 2, 96
 

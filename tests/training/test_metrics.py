@@ -22,10 +22,10 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from training import metrics as module
-from training.metrics import METRICS_FILE, Reporter, StepMetrics, read_metrics
-from training.timings import PARTS
-from training.tracking import TensorBoardWriter
+from training.engine.timings import PARTS
+from training.metrics import reporter as module
+from training.metrics.reporter import METRICS_FILE, Reporter, StepMetrics, read_metrics
+from training.metrics.tracking import TensorBoardWriter
 
 STEPS = 7
 
@@ -50,7 +50,7 @@ def metrics(step: int) -> StepMetrics:
 
 # What a process of its own needs of this file, without the libraries that importing it would bring in.
 LIGHT = (
-    "import sys; from pathlib import Path; from training.metrics import Reporter, StepMetrics\n"
+    "import sys; from pathlib import Path; from training.metrics.reporter import Reporter, StepMetrics\n"
     "def metrics(step): return StepMetrics(step, 1, 2.5 / step, 1e-4, 0.75, 8, 1200, 400, 2400.0, 0.5)\n"
 )
 
@@ -381,5 +381,5 @@ def test_a_step_s_bookkeeping_costs_less_than_a_millisecond(tmp_path: Path) -> N
 
 
 def test_metrics_are_read_without_the_libraries_of_training() -> None:
-    code = "import sys, training.metrics; assert not {'torch', 'deepspeed', 'transformers'} & set(sys.modules)"
+    code = "import sys, training.metrics.reporter; assert not {'torch', 'deepspeed', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

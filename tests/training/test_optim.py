@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from training.config import TrainConfig
-from training.config_sections import Optimizer, Scheduler, WarmupCosineParams, Zero
+from training.config.keys import TrainConfig
+from training.config.sections import Optimizer, Scheduler, WarmupCosineParams, Zero
 from training.errors import ConfigError
-from training.optim import build_optimizer, build_scheduler, parameter_groups
-from training.schedules import lr_ratio
+from training.optimizer.lr_schedules import lr_ratio
+from training.optimizer.optimizers import build_optimizer, build_scheduler, parameter_groups
 
 PARAMS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 0.1, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01},
@@ -98,7 +98,7 @@ def test_lion_in_pieces_takes_the_same_steps(monkeypatch: pytest.MonkeyPatch) ->
     start, gradients = torch.randn(7, 5), torch.randn(3, 7, 5)
     results = []
     for piece in (2**24, 8):  # the last of the pieces of 8 has 3 elements
-        monkeypatch.setattr("training.optim.PIECE", piece)
+        monkeypatch.setattr("training.optimizer.optimizers.PIECE", piece)
         parameter = nn.Parameter(start.clone())
         optimizer = build_optimizer(config_with("Lion", PARAMS["Lion"]), [("weight", parameter)])
         for gradient in gradients:

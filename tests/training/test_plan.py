@@ -18,24 +18,24 @@ from models.spec import ModelSpec
 from models.weight_gradients import WeightGradients
 from tests.conftest import BAICHUAN, CHATGLM, FAQ, TINY
 from tests.launching import error_lines, run
-from training.checkpoint_folder import Topology
-from training.config import TrainConfig
+from training.config.keys import TrainConfig
 from training.errors import ConfigError
-from training.filled_schedule import LEFT
+from training.plan.activation_memory import saved_by
 from training.plan.advice import advise
 from training.plan.calibration import FILE, Calibration, calibrate
 from training.plan.command import plan_run
 from training.plan.devices import GIB, USABLE, parse_devices, this_device
 from training.plan.in_flight import under_way
 from training.plan.memory import MemoryModel
+from training.plan.optimizer_memory import StateBytes
 from training.plan.parts import Basis, best_parts
 from training.plan.plan import Plan
-from training.plan.saved import saved_by
 from training.plan.search import search
-from training.plan.states import StateBytes
 from training.plan.workload import Workload
 from training.recompute import recomputation_told, recomputed_on
-from training.simulation import simulate
+from training.schedule.simulation import simulate
+from training.schedule.zero_bubble import LEFT
+from training.topology import Topology
 
 SIZES = {  # hidden size, width of the MLP, blocks, heads
     "llama-7b": (4096, 11008, 32, 32),

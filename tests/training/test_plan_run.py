@@ -13,7 +13,7 @@ import yaml
 from models.spec import ModelSpec
 from tests.conftest import FAQ
 from tests.launching import deepspeed, metrics, topology, write_config
-from training.config_file import load_config
+from training.config.yaml_file import load_config
 from training.plan.calibration import calibrate
 from training.plan.workload import Workload
 

@@ -9,7 +9,7 @@ from data.loader import Loader
 from data.sample_set import InMemory
 from data.tokenize import Sample
 from models.loss import IGNORED
-from training.prefetch import ahead
+from training.engine.prefetch import ahead
 
 SAMPLES: list[Sample] = [
     {"input_ids": list(range(3, 3 + length)), "labels": [IGNORED] * 2 + list(range(5, 3 + length))}

@@ -19,7 +19,7 @@ from models.checkpoint.export import pp_to_hg
 from tests.conftest import FAQ
 from tests.launching import DEEPSPEED, error_lines, metrics, run, start, topology, write_config
 from tests.training.test_checkpoint_folder import flip
-from training.distributed import free_port
+from training.distributed.processes import free_port
 
 pytestmark = pytest.mark.launched
 

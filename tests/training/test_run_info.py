@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from training import run_info
-from training.config import TrainConfig
-from training.run_info import git_state, write_run_info
+from training.config.keys import TrainConfig
+from training.metrics import run_info
+from training.metrics.run_info import git_state, write_run_info
 
 CONFIG = TrainConfig.model_validate(
     {

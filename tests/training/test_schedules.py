@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.config_sections import (
+from training.config.sections import (
     ConstantParams,
     LinearParams,
     Scheduler,
@@ -18,7 +18,7 @@ from training.config_sections import (
     WarmupCosineParams,
     WSDParams,
 )
-from training.schedules import lr_ratio
+from training.optimizer.lr_schedules import lr_ratio
 
 RATIO = st.floats(0, 1)
 WARM_UP: dict[str, st.SearchStrategy[Any]] = {

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from training.instructions import Schedule
-from training.simulation import Simulation, simulate
+from training.schedule.instructions import Schedule
+from training.schedule.simulation import Simulation, simulate
 
 FORWARD, BACKWARD = 1.0, 2.0  # seconds of a whole rank for a micro-batch
 

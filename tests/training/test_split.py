@@ -8,7 +8,7 @@ from itertools import accumulate, combinations
 
 import pytest
 
-from training.plan.split import Stretch, best_split
+from training.plan.partition import Stretch, best_split
 
 
 def divisions(layers: int, stages: int) -> Iterator[list[int]]:

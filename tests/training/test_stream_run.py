@@ -11,10 +11,10 @@ import pytest
 
 from tests.launching import topology, write_config
 from tests.training.test_resume import finished, kill_after, losses
-from training.checkpoint_folder import CheckpointRecord, step_folder
-from training.config_file import load_config
+from training.checkpoint.folder import CheckpointRecord, step_folder
+from training.checkpoint.resume import check_resumable
+from training.config.yaml_file import load_config
 from training.errors import ConfigError
-from training.resume import check_resumable
 
 STEPS = 10
 STREAM = {"stream_gb": 1.0e-5, "max_steps": STEPS}  # less than the records that are handed to a tokenizer together

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.models.test_publish import files_of_at_most
-from training import summed_file
-from training.checkpoint_engine import CheckpointFiles
-from training.checkpoint_folder import file_record
-from training.summed_file import SummedFile
+from training.checkpoint import summed_file
+from training.checkpoint.deepspeed_files import CheckpointFiles
+from training.checkpoint.folder import file_record
+from training.checkpoint.summed_file import SummedFile
 
 STATE: dict[str, Any] = {
     "large": torch.arange(100_000),

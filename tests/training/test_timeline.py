@@ -15,13 +15,13 @@ import pytest
 
 from tests.conftest import FAQ
 from tests.launching import deepspeed, topology, write_config
-from training.instructions import WORK, Message, Reading
-from training.simulation import Span, simulate
-from training.timeline.chart import draw
-from training.timeline.figures import Figures
-from training.timeline.recorder import Record
-from training.timeline.trace import steps_of, trace
-from training.timeline.waiting import Seat, with_idle
+from training.profiler.chart import draw
+from training.profiler.figures import Figures
+from training.profiler.recorder import Record
+from training.profiler.trace import steps_of, trace
+from training.profiler.waiting import Seat, with_idle
+from training.schedule.instructions import WORK, Message, Reading
+from training.schedule.simulation import Span, simulate
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.conftest import ROOT
-from training import timings as module
-from training.distributed import free_port
-from training.timings import PARTS, Timings
+from training.distributed.processes import free_port
+from training.engine import timings as module
+from training.engine.timings import PARTS, Timings
 
 
 class Clock:
@@ -98,7 +98,8 @@ def test_peak_memory_is_this_process_s_and_not_its_parent_s() -> None:
     """A small child of a large process is small; getrusage would say otherwise."""
     ballast = bytearray(600_000_000)
     ballast[::4096] = b"1" * len(ballast[::4096])
-    code = "from training.peak_memory import peak_memory as p; a = p(); b = b'1' * 100_000_000; del b; print(a, p())"
+    code = "from training.metrics.peak_memory import peak_memory as p\n"
+    code += "a = p(); b = b'1' * 100_000_000; del b; print(a, p())"
     stub = "import sys, types; t = sys.modules['torch'] = types.ModuleType('torch')\n"
     stub += "t.cuda = types.SimpleNamespace(is_initialized=lambda: False)\n"
     output = subprocess.run(
@@ -112,7 +113,7 @@ def test_peak_memory_is_this_process_s_and_not_its_parent_s() -> None:
 RANK = """
 import sys
 from torch import distributed, ones
-from training.peak_memory import peak_memory, peak_memory_by_stage
+from training.metrics.peak_memory import peak_memory, peak_memory_by_stage
 rank, port = map(int, sys.argv[1:])
 distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
 ones(40_000_000 * (rank + 1))  # four bytes each, freed at once

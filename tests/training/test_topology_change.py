@@ -23,11 +23,12 @@ from models.spec import ModelSpec
 from tests.conftest import FAQ
 from tests.launching import deepspeed, metrics, topology, write_config
 from tests.workers.topology import ORDER, SAVED_AT, STEPS
-from training.checkpoint_folder import CheckpointRecord, DataOrder, Topology, step_folder
-from training.config import TrainConfig
+from training.checkpoint.folder import CheckpointRecord, DataOrder, step_folder
+from training.checkpoint.resume import check_resumable, fixed_settings
+from training.checkpoint.saved_shards import SavedOptimizer
+from training.config.keys import TrainConfig
 from training.errors import ConfigError
-from training.resume import check_resumable, fixed_settings
-from training.saved_slices import SavedOptimizer
+from training.topology import Topology
 
 pytestmark = pytest.mark.launched
 

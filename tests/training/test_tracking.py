@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from training import tracking
-from training.config import TrainConfig
+from training.config.keys import TrainConfig
 from training.errors import ConfigError
-from training.metrics import Reporter
-from training.tracking import TensorBoardWriter, WandBWriter, open_trackers
+from training.metrics import tracking
+from training.metrics.reporter import Reporter
+from training.metrics.tracking import TensorBoardWriter, WandBWriter, open_trackers
 
 
 def make_config(**sections: Any) -> TrainConfig:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from training.watchdog import Member, Watchdog
+from training.distributed.watchdog import Member, Watchdog
 
 SECRET = b"secret"
 RANKS = 3

@@ -25,11 +25,11 @@ from models.spec import ModelSpec
 from tests.conftest import FAQ
 from tests.launching import deepspeed, metrics, topology, write_config
 from tests.models.helpers import assert_same_bits, joined, read_weights
-from training.config import TrainConfig
-from training.deepspeed_config import check_device
-from training.distributed import Place
+from training.config.deepspeed_config import check_device
+from training.config.keys import TrainConfig
+from training.distributed.processes import Place
+from training.engine.zero import ZeroTrainer
 from training.errors import ConfigError
-from training.zero_trainer import ZeroTrainer
 
 pytestmark = pytest.mark.launched
 

@@ -16,7 +16,7 @@ import torch
 from models.spec import ModelSpec
 from tests.workers.cases import loader_of, run_cases
 from tests.workers.zero import KINDS
-from training.config import TrainConfig
+from training.config.keys import TrainConfig
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:

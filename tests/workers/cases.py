@@ -10,9 +10,9 @@ from typing import Any
 
 from data.loader import Loader
 from data.sample_set import InMemory
-from training import distributed
-from training.config import TrainConfig
-from training.run_data import build_loader
+from training.config.keys import TrainConfig
+from training.data_setup import build_loader
+from training.distributed import processes
 
 
 def run_cases(run_case: Callable[[dict[str, Any], TrainConfig, Path], None]) -> None:
@@ -24,13 +24,13 @@ def run_cases(run_case: Callable[[dict[str, Any], TrainConfig, Path], None]) -> 
     parser.add_argument("cases", type=Path)
     parser.add_argument("--local_rank", type=int)
     path = parser.parse_args().cases
-    place = distributed.Place.from_environment()
+    place = processes.Place.from_environment()
     assert place is not None
     cases = [(case, TrainConfig.model_validate(case["config"])) for case in json.loads(path.read_text())]
-    distributed.start(place, cases[0][1].model_topo)
+    processes.start(place, cases[0][1].model_topo)
     for case, config in cases:
         run_case(case, config, path.parent)
-    distributed.stop()
+    processes.stop()
 
 
 def loader_of(config: TrainConfig) -> Loader:

@@ -14,9 +14,8 @@ import torch
 
 from models.spec import ModelSpec
 from tests.workers.cases import loader_of, run_cases
-from training.config import TrainConfig
-from training.engine import build_engine
-from training.pipeline_trainer import PipelineTrainer
+from training.config.keys import TrainConfig
+from training.engine.pipeline import PipelineTrainer, build_engine
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:

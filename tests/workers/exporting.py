@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from models.checkpoint.source import PipelineSource
-from training.distributed import Place, gather, stop
+from training.checkpoint.exporting import export_run
+from training.distributed.processes import Place, gather, stop
 from training.errors import RunRefused
-from training.exporting import export_run
 
 
 def main() -> None:

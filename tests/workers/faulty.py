@@ -16,7 +16,7 @@ from collections.abc import Callable
 import train_ds
 from data.errors import DataError
 from data.loader import GlobalBatch, Loader
-from training.pipeline_trainer import PipelineTrainer
+from training.engine.pipeline import PipelineTrainer
 
 
 def raises() -> None:

@@ -15,8 +15,8 @@ import torch
 from rich.console import Console
 
 from tests.workers.cases import run_cases
-from training.config import TrainConfig
-from training.resume import find_checkpoint
+from training.checkpoint.resume import find_checkpoint
+from training.config.keys import TrainConfig
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:

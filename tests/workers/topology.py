@@ -22,13 +22,13 @@ from torch import Tensor
 
 from models.spec import ModelSpec
 from tests.workers.cases import loader_of, run_cases
-from training.checkpoint_folder import CheckpointRecord, DataOrder, step_folder
-from training.config import TrainConfig
-from training.pipeline_trainer import PipelineTrainer
-from training.resume import fixed_settings, resume
-from training.saving import Checkpointer
-from training.trainer import Trainer
-from training.zero_trainer import ZeroTrainer
+from training.checkpoint.folder import CheckpointRecord, DataOrder, step_folder
+from training.checkpoint.resume import fixed_settings, resume
+from training.checkpoint.saving import Checkpointer
+from training.config.keys import TrainConfig
+from training.engine.pipeline import PipelineTrainer
+from training.engine.trainer import Trainer
+from training.engine.zero import ZeroTrainer
 
 KINDS: dict[str, type[Trainer]] = {"pipeline": PipelineTrainer, "zero": ZeroTrainer}
 STEPS, SAVED_AT = 10, 6

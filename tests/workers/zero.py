@@ -23,11 +23,11 @@ from torch import nn
 import models.sharded
 from models.spec import ModelSpec
 from tests.workers.cases import loader_of, run_cases
-from training import distributed
-from training.config import TrainConfig
-from training.pipeline_trainer import PipelineTrainer
-from training.trainer import Trainer
-from training.zero_trainer import ZeroTrainer
+from training.config.keys import TrainConfig
+from training.distributed import processes
+from training.engine.pipeline import PipelineTrainer
+from training.engine.trainer import Trainer
+from training.engine.zero import ZeroTrainer
 
 KINDS: dict[str, type[Trainer]] = {"pipeline": PipelineTrainer, "zero": ZeroTrainer}
 STEPS, RESUME_AT = 10, 7
@@ -44,8 +44,8 @@ def run_case(kind: type[Trainer], config: TrainConfig, folder: Path, resume: boo
     outcome: dict[str, Any] = {"loss": [], "grad_norm": []}
     with watched_build() as held:
         trainer = build(kind, config)
-    outcome["held_while_reading"] = distributed.gather(max(held, default=0))
-    outcome["held"] = distributed.gather(held_of(trainer.engine.module.parameters()))
+    outcome["held_while_reading"] = processes.gather(max(held, default=0))
+    outcome["held"] = processes.gather(held_of(trainer.engine.module.parameters()))
     outcome["eval"] = [trainer.eval_loss(loader, loader.batch(0))]
     for step in range(STEPS):
         outcome["loss"].append(trainer.train_step(loader, loader.batch(step)))

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from models.layers import Embedding, Head
 from models.lean_loss import linear_cross_entropy
 from models.spec import ModelSpec
-from training.config import TrainConfig
-from training.deepspeed_config import training_dtype
-from training.files import replace_text
-from training.optim import build_optimizer
+from training.atomic_files import replace_text
+from training.config.deepspeed_config import training_dtype
+from training.config.keys import TrainConfig
+from training.optimizer.optimizers import build_optimizer
 from training.plan.costs import Estimate, LayerTime, kinds, recomputes
-from training.plan.states import StateBytes
+from training.plan.optimizer_memory import StateBytes
 from training.plan.workload import Workload
 
 FILE = "calibration.json"

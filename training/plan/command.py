@@ -16,7 +16,8 @@ from data.errors import DataError
 from models.checkpoint.layout import resolve
 from models.errors import CheckpointError
 from models.spec import ModelSpec
-from training.config import TrainConfig
+from training.config.keys import TrainConfig
+from training.data_setup import RecordReader, build_loader
 from training.errors import ConfigError
 from training.plan.advice import advise
 from training.plan.calibration import Calibration, calibrate
@@ -25,9 +26,8 @@ from training.plan.parts import Basis
 from training.plan.picture import FILE, draw
 from training.plan.plan import Plan
 from training.plan.search import search
-from training.plan.told import advice_table, facts, search_table, stages_table
+from training.plan.tables import advice_table, facts, search_table, stages_table
 from training.plan.workload import Workload
-from training.run_data import RecordReader, build_loader
 
 DOES_NOT_FIT = 1
 WIDTH = 160  # of a plan that is written to a file

@@ -1,12 +1,12 @@
 """How long each layer takes for a micro-batch: estimated from shapes, or measured (`training.plan.calibration`).
 
 A layer's products take 2 FLOPs a weight and token forward and twice that backward; attention adds 4 x heads x head_dim
-for each pair of query and key (`training.flops`). Of stacked experts those count that a token is sent to, of the head
-the supervised tokens, and of the embedding nothing. Recomputed activations add a forward pass to the backward pass.
-Memory traffic comes on top: weights are read, and gradients are written and added up in every micro-batch, the dense
-one of the embedding included, which is what a large vocabulary costs the first stage; the last one takes the logits
-through the softmax to their gradient. Once a step the replicas sum their gradients and the optimizer does its work, in
-main memory where it is offloaded.
+for each pair of query and key (`training.metrics.flops`). Of stacked experts those count that a token is sent to, of
+the head the supervised tokens, and of the embedding nothing. Recomputed activations add a forward pass to the backward
+pass. Memory traffic comes on top: weights are read, and gradients are written and added up in every micro-batch, the
+dense one of the embedding included, which is what a large vocabulary costs the first stage; the last one takes the
+logits through the softmax to their gradient. Once a step the replicas sum their gradients and the optimizer does its
+work, in main memory where it is offloaded.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 
 from models.positions import attention_kind
 from models.spec import ModelSpec
-from training.config import TrainConfig
-from training.deepspeed_config import training_dtype
-from training.flops import layer_flops
+from training.config.deepspeed_config import training_dtype
+from training.config.keys import TrainConfig
+from training.metrics.flops import layer_flops
 from training.plan.devices import Device
-from training.plan.states import StateBytes
+from training.plan.optimizer_memory import StateBytes
 from training.plan.workload import Workload
 from training.recompute import recomputed
 

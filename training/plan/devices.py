@@ -1,9 +1,9 @@
 """What a device can do: memory, arithmetic, bandwidth.
 
-Figures of memory and bandwidth are those of NVIDIA's datasheets; half-precision peaks are in `training.flops`. A plan
-assumes that a run turns `EFFICIENCY` of the peak into model FLOPs while it computes; `--calibrate` measures instead.
-Of the memory, `USABLE` may be planned with: drivers, CUDA and NCCL take some 0.5 to 1 GB, and the allocator cannot use
-every hole.
+Figures of memory and bandwidth are those of NVIDIA's datasheets; half-precision peaks are in `training.metrics.flops`.
+A plan assumes that a run turns `EFFICIENCY` of the peak into model FLOPs while it computes; `--calibrate` measures
+instead. Of the memory, `USABLE` may be planned with: drivers, CUDA and NCCL take some 0.5 to 1 GB, and the allocator
+cannot use every hole.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from training.errors import ConfigError
-from training.flops import TERA, peak_flops
+from training.metrics.flops import TERA, peak_flops
 
 EFFICIENCY = 0.5
 USABLE = 0.96

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
-from training.simulation import Schedule, Span, simulate
+from training.schedule.simulation import Schedule, Span, simulate
 
 
 class Moment(NamedTuple):
@@ -14,7 +14,7 @@ class Moment(NamedTuple):
 
     Attributes:
         whole: whose activations wait for the backward pass, or are in it.
-        waiting: whose backward pass is over, but for the gradients of weights (`training.filled_schedule`).
+        waiting: whose backward pass is over, but for the gradients of weights (`training.schedule.zero_bubble`).
     """
 
     whole: tuple[int, ...]

@@ -1,11 +1,11 @@
 """The most memory that each stage needs at once.
 
-Weights, gradients and optimizer states stay (`training.plan.states`). On top of them comes the larger of two peaks: the
-activations of all micro-batches that are under way, or the optimizer's step, before which they are gone. How many are
-under way follows from the schedule: with 1F1B, min(m, P - s) on stage s of P. For each of them a stage keeps what it
-received, what it sent, and what autograd saves of its layers (`training.plan.saved`); with recomputation only the
-blocks' inputs, and the inside of one block while that is done again. The last stage adds the loss
-(`models.lean_loss`): a chunk of logits, and the gradient of the head in fp32.
+Weights, gradients and optimizer states stay (`training.plan.optimizer_memory`). On top of them comes the larger of two
+peaks: the activations of all micro-batches that are under way, or the optimizer's step, before which they are gone. How
+many are under way follows from the schedule: with 1F1B, min(m, P - s) on stage s of P. For each of them a stage keeps
+what it received, what it sent, and what autograd saves of its layers (`training.plan.activation_memory`); with
+recomputation only the blocks' inputs, and the inside of one block while that is done again. The last stage adds the
+loss (`models.lean_loss`): a chunk of logits, and the gradient of the head in fp32.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch
 
 from models.lean_loss import CPU_CHUNK, GPU_CHUNK
 from models.spec import ModelSpec
-from training.config import TrainConfig
-from training.deepspeed_config import training_dtype
+from training.config.deepspeed_config import training_dtype
+from training.config.keys import TrainConfig
+from training.plan.activation_memory import Saved, saved_by
 from training.plan.costs import kinds, recomputes
 from training.plan.devices import Device
 from training.plan.in_flight import under_way
-from training.plan.saved import Saved, saved_by
-from training.plan.split import Stretch
-from training.plan.states import StateBytes
+from training.plan.optimizer_memory import StateBytes
+from training.plan.partition import Stretch
 from training.plan.workload import Workload
 
 BACKWARD = 3  # tensors as large as the largest saved one that a backward pass holds besides

@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from models.spec import ModelSpec
-from training.config import TrainConfig
-from training.distributed import agreed, gather
+from training.config.keys import TrainConfig
+from training.distributed.processes import agreed, gather
+from training.plan.activation_memory import Saved
 from training.plan.calibration import Calibration, Measured
 from training.plan.costs import Estimate, Times
 from training.plan.devices import Device, this_device
 from training.plan.memory import MemoryModel
-from training.plan.saved import Saved
-from training.plan.split import Fits, best_split
+from training.plan.partition import Fits, best_split
 from training.plan.workload import Workload
 
 RESOLUTION = 1e-12  # seconds that count as one, so that sums of costs are exact

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from training.plan.plan import Plan
-from training.plan.told import GB
+from training.plan.tables import GB
 
 FILE = "plan.png"
 DPI = 120

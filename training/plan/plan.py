@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from training.flops import ModelFlops
+from training.metrics.flops import ModelFlops
 from training.plan.costs import LayerTime
 from training.plan.memory import StageMemory
+from training.plan.partition import Stretch
 from training.plan.parts import Basis, best_parts
-from training.plan.split import Stretch
 from training.recompute import fewest_recomputed
-from training.simulation import Simulation, simulate
+from training.schedule.simulation import Simulation, simulate
 
 DAY = 86_400.0
 
@@ -125,7 +125,7 @@ class Plan:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation (`training.flops`); None where the device's peak is not known, and in fp32."""
+        """Model FLOPs utilisation (`metrics.flops`); None where the device's peak is not known, and in fp32."""
         config, work = self.basis.config, self.basis.workload
         if not self.basis.device.known or not (config.bf16.enabled or config.fp16.enabled):
             return None

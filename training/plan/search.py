@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from training.config import TrainConfig
+from training.config.keys import TrainConfig
 from training.plan.parts import Basis, fitting_parts
 from training.plan.plan import Plan
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 from data.loader import PAD_MULTIPLE, Loader
-from training.config import TrainConfig
+from training.config.keys import TrainConfig
 
 STEPS = 16  # of the first epoch, which stand for the others
 

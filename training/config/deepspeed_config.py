@@ -1,0 +1,87 @@
+"""What the pipeline and ZeRO alike take from a config: the dtype, the weight of the router loss, DeepSpeed's keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from models.spec import ModelSpec
+from training.config.keys import TrainConfig
+from training.errors import ConfigError
+
+QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+
+
+def check_device(config: TrainConfig) -> None:
+    """Refuse what cannot be computed right.
+
+    Raises:
+        ConfigError: fp16 where the device has none or DeepSpeed does not scale the loss; quantized communication
+            without CUDA.
+    """
+    if config.fp16.enabled and not get_accelerator().is_fp16_supported():
+        raise ConfigError("fp16.enabled: this device does not compute in fp16; expected bf16 or neither")
+    if config.fp16.enabled and config.zero_optimization.stage == 0:  # DeepSpeed 0.19.8 divides gradients by the scale
+        raise ConfigError("zero_optimization.stage: 0 does not scale the loss, which fp16 needs; expected 1 or more")
+    asked = [key for key in QUANTIZED if (config.zero_optimization.model_extra or {}).get(key)]
+    if asked and not torch.cuda.is_available():
+        raise ConfigError(f"zero_optimization.{asked[0]}: its kernels need CUDA, which this machine does not have")
+
+
+def router_loss_weight(config: TrainConfig, spec: ModelSpec) -> float:
+    """The weight of the router loss: the config's, or what transformers would take from the model's config.json.
+
+    Raises:
+        ConfigError: a weight for a model without experts.
+    """
+    wanted = config.aux_router_loss.weight
+    if not spec.family.router:
+        if wanted:
+            raise ConfigError(
+                f"aux_router_loss.weight: {spec.family.name} has no experts; expected a mixture-of-experts"
+            )
+        return 0.0
+    if wanted is None:
+        return float(spec.config.router_aux_loss_coef) if spec.config.output_router_logits else 0.0
+    return wanted
+
+
+def training_dtype(config: TrainConfig) -> torch.dtype:
+    """bf16 or fp16 where the config enables it, else fp32."""
+    if config.bf16.enabled:
+        return torch.bfloat16
+    return torch.float16 if config.fp16.enabled else torch.float32
+
+
+def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
+    """DeepSpeed's part of the config.
+
+    bf16 accumulates gradients in fp32 unless `data_types` says otherwise: summing a hundred micro-batches with 8 bits
+    of mantissa loses the small ones. It does so parameter by parameter, as gradients arrive: DeepSpeed's other way
+    collects them when the last stage's module has run backward, and misses the head, which the loss uses outside the
+    module.
+    """
+    # The number of micro-batches is told before each step; at the start DeepSpeed only looks whether it is enough.
+    unit = config.train_micro_batch_size_per_gpu * config.model_topo.replicas
+    resolved: dict[str, Any] = {
+        "train_batch_size": max(config.train_batch_size, config.least_micro_batches * unit),
+        "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu,
+        # DeepSpeed looks at the norm, and leaves out a step whose norm is not finite, only where it may have to clip.
+        "gradient_clipping": config.gradient_clipping or torch.finfo(torch.float32).max,
+        "zero_optimization": config.zero_optimization.model_dump(exclude_none=True),
+        "zero_allow_untested_optimizer": config.zero_allow_untested_optimizer,
+        "zero_force_ds_cpu_optimizer": False,  # build_optimizer already chose
+        "steps_per_print": None,  # Pipetune reports progress itself
+        "timers": {"throughput": {"enabled": False}},  # and its own timer does not wait for the device each micro-batch
+    }
+    for name, precision in (("bf16", config.bf16), ("fp16", config.fp16)):
+        if precision.enabled:
+            resolved[name] = precision.model_dump()
+    if config.bf16.enabled:
+        resolved["bf16"] |= {"immediate_grad_update": True, "check_grad_overflow": True}
+        if config.zero_optimization.stage:
+            resolved["data_types"] = {"grad_accum_dtype": "fp32"}
+    extra = {key: value for key, value in (config.model_extra or {}).items() if key != "gradient_accumulation_steps"}
+    return resolved | extra

@@ -1,0 +1,245 @@
+"""The keys of a run's config: each one's meaning, its default, its check.
+
+`training.config.yaml_file` reads them from YAML; the resolved config is saved with the run.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from data.files.reading import OnBadRecord
+from data.loader import Packing
+from data.prompts import PromptFormat
+from training.config.sections import (
+    DataPath,
+    EveryNth,
+    HalfPrecision,
+    ModelTopo,
+    Optimizer,
+    RouterLoss,
+    Scheduler,
+    TensorBoard,
+    WandB,
+    Zero,
+    ZLoss,
+)
+from training.errors import ConfigError
+from training.schedule.instructions import Schedule
+
+# DeepSpeed's top-level keys that a pipeline run can use (docs: deepspeed.ai/docs/config-json).
+DEEPSPEED_KEYS = frozenset(
+    "activation_checkpointing aio amp checkpoint comms_logger communication_data_type csv_monitor data_types "
+    "disable_allgather dump_state flops_profiler gradient_accumulation_steps gradient_predivide_factor "
+    "memory_breakdown pipeline prescale_gradients sparse_gradients torch_autocast wall_clock_breakdown".split()
+)
+
+
+ALIASES = {"n_epochs": "n_epoches"}  # other spellings of our own keys
+
+
+class TrainConfig(BaseModel):
+    """A whole run. Keys that are not listed here are DeepSpeed's."""
+
+    model_config = ConfigDict(extra="allow")
+
+    # Folder of the model to start from, in either layout.
+    model_path: str
+    # Files of records: paths, globs or folders, or sources with a share of their own (data/files/sources.py).
+    data_path: Annotated[DataPath, Field(min_length=1)]
+    # Folder for the run: config.yml, metrics.jsonl, checkpoints.
+    save_path: str
+    # Start from random weights of model_path's architecture instead of its weights.
+    from_scratch: bool = False
+
+    # Samples in one forward pass of one replica.
+    train_micro_batch_size_per_gpu: int = Field(default=1, ge=1)
+    # Samples in one optimizer step, over all replicas.
+    train_batch_size: int = Field(ge=1)
+    # Passes over the data; n_epochs is the same key.
+    n_epoches: int = Field(default=1, ge=1)
+    # Steps of the run, however many epochs that is; n_epoches does not count then.
+    max_steps: int | None = Field(default=None, ge=1)
+    # Tokenize while training, with so many GB of samples on the disk at any time: for data that are larger than that.
+    stream_gb: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    # Longer samples are cut, counted and reported.
+    max_seq_len: int = Field(default=2048, ge=2)
+    # Put several samples into one row: batch packs those of each global batch, which changes nothing but the time;
+    # dataset packs the whole epoch, and train_batch_size then counts rows; false pads each sample to its neighbours.
+    packing: Packing = "batch"
+    # Tokens in a packed row; for batch a length that keeps the pipeline busy, for dataset max_seq_len, where absent.
+    pack_len: int | None = Field(default=None, ge=8)
+    # Leave out the samples that do not fill an epoch's last batch.
+    dataloader_drop_last: bool = False
+    # chat_template, plain, or a Jinja file; the tokenizer's chat template when it ships one, where absent.
+    prompt_format: PromptFormat | None = None
+    # Refuse to start because of records that something is wrong with, or leave them out and count them.
+    on_bad_record: OnBadRecord = "stop"
+    # Folder for tokenized records; the user's cache folder where absent.
+    cache_dir: str | None = None
+    # Of the data order, of fresh weights and of dropout.
+    seed: int = Field(default=42, ge=0)
+
+    optimizer: Optimizer = Optimizer()
+    # A constant learning rate where absent.
+    scheduler: Scheduler | None = None
+    # The largest norm of the whole gradient; 0 turns clipping off.
+    gradient_clipping: float = Field(default=1.0, ge=0)
+    aux_max_z_loss: ZLoss = ZLoss()
+    aux_router_loss: RouterLoss = RouterLoss()
+
+    bf16: HalfPrecision = HalfPrecision()
+    fp16: HalfPrecision = HalfPrecision()
+    zero_optimization: Zero = Zero()
+    # DeepSpeed's consent to optimizers it did not test with ZeRO; given for all that Pipetune offers.
+    zero_allow_untested_optimizer: bool = True
+    # Under offload, take DeepSpeed's own CPU optimizers, faster than torch's once they are compiled.
+    zero_force_ds_cpu_optimizer: bool = True
+
+    # Continue from the newest whole checkpoint in save_path (auto), from the one in this folder, or start anew (none);
+    # dims, parts and the ZeRO stage may be others than it was saved with.
+    resume: str = "auto"
+    # Save every so many optimizer steps, and whenever so many minutes have passed; always at the end.
+    save_interval: int | None = Field(default=None, ge=1)
+    save_minutes: float | None = Field(default=None, gt=0)
+    # How many checkpoints stay; the best one by evaluation stays besides.
+    keep_last: int = Field(default=2, ge=1)
+    # What a run does when a checkpoint cannot be written, such as on a full disk.
+    on_save_error: Literal["continue", "stop"] = "continue"
+    # End the run when nothing moved for so many minutes: a step, an evaluation's batch and a save must take less.
+    timeout_minutes: float = Field(default=30, gt=0)
+    # End the run after so many steps in a row whose loss or gradient is not finite; such a step changes no weight.
+    max_bad_steps: int = Field(default=3, ge=1)
+    # Write the trained model as a HuggingFace folder at the end, to save_path/hf.
+    export_hf: bool = False
+
+    # Records to measure the loss on, as in data_path; no evaluation where absent.
+    eval_data_path: DataPath = []
+    # Evaluate every so many optimizer steps; at the end of each epoch where absent, and of a streamed run.
+    eval_interval: int | None = Field(default=None, ge=1)
+    # Evaluate before the first step too.
+    eval_at_start: bool = False
+
+    # Curves of the metrics, besides metrics.jsonl.
+    tensorboard: TensorBoard = TensorBoard()
+    wandb: WandB = WandB()
+
+    model_topo: ModelTopo = ModelTopo()
+    # In which order a stage works: one forward, one backward; or DualPipeV, where each stage holds two chunks of the
+    # layers and waits less when a step has few micro-batches.
+    schedule: Schedule = "1f1b"
+    # Recompute activations in the backward pass, less memory for a third more arithmetic: of all blocks (true), of
+    # every n-th one ({every: n}), or of as many as the device's memory asks for (auto; on a CPU none).
+    use_grad_ckpt: bool | Literal["auto"] | EveryNth = False
+    # Keep activations in the host's memory until the backward pass needs them: a GPU's memory for time on the bus.
+    offload_activations: bool = False
+    # Flash attention on GPUs that have it (not V100).
+    use_flash_attn: bool = False
+    # Compile each block with torch.compile.
+    compile: bool = False
+
+    # Record these steps on every rank, from the first to the last: a timeline of what each did and when it waited.
+    profile_steps: tuple[int, int] | None = None
+    # A line of metrics is printed every so many steps where no progress bar can be shown.
+    steps_per_print: int = Field(default=1, ge=1)
+
+    @field_validator("use_grad_ckpt", mode="before")
+    @classmethod
+    def _one_of_its_forms(cls, value: Any) -> Any:
+        every = value.get("every") if isinstance(value, dict) and len(value) == 1 else None
+        if not (isinstance(value, (bool, EveryNth)) or value == "auto" or (type(every) is int and every > 0)):
+            raise ValueError("expected true, false, auto or {every: n}")
+        return value
+
+    @field_validator("profile_steps", mode="before")
+    @classmethod
+    def _first_and_last(cls, value: Any) -> Any:
+        steps = value if isinstance(value, (list, tuple)) and len(value) == 2 else [0, 0]
+        if value is not None and not (all(type(step) is int for step in steps) and 1 <= steps[0] <= steps[1]):
+            raise ValueError("expected [first, last], two steps from 1")
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        if self.bf16.enabled and self.fp16.enabled:
+            raise ValueError("bf16.enabled: expected at most one of bf16 and fp16")
+        if self.stream_gb and not self.max_steps:
+            raise ValueError("max_steps: expected a number, as nobody knows how many steps an epoch of a stream has")
+        if self.stream_gb and self.packing == "dataset":
+            raise ValueError("packing: dataset packs whole epochs, which no stream knows; expected batch or false")
+        if self.compile and self.zero_optimization.stage == 3:
+            raise ValueError("compile: ZeRO stage 3 gathers weights inside of the blocks; expected false or stage <= 2")
+        unit = self.train_micro_batch_size_per_gpu * self.model_topo.replicas
+        if self.train_batch_size % unit:
+            raise ValueError(
+                f"train_batch_size: {self.train_batch_size} is not a multiple of {unit} "
+                f"(train_micro_batch_size_per_gpu {self.train_micro_batch_size_per_gpu} x "
+                f"{self.model_topo.replicas} replicas)"
+            )
+        parts, chunks = self.model_topo.parts, self.chunks
+        if parts is not None and len(parts) != chunks:
+            what = f"{chunks} chunks, two a stage with dualpipev" if self.folded else f"{chunks} stages"
+            raise ValueError(f"model_topo.parts: expected one entry for each of {what}, found {parts}")
+        steps = (self.model_extra or {}).get("gradient_accumulation_steps", self.train_batch_size // unit)
+        if steps != self.train_batch_size // unit:
+            raise ValueError(
+                f"gradient_accumulation_steps: {steps} contradicts train_batch_size {self.train_batch_size}; "
+                f"expected {self.train_batch_size // unit}, or leave it out"
+            )
+        return self
+
+    @property
+    def folded(self) -> bool:
+        """Whether each stage holds two chunks of the layers. With one stage there is nothing to wait for."""
+        return self.schedule == "dualpipev" and self.model_topo.stages > 1
+
+    @property
+    def chunks(self) -> int:
+        """Into how many the layers are divided."""
+        return self.model_topo.stages * (2 if self.folded else 1)
+
+    @property
+    def least_micro_batches(self) -> int:
+        """How many micro-batches a step needs for each replica; 0 where the schedule does not ask."""
+        return self.chunks if self.folded else 0
+
+    def check_pipeline(self) -> None:
+        """Refuse what only train_ds_zero.py can do.
+
+        Raises:
+            ConfigError: a stage of ZeRO that shards what a pipeline needs whole.
+        """
+        if self.zero_optimization.stage > 1:
+            raise ConfigError(
+                f"zero_optimization.stage: {self.zero_optimization.stage} cannot be combined with a pipeline; "
+                "expected 0 or 1, or train_ds_zero.py"
+            )
+
+    def parts_for(self, n_layers: int) -> list[int] | None:
+        """Layers per stage, or per chunk, for a model of `n_layers`, checked; None for `auto` (`training.plan.parts`).
+
+        Raises:
+            ConfigError: `parts` does not sum to `n_layers`, or there are more stages than layers.
+        """
+        chunks, parts = self.chunks, self.model_topo.parts
+        if chunks > n_layers:
+            of_two = " of two chunks (schedule: dualpipev)" if self.folded else ""
+            raise ConfigError(
+                f"model_topo.process_topology.dims: {self.model_topo.stages} stages{of_two} for a model of "
+                f"{n_layers} layers"
+            )
+        if parts is not None and sum(parts) != n_layers:
+            raise ConfigError(
+                f"model_topo.parts: {parts} sums to {sum(parts)}, but the model has {n_layers} layers "
+                f"({n_layers - 2} blocks + embedding + head)"
+            )
+        return parts
+
+    def with_parts(self, parts: list[int]) -> TrainConfig:
+        """The same config with these layers per stage."""
+        return self.model_copy(update={"model_topo": self.model_topo.model_copy(update={"parts": parts or None})})
+
+    def dump(self) -> dict[str, Any]:
+        """The resolved config as plain values, ready for YAML."""
+        return self.model_dump(mode="json", exclude_none=True)

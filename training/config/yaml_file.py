@@ -1,0 +1,138 @@
+"""Reading the YAML file of a run: overrides from the command line, and one line for whatever is wrong.
+
+A key is either Pipetune's, checked in `training.config.keys`, or DeepSpeed's own, passed through as it is; anything
+else is refused with the nearest name. `key.sub=value` words on the command line override the file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from training.config.keys import ALIASES, DEEPSPEED_KEYS, TrainConfig
+from training.errors import ConfigError
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainConfig:
+    """Read a YAML file, apply `key.sub=value` overrides and check the result.
+
+    Raises:
+        ConfigError: the file is missing or not YAML, a key is unknown or has a wrong value.
+    """
+    raw = _read_yaml(Path(path))
+    for word in overrides or []:
+        _override(raw, word)
+    _refuse_unknown(raw, str(path))
+    try:
+        return TrainConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {_explain(error)}") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with 1e-5 as a number (YAML 1.1 wants 1.0e-5) and without repeated keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=deep)
+            if not isinstance(key, Hashable):
+                raise yaml.constructor.ConstructorError(None, None, "a key is not a plain value", key_node.start_mark)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        raw = _parse_yaml(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: not found; expected a YAML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ConfigError(f"{path}: {place}{error.problem}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected keys and values, found {type(raw).__name__}")
+    for alias, name in ALIASES.items():
+        if alias in raw:
+            if name in raw:
+                raise ConfigError(f"{path}: {alias} and {name} are one key; expected only one of them")
+            raw[name] = raw.pop(alias)
+    return raw
+
+
+def _parse_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)  # a SafeLoader: builds plain values only
+
+
+def _override(raw: dict[str, Any], word: str) -> None:
+    key, equals, text = word.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"command line: {word!r}: expected key.sub=value")
+    key = ALIASES.get(key, key)
+    *parents, last = key.split(".")
+    section = raw
+    for parent in parents:
+        section = section.setdefault(parent, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"command line: {key}: {parent} is a value, not a section")
+    try:
+        section[last] = _parse_yaml(text)
+    except (yaml.YAMLError, ValueError):
+        raise ConfigError(f"command line: {key}: {text!r} is not a YAML value") from None
+
+
+def _refuse_unknown(raw: dict[str, Any], where: str) -> None:
+    own = set(TrainConfig.model_fields)
+    for key in raw:
+        if key not in own and key not in DEEPSPEED_KEYS:
+            near = difflib.get_close_matches(str(key), [*own, *DEEPSPEED_KEYS], n=1, cutoff=0.0)
+            raise ConfigError(f"{where}: unknown key {key}; did you mean {near[0]}?")
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors()[0]
+    steps = [str(step) for step in first["loc"]]
+    if steps and "data_path" in steps[0]:  # after the entry's number stands its form
+        del steps[2:3]
+    place = ".".join(steps)
+    if first["type"] == "missing":
+        return f"{place}: missing"
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {place}{_nearest_in_section(steps)}"
+    if first["type"] == "value_error":
+        reason = str(first["ctx"]["error"])
+        if reason.startswith("expected"):
+            return f"{place}: {reason}, found {first['input']!r}"
+        return f"{place}.{reason}" if place else reason
+    message = first["msg"].replace("Input should be a valid", "expected a").replace("Input should be", "expected")
+    return f"{place}: {message}, found {first['input']!r}"
+
+
+def _nearest_in_section(steps: list[str]) -> str:
+    section: Any = TrainConfig
+    for step in steps[:-1]:
+        annotation = section.model_fields[step].annotation
+        options = [annotation, *getattr(annotation, "__args__", ())]
+        section = next(option for option in options if isinstance(option, type) and issubclass(option, BaseModel))
+    near = difflib.get_close_matches(steps[-1], section.model_fields, n=1, cutoff=0.0)
+    return f"; did you mean {'.'.join([*steps[:-1], *near])}?"

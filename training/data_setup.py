@@ -1,0 +1,219 @@
+"""The records of a run as its config asks for them, what is said about them, and how they become global batches."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy
+from rich.console import Console
+
+from data import summary
+from data.cache.store import default_folder
+from data.dataset import Dataset, load_dataset
+from data.files.sources import Source
+from data.histogram import draw_lengths
+from data.loader import Loader
+from data.packing import choose_row_length
+from data.prompts import default_format
+from data.sample_set import SampleSet
+from data.streaming.loader import StreamLoader
+from data.streaming.stream import Stream, open_stream
+from data.tokenize import load_tokenizer
+from training.checkpoint.folder import CheckpointRecord, DataOrder
+from training.config.keys import TrainConfig
+from training.errors import ConfigError
+
+LENGTHS_FILE = "lengths.png"
+
+
+class RecordReader:
+    """Reads sets of records alike.
+
+    Args:
+        folder: of the model, with its tokenizer's files.
+        log: of the rank that speaks; quiet on the others.
+    """
+
+    def __init__(self, config: TrainConfig, folder: Path, log: Console) -> None:
+        self.tokenizer = load_tokenizer(folder)
+        self._prompt_format = config.prompt_format or default_format(self.tokenizer)
+        self._config = config
+        self._folder = folder
+        self._log = log
+        log.print(f"prompts: {self._prompt_format}")
+
+    def read(self, what: str, data_path: Sequence[str | Source]) -> Dataset:
+        """The tokenized records, and a line about where they lie."""
+        config = self._config
+        dataset = load_dataset(
+            data_path,
+            self._folder,
+            config.max_seq_len,
+            self._prompt_format,
+            on_bad_record=config.on_bad_record,
+            seed=config.seed,
+            cache_dir=config.cache_dir,
+            log=self._log,
+            active=not self._log.quiet,
+        )
+        self._log.print(f"{what}: {len(dataset):,} samples, cached in {dataset.folder}, which can be removed any time")
+        return dataset
+
+    def stream(self) -> Stream:
+        """The records to train on, to be tokenized while training."""
+        config = self._config
+        assert config.stream_gb is not None
+        run = hashlib.sha256(os.fsencode(Path(config.save_path).resolve())).hexdigest()[:16]
+        folder = (Path(config.cache_dir).expanduser() if config.cache_dir else default_folder()) / "streams" / run
+        stream = open_stream(
+            config.data_path,
+            self._folder,
+            config.max_seq_len,
+            self._prompt_format,
+            gigabytes=config.stream_gb,
+            folder=folder,
+            on_bad_record=config.on_bad_record,
+            seed=config.seed,
+            log=self._log,
+            active=not self._log.quiet,
+        )
+        sizes = stream.windows.sizes.values()
+        self._log.print(
+            f"data: {len(sizes):,} files of {sum(sizes) / 1e9:,.2f} GB, tokenized while training: at most "
+            f"{config.stream_gb:g} GB at a time, in {folder}"
+        )
+        if max(sizes) > stream.windows.n_bytes:
+            self._log.print(
+                f"warning: the largest file, of {max(sizes) / 1e9:,.2f} GB, gives several windows of stream_gb, and is "
+                "read from its beginning for each: smaller files are faster, and shuffled better"
+            )
+        return stream
+
+
+def start_stream(
+    stream: Stream,
+    order: DataOrder,
+    checkpoint: Path | None,
+    total_steps: int,
+    keeps: bool,
+    waiting: Callable[[], object],
+) -> None:
+    """Tokenize what the first batch needs, after a checkpoint or from the beginning.
+
+    Args:
+        order: of the run; what becomes known of the stream goes there, and so into each checkpoint.
+        keeps: whether this process makes windows ahead and removes old ones.
+        waiting: called every second while the run waits for data; not now, as a start may take its time.
+    """
+    record = CheckpointRecord.read(checkpoint) if checkpoint else None
+    if record:
+        stream.resume(record.data.windows)
+    order.windows = stream.windows.made
+    done, batch_size = record.step if record else 0, order.train_batch_size
+    stream.until = total_steps * batch_size if keeps else 0
+    if done < total_steps:
+        stream.take(done * batch_size, batch_size)
+    stream.waiting = waiting
+
+
+def report(
+    dataset: Dataset,
+    evaluation_set: Dataset | None,
+    max_seq_len: int,
+    log: Console,
+    run_folder: Path,
+    more: Sequence[str] = (),
+    what: str = "an epoch",
+) -> None:
+    """Say what a run is about to train on, and draw the lengths into its folder; for the rank that speaks.
+
+    Args:
+        more: further lines, of steps and packing.
+        what: the dataset is.
+    """
+    log.print(f"records:\n{summary.table(dataset)}", markup=False)
+    if evaluation_set is not None:
+        log.print(f"evaluation records:\n{summary.table(evaluation_set)}", markup=False)
+    for line in [*summary.facts(dataset, max_seq_len, what), *more]:
+        log.print(line)
+    try:
+        log.print(f"lengths drawn: {draw_lengths(dataset, max_seq_len, run_folder / LENGTHS_FILE)}")
+    except OSError as error:
+        log.print(f"warning: no picture of the lengths: {error}")
+    warnings = summary.warnings(dataset, max_seq_len)
+    for warning in warnings + (summary.overlap(dataset, evaluation_set) if evaluation_set is not None else []):
+        log.print(f"warning: {warning}")
+
+
+def packing_told(loader: Loader, samples: int) -> list[str]:
+    """How samples share rows, for the log."""
+    kept = f"; {loader.efficiency():.1%} of the tokens are no padding" if loader.steps_per_epoch else ""
+    if not loader.packing:
+        return [f"packing: off, each sample has a row of its own{kept}"]
+    if loader.packing == "batch":
+        return [f"packing: the samples of each batch, in rows of at most {loader.row_length} tokens{kept}"]
+    rows, steps = loader.rows_per_epoch, loader.steps_per_epoch
+    a_step = samples / rows * loader.batch_size
+    return [
+        f"packing: the whole epoch, {samples} samples in {rows} rows of at most {loader.row_length} tokens{kept}",
+        f"train_batch_size counts rows: {loader.batch_size} of them hold {a_step:.0f} samples, so an epoch has {steps} "
+        f"steps instead of {-(-samples // loader.batch_size)}",
+    ]
+
+
+def build_loader(
+    data: SampleSet | Stream,
+    config: TrainConfig,
+    replicas: int,
+    drop_last: bool = False,
+    numbers: Sequence[int] | None = None,
+) -> Loader:
+    """Global batches of the config's sizes, in the order of its seed.
+
+    Args:
+        numbers: which samples take part; all where absent.
+    """
+    kind = StreamLoader if isinstance(data, Stream) else Loader
+    return kind(
+        data,
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+        replicas,
+        config.seed,
+        drop_last,
+        config.packing,
+        row_length(data, config, replicas),
+        numbers,
+        config.least_micro_batches,
+    )
+
+
+def row_length(data: SampleSet, config: TrainConfig, replicas: int) -> int:
+    """The most tokens in a packed row: `pack_len`, or what suits the data and the pipeline.
+
+    Raises:
+        ConfigError: `pack_len` is shorter than a sample.
+    """
+    # Of a stream, it is the same whatever windows are known: by it a run goes on to the last bit.
+    lengths = numpy.array([config.max_seq_len]) if isinstance(data, Stream) else data.lengths
+    longest = int(lengths.max())
+    if config.pack_len is not None:
+        if config.packing and config.pack_len < longest:
+            raise ConfigError(
+                f"pack_len: {config.pack_len} is shorter than the longest sample; expected at least {longest}"
+            )
+        return config.pack_len
+    if config.packing == "dataset":  # the same on every topology, as it decides which samples a step sees
+        return max(config.max_seq_len, longest)
+    return choose_row_length(
+        mean=float(lengths.mean()),
+        longest=longest,
+        limit=config.max_seq_len,
+        batch_size=config.train_batch_size,
+        micro_batch_size=config.train_micro_batch_size_per_gpu,
+        replicas=replicas,
+        stages=config.model_topo.stages,
+    )

@@ -1,0 +1,1 @@
+"""The processes of a run: how they start, stop and fail together."""

@@ -1,0 +1,181 @@
+"""The processes of a run: where each stands, how they start, and how they give up together.
+
+Every launcher (deepspeed, torchrun) says in the environment which process this is. A door that finds nothing there
+starts the deepspeed launcher itself, with as many processes as the config's `dims` ask for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+
+from training.config.sections import ModelTopo
+from training.errors import EXIT_CODE, USER_ERRORS, ConfigError, RunRefused
+
+RANK_0_SPEAKS = 20.0  # seconds for rank 0 to find the same mistake as this rank
+LEAVING = 2.0  # seconds for rank 0 to say what all know
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among the others."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+
+    @classmethod
+    def from_environment(cls) -> Place | None:
+        """What the launcher says, or None where no launcher started this process."""
+        environment = os.environ
+        if "RANK" not in environment or "WORLD_SIZE" not in environment:
+            return None
+        world_size = int(environment["WORLD_SIZE"])
+        local_size = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or world_size
+        return cls(int(environment["RANK"]), world_size, int(environment.get("LOCAL_RANK", 0)), int(local_size))
+
+
+def launch(topology: ModelTopo, arguments: list[str]) -> None:
+    """Replace this process by a launcher that runs the same command in as many processes as the topology has.
+
+    Raises:
+        ConfigError: this machine has GPUs, but fewer than that.
+    """
+    gpus = torch.cuda.device_count()
+    if 0 < gpus < topology.processes:
+        raise ConfigError(
+            f"model_topo.process_topology.dims: {topology.process_topology.dims} ask for {topology.processes} "
+            f"processes, but this machine has {gpus} GPUs; start several machines with deepspeed --hostfile"
+        )
+    if gpus == 0:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(topology.processes)]
+    os.execv(sys.executable, [*launcher, "--master_port", str(free_port()), *arguments])
+
+
+def start(place: Place, topology: ModelTopo, patience: timedelta = timedelta(minutes=30)) -> None:
+    """Join the other processes: NCCL where there are GPUs, gloo elsewhere.
+
+    Args:
+        patience: how long a rank waits for the others in one operation.
+
+    Raises:
+        ConfigError: the launcher started another number of processes than `dims` asks for.
+    """
+    if place.world_size != topology.processes:
+        raise ConfigError(
+            f"model_topo.process_topology.dims: {topology.process_topology.dims} ask for {topology.processes} "
+            f"processes, but {place.world_size} were started; expected --num_gpus {topology.processes}"
+        )
+    if not torch.cuda.is_available():
+        # Two ranks that each use every core take turns instead of working side by side.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_size))
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        _keep_freed_memory()
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    deepspeed.utils.logger.setLevel("WARNING")
+    if get_accelerator().device_name() == "cpu":
+        # On a CPU DeepSpeed compiles a shared-memory collective at first use, for 100 s; gloo never calls it.
+        vars(deepspeed.ops)["__compatible_ops__"] = {}
+    else:
+        get_accelerator().set_device(place.local_rank)
+    try:
+        deepspeed.init_distributed(verbose=False, timeout=patience)
+    except torch.distributed.DistNetworkError as error:
+        raise ConfigError(
+            f"the processes cannot meet: {str(error).splitlines()[0]}; where another run uses the port, "
+            "choose one with --master_port"
+        ) from None
+
+
+def stop() -> None:
+    """Leave the process group, where there is one."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def gather(value: Value) -> list[Value]:
+    """What every rank gives, by rank; all ranks call it together."""
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+@contextmanager
+def agreed() -> Iterator[None]:
+    """Let all ranks do something that may fail on some of them, without communication inside.
+
+    Raises:
+        RunRefused: on every rank, with the text of the lowest rank that failed; so nobody waits for somebody who left.
+    """
+    failure: str | None = None
+    try:
+        yield
+    except USER_ERRORS as error:
+        failure = str(error)
+    first = next((text for text in gather(failure) if text is not None), None)
+    if first is not None:
+        raise RunRefused(first)
+
+
+@contextmanager
+def exit_on_user_error(place: Place | None = None) -> Iterator[None]:
+    """Turn a mistake of the user's into one line on one rank's standard error and exit code 2 on all.
+
+    A rank ends here, without Python's own teardown: threads of the process group may still be under way and would now
+    and then abort a run that is done ("terminate called without an active exception").
+    """
+    code: Any = 0
+    try:
+        yield
+    except (*USER_ERRORS, RunRefused) as error:
+        code = EXIT_CODE
+        if place is not None and place.rank > 0:
+            # A launcher ends all ranks as soon as one has left: the one that speaks must be the first.
+            time.sleep(LEAVING if isinstance(error, RunRefused) else RANK_0_SPEAKS)
+        if place is None or place.rank == 0 or not isinstance(error, RunRefused):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+    except SystemExit as leaving:
+        code = leaving.code
+    if place is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code or 0)
+    if code:
+        sys.exit(code)
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep the memory that tensors free, as the CUDA allocator does.
+
+    By default every large block goes back to the kernel and is faulted in anew, page by page, at the next use: a tenth
+    of a training step on a CPU. Where the C library is another one, nothing happens.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "gnu_get_libc_version"):
+        trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
+        library.mallopt(mmap_max, 0)
+        library.mallopt(trim_threshold, 2**31 - 1)
+
+
+def free_port() -> int:
+    """A port that nobody listens on at this moment, for the processes of a run to meet at."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,1 @@
+"""What computes a step: the pipeline or ZeRO, in DeepSpeed's engines."""

@@ -1,0 +1,131 @@
+"""Curves outside of metrics.jsonl: TensorBoard's event files, Weights & Biases.
+
+Both take the numbers of each line of metrics.jsonl under the same names, and both go on with a run that goes on. For
+TensorBoard a mark in the new event file hides what an earlier start wrote of the steps that are repeated. Weights &
+Biases finds its run by the id in `wandb_id` and drops repeated steps by itself.
+
+A step is one event in TensorBoard's queue, about 0.1 ms; a thread of its own writes to the disk. Neither
+package is imported where its section is not enabled.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from training.config.keys import TrainConfig
+from training.errors import ConfigError
+
+TENSORBOARD_FOLDER = "tensorboard"
+WANDB_ID_FILE = "wandb_id"
+FLUSH_SECONDS = 10  # how far TensorBoard's curves lag behind, and what a kill can cost them
+
+
+class Tracker(Protocol):
+    """Something that draws curves.
+
+    Attributes:
+        name: as the user knows it.
+    """
+
+    name: str
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Take the numbers of a step."""
+        ...
+
+    def close(self, failed: bool) -> None:
+        """The run ends; `failed` says whether by an error."""
+        ...
+
+
+class TensorBoardWriter:
+    """Event files in `folder`/tensorboard.
+
+    Args:
+        folder: the run's folder.
+        first_step: the step that comes next; what earlier event files say of it and later ones is hidden.
+    """
+
+    name = "tensorboard"
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(str(folder / TENSORBOARD_FOLDER), flush_secs=FLUSH_SECONDS)
+        hidden_from = first_step if first_step > 1 else 0  # a new run may have evaluated before its first step
+        start = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(step=hidden_from, wall_time=time.time(), session_log=start))
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        values = [self._summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
+        self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=self._summary(value=values)))
+
+    def close(self, failed: bool) -> None:
+        self._writer.close()
+
+
+class WandBWriter:
+    """A run on Weights & Biases, which knows the user by the key of `wandb login` or in WANDB_API_KEY.
+
+    Args:
+        folder: the run's folder.
+        first_step: the step that comes next; above 1 the run of `folder`/wandb_id goes on.
+        config: the run's config, kept with its curves.
+
+    Raises:
+        ConfigError: the package is missing, or it cannot begin a run.
+    """
+
+    name = "wandb"
+
+    def __init__(self, folder: Path, first_step: int, config: TrainConfig) -> None:
+        try:
+            from wandb import init
+        except ImportError:
+            raise ConfigError(
+                "wandb.enabled: the package wandb is not installed; expected pip install wandb, or enabled: false"
+            ) from None
+        id_file = folder / WANDB_ID_FILE
+        if first_step == 1 or not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex, encoding="ascii")
+        try:
+            self._run: Any = init(
+                project=config.wandb.project,
+                name=config.wandb.name,
+                dir=str(folder),
+                config=config.dump(),
+                id=id_file.read_text(encoding="ascii"),
+                resume="allow",
+            )
+        except Exception as error:  # wandb raises many kinds: no key, no network, a project that is not the user's
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"wandb: cannot begin a run: {reason}; expected wandb login, WANDB_MODE=offline, or enabled: false"
+            ) from None
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+def open_trackers(config: TrainConfig, folder: Path, first_step: int) -> list[Tracker]:
+    """The trackers that the config enables; called on the rank that reports.
+
+    Raises:
+        ConfigError: one of them cannot be used.
+    """
+    trackers: list[Tracker] = []
+    if config.wandb.enabled:
+        trackers.append(WandBWriter(folder, first_step, config))
+    if config.tensorboard.enabled:
+        trackers.append(TensorBoardWriter(folder, first_step))
+    return trackers

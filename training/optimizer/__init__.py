@@ -1,0 +1,1 @@
+"""The update rule and its learning rate."""

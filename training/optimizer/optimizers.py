@@ -1,0 +1,158 @@
+"""Optimizers by name, with the schedule of their learning rate.
+
+Parameters whose name matches one of `no_wd_kws` form a group without weight decay. Under CPU offload DeepSpeed's own
+CPU optimizers take the place of torch's (compiled at first use), unless `zero_force_ds_cpu_optimizer` is false. What
+an optimizer keeps, in bytes a parameter: 8 for AdamW and Adam, 4 for Lion and for SGD with momentum, next to nothing
+for Adafactor, which needs each weight in its own shape: fp32 without ZeRO.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from training.config.keys import TrainConfig
+from training.config.sections import Optimizer
+from training.errors import ConfigError
+from training.optimizer.lr_schedules import lr_ratio
+
+PIECE = 2**24  # elements that Lion updates at a time
+
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+
+
+def build_optimizer(
+    config: TrainConfig, parameters: NamedParameters, tied_names: tuple[str, str] | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer of one stage.
+
+    Args:
+        tied_names: see `parameter_groups`.
+
+    Raises:
+        ConfigError: `optimizer.params` holds something that the optimizer does not take, or the optimizer does not go
+            with offload, ZeRO or the precision.
+    """
+    compiled = config.zero_optimization.offloads and config.zero_force_ds_cpu_optimizer
+    builders = _CPU_OFFLOAD_BUILDERS if compiled else _BUILDERS
+    kind = config.optimizer.type
+    if kind == "Adafactor":
+        _refuse_joined_weights(config)
+    if kind not in builders:
+        raise ConfigError(
+            f"optimizer.type: {kind} cannot be offloaded; expected one of {', '.join(builders)}, "
+            "or zero_force_ds_cpu_optimizer: false"
+        )
+    groups = parameter_groups(config.optimizer, parameters, tied_names)
+    try:
+        return builders[kind](groups, **config.optimizer.params)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"optimizer.params: {kind} does not take them: {error}") from None
+
+
+def _refuse_joined_weights(config: TrainConfig) -> None:
+    """Refuse what hands Adafactor the weights of a stage as one long vector.
+
+    It keeps a row and a column for a matrix but a number for each element of a vector, and takes the size of its steps
+    from the norm of what it is given. ZeRO joins the weights, and so do DeepSpeed's bf16 and fp16 optimizers without
+    it: the memory would be Lion's, and the steps would depend on how the model is cut.
+    """
+    stage = config.zero_optimization.stage
+    joined = {
+        f"zero_optimization.stage: {stage}": stage > 0,
+        "bf16.enabled: true": config.bf16.enabled,
+        "fp16.enabled: true": config.fp16.enabled,
+    }
+    for key, found in joined.items():
+        if found:
+            raise ConfigError(f"{key} joins the weights, which Adafactor needs apart; expected stage 0 and fp32")
+
+
+def parameter_groups(
+    optimizer: Optimizer, parameters: NamedParameters, tied_names: tuple[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """One group with weight decay and one without; empty ones are left out.
+
+    Args:
+        tied_names: the names of a weight that may lie on two stages, where it must be treated alike: each of them goes
+            by both.
+    """
+    patterns = [re.compile(pattern) for pattern in optimizer.no_wd_kws]
+    decayed: list[nn.Parameter] = []
+    exempt: list[nn.Parameter] = []
+    for name, parameter in parameters:
+        names = tied_names if tied_names and name in tied_names else (name,)
+        matches = any(pattern.search(each) for pattern in patterns for each in names)
+        (exempt if matches else decayed).append(parameter)
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": exempt, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def build_scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer, total_steps: int) -> LambdaLR:
+    """The learning rate over `total_steps` optimizer steps; constant where the config has no scheduler."""
+    scheduler = config.scheduler
+    return LambdaLR(optimizer, lambda step: lr_ratio(step, total_steps, scheduler) if scheduler else 1.0)
+
+
+def _adamw(groups: Any, **params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, fused=True, **params)
+
+
+def _adam(groups: Any, **params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(groups, fused=True, **params)
+
+
+def _sgd(groups: Any, **params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, **params)
+
+
+def _adafactor(groups: Any, **params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(groups, **params)
+
+
+def _lion(groups: Any, **params: Any) -> torch.optim.Optimizer:
+    from lion_pytorch import Lion
+
+    lion = Lion(groups, **params)
+    lion.update_fn = _in_pieces(lion.update_fn)
+    optimizer: torch.optim.Optimizer = lion
+    return optimizer
+
+
+def _in_pieces(update: Callable[..., None]) -> Callable[..., None]:
+    """Lion's update, a piece of the weights at a time.
+
+    It makes two copies of what it is given. ZeRO joins the weights of a stage into one vector, and the copies would
+    take 8 bytes a parameter: more than Adam's second moment, which Lion saves.
+    """
+
+    def in_pieces(weight: Tensor, gradient: Tensor, average: Tensor, *numbers: float) -> None:
+        flat = (weight.view(-1), gradient.reshape(-1), average.view(-1))
+        for piece in zip(*(tensor.split(PIECE) for tensor in flat), strict=True):
+            update(*piece, *numbers)
+
+    return in_pieces
+
+
+def _cpu_adam(groups: Any, **params: Any) -> torch.optim.Optimizer:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **params)
+    return optimizer
+
+
+def _cpu_lion(groups: Any, **params: Any) -> torch.optim.Optimizer:
+    from deepspeed.ops.lion import DeepSpeedCPULion
+
+    optimizer: torch.optim.Optimizer = DeepSpeedCPULion(groups, **params)
+    return optimizer
+
+
+_Builder = Callable[..., torch.optim.Optimizer]
+_BUILDERS: dict[str, _Builder] = {"AdamW": _adamw, "Adam": _adam, "Lion": _lion, "Adafactor": _adafactor, "SGD": _sgd}
+_CPU_OFFLOAD_BUILDERS: dict[str, _Builder] = {"AdamW": _cpu_adam, "Lion": _cpu_lion}

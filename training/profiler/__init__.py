@@ -1,0 +1,1 @@
+"""`profile_steps`: what every rank did and when it waited."""

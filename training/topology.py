@@ -1,0 +1,52 @@
+"""Which stage holds which layers, over how many replicas: all that a checkpoint's files depend on.
+
+Built once, when a run knows its `parts`, and handed down; a checkpoint records the one that it was saved with.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Topology(BaseModel):
+    """How the optimizer's state is divided over the files.
+
+    Attributes:
+        parts: layers per stage of a pipeline, or per chunk where each stage holds two; empty under plain ZeRO.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    stages: int
+    replicas: int
+    zero_stage: int
+    parts: list[int]
+
+    @property
+    def folded(self) -> bool:
+        """Whether each stage holds two chunks (`schedule: dualpipev`)."""
+        return len(self.parts) > self.stages
+
+    def stage_of(self, layer: int) -> int:
+        """The stage that holds a layer: of chunks 0 to 2P - 1, stage s of P has s and 2P - 1 - s."""
+        chunk = sum(layer >= bound for bound in accumulate(self.parts[:-1]))
+        return min(chunk, len(self.parts) - 1 - chunk) if self.folded else chunk
+
+    def layers(self, stage: int, n_layers: int) -> list[int]:
+        """The layers that a stage holds, of a model of `n_layers`."""
+        return [layer for layer in range(n_layers) if self.stage_of(layer) == stage]
+
+    @property
+    def told(self) -> str:
+        """For the log."""
+        if not self.parts:
+            return f"under ZeRO stage {self.zero_stage}"
+        return f"in {self.stages} stages of {self.parts}{', folded' if self.folded else ''}"
+
+    @property
+    def told_in_full(self) -> str:
+        """For the log, where two of them are compared."""
+        zero = f", ZeRO stage {self.zero_stage}" if self.parts else ""
+        return f"{self.told}{zero}, {self.replicas} {'replica' if self.replicas == 1 else 'replicas'}"
