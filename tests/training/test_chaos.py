@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from models.checkpoint.export import pp_to_hg
 from tests.conftest import FAQ
 from tests.launching import start, topology, write_config
-from tests.training.test_resume import command, finished, kill_all, losses
+from tests.training.checkpoint.test_resume import command, finished, kill_all, losses
 from training.checkpoint.folder import RECORD, step_folders
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]

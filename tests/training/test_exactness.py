@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from data.loader import Packing
 from data.tokenize import Sample
 from tests.launching import deepspeed, topology
-from tests.training.test_gradients import Outcome, folder, reference, samples  # noqa: F401
+from tests.training.engine.test_gradients import Outcome, folder, reference, samples  # noqa: F401
 
 pytestmark = pytest.mark.launched
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.launching import topology, write_config
-from tests.training.test_resume import finished, kill_after, losses
+from tests.training.checkpoint.test_resume import finished, kill_after, losses
 from training.checkpoint.folder import CheckpointRecord, step_folder
 from training.checkpoint.resume import check_resumable
 from training.config.yaml_file import load_config

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from models.checkpoint.export import pp_to_hg
 from tests.conftest import FAQ
 from tests.launching import DEEPSPEED, error_lines, metrics, run, start, topology, write_config
-from tests.training.test_checkpoint_folder import flip
+from tests.training.checkpoint.test_folder import flip
 from training.distributed.processes import free_port
 
 pytestmark = pytest.mark.launched

@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import FAQ
 from tests.launching import deepspeed, topology, write_config
-from tests.training.test_checkpoint_folder import DAMAGES
+from tests.training.checkpoint.test_folder import DAMAGES
 from training.checkpoint.folder import RECORD
 
 pytestmark = pytest.mark.launched

@@ -11,7 +11,7 @@ import pytest
 
 from data.tokenize import Sample
 from tests.launching import deepspeed
-from tests.training.test_gradients import Case, Outcome, config, folder, read, reference, samples  # noqa: F401
+from tests.training.engine.test_gradients import Case, Outcome, config, folder, read, reference, samples  # noqa: F401
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
