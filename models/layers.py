@@ -11,7 +11,6 @@ to their arithmetic.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +19,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedConfig
 
+from models.architectures.family import Family
 from models.offload import Offloading, Parked
 from models.positions import Arguments, Positions, attention_kind
 from models.router import RouterRecorder
-
-if TYPE_CHECKING:
-    from models.architectures import Family
 
 Stream = tuple[Tensor, ...]
 
@@ -58,7 +55,7 @@ class Block(nn.Module):
 
     Attributes:
         recompute: drop the activations inside the block after the forward pass and compute them again in the backward
-            pass (`models.recompute`).
+            pass (`models.block_options`).
         offload: what has to be kept for the backward pass waits in host memory (`models.offload`).
     """
 

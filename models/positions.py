@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,15 +21,13 @@ from transformers import Cache, PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from models import flex_attention
+from models.architectures.family import Family
 from models.attention import FLASH, TORCH
 from models.documents import Documents
 from models.flex_attention import FLEX
 from models.position_ids import unmarked
 from models.rope import DocumentRotary, depends_on_length
 from models.varlen_attention import VARLEN
-
-if TYPE_CHECKING:
-    from models.architectures import Family
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}

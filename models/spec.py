@@ -94,7 +94,8 @@ class ModelSpec:
 
     def positions(self) -> Positions:
         """What the blocks of one process share."""
-        return self.family.positions(self.family, self.config)
+        made: Positions = (self.family.positions or Positions)(self.family, self.config)
+        return made
 
     def set_attention(self, implementation: str) -> None:
         """Choose the attention kernel of layers yet to be built, by transformers' name for it."""
@@ -114,7 +115,8 @@ class ModelSpec:
         if layer == 0:
             return Embedding(self.family, self.config)
         if layer == self.n_blocks + 1:
-            return self.family.projection(self.family, self.config)
+            head: Head = (self.family.projection or Head)(self.family, self.config)
+            return head
         return Block(self.family, self.config, layer - 1, positions)
 
     def shapes(self, layer: int) -> dict[str, torch.Size]:

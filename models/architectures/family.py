@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from models.attention import ALL
-from models.layers import Head
-from models.positions import Positions
 
 
 @dataclass(frozen=True)
@@ -83,10 +81,10 @@ class Family:
         carried: regular expressions of names on disk that no module owns but that a round trip must give back
             (buffers that older releases of transformers stored).
         optional_prefix: how names on disk begin in some checkpoints and not in others.
-        positions: the class that derives masks, angles and biases for the blocks.
+        positions: the class that derives masks, angles and biases for the blocks; `Positions` where absent.
         embedding_norm: makes the norm right after the embedding, where there is one.
         embedding_scale: what embedded tokens are multiplied with, where they are.
-        projection: the class of the last layer, for heads that do more than multiply.
+        projection: the class of the last layer, for heads that do more than multiply; `Head` where absent.
         attention: the kernels that compute this family's attention exactly, by transformers' names; the usual one
             first.
         router: the submodule of a block that sends tokens to experts, in families that have them.
@@ -106,10 +104,10 @@ class Family:
     tie: Tie
     carried: tuple[str, ...] = ()
     optional_prefix: str = ""
-    positions: type[Positions] = Positions
+    positions: Callable[[Family, PreTrainedConfig], Any] | None = None
     embedding_norm: Callable[[PreTrainedConfig], nn.Module] | None = None
     embedding_scale: Callable[[PreTrainedConfig], float] | None = None
-    projection: type[Head] = Head
+    projection: Callable[[Family, PreTrainedConfig], Any] | None = None
     attention: tuple[str, ...] = ALL
     router: str | None = None
     translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None
