@@ -33,10 +33,11 @@ def run(config: TrainConfig, place: Place, lifeline: Lifeline) -> None:
 def load_spread_config(path: str, overrides: list[str], place: Place | None) -> TrainConfig:
     """The config; where it has no model_topo, every process that was started, or every GPU, is a replica."""
     config = load_config(path, overrides)
-    if "model_topo" in config.model_fields_set:
-        return config
-    processes = place.world_size if place else max(1, torch.cuda.device_count())
-    return load_config(path, [*overrides, f"model_topo.process_topology.dims=[1, {processes}]"])
+    if "model_topo" not in config.model_fields_set:
+        processes = place.world_size if place else max(1, torch.cuda.device_count())
+        config = load_config(path, [*overrides, f"model_topo.process_topology.dims=[1, {processes}]"])
+    config.check_zero()
+    return config
 
 
 if __name__ == "__main__":

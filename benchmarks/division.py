@@ -89,11 +89,13 @@ def work(parts: list[int], folder: Path) -> None:
     from benchmarks.steps import joined, train
     from models.spec import ModelSpec
     from training.engine.pipeline import PipelineTrainer
+    from training.plan.auto import divide
 
     model = folder.parent
     config = division_config(model, parts)
     with joined(config):
-        trainer = PipelineTrainer.build(config, ModelSpec.from_folder(model), model, total_steps=ROUNDS + 1)
+        spec = ModelSpec.from_folder(model)
+        trainer = PipelineTrainer.build(config, spec, model, divide(config, spec), total_steps=ROUNDS + 1)
         train(trainer, rows_loader(config, LARGE_HEAD["vocab_size"]), Turn(folder))
 
 

@@ -141,6 +141,7 @@ def work(setting: Setting, length: int, folder: Path) -> None:
     from benchmarks.steps import joined, train
     from models.spec import ModelSpec
     from training.engine.pipeline import PipelineTrainer
+    from training.plan.auto import divide
 
     model = folder.parent
     keys = {"schedule": setting.schedule, "zero_optimization": {"stage": 0}}  # all have to fit into memory at once
@@ -148,7 +149,7 @@ def work(setting: Setting, length: int, folder: Path) -> None:
     with joined(config):
         torch.set_num_threads(setting.threads)
         spec = ModelSpec.from_folder(model)
-        trainer = PipelineTrainer.build(config, spec, model, total_steps=ROUNDS + 1)
+        trainer = PipelineTrainer.build(config, spec, model, divide(config, spec), total_steps=ROUNDS + 1)
         train(trainer, rows_loader(config, spec.config.vocab_size), Turn(folder))
 
 

@@ -106,6 +106,7 @@ def work(folder: Path) -> None:
     from training.config.yaml_file import load_config
     from training.data_setup import RecordReader, build_loader
     from training.engine.pipeline import PipelineTrainer
+    from training.plan.auto import divide
 
     class Padded(Loader):
         """Each sample in a row of `max_seq_len`."""
@@ -121,7 +122,8 @@ def work(folder: Path) -> None:
         batches = Loader(data, BATCH, 1, 1, seed=0, packing="batch", row_length=limit)
         packed = build_loader(data, settings, replicas=1)
         loaders: dict[str, Loader] = {"packed": packed, "padded": Padded(data, TRAINED, 1, 1, settings.seed)}
-        trainer = PipelineTrainer.build(settings, ModelSpec.from_folder(model), model, total_steps=2 * STEPS)
+        spec = ModelSpec.from_folder(model)
+        trainer = PipelineTrainer.build(settings, spec, model, divide(settings, spec), total_steps=2 * STEPS)
         speeds = dict.fromkeys(loaders, 0.0)
         for _ in range(STEPS):
             for name, loader in loaders.items():

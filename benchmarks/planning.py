@@ -87,6 +87,7 @@ def work(keys: dict[str, Any], folder: Path) -> None:
     from training.distributed import processes
     from training.engine.pipeline import PipelineTrainer
     from training.metrics.peak_memory import peak_memory
+    from training.plan.auto import divide
     from training.plan.devices import this_device
     from training.plan.parts import Basis
     from training.plan.plan import Plan
@@ -99,7 +100,7 @@ def work(keys: dict[str, Any], folder: Path) -> None:
         loader = rows_loader(config, MODEL["vocab_size"])
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the highest point so far is forgotten
         before = peak_memory()
-        trainer = PipelineTrainer.build(config, spec, folder, total_steps=STEPS)
+        trainer = PipelineTrainer.build(config, spec, folder, divide(config, spec), total_steps=STEPS)
         for step in range(STEPS):
             trainer.train_step(loader, loader.batch(step))
         told = processes.gather((plan.stages[trainer.stage].memory.peak, peak_memory() - before))

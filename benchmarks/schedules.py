@@ -74,6 +74,7 @@ def work(schedule: Schedule, folder: Path) -> None:
     from models.spec import ModelSpec
     from training.engine.pipeline import PipelineTrainer
     from training.metrics.peak_memory import peak_memory, peak_memory_by_stage
+    from training.plan.auto import divide
 
     model = folder.parent
     config = run_config(model, STAGES, MICRO_BATCHES, LENGTH, schedule=schedule, parts=PARTS[schedule])
@@ -81,7 +82,8 @@ def work(schedule: Schedule, folder: Path) -> None:
         torch.set_num_threads(1)
         loader = rows_loader(config, MODEL["vocab_size"])
         before = peak_memory()
-        trainer = PipelineTrainer.build(config, ModelSpec.from_folder(model), model, total_steps=ROUNDS + 1)
+        spec = ModelSpec.from_folder(model)
+        trainer = PipelineTrainer.build(config, spec, model, divide(config, spec), total_steps=ROUNDS + 1)
 
         def peak() -> dict[str, int]:
             return {"peak": max(peak_memory_by_stage(trainer.stage, STAGES)) - before}

@@ -87,13 +87,14 @@ def work(schedule: Schedule, folder: Path) -> None:
     from benchmarks.steps import joined
     from models.spec import ModelSpec
     from training.engine.pipeline import PipelineTrainer
+    from training.plan.auto import divide
     from training.profiler.session import Timeline
 
     config = run_config(folder, 2, MICRO_BATCHES, LENGTH, schedule=schedule, parts=PARTS[schedule])
     with joined(config):
         torch.set_num_threads(1)
         loader, spec = rows_loader(config, VOCABULARY), ModelSpec.from_folder(folder)
-        trainer = PipelineTrainer.build(config, spec, folder, total_steps=STEPS + 1)
+        trainer = PipelineTrainer.build(config, spec, folder, divide(config, spec), total_steps=STEPS + 1)
         timeline = Timeline((2, STEPS + 1), trainer, spec, PARTS[schedule], folder, Console(quiet=True))
         for step in range(1, STEPS + 2):
             batch = loader.batch(step - 1)

@@ -29,13 +29,14 @@ def by_pipetune(config: TrainConfig, samples: SampleSet, way: type[Way], pace: P
     from models.attention import choose_attention
     from models.spec import ModelSpec
     from training.config.deepspeed_config import training_dtype
+    from training.plan.auto import divide
 
     folder = Path(config.model_path)
     spec = ModelSpec.from_folder(folder)
     attention = choose_attention(config.use_flash_attn, training_dtype(config), spec.attention)
     spec.set_attention(attention.implementation)
     loader = build_loader(samples, config, config.model_topo.replicas)
-    train(way.build(config, spec, folder, total_steps=MOST_STEPS), loader, pace)
+    train(way.build(config, spec, folder, divide(config, spec, way.in_stages), total_steps=MOST_STEPS), loader, pace)
 
 
 def by_transformers(config: TrainConfig, samples: SampleSet, pace: Pace, micro_batch: int, liger: bool = False) -> None:

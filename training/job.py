@@ -38,11 +38,9 @@ from training.metrics.flops import Utilization
 from training.metrics.reporter import Reporter
 from training.metrics.run_info import write_run_info
 from training.metrics.tracking import open_trackers
-from training.plan.parts import costs_told
-from training.plan.workload import Workload
+from training.plan.auto import divide
 from training.profiler.session import Timeline
-from training.recompute import recomputation_told
-from training.topology import Topology
+from training.topology import Division
 
 
 @dataclass
@@ -64,21 +62,16 @@ class Inputs:
     save_path: Path
 
     @classmethod
-    def read(cls, config: TrainConfig, kind: type[Trainer], log: Console) -> Inputs:
+    def read(cls, config: TrainConfig, log: Console) -> Inputs:
         """Read model config and records, make the run's folder."""
         folder = resolve(config.model_path)
         spec = ModelSpec.from_folder(folder)
-        kind.check(config, spec)
+        config.parts_for(spec.n_layers)  # checked before the data are read, which takes longer
         reader = RecordReader(config, folder, log)
         dataset = reader.stream() if config.stream_gb else reader.read("data", config.data_path)
         loader = build_loader(dataset, config, config.model_topo.replicas, config.dataloader_drop_last)
         evaluation_set = reader.read("evaluation data", config.eval_data_path) if config.eval_data_path else None
         return cls(folder, spec, dataset, loader, evaluation_set, make_run_folder(config.save_path))
-
-    def workload(self, config: TrainConfig) -> Workload | None:
-        """What the data are like, where `parts: auto` asks; a stream does not know yet."""
-        asked = config.model_topo.stages > 1 and config.model_topo.parts is None
-        return Workload.measured(self.loader, config) if asked and isinstance(self.dataset, Dataset) else None
 
     def order(self, config: TrainConfig) -> DataOrder:
         """What decides which samples a step sees."""
@@ -112,9 +105,10 @@ def run_job(config: TrainConfig, place: Place, lifeline: Lifeline, kind: type[Tr
     log = Console(quiet=not reporting, highlight=False, soft_wrap=True)
     stop = StopRequest()
     with agreed():
-        inputs = Inputs.read(config, kind, log)
+        inputs = Inputs.read(config, log)
     spec, loader, save_path = inputs.spec, inputs.loader, inputs.save_path
-    topology = kind.topology(config, spec, inputs.workload(config))
+    division = divide(config, spec, kind.in_stages, None if isinstance(inputs.dataset, Stream) else loader)
+    topology = division.topology
     total_steps = config.max_steps or config.n_epoches * loader.steps_per_epoch
     order = inputs.order(config)
     checkpoint = find_checkpoint(config, save_path, log)
@@ -122,15 +116,15 @@ def run_job(config: TrainConfig, place: Place, lifeline: Lifeline, kind: type[Tr
         if checkpoint:
             check_resumable(checkpoint, order, fixed_settings(config))
         inputs.start(order, checkpoint, total_steps, place, lifeline)
-    describe(config, inputs, topology, total_steps, log)
+    describe(config, inputs, division, total_steps, log)
     config = config.with_parts(topology.parts)  # what `auto` came to; the resolved config says so
     if reporting:
         (save_path / "config.yml").write_text(yaml.safe_dump(config.dump(), sort_keys=False), encoding="utf-8")
     if checkpoint:
-        trainer, done = resume(checkpoint, topology, config, kind, spec, inputs.folder, total_steps, log)
+        trainer, done = resume(checkpoint, division, config, kind, spec, inputs.folder, total_steps, log)
         log.print(f"resumed: {checkpoint}, after step {done}")
     else:
-        trainer, done = kind.build(config, spec, inputs.folder, total_steps), 0
+        trainer, done = kind.build(config, spec, inputs.folder, division, total_steps), 0
     record = CheckpointRecord(step=done, topology=topology, data=order, settings=fixed_settings(config))
     checkpointer = Checkpointer(
         trainer, config, save_path, inputs.folder, record, log, Best.read(save_path, done) if checkpoint else None
@@ -140,9 +134,8 @@ def run_job(config: TrainConfig, place: Place, lifeline: Lifeline, kind: type[Tr
         evaluation = Evaluation(inputs.evaluation_set, config, topology.replicas, loader.steps_per_epoch, reporting)
     bad_steps = BadSteps(config.max_bad_steps, config.fp16.enabled, inputs.dataset, log, reporting)
     utilization = Utilization(spec, training_dtype(config), place.world_size)
-    timeline = None
-    if config.profile_steps:
-        timeline = Timeline(config.profile_steps, trainer, spec, topology.parts, save_path, log)
+    steps = config.profile_steps
+    timeline = Timeline(steps, trainer, spec, topology.parts, save_path, log) if steps else None
     with agreed():
         trackers = open_trackers(config, save_path, done + 1) if reporting else []
         if reporting:
@@ -175,14 +168,12 @@ def run_job(config: TrainConfig, place: Place, lifeline: Lifeline, kind: type[Tr
         inputs.dataset.close()
 
 
-def describe(config: TrainConfig, inputs: Inputs, topology: Topology, total_steps: int, log: Console) -> None:
+def describe(config: TrainConfig, inputs: Inputs, division: Division, total_steps: int, log: Console) -> None:
     """Choose the attention and say what is about to run."""
     spec = inputs.spec
-    log.print(f"model: {spec.family.name}, {spec.n_layers} layers {topology.told}")
-    if topology.stages > 1 and config.model_topo.parts is None:
-        log.print(f"parts: auto, by {costs_told(config, spec)}")
-    if config.use_grad_ckpt == "auto" and not log.quiet:
-        log.print(recomputation_told(config, spec, topology))
+    log.print(f"model: {spec.family.name}, {spec.n_layers} layers {division.topology.told}")
+    for line in division.report:
+        log.print(line)
     attention = choose_attention(config.use_flash_attn, training_dtype(config), spec.attention)
     spec.set_attention(attention.implementation)
     log.print(f"attention: {attention.reason}")

@@ -5,6 +5,7 @@ Built once, when a run knows its `parts`, and handed down; a checkpoint records 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import accumulate
 
 from pydantic import BaseModel, ConfigDict
@@ -50,3 +51,17 @@ class Topology(BaseModel):
         """For the log, where two of them are compared."""
         zero = f", ZeRO stage {self.zero_stage}" if self.parts else ""
         return f"{self.told}{zero}, {self.replicas} {'replica' if self.replicas == 1 else 'replicas'}"
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a run's model is divided, decided once (`training.plan.auto`) and handed down.
+
+    Attributes:
+        recompute: the layers, of the whole model, that recompute their activations.
+        report: what `auto` came to, for the log.
+    """
+
+    topology: Topology
+    recompute: frozenset[int] = frozenset()
+    report: tuple[str, ...] = ()

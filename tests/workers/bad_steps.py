@@ -13,16 +13,14 @@ from typing import Any
 
 import torch
 
-from models.spec import ModelSpec
 from tests.workers.cases import loader_of, run_cases
-from tests.workers.zero import KINDS
+from tests.workers.zero import KINDS, build
 from training.config.keys import TrainConfig
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     loader = loader_of(config)
-    model_folder = Path(config.model_path)
-    trainer = KINDS[case["kind"]].build(config, ModelSpec.from_folder(model_folder), model_folder, 4)
+    trainer = build(KINDS[case["kind"]], config, 4)
     everything = list(range(len(loader.data.lengths)))
     good = loader.batch_of(everything[:-1])
     outcome = {"before": trainer.eval_loss(loader, good)}

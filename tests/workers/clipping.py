@@ -15,15 +15,17 @@ import torch
 from models.spec import ModelSpec
 from tests.workers.cases import loader_of, run_cases
 from training.config.keys import TrainConfig
-from training.engine.pipeline import PipelineTrainer, build_engine
+from training.engine.pipeline import PipelineTrainer
+from training.plan.auto import divide
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     name, loader = case["name"], loader_of(config)
     model_folder = Path(config.model_path)
     steps = config.n_epoches * loader.steps_per_epoch
-    engine = build_engine(config, ModelSpec.from_folder(model_folder), model_folder, steps)
-    trainer = PipelineTrainer(engine)
+    spec = ModelSpec.from_folder(model_folder)
+    trainer = PipelineTrainer.build(config, spec, model_folder, divide(config, spec), steps)
+    engine = trainer.engine
     losses, norms = [], []
     for step in range(steps):
         losses.append(trainer.train_step(loader, loader.batch(step)))

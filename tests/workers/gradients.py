@@ -21,6 +21,7 @@ from models.spec import ModelSpec
 from tests.workers.cases import loader_of, run_cases
 from tests.workers.zero import KINDS
 from training.config.keys import TrainConfig
+from training.plan.auto import divide
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
@@ -30,7 +31,8 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     if kernel := case.get("kernel"):
         spec.set_attention(kernel)
         flex_attention._validate_device = lambda *tensors: None  # it has gradients on a CPU, but does not offer them
-    trainer = KINDS[case["kind"]].build(config, spec, model_folder, total_steps=2)
+    kind = KINDS[case["kind"]]
+    trainer = kind.build(config, spec, model_folder, divide(config, spec, kind.in_stages), total_steps=2)
     engine = trainer.engine
     gradients: dict[str, torch.Tensor] = {}
     take_step = engine._take_model_step

@@ -29,6 +29,7 @@ from training.config.keys import TrainConfig
 from training.engine.pipeline import PipelineTrainer
 from training.engine.trainer import Trainer
 from training.engine.zero import ZeroTrainer
+from training.plan.auto import divide
 
 KINDS: dict[str, type[Trainer]] = {"pipeline": PipelineTrainer, "zero": ZeroTrainer}
 STEPS, SAVED_AT = 10, 6
@@ -39,23 +40,23 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     kind, loader, log = KINDS[case["kind"]], loader_of(config), Console(quiet=True)
     model_folder = Path(config.model_path)
     spec = ModelSpec.from_folder(model_folder)
-    topology = kind.topology(config, spec)
+    division = divide(config, spec, kind.in_stages)
     state = folder / case["name"]
     groups.mpu = None  # a pipeline's grid, of the case before
     if case["source"]:
         checkpoint = step_folder(folder / case["source"], SAVED_AT)
-        trainer, done = resume(checkpoint, topology, config, kind, spec, model_folder, STEPS, log)
+        trainer, done = resume(checkpoint, division, config, kind, spec, model_folder, STEPS, log)
         keep_state(trainer, state)
         if case["forget"]:
             forget_moments(trainer.engine)
     else:
-        trainer, done = kind.build(config, spec, model_folder, STEPS), 0
+        trainer, done = kind.build(config, spec, model_folder, division, STEPS), 0
     outcome: dict[str, Any] = {"losses": [], "rates": []}
     for step in range(done, STEPS):
         outcome["rates"].append(trainer.engine.get_lr()[0])
         outcome["losses"].append(trainer.train_step(loader, loader.batch(step)))
         if not case["source"] and step + 1 == SAVED_AT:
-            record = CheckpointRecord(step=0, topology=topology, data=ORDER, settings=fixed_settings(config))
+            record = CheckpointRecord(step=0, topology=division.topology, data=ORDER, settings=fixed_settings(config))
             Checkpointer(trainer, config, folder / case["name"], model_folder, record, log).save(SAVED_AT)
             keep_state(trainer, state)
     if torch.distributed.get_rank() == 0:

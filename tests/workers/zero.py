@@ -28,6 +28,7 @@ from training.distributed import processes
 from training.engine.pipeline import PipelineTrainer
 from training.engine.trainer import Trainer
 from training.engine.zero import ZeroTrainer
+from training.plan.auto import divide
 
 KINDS: dict[str, type[Trainer]] = {"pipeline": PipelineTrainer, "zero": ZeroTrainer}
 STEPS, RESUME_AT = 10, 7
@@ -43,7 +44,7 @@ def run_case(kind: type[Trainer], config: TrainConfig, folder: Path, resume: boo
     loader = loader_of(config)
     outcome: dict[str, Any] = {"loss": [], "grad_norm": []}
     with watched_build() as held:
-        trainer = build(kind, config)
+        trainer = build(kind, config, STEPS)
     outcome["held_while_reading"] = processes.gather(max(held, default=0))
     outcome["held"] = processes.gather(held_of(trainer.engine.module.parameters()))
     outcome["eval"] = [trainer.eval_loss(loader, loader.batch(0))]
@@ -58,16 +59,17 @@ def run_case(kind: type[Trainer], config: TrainConfig, folder: Path, resume: boo
     trainer.engine.destroy()
     if not resume:
         return outcome
-    again = build(kind, config)
+    again = build(kind, config, STEPS)
     again.engine.load_checkpoint(str(folder), tag="resume")
     outcome["resumed"] = [again.train_step(loader, loader.batch(step)) for step in range(RESUME_AT, STEPS)]
     again.engine.destroy()
     return outcome
 
 
-def build(kind: type[Trainer], config: TrainConfig) -> Trainer:
+def build(kind: type[Trainer], config: TrainConfig, total_steps: int) -> Trainer:
     folder = Path(config.model_path)
-    return kind.build(config, ModelSpec.from_folder(folder), folder, STEPS)
+    spec = ModelSpec.from_folder(folder)
+    return kind.build(config, spec, folder, divide(config, spec, kind.in_stages), total_steps)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from training.config.keys import TrainConfig
 from training.distributed.processes import agreed, gather
 from training.engine.trainer import Trainer
 from training.errors import ConfigError
-from training.topology import Topology
+from training.topology import Division, Topology
 
 AUTO, NONE = "auto", "none"
 
@@ -68,7 +68,7 @@ def _newest(save_path: Path, log: Console) -> Path | None:
 
 def resume(
     folder: Path,
-    topology: Topology,
+    division: Division,
     config: TrainConfig,
     kind: type[Trainer],
     spec: ModelSpec,
@@ -79,7 +79,7 @@ def resume(
     """Build the trainer that goes on from a checkpoint; with it, the step after which that was saved.
 
     Args:
-        topology: of the run, which may be another than the checkpoint's.
+        division: of the run, which may be another than the checkpoint's.
         kind: how the model is spread now.
         model_folder: the folder that the run started from.
         total_steps: of the whole run.
@@ -89,16 +89,17 @@ def resume(
     """
     record = CheckpointRecord.read(folder)
     assert record is not None, "found whole before"
+    topology = division.topology
     changed = record.topology != topology
     if not changed and not _beyond_deepspeed(topology, config):
-        trainer = kind.build(config, spec, model_folder, total_steps)
+        trainer = kind.build(config, spec, model_folder, division, total_steps)
         return trainer, restore(trainer, folder)
     if changed:
         log.print(
             f"{folder.name} was saved {record.topology.told_in_full}; dividing its weights and optimizer states anew: "
             f"{topology.told_in_full}; dropout, if any, draws other numbers"
         )
-    trainer = kind.build(config.model_copy(update={"from_scratch": False}), spec, folder, total_steps)
+    trainer = kind.build(config.model_copy(update={"from_scratch": False}), spec, folder, division, total_steps)
     with agreed():
         take_over(trainer.engine, folder, record, spec)
     rank = torch.distributed.get_rank()

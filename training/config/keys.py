@@ -216,8 +216,27 @@ class TrainConfig(BaseModel):
                 "expected 0 or 1, or train_ds_zero.py"
             )
 
+    def check_zero(self) -> None:
+        """Refuse what only train_ds.py can do.
+
+        Raises:
+            ConfigError: there is more than one stage.
+        """
+        if self.model_topo.stages > 1:
+            raise ConfigError(
+                f"model_topo.process_topology.dims: {self.model_topo.process_topology.dims} asks for "
+                f"{self.model_topo.stages} stages; ZeRO has no pipeline: expected 1 for pipe, or no model_topo"
+            )
+
+    def recomputed(self, n_blocks: int) -> frozenset[int]:
+        """The layers of the blocks 1 .. `n_blocks` that recompute; with `auto` all that may have to."""
+        if not self.use_grad_ckpt:
+            return frozenset()
+        step = self.use_grad_ckpt.every if isinstance(self.use_grad_ckpt, EveryNth) else 1
+        return frozenset(range(step, n_blocks + 1, step))
+
     def parts_for(self, n_layers: int) -> list[int] | None:
-        """Layers per stage, or per chunk, for a model of `n_layers`, checked; None for `auto` (`training.plan.parts`).
+        """Layers per stage, or per chunk, for a model of `n_layers`, checked; None where `training.plan.auto` chooses.
 
         Raises:
             ConfigError: `parts` does not sum to `n_layers`, or there are more stages than layers.
@@ -234,7 +253,7 @@ class TrainConfig(BaseModel):
                 f"model_topo.parts: {parts} sums to {sum(parts)}, but the model has {n_layers} layers "
                 f"({n_layers - 2} blocks + embedding + head)"
             )
-        return parts
+        return [n_layers] if chunks == 1 else parts
 
     def with_parts(self, parts: list[int]) -> TrainConfig:
         """The same config with these layers per stage."""

@@ -189,9 +189,6 @@ class EveryNth(_Section):
     every: int = Field(ge=1)
 
 
-Recompute = bool | Literal["auto"] | EveryNth | frozenset[int]  # the last is what `auto` comes to
-
-
 class ProcessTopology(_Section):
     """`model_topo.process_topology`: the grid of processes."""
 

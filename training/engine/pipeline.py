@@ -1,41 +1,34 @@
-"""The pipeline as the training loop sees it, and how a checked config becomes DeepSpeed's engine for a stage of it."""
+"""The pipeline as the training loop sees it."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import deepspeed
 import torch
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from data.loader import GlobalBatch, Loader
-from models.checkpoint.source import open_source
 from models.documents import Documents
-from models.loading import LayerStates, SeededStates
 from models.pipeline import FoldedModel, PipelineModel
 from models.spec import ModelSpec
-from training.config.deepspeed_config import check_device, deepspeed_config, router_loss_weight, training_dtype
 from training.config.keys import TrainConfig
-from training.distributed.processes import agreed
 from training.engine.dualpipev import FoldedEngine
 from training.engine.prefetch import Sent, ahead
 from training.engine.stage_engine import StageEngine
 from training.engine.timings import Timings
-from training.optimizer.optimizers import build_optimizer, build_scheduler
-from training.plan.parts import choose_parts
-from training.plan.workload import Workload
-from training.recompute import block_options, recomputed_on
-from training.topology import Topology
+from training.engine.trainer import build_engine
+from training.topology import Division
 
 
 class PipelineTrainer:
     """A stage of the pipeline; the first and last ones turn their replica's part of a batch into tensors."""
+
+    in_stages: ClassVar[bool] = True
 
     def __init__(self, engine: StageEngine) -> None:
         self.engine = engine
@@ -44,19 +37,17 @@ class PipelineTrainer:
         engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {schedule.OptimizerStep: self._take_optimizer_step}
 
     @classmethod
-    def check(cls, config: TrainConfig, spec: ModelSpec) -> None:
-        """The number of stages and the list of `parts`, if there is one."""
-        config.parts_for(spec.n_layers)
-
-    @classmethod
-    def topology(cls, config: TrainConfig, spec: ModelSpec, workload: Workload | None = None) -> Topology:
-        """Which layers each stage holds; all ranks call it together."""
-        return divide(config, spec, workload)
-
-    @classmethod
-    def build(cls, config: TrainConfig, spec: ModelSpec, folder: Path, total_steps: int) -> PipelineTrainer:
-        """See `build_engine`."""
-        return cls(build_engine(config, spec, folder, total_steps))
+    def build(
+        cls, config: TrainConfig, spec: ModelSpec, folder: Path, division: Division, total_steps: int
+    ) -> PipelineTrainer:
+        """See `Trainer.build`."""
+        grid, topology = config.model_topo.process_topology, division.topology
+        processes = ProcessTopology(axes=list(grid.axes), dims=list(grid.dims))
+        layers = topology.layers(processes.get_coord(torch.distributed.get_rank()).pipe, spec.n_layers)
+        model_class, engine_class = (FoldedModel, FoldedEngine) if topology.folded else (PipelineModel, StageEngine)
+        make_model = partial(model_class, spec=spec, topology=processes, parts=topology.parts)
+        engine = build_engine(config, spec, folder, layers, total_steps, make_model, division.recompute)
+        return cls(engine_class.adopt(engine))
 
     def train_step(self, loader: Loader, batch: GlobalBatch) -> float:
         """One optimizer step on a global batch; its loss, the mean over the batch's supervised tokens."""
@@ -88,60 +79,3 @@ class PipelineTrainer:
     def _take_optimizer_step(self, engine: PipelineEngine, lr_kwargs: Any = None) -> None:
         with self.timings("optimizer"):
             PipelineEngine._exec_optimizer_step(engine, lr_kwargs)
-
-
-def divide(config: TrainConfig, spec: ModelSpec, workload: Workload | None = None) -> Topology:
-    """Which layers each stage holds. All ranks call it together.
-
-    Args:
-        workload: what the data are like, for `parts: auto`; assumed where absent.
-
-    Raises:
-        ConfigError: the config and the model do not fit each other.
-    """
-    topo = config.model_topo
-    parts = choose_parts(config, spec, workload)
-    return Topology(stages=topo.stages, replicas=topo.replicas, zero_stage=config.zero_optimization.stage, parts=parts)
-
-
-def build_engine(config: TrainConfig, spec: ModelSpec, folder: Path, total_steps: int) -> StageEngine:
-    """Build this process's stage, load its weights and wrap it in DeepSpeed's engine.
-
-    Args:
-        folder: the resolved `model_path`.
-        total_steps: optimizer steps of the whole run, for the schedule.
-
-    Raises:
-        RunRefused: on every rank, when some rank's weights or settings are unusable.
-    """
-    topo = config.model_topo
-    topology = ProcessTopology(axes=list(topo.process_topology.axes), dims=list(topo.process_topology.dims))
-    divided = divide(config, spec)
-    with agreed():
-        check_device(config)
-        router_weight = router_loss_weight(config, spec)
-        states: LayerStates = SeededStates(spec, config.seed) if config.from_scratch else open_source(folder, spec)
-        stage = topology.get_coord(torch.distributed.get_rank()).pipe
-        # Building a stage communicates, so every rank looks at its weights before any begins.
-        for layer in divided.layers(stage, spec.n_layers):
-            states.check_layer(layer)
-    torch.manual_seed(config.seed + torch.distributed.get_rank())  # dropout differs from rank to rank
-    model_class, engine_class = (FoldedModel, FoldedEngine) if config.folded else (PipelineModel, StageEngine)
-    model = model_class(
-        spec,
-        states,
-        topology,
-        divided.parts,
-        training_dtype(config),
-        blocks=block_options(config, recomputed_on(config, spec, divided, [stage])[0]),
-        z_loss_weight=config.aux_max_z_loss.weight,
-        router_loss_weight=router_weight,
-    )
-    with agreed():
-        optimizer = build_optimizer(config, model.named_parameters(), spec.tied_names)
-    scheduler = build_scheduler(config, optimizer, total_steps)
-    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the memory in use, four times
-        engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, lr_scheduler=scheduler, config=deepspeed_config(config)
-        )
-    return engine_class.adopt(engine)

@@ -1,4 +1,4 @@
-"""What the training loop asks of an engine, whichever way the model is spread.
+"""What the training loop asks of an engine, whichever way the model is spread, and what building any of them takes.
 
 `training.engine.pipeline` is the pipeline, `training.engine.zero` is ZeRO. Both see the same global batches and give
 the same numbers.
@@ -6,53 +6,53 @@ the same numbers.
 
 from __future__ import annotations
 
+import contextlib
+import io
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
+import deepspeed
+import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import nn
 
 from data.loader import GlobalBatch, Loader
+from models.block_options import BlockOptions
+from models.checkpoint.source import open_source
+from models.loading import LayerStates, SeededStates
 from models.spec import ModelSpec
+from training.config.deepspeed_config import check_device, deepspeed_config, router_loss_weight, training_dtype
 from training.config.keys import TrainConfig
+from training.distributed.processes import agreed
 from training.engine.timings import Timings
-from training.plan.workload import Workload
-from training.topology import Topology
+from training.optimizer.optimizers import build_optimizer, build_scheduler
+from training.topology import Division
 
 
 class Trainer(Protocol):
     """One rank's share of the model in a DeepSpeed engine. All ranks call each method, with the same global batch.
 
     Attributes:
+        in_stages: whether the layers are divided among the stages of a pipeline.
         engine: saves and loads checkpoints, and knows step, learning rate and gradient norm.
         stage: of the pipeline, from 0.
         timings: where the time of a step goes.
     """
 
+    in_stages: ClassVar[bool]
     engine: DeepSpeedEngine
     stage: int
     timings: Timings
 
     @classmethod
-    def check(cls, config: TrainConfig, spec: ModelSpec) -> None:
-        """Refuse a config that does not fit the model, without communication.
-
-        Raises:
-            ConfigError: they do not fit each other.
-        """
-        ...
-
-    @classmethod
-    def topology(cls, config: TrainConfig, spec: ModelSpec, workload: Workload | None = None) -> Topology:
-        """How a model is divided under a checked config.
+    def build(cls, config: TrainConfig, spec: ModelSpec, folder: Path, division: Division, total_steps: int) -> Trainer:
+        """Load this rank's weights and make the engine.
 
         Args:
-            workload: what the data are like, for `parts: auto`; assumed where absent.
-        """
-        ...
-
-    @classmethod
-    def build(cls, config: TrainConfig, spec: ModelSpec, folder: Path, total_steps: int) -> Trainer:
-        """Load this rank's weights from `folder` and make the engine.
+            folder: of the weights, in either layout; nothing is read with `from_scratch`.
+            division: the layers that each stage holds, and those that recompute.
+            total_steps: optimizer steps of the whole run, for the schedule.
 
         Raises:
             RunRefused: on every rank, when some rank's weights or settings are unusable.
@@ -70,3 +70,46 @@ class Trainer(Protocol):
     def write_layers(self, folder: Path) -> None:
         """Write the layer files of the pipeline layout that DeepSpeed does not write by itself."""
         ...
+
+
+def build_engine(
+    config: TrainConfig,
+    spec: ModelSpec,
+    folder: Path,
+    layers: Iterable[int],
+    total_steps: int,
+    make_model: Callable[..., nn.Module],
+    recompute: frozenset[int],
+) -> Any:
+    """Build this process's layers with their weights and optimizer, and wrap them in DeepSpeed's engine.
+
+    Args:
+        layers: those that this process holds.
+        make_model: takes where weights come from and, by name, what `models.pipeline` and `models.sharded` both take.
+
+    Raises:
+        RunRefused: on every rank, when some rank's weights or settings are unusable.
+    """
+    with agreed():
+        check_device(config)
+        router_weight = router_loss_weight(config, spec)
+        states: LayerStates = SeededStates(spec, config.seed) if config.from_scratch else open_source(folder, spec)
+        # Building the model communicates, so every rank looks at its weights before any begins.
+        for layer in layers:
+            states.check_layer(layer)
+    torch.manual_seed(config.seed + torch.distributed.get_rank())  # dropout differs from rank to rank
+    model = make_model(
+        states=states,
+        dtype=training_dtype(config),
+        blocks=BlockOptions(recompute=recompute, offload=config.offload_activations, compile=config.compile),
+        z_loss_weight=config.aux_max_z_loss.weight,
+        router_loss_weight=router_weight,
+    )
+    with agreed():
+        optimizer = build_optimizer(config, model.named_parameters(), spec.tied_names)
+    scheduler = build_scheduler(config, optimizer, total_steps)
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the memory in use, four times
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=scheduler, config=deepspeed_config(config)
+        )
+    return engine

@@ -6,11 +6,11 @@ gathered from all processes in each forward and in each backward pass.
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import MethodType
+from typing import ClassVar
 
 import deepspeed
 import torch
@@ -20,25 +20,21 @@ from torch import Tensor
 from data.loader import GlobalBatch, Loader
 from models.checkpoint.layer_files import save_state_dict
 from models.checkpoint.layout import layer_file
-from models.checkpoint.source import open_source
 from models.documents import Documents
-from models.loading import LayerStates, SeededStates
 from models.sharded import ShardedModel
 from models.spec import ModelSpec
-from training.config.deepspeed_config import check_device, deepspeed_config, router_loss_weight, training_dtype
+from training.config.deepspeed_config import deepspeed_config
 from training.config.keys import TrainConfig
-from training.distributed.processes import agreed
 from training.engine.prefetch import Sent, ahead
 from training.engine.timings import Timings
-from training.errors import ConfigError
-from training.optimizer.optimizers import build_optimizer, build_scheduler
-from training.plan.workload import Workload
-from training.recompute import block_options, recomputed
-from training.topology import Topology
+from training.engine.trainer import build_engine
+from training.topology import Division
 
 
 class ZeroTrainer:
     """A replica of the model, whole or in shards; it trains on its part of each global batch."""
+
+    in_stages: ClassVar[bool] = False
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self.engine = engine
@@ -46,25 +42,19 @@ class ZeroTrainer:
         self.timings = Timings()
 
     @classmethod
-    def check(cls, config: TrainConfig, spec: ModelSpec) -> None:
-        """There is one stage."""
-        topo = config.model_topo
-        if topo.stages > 1:
-            raise ConfigError(
-                f"model_topo.process_topology.dims: {topo.process_topology.dims} asks for {topo.stages} stages; "
-                "ZeRO has no pipeline: expected 1 for pipe, or no model_topo"
-            )
-
-    @classmethod
-    def topology(cls, config: TrainConfig, spec: ModelSpec, workload: Workload | None = None) -> Topology:
-        """One stage, as many replicas as processes."""
+    def build(
+        cls, config: TrainConfig, spec: ModelSpec, folder: Path, division: Division, total_steps: int
+    ) -> ZeroTrainer:
+        """See `Trainer.build`."""
         stage = config.zero_optimization.stage
-        return Topology(stages=1, replicas=config.model_topo.replicas, zero_stage=stage, parts=[])
-
-    @classmethod
-    def build(cls, config: TrainConfig, spec: ModelSpec, folder: Path, total_steps: int) -> ZeroTrainer:
-        """See `build_zero_engine`."""
-        return cls(build_zero_engine(config, spec, folder, total_steps))
+        make_model = partial(ShardedModel, spec=spec, shards=deepspeed_config(config) if stage == 3 else None)
+        layers = range(spec.n_layers)
+        engine = build_engine(config, spec, folder, layers, total_steps, make_model, division.recompute)
+        if stage == 0:
+            engine.clip_fp32_gradients = MethodType(_clip_gradients, engine)
+            if config.bf16.enabled:
+                _undo_empty_step(engine)
+        return cls(engine)
 
     def train_step(self, loader: Loader, batch: GlobalBatch) -> float:
         """One optimizer step on a global batch; its loss, the mean over the batch's supervised tokens."""
@@ -121,48 +111,6 @@ class ZeroTrainer:
         mean = torch.stack(losses).mean() / self.engine.world_size
         torch.distributed.all_reduce(mean)
         return float(mean)
-
-
-def build_zero_engine(config: TrainConfig, spec: ModelSpec, folder: Path, total_steps: int) -> DeepSpeedEngine:
-    """Build this process's share of the model, load its weights and wrap it in DeepSpeed's engine.
-
-    Args:
-        folder: the resolved `model_path`.
-        total_steps: optimizer steps of the whole run, for the schedule.
-
-    Raises:
-        RunRefused: on every rank, when the weights or settings are unusable.
-    """
-    with agreed():
-        check_device(config)
-        router_weight = router_loss_weight(config, spec)
-        states: LayerStates = SeededStates(spec, config.seed) if config.from_scratch else open_source(folder, spec)
-        # Sharding communicates, so every rank looks at the weights before any begins.
-        for layer in range(spec.n_layers):
-            states.check_layer(layer)
-    torch.manual_seed(config.seed + torch.distributed.get_rank())  # dropout differs from rank to rank
-    settings = deepspeed_config(config)
-    stage = config.zero_optimization.stage
-    model = ShardedModel(
-        spec,
-        states,
-        training_dtype(config),
-        settings if stage == 3 else None,
-        blocks=block_options(config, recomputed(config.use_grad_ckpt, spec.n_blocks)),
-        z_loss_weight=config.aux_max_z_loss.weight,
-        router_loss_weight=router_weight,
-    )
-    with agreed():
-        optimizer = build_optimizer(config, model.named_parameters(), spec.tied_names)
-    scheduler = build_scheduler(config, optimizer, total_steps)
-    engine: DeepSpeedEngine
-    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the memory in use
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=settings)
-    if stage == 0:
-        engine.clip_fp32_gradients = MethodType(_clip_gradients, engine)
-        if config.bf16.enabled:
-            _undo_empty_step(engine)
-    return engine
 
 
 def _clip_gradients(engine: DeepSpeedEngine) -> None:

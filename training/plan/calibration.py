@@ -15,7 +15,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from training.atomic_files import replace_text
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.optimizer.optimizers import build_optimizer
-from training.plan.costs import Estimate, LayerTime, kinds, recomputes
+from training.plan.costs import Estimate, LayerTime, kinds
 from training.plan.optimizer_memory import StateBytes
 from training.plan.workload import Workload
 
@@ -93,8 +93,8 @@ class Measured:
     def layer(self, number: int) -> LayerTime:
         """Of layer `number`."""
         now = self.estimate
-        plain = Estimate(now.spec, now.config.model_copy(update={"use_grad_ckpt": False}), now.workload, now.device)
-        then = Estimate(plain.spec, plain.config, self.calibration.workload, plain.device)
+        plain = replace(now, recompute=frozenset())
+        then = replace(plain, workload=self.calibration.workload)
         expected, measured_on = plain.layer(number), then.layer(number)
         forward, backward = self.calibration.layers[str(self._kinds[number])]
         if measured_on.forward:
@@ -102,7 +102,7 @@ class Measured:
         else:  # the embedding only moves rows
             forward *= now.workload.micro_tokens / self.calibration.workload.micro_tokens
         backward *= expected.backward / measured_on.backward
-        if recomputes(now.config, now.spec, number):
+        if number in now.recompute:
             backward += forward
         update = now.summing + self.calibration.update / now.replicas
         return LayerTime(forward, backward, update * now.weights(number))

@@ -71,7 +71,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     for line in facts(plan):
         log.print(line)
     if not plan.fits:
-        log.print(advice_table(advise(plan.basis), plan))
+        log.print(advice_table(advise(basis), plan))
     save_path.mkdir(parents=True, exist_ok=True)
     log.print(f"drawn: {draw(plan, save_path / FILE)}")
     if not plan.fits:

@@ -25,7 +25,6 @@ from training.metrics.flops import layer_flops
 from training.plan.devices import Device
 from training.plan.optimizer_memory import StateBytes
 from training.plan.workload import Workload
-from training.recompute import recomputed
 
 GRADIENT = 12  # bytes that are read and written to add a gradient to the sum in fp32
 LOGIT = 36  # bytes that are read and written from a logit to its gradient, in nine passes (`models.lean_loss`)
@@ -63,12 +62,14 @@ class Estimate:
 
     Args:
         device: that they run on.
+        recompute: the layers that do.
     """
 
     spec: ModelSpec
     config: TrainConfig
     workload: Workload
     device: Device
+    recompute: frozenset[int]
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -85,7 +86,7 @@ class Estimate:
             logits = self.workload.micro_tokens * self.workload.supervised * self.spec.config.vocab_size
             return LayerTime(3 * product + logits * LOGIT / bandwidth, written, update)
         forward = product + (weights * self.dtype.itemsize / bandwidth if number else 0.0)
-        again = forward if recomputes(self.config, self.spec, number) else 0.0
+        again = forward if number in self.recompute else 0.0
         return LayerTime(forward, 2 * product + written + again, update)
 
     @cached_property
@@ -123,11 +124,6 @@ class Estimate:
         of_one = layer_flops(self.spec, [document], 1)
         *layers, head = (flops / 3 for flops in of_one)  # forward, and twice that backward
         return [*(flops * work.micro_tokens / document for flops in layers), head * work.micro_tokens * work.supervised]
-
-
-def recomputes(config: TrainConfig, spec: ModelSpec, number: int) -> bool:
-    """Whether a layer's activations are recomputed in the backward pass."""
-    return number in recomputed(config.use_grad_ckpt, spec.n_blocks)
 
 
 def kinds(spec: ModelSpec) -> list[int]:

@@ -10,8 +10,9 @@ loss (`models.lean_loss`): a chunk of logits, and the gradient of the head in fp
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -22,7 +23,7 @@ from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.plan.activation_memory import Saved, saved_by
-from training.plan.costs import kinds, recomputes
+from training.plan.costs import kinds
 from training.plan.devices import Device
 from training.plan.in_flight import under_way
 from training.plan.optimizer_memory import StateBytes
@@ -61,6 +62,7 @@ class MemoryModel:
 
     Args:
         workload: its longest rows count.
+        recompute: the layers that do.
         known: what layers were found to keep, shared by the models that are made of this one.
     """
 
@@ -68,6 +70,7 @@ class MemoryModel:
     config: TrainConfig
     workload: Workload
     device: Device
+    recompute: frozenset[int]
     known: dict[tuple[object, ...], Saved] = field(default_factory=dict, repr=False, compare=False)
 
     def rank(self, rank: int, stretches: Sequence[Stretch]) -> StageMemory:
@@ -103,6 +106,15 @@ class MemoryModel:
     def fits(self, rank: int, stretches: Sequence[Stretch]) -> bool:
         """Whether the device has the memory; always, where nothing is known about it."""
         return self.device.memory is None or self.rank(rank, stretches).peak <= self.device.memory
+
+    def fewest_recomputed(self, rank: int, stretches: Sequence[Stretch]) -> frozenset[int]:
+        """The layers that a rank recomputes so that these fit: of its blocks as few as do, the first ones."""
+        blocks = [layer for begin, end in stretches for layer in range(begin, end) if 0 < layer <= self.spec.n_blocks]
+
+        def fits(count: int) -> bool:
+            return replace(self, recompute=frozenset(blocks[:count])).fits(rank, stretches)
+
+        return frozenset(blocks[: bisect_left(range(len(blocks)), True, key=fits)])  # all where that is not enough
 
     @cached_property
     def _states(self) -> StateBytes:
@@ -161,7 +173,7 @@ class MemoryModel:
     def _of_layer(self, layer: int, saved: Saved) -> int:
         if self._elsewhere and 0 < layer < self.spec.n_layers - 1:
             return 0
-        return self._hidden if recomputes(self.config, self.spec, layer) else saved.inside
+        return self._hidden if layer in self.recompute else saved.inside
 
     @property
     def _elsewhere(self) -> bool:
@@ -178,13 +190,13 @@ class MemoryModel:
         """Bytes that a stage keeps of a micro-batch whose gradients of weights wait (`models.weight_gradients`)."""
         if self.config.offload_activations or self.config.compile:
             return 0
-        blocks = (layer for layer in range(begin, end) if not recomputes(self.config, self.spec, layer))
+        blocks = (layer for layer in range(begin, end) if layer not in self.recompute)
         return sum(self._saved[block].waiting for block in blocks)
 
     def _passing(self, begin: int, end: int, states: StateBytes) -> int:
         """Bytes that the pass of one micro-batch takes for itself: of a block, whose gradients arrive, or the loss."""
         blocks = [layer for layer in range(begin, end) if 0 < layer < self.spec.n_layers - 1]
-        whole = [b for b in blocks if self._elsewhere or recomputes(self.config, self.spec, b)]
+        whole = [b for b in blocks if self._elsewhere or b in self.recompute]
         again = max((self._saved[block].inside for block in whole), default=0)
         backward = BACKWARD * max((self._saved[block].largest for block in blocks), default=0)
         arriving = max((self._largest[layer] for layer in range(begin, min(end, self.spec.n_layers - 1))), default=0)

@@ -1,20 +1,16 @@
-"""`parts`: the config's own list, or, with `auto`, the division with the fastest slowest rank that fits in memory."""
+"""The best division of a run's layers: of those that fit in memory, the one with the fastest slowest rank."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from pathlib import Path
-
-import torch
 
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
-from training.distributed.processes import agreed, gather
 from training.plan.activation_memory import Saved
 from training.plan.calibration import Calibration, Measured
 from training.plan.costs import Estimate, Times
-from training.plan.devices import Device, this_device
+from training.plan.devices import Device
 from training.plan.memory import MemoryModel
 from training.plan.partition import Fits, best_split
 from training.plan.workload import Workload
@@ -30,6 +26,7 @@ class Basis:
     Attributes:
         workload: what the run is fed with.
         calibration: measured times; estimated ones where absent.
+        recompute: the layers that do; as the config says, and with `auto` all, where absent.
         known: see `MemoryModel`.
     """
 
@@ -38,44 +35,21 @@ class Basis:
     workload: Workload
     device: Device
     calibration: Calibration | None = None
+    recompute: frozenset[int] | None = None
     known: dict[tuple[object, ...], Saved] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
+    def recomputed(self) -> frozenset[int]:
+        return self.config.recomputed(self.spec.n_blocks) if self.recompute is None else self.recompute
+
+    @cached_property
     def times(self) -> Times:
-        estimate = Estimate(self.spec, self.config, self.workload, self.device)
+        estimate = Estimate(self.spec, self.config, self.workload, self.device, self.recomputed)
         return Measured(estimate, self.calibration) if self.calibration else estimate
 
     @cached_property
     def memory(self) -> MemoryModel:
-        return MemoryModel(self.spec, self.config, self.workload, self.device, self.known)
-
-
-def choose_parts(config: TrainConfig, spec: ModelSpec, workload: Workload | None = None) -> list[int]:
-    """Layers per stage, checked. Where there are several processes, all call it together: rank 0 chooses for all.
-
-    Args:
-        workload: what the data are like; assumed where absent.
-
-    Raises:
-        ConfigError: the config and the model do not fit each other.
-    """
-    given = config.parts_for(spec.n_layers)
-    if given is not None:
-        return given
-    if not torch.distributed.is_initialized():
-        return _choose(config, spec, workload)
-    chosen: list[int] = []
-    with agreed():
-        if torch.distributed.get_rank() == 0:
-            chosen = _choose(config, spec, workload)
-    return gather(chosen)[0]
-
-
-def _choose(config: TrainConfig, spec: ModelSpec, workload: Workload | None) -> list[int]:
-    if config.chunks == 1:
-        return [spec.n_layers]
-    calibration = Calibration.read(Path(config.save_path), config, spec)
-    return best_parts(Basis(config, spec, workload or Workload.assumed(config), this_device(), calibration))
+        return MemoryModel(self.spec, self.config, self.workload, self.device, self.recomputed, self.known)
 
 
 def best_parts(basis: Basis) -> list[int]:
@@ -118,9 +92,3 @@ def _split(basis: Basis, fits: Fits) -> list[int] | None:
 def whole_costs(times: Times, n_layers: int, micro_batches: int) -> list[int]:
     """Each layer's time in a step, in whole units of `RESOLUTION`."""
     return [round(times.layer(layer).of_step(micro_batches) / RESOLUTION) for layer in range(n_layers)]
-
-
-def costs_told(config: TrainConfig, spec: ModelSpec) -> str:
-    """What `auto` goes by, for the log."""
-    known = Calibration.read(Path(config.save_path), config, spec)
-    return "measured costs, of --calibrate" if known else "estimated costs; --plan --calibrate measures them"

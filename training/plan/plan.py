@@ -11,7 +11,6 @@ from training.plan.costs import LayerTime
 from training.plan.memory import StageMemory
 from training.plan.partition import Stretch
 from training.plan.parts import Basis, best_parts
-from training.recompute import fewest_recomputed
 from training.schedule.simulation import Simulation, simulate
 
 DAY = 86_400.0
@@ -32,6 +31,10 @@ class StagePlan:
     memory: StageMemory
     seconds: float
 
+    @property
+    def layers(self) -> list[int]:
+        return [layer for begin, end in self.stretches for layer in range(begin, end)]
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -47,12 +50,12 @@ class Plan:
         Raises:
             ConfigError: the config and the model do not fit each other.
         """
+        basis = replace(basis, recompute=None)
         plan = cls(basis, basis.config.parts_for(basis.spec.n_layers) or best_parts(basis))
         if basis.config.use_grad_ckpt != "auto":
             return plan
-        chosen = [fewest_recomputed(basis.memory, rank, held) for rank, held in enumerate(plan.held)]
-        config = basis.config.model_copy(update={"use_grad_ckpt": frozenset().union(*chosen)})
-        return cls(replace(basis, config=config), plan.parts)
+        chosen = [basis.memory.fewest_recomputed(rank, held) for rank, held in enumerate(plan.held)]
+        return cls(replace(basis, recompute=frozenset().union(*chosen)), plan.parts)
 
     @cached_property
     def held(self) -> list[tuple[Stretch, ...]]:

@@ -22,6 +22,7 @@ from training.config.keys import TrainConfig
 from training.errors import ConfigError
 from training.plan.activation_memory import saved_by
 from training.plan.advice import advise
+from training.plan.auto import choose, divide
 from training.plan.calibration import FILE, Calibration, calibrate
 from training.plan.command import plan_run
 from training.plan.devices import GIB, USABLE, parse_devices, this_device
@@ -32,10 +33,8 @@ from training.plan.parts import Basis, best_parts
 from training.plan.plan import Plan
 from training.plan.search import search
 from training.plan.workload import Workload
-from training.recompute import recomputation_told, recomputed_on
 from training.schedule.simulation import simulate
 from training.schedule.zero_bubble import LEFT
-from training.topology import Topology
 
 SIZES = {  # hidden size, width of the MLP, blocks, heads
     "llama-7b": (4096, 11008, 32, 32),
@@ -267,24 +266,25 @@ def test_the_limit_of_memory_moves_layers(tmp_path: Path) -> None:
     assert moved.parts[0] < free.parts[0]
 
 
-def test_auto_recomputes_as_few_blocks_as_fit_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_recomputes_as_few_blocks_as_fit_and_says_so(tmp_path: Path) -> None:
     """Early stages keep more micro-batches, so they recompute more; with one block less they would not fit."""
     spec = llama(tmp_path)
-    divided = Topology(stages=4, replicas=1, zero_stage=1, parts=[9, 8, 8, 9])
-    config = config_of(tmp_path, 4, use_grad_ckpt="auto", train_micro_batch_size_per_gpu=4)
-    plain = Plan(basis_of(spec, config.model_copy(update={"use_grad_ckpt": False}), "H200"), divided.parts)
+    parts = [9, 8, 8, 9]
+    topo = {"process_topology": {"dims": [4, 1]}, "parts": parts}
+    config = config_of(tmp_path, 4, use_grad_ckpt="auto", train_micro_batch_size_per_gpu=4, model_topo=topo)
+    plain = Plan(basis_of(spec, config.model_copy(update={"use_grad_ckpt": False}), "H200"), parts)
     device = replace(plain.basis.device, memory=int(plain.peak * 0.6))
-    monkeypatch.setattr("training.plan.devices.this_device", lambda: device)
 
-    chosen = recomputed_on(config, spec, divided, range(4))
+    division = choose(config, spec, device)
+    chosen = [division.recompute.intersection(stage.layers) for stage in plain.stages]
     counts = [len(blocks) for blocks in chosen]
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1]
-    told = f"gradient checkpointing: auto, {str(counts)[1:-1]} blocks of the stages recompute"
-    assert recomputation_told(config, spec, divided) == told
+    assert division.report == (f"gradient checkpointing: auto, {str(counts)[1:-1]} blocks of the stages recompute",)
+    assert division.topology.parts == parts
 
     def fits(stage: int, blocks: frozenset[int]) -> bool:
-        trial = config.model_copy(update={"use_grad_ckpt": blocks})
-        return MemoryModel(spec, trial, Workload.assumed(config), device).fits(stage, plain.held[stage])
+        memory = MemoryModel(spec, config, Workload.assumed(config), device, blocks)
+        return memory.fits(stage, plain.held[stage])
 
     for stage, blocks in enumerate(chosen):
         assert fits(stage, blocks)
@@ -294,10 +294,12 @@ def test_auto_recomputes_as_few_blocks_as_fit_and_says_so(tmp_path: Path, monkey
 def test_auto_with_room_for_everything_or_without_an_account_of_it(tmp_path: Path) -> None:
     spec = llama(tmp_path)
     config = config_of(tmp_path, 4, use_grad_ckpt="auto")
-    told = recomputation_told(config, spec, Topology(stages=4, replicas=1, zero_stage=1, parts=[9, 8, 8, 9]))
-    if not torch.cuda.is_available():  # the memory of a CPU is not limited
-        assert told == "gradient checkpointing: auto, no block recomputes"
-    assert "all blocks" in recomputation_told(config, spec, Topology(stages=1, replicas=4, zero_stage=3, parts=[]))
+    roomy = choose(config, spec, replace(parse_devices("H200")[1], memory=None))
+    assert not roomy.recompute
+    assert roomy.report[-1] == "gradient checkpointing: auto, no block recomputes"
+    zero = divide(config_of(tmp_path, 1, 4, use_grad_ckpt="auto"), spec, in_stages=False)
+    assert zero.recompute == set(range(1, spec.n_blocks + 1)) and zero.topology.parts == []
+    assert "all blocks" in zero.report[0]
 
 
 def test_where_nothing_fits_the_least_memory_is_taken(tmp_path: Path) -> None:
@@ -388,7 +390,7 @@ def test_measured_times_replace_estimates(tmp_path: Path) -> None:
     longer = replace(basis, workload=replace(workload, length=128.0))
     ratio = longer.times.layer(1).forward / basis.times.layer(1).forward
     assert 1.5 < ratio < 2.5
-    recomputed = replace(basis, config=config.model_copy(update={"use_grad_ckpt": False}))
+    recomputed = replace(basis, recompute=frozenset())
     assert recomputed.times.layer(1).backward < basis.times.layer(1).backward
     for other in (config.model_copy(update={"bf16": config.bf16.model_copy(update={"enabled": True})}), config):
         changed = spec if other is not config else tiny(tmp_path, num_hidden_layers=7)

@@ -1,0 +1,69 @@
+"""What `parts: auto` and `use_grad_ckpt: auto` come to: decided once a run, by rank 0 for all, and handed down.
+
+The layers are divided so that the slowest stage is as fast as can be (`training.plan.partition`). Of each stage as few
+blocks recompute as fit into the memory of the smallest device; the rest keep what they have and save the time. On a CPU
+none recomputes.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from data.loader import Loader
+from models.spec import ModelSpec
+from training.config.keys import TrainConfig
+from training.distributed.processes import gather
+from training.plan.calibration import Calibration
+from training.plan.devices import Device, this_device
+from training.plan.parts import Basis
+from training.plan.plan import Plan
+from training.plan.workload import Workload
+from training.topology import Division, Topology
+
+
+def divide(config: TrainConfig, spec: ModelSpec, in_stages: bool = True, loader: Loader | None = None) -> Division:
+    """How a run's model is divided. All ranks call it together.
+
+    Args:
+        in_stages: whether there is a pipeline; else each process has all layers (ZeRO).
+        loader: of the data to plan for; where absent, every sample counts as `max_seq_len` tokens.
+
+    Raises:
+        ConfigError: the config and the model do not fit each other.
+    """
+    parts = config.parts_for(spec.n_layers)
+    automatic = config.use_grad_ckpt == "auto"
+    if in_stages and (automatic or parts is None):
+        device = min(gather(this_device()), key=lambda device: device.memory or math.inf)
+        return gather(choose(config, spec, device, loader) if torch.distributed.get_rank() == 0 else None)[0]
+    report = ["gradient checkpointing: auto, all blocks, as it is not known how ZeRO divides the memory"]
+    return Division(
+        _topology(config, parts if in_stages and parts else []),
+        config.recomputed(spec.n_blocks),
+        tuple(report if automatic else []),
+    )
+
+
+def choose(config: TrainConfig, spec: ModelSpec, device: Device, loader: Loader | None = None) -> Division:
+    """The division of a pipeline over such devices, with what the log says of it; see `divide`."""
+    workload = Workload.measured(loader, config) if loader else Workload.assumed(config)
+    calibration = Calibration.read(Path(config.save_path), config, spec)
+    plan = Plan.make(Basis(config, spec, workload, device, calibration))
+    report = []
+    if config.parts_for(spec.n_layers) is None:
+        estimated = "estimated costs; --plan --calibrate measures them"
+        report.append(f"parts: auto, by {'measured costs, of --calibrate' if calibration else estimated}")
+    recompute = plan.basis.recomputed
+    if config.use_grad_ckpt == "auto":
+        counts = ", ".join(str(len(recompute.intersection(stage.layers))) for stage in plan.stages)
+        told = f"{counts} blocks of the stages recompute" if recompute else "no block recomputes"
+        report.append(f"gradient checkpointing: auto, {told}")
+    return Division(_topology(config, plan.parts), recompute, tuple(report))
+
+
+def _topology(config: TrainConfig, parts: list[int]) -> Topology:
+    topo = config.model_topo
+    return Topology(stages=topo.stages, replicas=topo.replicas, zero_stage=config.zero_optimization.stage, parts=parts)
