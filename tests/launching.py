@@ -194,6 +194,15 @@ def processor_times(processes: Sequence[psutil.Process]) -> dict[int, float]:
     return times
 
 
+def eventually(condition: Callable[[], object]) -> None:
+    """Wait until something holds that is brought about by what no `Launch` watches."""
+    begin = time.monotonic()
+    while not condition():
+        if time.monotonic() - begin > IDLE:
+            raise Hang(f"nothing came of it for {IDLE:.0f} s")
+        time.sleep(0.01)
+
+
 def start(*words: str | Path, **environment: str) -> Launch:
     """Start a command from the project's root."""
     return Launch(*words, environment=environment)

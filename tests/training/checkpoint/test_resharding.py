@@ -150,7 +150,7 @@ def folder(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, re
         if not described:
             continue
         (folder / "cases.json").write_text(json.dumps(described))
-        result = deepspeed(processes, "tests/workers/topology.py", folder / "cases.json", timeout=300)
+        result = deepspeed(processes, "tests/workers/topology.py", folder / "cases.json")
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return folder
 

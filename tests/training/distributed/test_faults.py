@@ -6,7 +6,6 @@ import json
 import math
 import random
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from tests.launching import deepspeed, error_lines, metrics, topology, write_con
 pytestmark = pytest.mark.launched
 
 HOST = socket.gethostname()
-TIMEOUT_MINUTES = 0.1
+PATIENCE = 0.25  # minutes, of the runs that are to hang; by far more than a step takes anywhere
 GOOD_SAMPLES = 15
 BAD_TOKEN = 511
 SIGN = "\N{PILCROW SIGN}"  # in no record of the FAQ
@@ -59,11 +58,9 @@ def test_first_error_is_named_and_comes_last(
         model_path=str(model),
         data_path=str(FAQ),
         model_topo=topology((2, 1)),
-        timeout_minutes=TIMEOUT_MINUTES,
+        **{"timeout_minutes": PATIENCE} if "hangs" in name or name == "freezes" else {},
     )
-    begin = time.monotonic()
     result = deepspeed(2, "tests/workers/faulty.py", "--config", config)
-    assert time.monotonic() - begin < 90  # the launcher's start, two steps, a frozen process that it waits for
     assert result.returncode != 0
     lines = error_lines(result)
     assert len(lines) == 1, result.stdout + result.stderr

@@ -37,7 +37,7 @@ def outcomes(folder: Path, model: Path, samples: list[Sample]) -> dict[Case, Out
         for case, keys in CASES.items()
     ]
     (folder / "cases.json").write_text(json.dumps(described))
-    result = deepspeed(2, "tests/workers/gradients.py", folder / "cases.json", timeout=400)
+    result = deepspeed(2, "tests/workers/gradients.py", folder / "cases.json")
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return {case: read(folder, case) for case in CASES}
 

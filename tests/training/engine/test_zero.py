@@ -110,7 +110,7 @@ def outcomes(folder: Path, checkpoints: dict[str, Path]) -> dict[str, dict[str, 
             for case in cases
         ]
         (folder / "cases.json").write_text(json.dumps(described))
-        result = deepspeed(processes, "tests/workers/zero.py", folder / "cases.json", timeout=400)
+        result = deepspeed(processes, "tests/workers/zero.py", folder / "cases.json")
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return {case.name: json.loads((folder / f"{case.name}.json").read_text()) for case in (*REFERENCES, *CASES)}
 
