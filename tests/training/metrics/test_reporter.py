@@ -383,7 +383,7 @@ def test_a_step_s_bookkeeping_is_little_work(tmp_path: Path) -> None:
         for step in range(2, steps + 1):
             reporter.report(metrics(step))
         sys.setprofile(None)
-    assert calls / steps < 0, calls / steps
+    assert calls / steps < 2000
 
 
 def test_metrics_are_read_without_the_libraries_of_training() -> None:
