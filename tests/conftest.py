@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import save_torch_state_dict
+from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -71,6 +73,23 @@ CHATGLM = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+
+
+# A slow machine is no error: neither a test nor the making of its examples has a time limit.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
+
+
+def pytest_configure() -> None:
+    """Workers of pytest-xdist share the cores; threads that wait for each other's core take far longer."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start launchers come first, as they take longest: no core is idle at the end."""
+    launching = {item.path for item in items if item.get_closest_marker("launched")}
+    items.sort(key=lambda item: item.path not in launching)
 
 
 @pytest.fixture(scope="session")
