@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,6 +16,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+if TYPE_CHECKING:
+    from tests.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
@@ -86,10 +89,16 @@ def pytest_configure() -> None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Let one worker run a whole file, and one all that share launched processes."""
+    group = "ranks" if "ranks" in getattr(item, "fixturenames", ()) else str(item.path)
+    item.add_marker(pytest.mark.xdist_group(group))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start launchers come first, as they take longest: no core is idle at the end."""
+    """What takes longest comes first, so that no core is idle at the end: the shared processes, then other launches."""
     launching = {item.path for item in items if item.get_closest_marker("launched")}
-    items.sort(key=lambda item: item.path not in launching)
+    items.sort(key=lambda item: ("ranks" not in getattr(item, "fixturenames", ()), item.path not in launching))
 
 
 @pytest.fixture(scope="session")
@@ -135,6 +144,15 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         folder = tmp_path_factory.mktemp("cache")
         patch.setenv("PIPETUNE_CACHE", str(folder))
         yield folder
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Launched processes that the tests of all files share."""
+    from tests.ranks import Ranks
+
+    with Ranks(tmp_path_factory.mktemp("ranks")) as shared_ones:
+        yield shared_ones
 
 
 @pytest.fixture(autouse=True)

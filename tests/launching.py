@@ -64,7 +64,6 @@ class Launch:
             start_new_session=True,
         )
         self.pid = self._process.pid
-        self._movement = Movement(time.monotonic())
 
     @property
     def stdout(self) -> str:
@@ -83,6 +82,7 @@ class Launch:
     def until(self, condition: Callable[[], object], pause: float = 0.01) -> None:
         """Wait until something holds that the command brings about; it must be under way until then."""
         looked = time.monotonic()
+        self._movement = Movement(looked)
         while not condition():
             assert self.poll() is None, f"it ended before:\n{self._tail()}"
             if time.monotonic() - looked > CHECK:
@@ -92,6 +92,7 @@ class Launch:
 
     def end(self) -> subprocess.CompletedProcess[str]:
         """Wait until it has ended."""
+        self._movement = Movement(time.monotonic())
         try:
             while True:
                 try:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from data.tokenize import load_tokenizer
 from tests.conftest import FAQ
 from tests.launching import deepspeed, error_lines, metrics, topology, write_config
+from tests.ranks import Ranks
 
 pytestmark = pytest.mark.launched
 
@@ -134,7 +135,7 @@ BAD_STEPS = bad_step_cases()
 
 @pytest.fixture(scope="module")
 def outcomes(
-    make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    ranks: Ranks, make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, float]]:
     """What every case gave."""
     folder = tmp_path_factory.mktemp("bad-steps")
@@ -158,10 +159,7 @@ def outcomes(
             for name, (its_kind, keys) in BAD_STEPS.items()
             if its_kind == kind
         ]
-        path = folder / f"{kind}.cases"
-        path.write_text(json.dumps(cases))
-        result = deepspeed(2, "tests/workers/bad_steps.py", path)
-        assert result.returncode == 0, result.stdout + result.stderr
+        ranks.run(2, "bad_steps", cases, folder)
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in BAD_STEPS}
 
 
