@@ -3,23 +3,30 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Processes that run tests side by side: at most one a core.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, len(os.sched_getaffinity(0))))')
+TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help quickstart test test-slow lint format clean
+.PHONY: help quickstart test test-slow test-all lint format clean
 
 help:
 	@echo "make quickstart   fine-tune a real small model and see the effect (about 6 minutes on two cores)"
 	@echo "make test         lint, type check and tests"
 	@echo "make test-slow    the long tests"
+	@echo "make test-all     everything: those two, and the tests that take longest"
 	@echo "make lint         ruff and mypy alone"
 
 quickstart: $(VENV)/installed
 	$(BIN)/python -m quickstart
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(TESTS) -m "not slow and not longest"
 
 test-slow: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m slow
+	$(TESTS) -m "slow and not longest"
+
+test-all: lint
+	$(TESTS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

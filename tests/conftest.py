@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from huggingface_hub import save_torch_state_dict
+from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+if TYPE_CHECKING:
+    from tests.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
@@ -73,6 +78,29 @@ CHATGLM = {
 }
 
 
+# A slow machine is no error: neither a test nor the making of its examples has a time limit.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
+
+
+def pytest_configure() -> None:
+    """Workers of pytest-xdist share the cores; threads that wait for each other's core take far longer."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Let one worker run a whole file, and one all that share launched processes."""
+    group = "ranks" if "ranks" in getattr(item, "fixturenames", ()) else str(item.path)
+    item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest comes first, so that no core is idle at the end: the shared processes, then other launches."""
+    launching = {item.path for item in items if item.get_closest_marker("launched")}
+    items.sort(key=lambda item: ("ranks" not in getattr(item, "fixturenames", ()), item.path not in launching))
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder of golden files and real data beside the project; the test is skipped where it is absent."""
@@ -116,6 +144,15 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         folder = tmp_path_factory.mktemp("cache")
         patch.setenv("PIPETUNE_CACHE", str(folder))
         yield folder
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Launched processes that the tests of all files share."""
+    from tests.ranks import Ranks
+
+    with Ranks(tmp_path_factory.mktemp("ranks")) as shared_ones:
+        yield shared_ones
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,7 @@ from data.cache.tokenizing import SAMPLES
 from data.dataset import Dataset, load_dataset
 from data.errors import DataError
 from tests.conftest import ROOT
+from tests.launching import IDLE, Launch, eventually
 
 LIMIT = 160
 WORKER = ROOT / "tests" / "workers" / "caching.py"
@@ -82,7 +83,7 @@ def left_over(folder: Path) -> list[Path]:
     return [path for path in (folder / "cache" / "builds").iterdir() if path.is_dir()]
 
 
-def start(folder: Path, tokenizer: Path, data: Path, count: int, small: int = 0) -> list[subprocess.Popen[str]]:
+def start(folder: Path, tokenizer: Path, data: Path, count: int, small: int = 0) -> list[Launch]:
     """Processes that want the same samples at the same moment."""
     job = {
         "data": str(data),
@@ -93,22 +94,15 @@ def start(folder: Path, tokenizer: Path, data: Path, count: int, small: int = 0)
         "small": small,
     }
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-    command = [sys.executable, str(WORKER), str(folder / "job.json")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    processes = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
-        for _ in range(count)
-    ]
-    for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+    launches = [Launch(sys.executable, WORKER, folder / "job.json") for _ in range(count)]
+    for launch in launches:
+        launch.until(lambda launch=launch: launch.stdout == "ready\n")
     (folder / "go").touch()
-    return processes
+    return launches
 
 
-def outcome(process: subprocess.Popen[str]) -> dict[str, Any]:
-    told, _ = process.communicate(timeout=300)
-    result: dict[str, Any] = json.loads(told.splitlines()[-1])
+def outcome(launch: Launch) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(launch.end().stdout.splitlines()[-1])
     return result
 
 
@@ -255,23 +249,20 @@ def test_those_who_waited_fail_with_the_builders_words(tmp_path: Path, tokenizer
     assert not caches(tmp_path)
 
 
-def wait_for_build(folder: Path) -> Path:
+def wait_for_build(folder: Path, launch: Launch) -> Path:
     """The samples' file of a build that is under way."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        found = list((folder / "cache" / "builds").glob(f"*/{SAMPLES}"))
-        if found:
-            return found[0]
-        time.sleep(0.005)
-    raise AssertionError("nobody builds")
+    builds = folder / "cache" / "builds"
+    launch.until(lambda: list(builds.glob(f"*/{SAMPLES}")))
+    (found,) = builds.glob(f"*/{SAMPLES}")
+    return found
 
 
 def test_the_lock_of_a_killed_process_is_broken(tmp_path: Path, tokenizer_folder: Path, load: Load) -> None:
     data = write(tmp_path / "a.jsonl", records(20_000))
     (killed,) = start(tmp_path, tokenizer_folder, data, count=1)
-    partial = wait_for_build(tmp_path)
+    partial = wait_for_build(tmp_path, killed)
     os.killpg(killed.pid, signal.SIGKILL)  # the builder and its workers too
-    killed.communicate()
+    killed.end()
     assert partial.exists()  # it was killed in the middle
     assert list((tmp_path / "cache" / "builds").glob("*.lock"))
     assert not caches(tmp_path)
@@ -292,7 +283,7 @@ def test_a_lock_that_was_never_written_is_removed(tmp_path: Path, load: Load, mo
     lock.touch()
     again = Thread(target=load, args=[data], daemon=True)
     again.start()
-    again.join(60)
+    again.join(IDLE)
     assert not again.is_alive(), "it waits for nobody"
     assert caches(tmp_path) == [built]
     assert not lock.exists()
@@ -301,18 +292,14 @@ def test_a_lock_that_was_never_written_is_removed(tmp_path: Path, load: Load, mo
 def test_a_killed_builder_is_one_line_and_its_workers_leave(tmp_path: Path, tokenizer_folder: Path) -> None:
     data = write(tmp_path / "a.jsonl", records(20_000))
     (waiting,) = start(tmp_path, tokenizer_folder, data, count=1)
-    wait_for_build(tmp_path)
+    wait_for_build(tmp_path, waiting)
     builder, *_ = children(waiting.pid)
-    deadline = time.monotonic() + 60
-    while not (workers := children(builder)) and time.monotonic() < deadline:
-        time.sleep(0.005)
+    waiting.until(lambda: children(builder))
+    workers = children(builder)
     os.kill(builder, signal.SIGKILL)
     assert "ended by SIGKILL" in outcome(waiting)["error"]
     assert not left_over(tmp_path)
-    deadline = time.monotonic() + 60
-    while any(alive(worker) for worker in workers) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(alive(worker) for worker in workers)
+    eventually(lambda: not any(alive(worker) for worker in workers))
 
 
 def children(process: int) -> list[int]:
@@ -388,9 +375,7 @@ def test_the_key_leaves_out_no_code_that_samples_depend_on() -> None:
         "import sys; sys.modules['torch'] = None; import data.cache.builder, data.cache.building; "
         "print(*[name[5:].replace('.', '/') for name in sys.modules if name.startswith('data.')])"
     )
-    told = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True, timeout=120
-    )
+    told = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True)
     loaded = set(told.stdout.split())
     assert {"tokenize", "cache/columns", "prompts"} <= loaded
     assert not loaded & set(recipe.LATER)
@@ -404,4 +389,4 @@ def test_a_tokenizer_needs_no_torch(tokenizer_folder: Path) -> None:
         "import sys; sys.modules['torch'] = None; from data.tokenize import load_tokenizer; "
         f"load_tokenizer({str(tokenizer_folder)!r}); assert not any(name.startswith('torch.') for name in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -24,7 +23,8 @@ from data.tokenize import load_tokenizer
 from models.checkpoint.convert import hg_to_pp
 from models.checkpoint.export import ExportOptions, pp_to_hg
 from models.generate import GREEDY
-from tests.conftest import ROOT, save_original
+from tests.conftest import save_original
+from tests.launching import run
 
 QUESTIONS = ["What is Pipetune?", "怎样开始训练？"]
 
@@ -45,11 +45,8 @@ def pipeline_folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 def start_demo(*words: str | Path) -> subprocess.CompletedProcess[str]:
     """demo.py as a user starts it."""
-    command = [sys.executable, "demo.py", *map(str, words), "--greedy", "--max-new-tokens", "5"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, encoding="utf-8", timeout=120, check=False
-    )
+    options = ("--greedy", "--max-new-tokens", "5")
+    return run(sys.executable, "demo.py", *words, *options, OMP_NUM_THREADS="1", PYTHONIOENCODING="utf-8")
 
 
 def run_demo(monkeypatch: pytest.MonkeyPatch, *words: str | Path, typed: str = "") -> int:

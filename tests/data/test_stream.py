@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import time
+import threading
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
@@ -20,6 +20,7 @@ from data.errors import DataError
 from data.files.sources import Source
 from data.streaming.loader import StreamLoader
 from data.streaming.stream import Stream, open_stream
+from tests.launching import eventually
 
 BATCH = 8
 FILES = 6
@@ -192,10 +193,7 @@ def test_the_next_window_is_made_while_the_run_goes_on(stream: Open, tmp_path: P
     cut = loader(stream())
     cut.data.until = MANY
     cut.batch(0)
-    for _ in range(500):
-        if on_disk(tmp_path / "samples") == 2:
-            break
-        time.sleep(0.02)
+    eventually(lambda: on_disk(tmp_path / "samples") == 2)
     assert len(builds) == 2
     windows = cut.data.windows
     while len(windows.made) == 1:
@@ -209,7 +207,9 @@ def test_nothing_is_made_beyond_the_end_of_the_run(stream: Open, tmp_path: Path,
     cut = loader(stream())
     cut.data.until = BATCH
     cut.batch(0)
-    time.sleep(0.3)
+    for thread in threading.enumerate():
+        if thread.name == "window":
+            thread.join()
     assert len(builds) == on_disk(tmp_path / "samples") == 1
 
 
@@ -298,16 +298,16 @@ def test_waiting_is_told(stream: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data.streaming.windows.POLL", 0.05)
     build = building._build
 
+    told: list[None] = []
+
     def slow(*arguments: Any) -> Path:
-        time.sleep(0.5)
+        eventually(lambda: len(told) > 3)
         return build(*arguments)
 
     monkeypatch.setattr(building, "_build", slow)
-    told: list[None] = []
     one = stream()
     one.waiting = lambda: told.append(None)
     one.take(0, 1)
-    assert len(told) > 3
 
 
 def test_a_look_makes_no_window(stream: Open) -> None:

@@ -21,7 +21,8 @@ from models import CausalLM, CheckpointError
 from models.architectures import cut
 from models.checkpoint.convert import hg_to_pp
 from models.checkpoint.export import pp_to_hg
-from tests.conftest import ORIGINALS, ROOT
+from tests.conftest import ORIGINALS
+from tests.launching import run
 from tests.models.originals import expected_of_original
 
 LAYOUTS = ["huggingface", "pipeline"]
@@ -194,5 +195,4 @@ def error_line(call: Callable[[], object]) -> str:
 
 def run_convert_model(*words: str | Path) -> subprocess.CompletedProcess[str]:
     """`python convert_model.py <words>` as a user runs it."""
-    command = [sys.executable, "convert_model.py", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    return run(sys.executable, "convert_model.py", *words)

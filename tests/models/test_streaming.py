@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from models.checkpoint.source import HuggingFaceSource
 from models.spec import ModelSpec
-from tests.conftest import ROOT
+from tests.launching import run, start
 from tests.models.helpers import SAFETENSORS_INDEX, copy_of, error_line, run_convert_model, write_weights
 
 MIB = 2**20
@@ -85,8 +84,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Large]:
 def peak_memory(command: str, source: Path, target: Path) -> int:
     """Bytes that a conversion needs at most."""
     words = ["convert_model.py", command, "--input-path", str(source), "--save-path", str(target)]
-    started = [sys.executable, "-c", MEASURED, *words]
-    done = subprocess.run(started, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    done = run(sys.executable, "-c", MEASURED, *words)
     assert done.returncode == 0, done.stderr
     return int(done.stdout.split()[-1]) * 1024
 
@@ -131,12 +129,10 @@ def test_killed_process_leaves_no_model_and_the_next_one_cleans_up(command: str,
     target = tmp_path / "target"
     arguments = ("--input-path", source, "--save-path", target)
     for share in (0.0, 0.3, 0.9):
-        words = [sys.executable, "convert_model.py", command, *map(str, arguments)]
-        process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.DEVNULL)
-        while process.poll() is None and written(tmp_path) <= share * 600 * 10**6:
-            time.sleep(0.002)
-        process.kill()
-        assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
+        launch = start(sys.executable, "convert_model.py", command, *arguments)
+        launch.until(lambda share=share: written(tmp_path) > share * 600 * 10**6, pause=0.002)
+        launch.kill()
+        assert launch.poll() == -signal.SIGKILL, "it ended before it could be killed"
         assert not target.exists()
         assert [path.name.startswith(".target.partial-") for path in tmp_path.iterdir()] == [True]
     assert run_convert_model(command, *arguments).returncode == 0
@@ -166,7 +162,7 @@ def test_full_disk_of_its_own_is_told_in_one_line(command: str, both_layouts: di
     source = both_layouts["huggingface" if command == "hg_to_pp" else "pipeline"]
     convert = f"{sys.executable} convert_model.py {command} --input-path {source} --save-path {tmp_path}/out; code=$?; "
     script = f"{mount}{convert} ls -A {tmp_path}; exit $code"
-    done = subprocess.run([*inside, script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    done = run(*inside, script)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr  # nothing is left on it
     told = done.stderr.splitlines()[-1]
     assert told.startswith(f"error: {tmp_path}/out: ")

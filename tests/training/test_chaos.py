@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -16,8 +15,8 @@ from safetensors.torch import load_file
 
 from models.checkpoint.export import pp_to_hg
 from tests.conftest import FAQ
-from tests.launching import start, topology, write_config
-from tests.training.checkpoint.test_resume import command, finished, kill_all, losses
+from tests.launching import Launch, topology, write_config
+from tests.training.checkpoint.test_resume import finished, losses, started, steps_done
 from training.checkpoint.folder import RECORD, step_folders
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
@@ -61,29 +60,20 @@ def test_many_kills_change_no_bit(make_checkpoint: Callable[..., Path], tmp_path
 def kill_once(config: Path, generator: random.Random, inside_save: bool) -> bool:
     """Start the run, kill a rank or two with SIGKILL, and wait until all is over; whether that interrupted a save."""
     folder = config.with_suffix("")
-    process = start(*command(config))
+    launch = started(config)
     before = steps_done(config)
     goal = before + generator.randrange(1, 7)
-    while unfinished(folder):  # what the kill before this one left is set aside first
-        _wait(process)
-    while not (unfinished(folder) if inside_save else steps_done(config) >= goal):
-        _wait(process)
+    launch.until(lambda: not unfinished(folder))  # what the kill before this one left is set aside first
     chosen = generator.choice([[0], [1], [0, 1]])
-    for rank in chosen:
-        for worker in ranks(process, rank):
+    launch.until(lambda: all(ranks(launch, rank) for rank in chosen), pause=0.1)
+    victims = [worker for rank in chosen for worker in ranks(launch, rank)]
+    launch.until(lambda: unfinished(folder) if inside_save else steps_done(config) >= goal, pause=0.0005)
+    for worker in victims:
+        with suppress(psutil.NoSuchProcess):
             worker.kill()
     interrupted = bool(unfinished(folder))
-    try:
-        process.communicate(timeout=60)
-    except subprocess.TimeoutExpired:
-        kill_all(process)
-        raise
+    launch.end()
     return interrupted
-
-
-def _wait(process: subprocess.Popen[str]) -> None:
-    assert process.poll() is None, process.communicate()[0]
-    time.sleep(0.0005)
 
 
 def unfinished(folder: Path) -> list[Path]:
@@ -91,15 +81,9 @@ def unfinished(folder: Path) -> list[Path]:
     return [path for path in step_folders(folder) if not (path / RECORD).is_file()]
 
 
-def steps_done(config: Path) -> int:
-    path = config.with_suffix("") / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.is_file() else 0
-
-
-def ranks(process: subprocess.Popen[str], rank: int) -> list[psutil.Process]:
+def ranks(launch: Launch, rank: int) -> list[psutil.Process]:
     """The process of a rank."""
-    family = psutil.Process(process.pid).children(recursive=True)
-    return [member for member in family if f"--local_rank={rank}" in _words(member)]
+    return [member for member in launch.family() if f"--local_rank={rank}" in _words(member)]
 
 
 def _words(process: psutil.Process) -> list[str]:

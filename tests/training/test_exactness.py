@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 
 from data.loader import Packing
 from data.tokenize import Sample
-from tests.launching import deepspeed, topology
+from tests.launching import topology
+from tests.ranks import Ranks
 from tests.training.engine.test_gradients import Outcome, folder, reference, samples  # noqa: F401
 
 pytestmark = pytest.mark.launched
@@ -88,19 +89,16 @@ def expected(model: Path, samples: list[Sample]) -> Outcome:  # noqa: F811
 
 
 @pytest.fixture(scope="module")
-def outcomes(folder: Path, model: Path, samples: list[Sample]) -> dict[str, dict[str, float]]:  # noqa: F811
-    """Loss and norm of every row, from one launch for each number of processes."""
+def outcomes(ranks: Ranks, folder: Path, model: Path, samples: list[Sample]) -> dict[str, dict[str, float]]:  # noqa: F811
+    """Loss and norm of every row."""
     del samples  # already on disk
     for processes in (1, 2, 4):
-        # ZeRO first: DeepSpeed remembers the grid of a pipeline for every engine after it.
-        rows = sorted((row for row in TABLE if math.prod(row.dims) == processes), key=lambda row: len(row.parts))
+        rows = [row for row in TABLE if math.prod(row.dims) == processes]
         described = [
             {"name": row.name, "kind": "pipeline" if row.parts else "zero", "config": config(row, model, folder)}
             for row in rows
         ]
-        (folder / "rows.json").write_text(json.dumps(described))
-        result = deepspeed(processes, "tests/workers/gradients.py", folder / "rows.json")
-        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+        ranks.run(processes, "gradients", described, folder)
     return {row.name: json.loads((folder / f"{row.name}.json").read_text()) for row in TABLE}
 
 

@@ -1,6 +1,6 @@
-"""A step on a sample that makes everything NaN, case by case in one launch: started by the real launcher.
+"""A step on a sample that makes everything NaN, case by case (see `cases.py`).
 
-usage: bad_steps.py CASES.json, a list of {"name", "config": {...}, "kind": "zero" | "pipeline"}; the last sample of the
+Its cases are {"name", "config": {...}, "kind": "zero" | "pipeline"}; the last sample of the
 data is the bad one. Writes <folder>/<name>.json: the evaluation loss of the good samples before, after a step on all
 samples, and after a step on the good ones; with the bad step's loss and norm.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.workers.cases import loader_of, run_cases
+from tests.workers.cases import loader_of
 from tests.workers.zero import KINDS, build
 from training.config.keys import TrainConfig
 
@@ -33,7 +33,3 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
         (folder / f"{case['name']}.json").write_text(json.dumps(outcome))
     torch.distributed.barrier()
     trainer.engine.destroy()
-
-
-if __name__ == "__main__":
-    run_cases(run_case)

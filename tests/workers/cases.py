@@ -1,12 +1,24 @@
-"""What the workers share: a file of cases on the command line, run one after the other by one set of processes."""
+"""Processes that stay and run cases for one test file after the other: started by the real launcher (`tests/ranks.py`).
+
+usage: cases.py FOLDER OWNER. They wait for FOLDER/0, FOLDER/1 and so on, each with the name of a worker beside this
+file and the path of a JSON file, a list of {"name", "config", ...}. They call `run_case(case, config, folder)` of the
+worker for each, `folder` being that of the JSON file, and make FOLDER/<number>.done. They leave when they find
+FOLDER/end, or the process OWNER is no more.
+"""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-from collections.abc import Callable
+import time
+from importlib import import_module
+from itertools import count
 from pathlib import Path
-from typing import Any
+
+import psutil
+import torch
+from deepspeed.utils import groups
 
 from data.loader import Loader
 from data.sample_set import InMemory
@@ -15,25 +27,45 @@ from training.data_setup import build_loader
 from training.distributed import processes
 
 
-def run_cases(run_case: Callable[[dict[str, Any], TrainConfig, Path], None]) -> None:
-    """Call `run_case(case, config, folder)` for each {"name", "config", ...} in the file that the launcher was given.
-
-    The processes start once, with the topology of the first case; `folder` is the file's.
-    """
+def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("cases", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("owner", type=int)
     parser.add_argument("--local_rank", type=int)
-    path = parser.parse_args().cases
+    arguments = parser.parse_args()
+    for number in count():
+        asked = arguments.folder / str(number)
+        while not asked.exists():
+            if (arguments.folder / "end").exists() or not psutil.pid_exists(arguments.owner):
+                processes.stop()
+                return
+            time.sleep(0.05)
+        worker, path = asked.read_text().splitlines()
+        run_cases(worker, Path(path))
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            asked.with_suffix(".done").touch()
+
+
+def run_cases(worker: str, path: Path) -> None:
+    """Run the cases of a file; the topology of the first of all says how many processes there must be."""
     place = processes.Place.from_environment()
     assert place is not None
-    cases = [(case, TrainConfig.model_validate(case["config"])) for case in json.loads(path.read_text())]
-    processes.start(place, cases[0][1].model_topo)
-    for case, config in cases:
+    run_case = import_module(f"tests.workers.{worker}").run_case
+    for case in json.loads(path.read_text()):
+        config = TrainConfig.model_validate(case["config"])
+        if not torch.distributed.is_initialized():
+            processes.start(place, config.model_topo)
+        groups.mpu = None  # DeepSpeed remembers the grid of a pipeline for every engine after it
         run_case(case, config, path.parent)
-    processes.stop()
+    gc.collect()
 
 
 def loader_of(config: TrainConfig) -> Loader:
     """The global batches of samples that are tokenized already."""
     samples = InMemory(json.loads(Path(str(config.data_path[0])).read_text()))
     return build_loader(samples, config, config.model_topo.replicas)
+
+
+if __name__ == "__main__":
+    main()

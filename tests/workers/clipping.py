@@ -1,6 +1,6 @@
-"""A few training steps per case, their losses and gradient norms kept: started by the real launcher for one `dims`.
+"""A few training steps per case, their losses and gradient norms kept, case by case (see `cases.py`).
 
-usage: clipping.py CASES.json, a list of {"name", "config": {...}}; writes <folder>/<name>.json with the steps'
+Its cases are {"name", "config": {...}}; writes <folder>/<name>.json with the steps'
 "losses" and "norms".
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from models.spec import ModelSpec
-from tests.workers.cases import loader_of, run_cases
+from tests.workers.cases import loader_of
 from training.config.keys import TrainConfig
 from training.engine.pipeline import PipelineTrainer
 from training.plan.auto import divide
@@ -34,7 +34,3 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
         (folder / f"{name}.json").write_text(json.dumps({"losses": losses, "norms": norms}))
     torch.distributed.barrier()
     engine.destroy()
-
-
-if __name__ == "__main__":
-    run_cases(run_case)

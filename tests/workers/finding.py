@@ -1,6 +1,6 @@
-"""Looking for the checkpoint to continue from, case by case in one launch: started by the real launcher.
+"""Looking for the checkpoint to continue from, case by case (see `cases.py`).
 
-usage: finding.py CASES.json, a list of {"name", "config": {...}}; writes <folder>/<name>.json with the name of the
+Its cases are {"name", "config": {...}}; writes <folder>/<name>.json with the name of the
 checkpoint that was "found" in the config's save_path, or null, and what was "told".
 """
 
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from tests.workers.cases import run_cases
 from training.checkpoint.resume import find_checkpoint
 from training.config.keys import TrainConfig
 
@@ -25,7 +24,3 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     if torch.distributed.get_rank() == 0:
         outcome = {"found": found and found.name, "told": told.getvalue()}
         (folder / f"{case['name']}.json").write_text(json.dumps(outcome))
-
-
-if __name__ == "__main__":
-    run_cases(run_case)

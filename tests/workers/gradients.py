@@ -1,6 +1,6 @@
-"""One training step per case, every gradient kept: started by the real launcher with the processes of one `dims`.
+"""One training step per case, every gradient kept, case by case (see `cases.py`).
 
-usage: gradients.py CASES.json, a list of {"name", "config": {...}, "kind": "pipeline" | "zero"}, and
+Its cases are {"name", "config": {...}, "kind": "pipeline" | "zero"}, and
 "kernel", that of the attention, where it is not the usual one; writes
 <folder>/<name>.stage<k>.safetensors with the gradient of every parameter under `<layer>.<name>`, and
 <folder>/<name>.json with the step's loss and norm.
@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch.nn.attention import flex_attention
 
 from models.spec import ModelSpec
-from tests.workers.cases import loader_of, run_cases
+from tests.workers.cases import loader_of
 from tests.workers.zero import KINDS
 from training.config.keys import TrainConfig
 from training.plan.auto import divide
@@ -54,7 +54,3 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
         (folder / f"{name}.json").write_text(json.dumps(outcome))
     torch.distributed.barrier()
     engine.destroy()
-
-
-if __name__ == "__main__":
-    run_cases(run_case)

@@ -1,6 +1,6 @@
-"""Training on one topology and going on on another, case by case in one launch: started by the real launcher.
+"""Training on one topology and going on on another, case by case (see `cases.py`).
 
-usage: topology.py CASES.json, a list of {"name", "config": {...}, "kind": "zero" | "pipeline", "source": the name of a
+Its cases are {"name", "config": {...}, "kind": "zero" | "pipeline", "source": the name of a
 case whose checkpoint is taken up, or null, "forget": the moments after that}. A case without a source is trained for
 STEPS steps and saved after step SAVED_AT, one with a source from there on. Writes <folder>/<name>.json with the losses
 and learning rates and <folder>/<name>.stage<k>.safetensors with what the optimizer kept after step SAVED_AT, as
@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from rich.console import Console
 from safetensors.torch import save_file
 from torch import Tensor
 
 from models.spec import ModelSpec
-from tests.workers.cases import loader_of, run_cases
+from tests.workers.cases import loader_of
 from training.checkpoint.folder import CheckpointRecord, DataOrder, step_folder
 from training.checkpoint.resume import fixed_settings, resume
 from training.checkpoint.saving import Checkpointer
@@ -42,7 +42,6 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     spec = ModelSpec.from_folder(model_folder)
     division = divide(config, spec, kind.in_stages)
     state = folder / case["name"]
-    groups.mpu = None  # a pipeline's grid, of the case before
     if case["source"]:
         checkpoint = step_folder(folder / case["source"], SAVED_AT)
         trainer, done = resume(checkpoint, division, config, kind, spec, model_folder, STEPS, log)
@@ -104,7 +103,3 @@ def forget_moments(engine: DeepSpeedEngine) -> None:
         for state in states.values():
             if state.dim():
                 state.zero_()
-
-
-if __name__ == "__main__":
-    run_cases(run_case)

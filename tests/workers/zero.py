@@ -1,6 +1,6 @@
-"""Training by ZeRO or by a pipeline, case by case in one launch: started by the real launcher.
+"""Training by ZeRO or by a pipeline, case by case (see `cases.py`).
 
-usage: zero.py CASES.json, a list of {"name", "config": {...}, "kind": "zero" | "pipeline", "resume": bool}; writes
+Its cases are {"name", "config": {...}, "kind": "zero" | "pipeline", "resume": bool}; writes
 <folder>/<name>.json with the losses and gradient norms of STEPS steps, the losses of an evaluation before and after,
 with `resume` the losses after step RESUME_AT of a second engine that took up the first one's checkpoint, and what each
 rank held of the weights: at most while they were read, and then. With ZeRO it also writes the layer files into
@@ -22,7 +22,7 @@ from torch import nn
 
 import models.sharded
 from models.spec import ModelSpec
-from tests.workers.cases import loader_of, run_cases
+from tests.workers.cases import loader_of
 from training.config.keys import TrainConfig
 from training.distributed import processes
 from training.engine.pipeline import PipelineTrainer
@@ -34,13 +34,13 @@ KINDS: dict[str, type[Trainer]] = {"pipeline": PipelineTrainer, "zero": ZeroTrai
 STEPS, RESUME_AT = 10, 7
 
 
-def keep_outcome(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
-    outcome = run_case(KINDS[case["kind"]], config, folder / case["name"], case["resume"])
+def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
+    outcome = outcome_of(KINDS[case["kind"]], config, folder / case["name"], case["resume"])
     if torch.distributed.get_rank() == 0:
         (folder / f"{case['name']}.json").write_text(json.dumps(outcome))
 
 
-def run_case(kind: type[Trainer], config: TrainConfig, folder: Path, resume: bool) -> dict[str, Any]:
+def outcome_of(kind: type[Trainer], config: TrainConfig, folder: Path, resume: bool) -> dict[str, Any]:
     loader = loader_of(config)
     outcome: dict[str, Any] = {"loss": [], "grad_norm": []}
     with watched_build() as held:
@@ -96,7 +96,3 @@ def held_of(parameters: Iterable[nn.Parameter]) -> int:
 def all_parameters() -> list[nn.Parameter]:
     """Those that exist in this process and have memory."""
     return [each for each in gc.get_objects() if type(each) is nn.Parameter and each.device.type != "meta"]
-
-
-if __name__ == "__main__":
-    run_cases(keep_outcome)

@@ -174,8 +174,14 @@ def _keep_freed_memory() -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on at this moment, for the processes of a run to meet at."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port for the processes of a run to meet at, which stays theirs while this process lives, also through an exec.
+
+    A socket that is bound and does not listen keeps the kernel from giving the port to others; who asks for it gets it.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("", 0))
+    held.set_inheritable(True)
+    port: int = held.getsockname()[1]
+    held.detach()
+    return port

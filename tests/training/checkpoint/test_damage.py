@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import FAQ
 from tests.launching import deepspeed, topology, write_config
+from tests.ranks import Ranks
 from tests.training.checkpoint.test_folder import DAMAGES
 from training.checkpoint.folder import RECORD
 
@@ -32,7 +33,7 @@ CASES = [f"{kind}-{damage}" for kind in KINDS for damage in DAMAGES]
 
 @pytest.fixture(scope="module")
 def outcomes(
-    make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    ranks: Ranks, make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, str]]:
     """What two ranks found in copies of a run's folder, each with one file of the newest checkpoint damaged."""
     folder = tmp_path_factory.mktemp("damage")
@@ -55,9 +56,7 @@ def outcomes(
         (path, *_) = sorted((copy / "step-000002").glob(KINDS[kind]))
         DAMAGES[damage][0](path)
         described.append({"name": case, "config": keys | {"save_path": str(copy)}})
-    (folder / "cases").write_text(json.dumps(described))
-    done = deepspeed(2, "tests/workers/finding.py", folder / "cases")
-    assert done.returncode == 0, done.stdout + done.stderr
+    ranks.run(2, "finding", described, folder)
     return {case: json.loads((folder / f"{case}.json").read_text()) for case in CASES}
 
 

@@ -22,6 +22,7 @@ from models.errors import CheckpointError
 from models.spec import ModelSpec
 from tests.conftest import FAQ
 from tests.launching import deepspeed, metrics, topology, write_config
+from tests.ranks import Ranks
 from tests.workers.topology import ORDER, SAVED_AT, STEPS
 from training.checkpoint.folder import CheckpointRecord, DataOrder, step_folder
 from training.checkpoint.resume import check_resumable, fixed_settings
@@ -129,7 +130,9 @@ def models(make_checkpoint: Callable[..., Path]) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def folder(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+def folder(
+    ranks: Ranks, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Path:
     """Where all cases that this session asks for have left their outcomes."""
     folder = tmp_path_factory.mktemp("topologies")
     generator = random.Random(0)
@@ -149,9 +152,7 @@ def folder(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, re
         described = [describe(case, models[case.model], folder) for case in runs if case.processes == processes]
         if not described:
             continue
-        (folder / "cases.json").write_text(json.dumps(described))
-        result = deepspeed(processes, "tests/workers/topology.py", folder / "cases.json", timeout=300)
-        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+        ranks.run(processes, "topology", described, folder)
     return folder
 
 

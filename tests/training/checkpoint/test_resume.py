@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ from safetensors.torch import load_file
 
 from models.checkpoint.export import pp_to_hg
 from tests.conftest import FAQ
-from tests.launching import DEEPSPEED, error_lines, metrics, run, start, topology, write_config
+from tests.launching import Launch, error_lines, metrics, start_deepspeed, topology, write_config
 from tests.training.checkpoint.test_folder import flip
-from training.distributed.processes import free_port
 
 pytestmark = pytest.mark.launched
 
@@ -53,26 +51,17 @@ def models(make_checkpoint: Callable[..., Path]) -> dict[str, Path]:
     }
 
 
-def command(config: Path) -> list[str]:
+def started(config: Path, *words: str) -> Launch:
+    """The run of a config whose name begins with its `dims`."""
     dims = config.stem.split("-")[0].split("x")
-    processes = str(int(dims[0]) * int(dims[1]))
-    launcher = [*DEEPSPEED, "--num_gpus", processes, "--master_port", str(free_port())]
-    return [*launcher, "train_ds.py", "--config", str(config)]
+    return start_deepspeed(int(dims[0]) * int(dims[1]), "train_ds.py", "--config", config, *words)
 
 
 def kill_after(step: int, config: Path) -> None:
     """Start a run and kill all of its processes once it has reported a step."""
-    process = start(*command(config))
-    wait_for_step(step, config, process)
-    kill_all(process)
-
-
-def kill_all(process: subprocess.Popen[str]) -> None:
-    family = [process, *psutil.Process(process.pid).children(recursive=True)]
-    for member in family:
-        member.kill()
-    process.wait()
-    psutil.wait_procs([member for member in family if isinstance(member, psutil.Process)])
+    launch = started(config)
+    launch.until(lambda: steps_done(config) >= step)
+    launch.kill()
 
 
 def settings(models: dict[str, Path], records: Path, name: str) -> dict[str, Any]:
@@ -89,7 +78,7 @@ def settings(models: dict[str, Path], records: Path, name: str) -> dict[str, Any
 
 
 def finished(config: Path) -> subprocess.CompletedProcess[str]:
-    done = run(*command(config))
+    done = started(config).end()
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done
 
@@ -121,22 +110,25 @@ def test_stopped_run_with_a_damaged_checkpoint(models: dict[str, Path], records:
     """SIGTERM saves and leaves; a flipped byte sends the next start back to the checkpoint before, aloud."""
     config = write_config(tmp_path / "1x1.yml", **settings(models, records, "1x1-fp32"))
     folder = config.with_suffix("")
-    process = start(*command(config))
-    wait_for_step(7, config, process)
-    for worker in workers(process):
-        worker.terminate()
-    told = process.communicate(timeout=120)[0]
-    assert process.returncode not in (0, None)
-    stopped = re.search(r"stopped after step (\d+) of 20", told)
-    assert stopped, told
+    launch = started(config)
+    launch.until(lambda: steps_done(config) >= 1)
+    trainers = workers(launch)
+    launch.until(lambda: steps_done(config) >= 7)
+    for trainer in trainers:
+        trainer.terminate()
+    done = launch.end()
+    assert done.returncode != 0
+    stopped = re.search(r"stopped after step (\d+) of 20", done.stdout)
+    assert stopped, done.stdout + done.stderr
     step = int(stopped[1])
+    before = (step - 1) // 5 * 5
     assert (folder / "latest").read_text() == f"step-{step:06d}"
     assert len(losses(config)) == step
 
     flip(folder / f"step-{step:06d}" / "layer_01-model_states.pt")
     told = finished(config).stdout
     assert f"step-{step:06d} is passed over: layer_01-model_states.pt is damaged" in told
-    assert re.search(r"resumed: .*step-000005, after step 5", told)
+    assert re.search(rf"resumed: .*step-{before:06d}, after step {before}", told)
     assert [number for number, _ in losses(config)] == list(range(1, STEPS + 1))
 
     assert "after step 20" in finished(config).stdout, "a run that is done is done"
@@ -153,20 +145,19 @@ def test_changed_data_is_noticed(models: dict[str, Path], records: Path, tmp_pat
         (f"data_path={fewer}", ("data_path: not the samples", "(30 then, 29 now)")),
         ("resume=none", ("save_path:", "step-000004")),
     ):
-        done = run(*command(config), change)
+        done = started(config, change).end()
         assert done.returncode != 0
         (line,) = error_lines(done)
         assert all(part in line for part in parts), line
 
 
-def wait_for_step(step: int, config: Path, process: subprocess.Popen[str]) -> None:
-    lines = config.with_suffix("") / "metrics.jsonl"
-    while not (lines.is_file() and lines.read_text().count("\n") >= step):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
+def steps_done(config: Path) -> int:
+    """What a run has reported."""
+    path = config.with_suffix("") / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
 
 
-def workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
+def workers(launch: Launch) -> list[psutil.Process]:
     """The processes that train, below the launchers."""
-    family = psutil.Process(process.pid).children(recursive=True)
-    return [member for member in family if "--local_rank=0" in member.cmdline() or not member.children()]
+    _, *below = launch.family()
+    return [member for member in below if "--local_rank=0" in member.cmdline() or not member.children()]

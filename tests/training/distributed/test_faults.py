@@ -6,7 +6,6 @@ import json
 import math
 import random
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,12 @@ from safetensors.torch import load_file, save_file
 from data.tokenize import load_tokenizer
 from tests.conftest import FAQ
 from tests.launching import deepspeed, error_lines, metrics, topology, write_config
+from tests.ranks import Ranks
 
 pytestmark = pytest.mark.launched
 
 HOST = socket.gethostname()
-TIMEOUT_MINUTES = 0.1
+PATIENCE = 0.25  # minutes, of the runs that are to hang; by far more than a step takes anywhere
 GOOD_SAMPLES = 15
 BAD_TOKEN = 511
 SIGN = "\N{PILCROW SIGN}"  # in no record of the FAQ
@@ -59,11 +59,9 @@ def test_first_error_is_named_and_comes_last(
         model_path=str(model),
         data_path=str(FAQ),
         model_topo=topology((2, 1)),
-        timeout_minutes=TIMEOUT_MINUTES,
+        **{"timeout_minutes": PATIENCE} if "hangs" in name or name == "freezes" else {},
     )
-    begin = time.monotonic()
     result = deepspeed(2, "tests/workers/faulty.py", "--config", config)
-    assert time.monotonic() - begin < 90  # the launcher's start, two steps, a frozen process that it waits for
     assert result.returncode != 0
     lines = error_lines(result)
     assert len(lines) == 1, result.stdout + result.stderr
@@ -137,7 +135,7 @@ BAD_STEPS = bad_step_cases()
 
 @pytest.fixture(scope="module")
 def outcomes(
-    make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    ranks: Ranks, make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, float]]:
     """What every case gave."""
     folder = tmp_path_factory.mktemp("bad-steps")
@@ -161,10 +159,7 @@ def outcomes(
             for name, (its_kind, keys) in BAD_STEPS.items()
             if its_kind == kind
         ]
-        path = folder / f"{kind}.cases"
-        path.write_text(json.dumps(cases))
-        result = deepspeed(2, "tests/workers/bad_steps.py", path)
-        assert result.returncode == 0, result.stdout + result.stderr
+        ranks.run(2, "bad_steps", cases, folder)
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in BAD_STEPS}
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from tests.launching import IDLE
 from training.distributed.watchdog import Member, Watchdog
 
 SECRET = b"secret"
 RANKS = 3
-SECONDS = 10.0
 FAILED = {"kind": "failed", "text": "no", "report": "", "waiting": False, "code": 2}
 
 
@@ -47,6 +47,6 @@ def test_rank_0_may_leave_as_soon_as_it_is_told(
         time.sleep(0.2)
 
     monkeypatch.setattr(Connection, "send_bytes", slowly)
-    assert lines[0].poll(SECONDS)
+    assert lines[0].poll(IDLE)
     assert [rank for rank, line in enumerate(lines) if not line.poll(0)] == []
     assert {json.loads(line.recv_bytes())["kind"] for line in lines} == {kind}

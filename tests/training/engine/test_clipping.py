@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.launching import deepspeed, topology
+from tests.launching import topology
+from tests.ranks import Ranks
 
 pytestmark = pytest.mark.launched
 
@@ -62,8 +63,8 @@ Outcomes = dict[tuple[str, tuple[int, int]], Outcome]
 
 
 @pytest.fixture(scope="module")
-def outcomes(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """Every case, in one launch for each topology."""
+def outcomes(ranks: Ranks, make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """Every case."""
     folder = tmp_path_factory.mktemp("clipping")
     model = make_checkpoint("llama", tie_word_embeddings=True)
     (folder / "samples.json").write_text(json.dumps(samples()))
@@ -80,9 +81,7 @@ def outcomes(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.Temp
             "model_topo": topology(dims, parts),
         }
         cases = [{"name": variant, "config": config | VARIANTS[variant][0]} for variant in variants]
-        (folder / "cases.json").write_text(json.dumps(cases))
-        result = deepspeed(dims[0] * dims[1], "tests/workers/clipping.py", folder / "cases.json")
-        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+        ranks.run(dims[0] * dims[1], "clipping", cases, folder)
         for variant in variants:
             found = json.loads((folder / f"{variant}.json").read_text())
             outcomes[variant, dims] = Outcome(torch.tensor(found["losses"]), torch.tensor(found["norms"]))

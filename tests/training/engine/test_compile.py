@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from data.tokenize import Sample
-from tests.launching import deepspeed
+from tests.ranks import Ranks
 from tests.training.engine.test_gradients import Case, Outcome, config, folder, read, reference, samples  # noqa: F401
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
@@ -36,9 +35,8 @@ def outcomes(folder: Path, model: Path, samples: list[Sample]) -> dict[Case, Out
         {"name": case.name, "kind": "pipeline", "config": config(case, model, folder) | keys}
         for case, keys in CASES.items()
     ]
-    (folder / "cases.json").write_text(json.dumps(described))
-    result = deepspeed(2, "tests/workers/gradients.py", folder / "cases.json", timeout=400)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    with Ranks(folder) as processes_of_their_own:  # what is compiled must not last
+        processes_of_their_own.run(2, "gradients", described, folder)
     return {case: read(folder, case) for case in CASES}
 
 

@@ -25,7 +25,8 @@ from data.tokenize import Sample
 from models import load_model
 from models.attention import FLEX
 from models.router import router_loss
-from tests.launching import deepspeed, topology
+from tests.launching import topology
+from tests.ranks import Ranks
 
 pytestmark = pytest.mark.launched
 
@@ -159,9 +160,13 @@ def references(checkpoints: dict[str, Path], samples: list[Sample]) -> Callable[
 
 @pytest.fixture(scope="module")
 def outcomes(
-    folder: Path, checkpoints: dict[str, Path], samples: list[Sample], request: pytest.FixtureRequest
+    ranks: Ranks,
+    folder: Path,
+    checkpoints: dict[str, Path],
+    samples: list[Sample],
+    request: pytest.FixtureRequest,
 ) -> dict[str, Outcome]:
-    """All cases that this session asks for, in one launch for each number of processes."""
+    """All cases that this session asks for."""
     del samples  # already on disk
     asked = {item.callspec.id for item in request.session.items if hasattr(item, "callspec")}
     chosen = [case for case in CASES if case.name in asked]
@@ -176,9 +181,7 @@ def outcomes(
             }
             for case in cases
         ]
-        (folder / "cases.json").write_text(json.dumps(described))
-        result = deepspeed(processes, "tests/workers/gradients.py", folder / "cases.json")
-        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+        ranks.run(processes, "gradients", described, folder)
     return {case.name: read(folder, case) for case in chosen}
 
 

@@ -25,6 +25,7 @@ from models.spec import ModelSpec
 from tests.conftest import FAQ
 from tests.launching import deepspeed, metrics, topology, write_config
 from tests.models.helpers import assert_same_bits, joined, read_weights
+from tests.ranks import Ranks
 from training.config.deepspeed_config import check_device
 from training.config.keys import TrainConfig
 from training.distributed.processes import Place
@@ -90,7 +91,7 @@ def checkpoints(make_checkpoint: Callable[..., Path]) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(folder: Path, checkpoints: dict[str, Path]) -> dict[str, dict[str, Any]]:
+def outcomes(ranks: Ranks, folder: Path, checkpoints: dict[str, Path]) -> dict[str, dict[str, Any]]:
     """What every case and its reference gave."""
     generator = random.Random(0)
     samples = []
@@ -108,9 +109,7 @@ def outcomes(folder: Path, checkpoints: dict[str, Path]) -> dict[str, dict[str, 
             }
             for case in cases
         ]
-        (folder / "cases.json").write_text(json.dumps(described))
-        result = deepspeed(processes, "tests/workers/zero.py", folder / "cases.json", timeout=400)
-        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+        ranks.run(processes, "zero", described, folder)
     return {case.name: json.loads((folder / f"{case.name}.json").read_text()) for case in (*REFERENCES, *CASES)}
 
 

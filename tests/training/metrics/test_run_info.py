@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import subprocess
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ def written(folder: Path, first_step: int = 1) -> dict[str, Any]:
 
 
 def test_everything_that_was_promised_is_there(tmp_path: Path) -> None:
+    before = datetime.now(timezone.utc).replace(microsecond=0)
     info = written(tmp_path)
     assert info["versions"].items() >= {"torch": torch.__version__, "deepspeed": metadata.version("deepspeed")}.items()
     assert {"python", "transformers", "numpy"} <= set(info["versions"])
@@ -58,7 +59,7 @@ def test_everything_that_was_promised_is_there(tmp_path: Path) -> None:
     assert machine["cpu"]
     assert len(machine["gpus"]) == torch.cuda.device_count()
     started = datetime.fromisoformat(info["started"])
-    assert timedelta(0) <= datetime.now(timezone.utc) - started < timedelta(minutes=1)
+    assert before <= started <= datetime.now(timezone.utc)
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 

@@ -1,0 +1,60 @@
+"""Launched processes that many tests share, as a start costs more than most cases do.
+
+The processes of `tests/workers/cases.py` start through the real launcher when cases for so many of them are first asked
+for, and stay for whatever comes next. A case that fails ends them; the next cases get new ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from tempfile import mkdtemp
+from types import TracebackType
+from typing import Any
+
+from tests.launching import Launch, start_deepspeed
+
+
+class Ranks:
+    """`with Ranks(folder) as ranks:`
+
+    Args:
+        folder: for the notes to the processes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._sets: dict[int, tuple[Launch, Path, int]] = {}  # by size: processes, their notes, how many of them
+
+    def run(self, processes: int, worker: str, cases: list[dict[str, Any]], folder: Path) -> None:
+        """Run `cases` by tests/workers/<worker>.py in so many processes, and leave their outcomes in `folder`.
+
+        Raises:
+            AssertionError: a case failed, with the end of what was printed.
+        """
+        path = folder / f"{worker}-{processes}.cases"
+        path.write_text(json.dumps(cases))
+        launch, notes, number = self._sets.pop(processes, None) or self._start(processes)
+        (notes / "new").write_text(f"{worker}\n{path}")
+        (notes / "new").rename(notes / str(number))
+        try:
+            launch.until((notes / f"{number}.done").exists)
+        except BaseException:
+            launch.kill()
+            raise
+        self._sets[processes] = launch, notes, number + 1
+
+    def _start(self, processes: int) -> tuple[Launch, Path, int]:
+        notes = Path(mkdtemp(dir=self._folder))
+        return start_deepspeed(processes, "tests/workers/cases.py", notes, str(os.getpid())), notes, 0
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for launch, notes, _ in self._sets.values():
+            (notes / "end").touch()
+            launch.end()
