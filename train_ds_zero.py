@@ -8,13 +8,15 @@ python train_ds_zero.py --config FILE --inspect 3
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from training.command_line import open_door, parse_arguments
 from training.config.keys import TrainConfig
 from training.config.yaml_file import load_config
-from training.distributed.lifeline import Lifeline
 from training.distributed.processes import Place
+
+if TYPE_CHECKING:
+    from training.distributed.lifeline import Lifeline
 
 
 def main() -> None:
@@ -35,7 +37,11 @@ def load_spread_config(path: str, overrides: list[str], place: Place | None) -> 
     config = load_config(path, overrides)
     if "model_topo" in config.model_fields_set:
         return config
-    processes = place.world_size if place else max(1, torch.cuda.device_count())
+    if place is None:
+        import torch
+
+        gpus = torch.cuda.device_count()
+    processes = place.world_size if place else max(1, gpus)
     return load_config(path, [*overrides, f"model_topo.process_topology.dims=[1, {processes}]"])
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data.loader import Packing
+from data.packing import Packing
 from data.tokenize import Sample
 from tests.launching import deepspeed, topology
 from tests.training.engine.test_gradients import Outcome, folder, reference, samples  # noqa: F401

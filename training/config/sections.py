@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from math import prod
+from math import isfinite, prod
 from typing import Annotated, Any, Literal
 
 import numpy
@@ -24,7 +24,7 @@ from data.files.sources import Source
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 def _listed(value: Any) -> Any:
@@ -62,7 +62,7 @@ class Optimizer(_Section):
             numbers.append("eps")
         for name in numbers:
             value = self.params.get(name, 0.0)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value) or value < 0:
                 raise ValueError(f"params.{name}: expected a number of at least 0, found {value!r}")
         return self
 
