@@ -148,7 +148,7 @@ class ModelSpec:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         if path.exists() and not path.is_file():
-            raise OSError("not a regular file")
+            raise OSError("expected a regular file")
         if path.stat().st_size > MOST_BYTES:
             raise OSError(f"larger than {MOST_BYTES >> 20} MiB")
         raw = json.loads(path.read_text(encoding="utf-8"))

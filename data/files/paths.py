@@ -31,7 +31,7 @@ def read_small(path: str | Path) -> bytes:
     place = Path(path)
     place.stat()  # says what keeps it from being found
     if not place.is_file():
-        raise OSError("not a regular file")
+        raise OSError("expected a regular file")
     with place.open("rb") as stream:
         content = stream.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:

@@ -13,9 +13,10 @@ from data.files.reading import OnBadRecord
 from data.packing import Packing
 from data.prompts import PromptFormat
 from training.config.sections import (
+    BF16,
+    FP16,
     DataPath,
     EveryNth,
-    HalfPrecision,
     ModelTopo,
     Optimizer,
     RouterLoss,
@@ -104,8 +105,8 @@ class TrainConfig(BaseModel):
     aux_max_z_loss: ZLoss = ZLoss()
     aux_router_loss: RouterLoss = RouterLoss()
 
-    bf16: HalfPrecision = HalfPrecision()
-    fp16: HalfPrecision = HalfPrecision()
+    bf16: BF16 = BF16()
+    fp16: FP16 = FP16()
     zero_optimization: Zero = Zero()
     # DeepSpeed's consent to optimizers it did not test with ZeRO; given for all that Pipetune offers.
     zero_allow_untested_optimizer: bool = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from math import isfinite, prod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy
 from pydantic import (
@@ -137,10 +137,34 @@ class Scheduler(_Section):
 
 
 class HalfPrecision(BaseModel):
-    """`bf16` and `fp16`: `enabled` and whatever else DeepSpeed takes there."""
+    """`bf16` and `fp16`: `enabled` and what else DeepSpeed `takes` there."""
 
     model_config = ConfigDict(extra="allow")
+    takes: ClassVar[tuple[str, ...]]
     enabled: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> HalfPrecision:
+        names = ("enabled", *self.takes)
+        for name in (self.model_extra or {}).keys() - set(self.takes):
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+            raise ValueError(f"{name}: DeepSpeed does not have it; did you mean {near[0]}?")
+        return self
+
+
+class BF16(HalfPrecision):
+    """`bf16`."""
+
+    takes = ("immediate_grad_update", "check_grad_overflow", "bf16_master_weights_and_grads", "bf16_optimizer_states")
+
+
+class FP16(HalfPrecision):
+    """`fp16`."""
+
+    takes = tuple(
+        "auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale "
+        "fp16_master_weights_and_grads".split()
+    )
 
 
 class Zero(BaseModel):

@@ -52,7 +52,9 @@ class _Loader(yaml.SafeLoader):
 
     def construct_scalar(self, node: yaml.ScalarNode) -> Any:
         if not is_safe_line(str(node.value)):  # which no key, path or name needs
-            raise yaml.constructor.ConstructorError(None, None, "a control character", node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, "a control character; expected printable text", node.start_mark
+            )
         return super().construct_scalar(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
