@@ -8,40 +8,42 @@ python convert_model.py download --model-name NAME --save-path DIR
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-import torch
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from data.errors import DataError
-from models import CheckpointError
-from models.checkpoint.convert import hg_to_pp
-from models.checkpoint.download import download
-from models.checkpoint.export import ExportOptions, pp_to_hg
+from training.errors import one_line_at_the_end
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # torch's names
 
 
 def main() -> None:
     arguments = parse_arguments()
-    try:
-        if arguments.command == "hg_to_pp":
-            hg_to_pp(arguments.input_path, arguments.save_path, arguments.overwrite, arguments.verify)
-        elif arguments.command == "pp_to_hg":
-            options = ExportOptions(
-                layout=arguments.layout,
-                dtype=DTYPES.get(arguments.dtype),
-                max_shard_bytes=arguments.max_shard_size,
-                verify=arguments.verify,
-                add_tokenizer=add_tokenizer,
-            )
-            pp_to_hg(arguments.input_path, arguments.save_path, arguments.overwrite, options)
-        else:
-            download(arguments.model_name, Path(arguments.save_path))
-    except (CheckpointError, DataError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    with one_line_at_the_end():
+        run(arguments)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """What the command line asks for; torch is imported once it is known to ask for something."""
+    import torch
+
+    from models.checkpoint.convert import hg_to_pp
+    from models.checkpoint.download import download
+    from models.checkpoint.export import ExportOptions, pp_to_hg
+
+    if arguments.command == "hg_to_pp":
+        hg_to_pp(arguments.input_path, arguments.save_path, arguments.overwrite, arguments.verify)
+    elif arguments.command == "pp_to_hg":
+        options = ExportOptions(
+            layout=arguments.layout,
+            dtype=getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None,
+            max_shard_bytes=arguments.max_shard_size,
+            verify=arguments.verify,
+            add_tokenizer=add_tokenizer,
+        )
+        pp_to_hg(arguments.input_path, arguments.save_path, arguments.overwrite, options)
+    else:
+        download(arguments.model_name, Path(arguments.save_path))
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -9,36 +9,43 @@ A model is asked with the prompts it was trained with.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from transformers import PreTrainedTokenizerBase
-
-from data.errors import DataError
-from data.native_tokenizers import end_tokens
 from data.prompts import Dialogue, PromptFormat, Span, Turn, check_prompt_format
-from data.tokenize import encode_question, load_tokenizer
-from models import CausalLM, CheckpointError, load_model
-from models.checkpoint.layout import resolve
-from models.generate import GREEDY, Sampling, generate, stop_ids
+from data.terminal import safe_text
+from training.errors import one_line_at_the_end
+
+if TYPE_CHECKING:
+    from models.generate import Sampling
 
 
 class Chat:
     """A dialogue with a model; it remembers the turns so far."""
 
     def __init__(self, folder: str | Path, prompt_format: PromptFormat | None = None) -> None:
+        import torch  # takes seconds, as do the others: --help does without
+
+        from data.native_tokenizers import end_tokens
+        from data.tokenize import load_tokenizer
+        from models import load_model
+        from models.checkpoint.layout import resolve
+        from models.generate import stop_ids
+
         self.prompt_format = check_prompt_format(prompt_format) if prompt_format else None
         resolved = resolve(folder)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model: CausalLM = load_model(resolved, device=device)
-        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(resolved)
+        self.model = load_model(resolved, device=device)
+        self.tokenizer = load_tokenizer(resolved)
         self.stop = stop_ids(resolved) | end_tokens(self.tokenizer)
         self.turns: tuple[Turn, ...] = ()
 
     def ask(self, text: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
         """Yield the answer in pieces as it is written, and remember it."""
+        from data.tokenize import encode_question
+        from models.generate import generate
+
         asked = Dialogue((*self.turns, Turn(text)))
         prompt = encode_question(asked, self.tokenizer, self.prompt_format)
         ids: list[int] = []
@@ -54,27 +61,26 @@ class Chat:
 
 def main() -> None:
     arguments = parse_arguments()
-    sampling = GREEDY if arguments.greedy else Sampling()
-    try:
+    with one_line_at_the_end():
+        from models.generate import GREEDY, Sampling
+
+        sampling = GREEDY if arguments.greedy else Sampling()
         chat = Chat(arguments.model, arguments.prompt_format)
         if arguments.prompt is not None:
             say(chat, arguments.prompt, arguments.max_new_tokens, sampling)
         else:
             converse(chat, arguments.max_new_tokens, sampling)
-    except (CheckpointError, DataError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def say(chat: Chat, text: str, max_new_tokens: int, sampling: Sampling) -> None:
     """Ask once and print the answer while it comes."""
     for piece in chat.ask(text, max_new_tokens, sampling):
-        print(piece, end="", flush=True)
+        print(safe_text(piece), end="", flush=True)
     print()
 
 
 def converse(chat: Chat, max_new_tokens: int, sampling: Sampling) -> None:
-    """Ask what is typed, until an empty line, the end of the input or Ctrl-C."""
+    """Ask what is typed, until an empty line or the end of the input."""
     print("An empty line ends the chat.")
     while True:
         try:
@@ -82,7 +88,7 @@ def converse(chat: Chat, max_new_tokens: int, sampling: Sampling) -> None:
             if not text:
                 return
             say(chat, text, max_new_tokens, sampling)
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             print()
             return
 

@@ -10,12 +10,15 @@ python train_ds.py --config FILE --plan [--devices 8xA100-40G] [--search] [--cal
 from __future__ import annotations
 
 from argparse import Namespace
+from typing import TYPE_CHECKING
 
 from training.command_line import open_door, parse_arguments
 from training.config.keys import TrainConfig
 from training.config.yaml_file import load_config
-from training.distributed.lifeline import Lifeline
 from training.distributed.processes import Place
+
+if TYPE_CHECKING:
+    from training.distributed.lifeline import Lifeline
 
 
 def main() -> None:

@@ -8,13 +8,15 @@ python train_ds_zero.py --config FILE --inspect 3
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from training.command_line import open_door, parse_arguments
 from training.config.keys import TrainConfig
 from training.config.yaml_file import load_config
-from training.distributed.lifeline import Lifeline
 from training.distributed.processes import Place
+
+if TYPE_CHECKING:
+    from training.distributed.lifeline import Lifeline
 
 
 def main() -> None:
@@ -34,10 +36,17 @@ def load_spread_config(path: str, overrides: list[str], place: Place | None) -> 
     """The config; where it has no model_topo, every process that was started, or every GPU, is a replica."""
     config = load_config(path, overrides)
     if "model_topo" not in config.model_fields_set:
-        processes = place.world_size if place else max(1, torch.cuda.device_count())
+        processes = place.world_size if place else gpus()
         config = load_config(path, [*overrides, f"model_topo.process_topology.dims=[1, {processes}]"])
     config.check_zero()
     return config
+
+
+def gpus() -> int:
+    """Of this machine; at least one process runs."""
+    import torch
+
+    return max(1, torch.cuda.device_count())
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from data.cache.recipe import DataFile, Recipe
 from data.cache.sample_file import SampleFile
 from data.cache.store import default_folder, read_meta
 from data.cache.tokenizing import SAMPLES
+from data.files.paths import expanded
 from data.files.reading import OnBadRecord
 from data.files.sources import Source, as_sources, files_of, mixture
 from data.prompts import PromptFormat
@@ -67,6 +68,10 @@ class Dataset:
     def lengths(self) -> NDArray[numpy.int32]:
         """[n], tokens of each sample."""
         return self.samples.lengths
+
+    def largest_id(self) -> int:
+        """The largest token id of the cache; reads all of it."""
+        return self.samples.largest_id()
 
     @cached_property
     def supervised(self) -> NDArray[numpy.int32]:
@@ -141,7 +146,7 @@ def load_dataset(
     sources = as_sources(data_path)
     files = [[DataFile(str(file), source.format) for file in files_of(source)] for source in sources]
     recipe = Recipe(tuple(chain.from_iterable(files)), str(tokenizer), prompt_format, max_seq_len, on_bad_record)
-    folder = Path(cache_dir).expanduser() if cache_dir else default_folder()
+    folder = expanded(cache_dir) if cache_dir else default_folder()
     found = open_cache(recipe, folder, log or Console(quiet=True), active)
     dataset = Dataset(found, [file.path for file in recipe.files])
     if all(source.weight is None and source.repeat == 1 for source in sources):

@@ -3,6 +3,11 @@
 Its text is a single line for the person whose data it is: which file, which record, which field, what was expected.
 """
 
+from data.terminal import safe_line
+
 
 class DataError(ValueError):
-    """A data file or a record cannot be used as it is."""
+    """A data file or a record cannot be used as it is. Each argument is a line; several are for several bad records."""
+
+    def __str__(self) -> str:
+        return "\n".join(safe_line(str(line)) for line in self.args)

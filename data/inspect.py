@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from data.terminal import safe_text
 from data.tokenize import IGNORED, Sample
 
 SUPERVISED_STYLE = "bold green"
@@ -45,14 +46,15 @@ def show_samples(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, 
     for number, sample in enumerate(samples, start=1):
         console.rule(summary(number, sample))
         console.print(coloured(sample, tokenizer), soft_wrap=True)
-    console.rule(f"[{SUPERVISED_STYLE}]supervised[/]: bears loss; the rest is context")
+    console.rule(Text.assemble(("supervised", SUPERVISED_STYLE), ": bears loss; the rest is context"))
 
 
 def coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Text:
     """The sample's text."""
     text = Text()
     for supervised, run in groupby(pieces(sample, tokenizer), key=lambda piece: piece.supervised):
-        text.append("".join(piece.text for piece in run), style=SUPERVISED_STYLE if supervised else "")
+        words = safe_text("".join(piece.text for piece in run))
+        text.append(words, style=SUPERVISED_STYLE if supervised else "")
     return text
 
 

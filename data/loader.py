@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy
 import torch
@@ -22,13 +22,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data.errors import DataError
-from data.packing import best_fit, level
+from data.packing import Packing, best_fit, level
 from data.sample_set import SampleSet
 from data.tokenize import IGNORED
 
 PAD_MULTIPLE = 8  # lengths are rounded up: kernels like multiples of eight, and shapes repeat more often
 
-Packing = Literal["batch", "dataset", False]
 MicroBatch = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 Rows = list[list[int]]  # sample numbers by row
 

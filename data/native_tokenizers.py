@@ -217,6 +217,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     """A settings file's object; empty where there is none to read."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return settings if isinstance(settings, dict) else {}

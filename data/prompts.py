@@ -11,16 +11,17 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from jinja2 import TemplateSyntaxError
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from data.errors import DataError
+from data.files.paths import read_small
 from data.records import ApiAnswer, ConverHasApi, Conversation, Instruct, RefQA
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CHAT_TEMPLATE, PLAIN = "chat_template", "plain"
 
@@ -111,7 +112,7 @@ def template_in_file(path: str) -> str:
         DataError: see `check_prompt_format`.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = read_small(path).decode("utf-8-sig")
     except (FileNotFoundError, NotADirectoryError):
         if not Path(path).suffix:  # a word, not a path
             raise DataError(f"{path}: expected 'chat_template' or 'plain', or the path of a Jinja file") from None
@@ -120,8 +121,14 @@ def template_in_file(path: str) -> str:
         raise DataError(f"{path}: byte {error.start}: not UTF-8; expected a Jinja file in UTF-8") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read: {error}; expected a Jinja file") from None
+    from jinja2 import TemplateSyntaxError  # with transformers, which a config that names no file does without
+
+    from data.chats.sandbox import SlowTemplate, render
+
     try:
-        render_jinja_template([[{"role": "user", "content": "?"}]], chat_template=text)
+        render(text, messages=[{"role": "user", "content": "?"}])
+    except SlowTemplate as error:
+        raise DataError(f"{path}: {error}; expected one that comes to its end") from None
     except TemplateSyntaxError as error:
         raise DataError(f"{path}: line {error.lineno}: {error.message}; expected a Jinja template") from None
     except Exception:  # the template refuses these words; whether it takes the records is another question

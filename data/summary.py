@@ -14,6 +14,7 @@ import numpy
 
 from data.cache.columns import Tally
 from data.dataset import Dataset
+from data.terminal import safe_line
 
 ROWS = 20  # of the table
 CUT, SUPERVISED, DUPLICATES, EMPTY, SILENT = 0.1, 0.05, 0.01, 0.01, 0.01  # shares beyond which there is a warning
@@ -23,7 +24,7 @@ COLUMNS = ("file", "type", "records", "samples", "tokens", "supervised", "cut", 
 def table(dataset: Dataset) -> str:
     """What became of the records of each file and type, the largest first: lines for a log of any width."""
     groups = sorted(dataset.tallies.items(), key=lambda group: -group[1].tokens)
-    rows = [COLUMNS, *((Path(file).name, kind, *_numbers(tally)) for (file, kind), tally in groups[:ROWS])]
+    rows = [COLUMNS, *((safe_line(Path(file).name), kind, *_numbers(tally)) for (file, kind), tally in groups[:ROWS])]
     if len(groups) > ROWS:
         rest = Tally()
         for _, tally in groups[ROWS:]:

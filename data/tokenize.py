@@ -25,6 +25,7 @@ from data.chats.chat import Chat
 from data.chats.chat_template import ChatTemplate, chat_template
 from data.chats.messages import said_in_chat, said_in_dialogue
 from data.chats.rewrites import plain_dialogue
+from data.chats.sandbox import SlowTemplate
 from data.errors import DataError
 from data.native_tokenizers import native_tokenizer
 from data.prompts import (
@@ -146,6 +147,8 @@ def encode_many(
             written.append((number, text, prefix))
         except DataError as error:
             done[number] = error
+        except SlowTemplate as error:
+            raise DataError(str(error)) from None
     # transformers itself goes this way, and then makes objects of each sample that nobody needs here.
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
@@ -210,7 +213,10 @@ def encode_question(
     dialogue: Dialogue, tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat | None = None
 ) -> list[int]:
     """The token ids that a model is asked with: the dialogue up to where its last answer begins."""
-    text, prefix = Writer(tokenizer, prompt_format).ask(dialogue)
+    try:
+        text, prefix = Writer(tokenizer, prompt_format).ask(dialogue)
+    except SlowTemplate as error:
+        raise DataError(str(error)) from None
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return prefix + ids
 

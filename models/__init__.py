@@ -4,7 +4,22 @@
 DeepSpeed, so it is not imported here).
 """
 
-from models.causal_lm import CausalLM, load_model
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from models.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from models.causal_lm import CausalLM, load_model
+
 __all__ = ["CausalLM", "CheckpointError", "load_model"]
+
+
+def __getattr__(name: str) -> Any:
+    """torch and transformers take seconds; who only wants an error class or a layout does without them."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from models import causal_lm
+
+    return getattr(causal_lm, name)

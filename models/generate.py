@@ -6,6 +6,7 @@ Any model that `load_model` gives can be asked this way, in either layout and wi
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from models.causal_lm import CausalLM
+from models.errors import CheckpointError
 from models.rope import turning_length
 
 
@@ -38,16 +40,27 @@ GREEDY = Sampling(temperature=0.0)
 def generate(
     model: CausalLM, prompt: list[int], max_new_tokens: int, stop: set[int], sampling: Sampling = GREEDY
 ) -> Iterator[int]:
-    """Yield the ids that follow `prompt`, up to `max_new_tokens` or until one of `stop`, which is not yielded."""
+    """Yield the ids that follow `prompt`, up to `max_new_tokens` or until one of `stop`, which is not yielded.
+
+    Raises:
+        CheckpointError: the model does not know a token, or gives numbers that are not finite.
+    """
     device = next(model.parameters()).device
     config = model.spec.config
     turn = turning_length(config)
     cache = DynamicCache(config=config)
     text = list(prompt)
     ids = torch.tensor([text], device=device)
+    if max(text) >= config.vocab_size:
+        raise CheckpointError(
+            f"vocab_size: the tokenizer gives token {max(text)}, but the model has {config.vocab_size}; "
+            "expected the tokenizer of this model"
+        )
     for _ in range(max_new_tokens):
         hidden = model.stream(ids, cache=cache)[0]
         logits = model.head.project(model.head.norm(hidden[0, -1])).float()
+        if not torch.isfinite(logits.max()):
+            raise CheckpointError("the model's output is not finite: its weights hold NaN or infinity")
         token = choose(logits, sampling)
         if token in stop:
             return
@@ -72,9 +85,17 @@ def choose(logits: Tensor, sampling: Sampling) -> int:
 
 
 def stop_ids(folder: Path) -> set[int]:
-    """The ends of sequence that generation_config.json lists (Llama 3 has several)."""
+    """The ends of sequence that generation_config.json lists (Llama 3 has several).
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
     path = folder / "generation_config.json"
-    if path.is_file():
+    if not path.is_file():
+        return set()
+    try:
         ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        return set(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    return set()
+        found = {operator.index(each) for each in (ids if isinstance(ids, list) else [] if ids is None else [ids])}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(f"{path}: damaged; expected a JSON object with numbers as eos_token_id") from None
+    return found

@@ -22,6 +22,11 @@ from models.layers import Block, Embedding, Head
 from models.positions import Positions
 from models.router import experts_implementation
 
+# Far above any model; what is larger would be counted, layer by layer, for hours.
+MOST_LAYERS, MOST_EXPERTS = 10_000, 10_000
+LAYER_FIELDS, EXPERT_FIELDS = ("num_hidden_layers", "num_layers", "n_layer"), ("num_experts", "num_local_experts")
+MOST_BYTES = 2**24  # of a config.json
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -49,6 +54,10 @@ class ModelSpec:
         """
         path = folder / "config.json"
         raw = _read_json(path)
+        for names, most in ((LAYER_FIELDS, MOST_LAYERS), (EXPERT_FIELDS, MOST_EXPERTS)):
+            for name in names:
+                if isinstance(count := raw.get(name), (int, float)) and count > most:
+                    raise CheckpointError(f"{path}: {name}: {count}; expected at most {most:,}")
         model_type = raw.get("model_type")
         if not isinstance(model_type, str):
             raise CheckpointError(f'{path}: no model_type; expected a name such as "llama"')
@@ -140,7 +149,13 @@ class ModelSpec:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
+        if path.exists() and not path.is_file():
+            raise OSError("expected a regular file")
+        if path.stat().st_size > MOST_BYTES:
+            raise OSError(f"larger than {MOST_BYTES >> 20} MiB")
         raw = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise CheckpointError(f"{path}: nested too deeply; expected fewer levels") from None
     except FileNotFoundError:
         raise CheckpointError(f"{path}: not found; expected a model folder with a config.json") from None
     except (OSError, UnicodeDecodeError) as error:

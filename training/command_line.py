@@ -1,4 +1,7 @@
-"""What both training doors do with their command line."""
+"""What both training doors do with their command line.
+
+torch and all that takes seconds to import is imported once the config is checked: a mistake is told at once.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,15 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-from data import summary
-from data.inspect import show_samples
-from data.inspect_html import write_page
-from models.checkpoint.layout import resolve
 from training.config.keys import TrainConfig
-from training.data_setup import RecordReader
 from training.distributed import processes
-from training.distributed.lifeline import Lifeline
 from training.distributed.processes import Place, exit_on_user_error
-from training.errors import ConfigError
+from training.errors import ConfigError, keep_tracebacks_in
+
+if TYPE_CHECKING:
+    from training.distributed.lifeline import Lifeline
 
 
 def parse_arguments(description: str) -> argparse.Namespace:
@@ -59,6 +58,7 @@ def open_door(
     place = Place.from_environment()
     with exit_on_user_error(place):
         config = load(place)
+        keep_tracebacks_in(config.save_path)
         if arguments.plan:
             if plan is None:
                 raise ConfigError("--plan: plans pipelines; expected train_ds.py")
@@ -69,6 +69,8 @@ def open_door(
         elif place is None:
             processes.launch(config.model_topo, sys.argv)
         else:
+            from training.distributed.lifeline import Lifeline
+
             # The watchdog must find a hang, and name the rank, before the process group gives up.
             processes.start(place, config.model_topo, timedelta(minutes=max(30, 2 * config.timeout_minutes)))
             with Lifeline(place, config.model_topo.stage_of(place.rank), config.timeout_minutes) as lifeline:
@@ -78,10 +80,17 @@ def open_door(
 
 def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:
     """Print the first samples as they would be trained, or write them as a page."""
-    console = Console(soft_wrap=True)
+    from data import summary
+    from data.inspect import show_samples
+    from data.inspect_html import write_page
+    from models.checkpoint.layout import resolve
+    from training.data_setup import RecordReader
+    from training.log import Log
+
+    console = Log()
     reader = RecordReader(config, resolve(config.model_path), console)
     dataset = reader.stream().windows.peek() if config.stream_gb else reader.read("data", config.data_path)
-    console.print(summary.table(dataset), markup=False, highlight=False)
+    console.print(summary.table(dataset), highlight=False)
     samples = dataset.samples[:count]
     if html:
         write_page(samples, reader.tokenizer, html, title=f"Samples of {Path(config.save_path).name}")

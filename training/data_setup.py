@@ -13,6 +13,8 @@ from rich.console import Console
 from data import summary
 from data.cache.store import default_folder
 from data.dataset import Dataset, load_dataset
+from data.errors import DataError
+from data.files.paths import expanded
 from data.files.sources import Source
 from data.histogram import draw_lengths
 from data.loader import Loader
@@ -62,12 +64,27 @@ class RecordReader:
         self._log.print(f"{what}: {len(dataset):,} samples, cached in {dataset.folder}, which can be removed any time")
         return dataset
 
+    def check_vocabulary(self, size: int, *sets: Dataset | Stream) -> None:
+        """Refuse token ids that the model does not have. A tokenizer may have more of them than its records need.
+
+        Raises:
+            DataError: there are some, or there may be some in a stream, of which nobody knows the records yet.
+        """
+        if len(self.tokenizer) <= size:
+            return
+        largest = max(len(self.tokenizer) - 1 if isinstance(each, Stream) else each.largest_id() for each in sets)
+        if largest >= size:
+            raise DataError(
+                f"{self._folder}: the tokenizer gives ids up to {largest}, but the model's vocab_size is {size}; "
+                "expected the tokenizer of this model"
+            )
+
     def stream(self) -> Stream:
         """The records to train on, to be tokenized while training."""
         config = self._config
         assert config.stream_gb is not None
         run = hashlib.sha256(os.fsencode(Path(config.save_path).resolve())).hexdigest()[:16]
-        folder = (Path(config.cache_dir).expanduser() if config.cache_dir else default_folder()) / "streams" / run
+        folder = (expanded(config.cache_dir) if config.cache_dir else default_folder()) / "streams" / run
         stream = open_stream(
             config.data_path,
             self._folder,
@@ -134,9 +151,9 @@ def report(
         more: further lines, of steps and packing.
         what: the dataset is.
     """
-    log.print(f"records:\n{summary.table(dataset)}", markup=False)
+    log.print(f"records:\n{summary.table(dataset)}")
     if evaluation_set is not None:
-        log.print(f"evaluation records:\n{summary.table(evaluation_set)}", markup=False)
+        log.print(f"evaluation records:\n{summary.table(evaluation_set)}")
     for line in [*summary.facts(dataset, max_seq_len, what), *more]:
         log.print(line)
     try:

@@ -1,9 +1,20 @@
-"""What ends a run because of something the user can mend.
+"""How a program ends that cannot go on: in one line, whatever happened.
 
-The doors print the text, one line, and leave with exit code 2.
+A mistake that the user can mend is an error of the wings (`USER_ERRORS`): its text, and exit code 2. Whatever nobody
+foresaw is told with its type, and the traceback goes to a file that the line names: exit code 1. Ctrl-C: 130.
 """
 
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
 from data.errors import DataError
+from data.terminal import guard_logging, safe_line
 from models.errors import CheckpointError
 
 
@@ -15,5 +26,52 @@ class RunRefused(Exception):
     """Some rank cannot go on; every rank raises it with the same text, so that all leave together."""
 
 
+# Each argument of one is a line; several are for several bad records.
 USER_ERRORS = (ConfigError, DataError, CheckpointError)
-EXIT_CODE = 2
+EXIT_CODE, INTERRUPTED = 2, 130
+TOO_MANY_FILES = "Too many open files"  # as the C library says it, and torch after it
+
+_traceback_folder: str | None = None
+
+
+def keep_tracebacks_in(folder: str) -> None:
+    """From now on tracebacks go there, where that is a folder that can be written, instead of to the temporary one."""
+    global _traceback_folder  # noqa: PLW0603  # where it fails, nothing but the error is at hand
+    _traceback_folder = folder
+
+
+def ending(error: BaseException) -> tuple[int, str]:
+    """The exit code and the line, safe for a terminal, with which an error ends a program."""
+    if isinstance(error, (*USER_ERRORS, RunRefused)):
+        return EXIT_CODE, "\n".join(safe_line(str(line)) for line in error.args)
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, "interrupted"
+    if TOO_MANY_FILES in str(error):
+        return EXIT_CODE, f"{safe_line(str(error))}: the limit of open files is too low; raise it with ulimit -n"
+    first = next(iter(str(error).strip().splitlines()), "")
+    told = safe_line(f"{type(error).__name__}: {first}" if first else type(error).__name__)
+    return 1, f"{told}; {_written(''.join(traceback.format_exception(error)))}"
+
+
+def _written(report: str) -> str:
+    """Where a traceback went."""
+    for folder in (_traceback_folder, None):  # None: the system's temporary folder
+        with suppress(OSError):
+            if folder is None or os.path.isdir(folder):
+                file, path = tempfile.mkstemp(prefix="traceback-", suffix=".txt", dir=folder)
+                with open(file, "w", encoding="utf-8", errors="backslashreplace") as stream:
+                    stream.write(report)
+                return f"the full traceback is in {safe_line(os.path.abspath(path))}"
+    return "its traceback is lost, as no file can be written"
+
+
+@contextmanager
+def one_line_at_the_end() -> Iterator[None]:
+    """What a door does around everything: an error becomes one line on standard error, and the exit code."""
+    guard_logging()
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        code, line = ending(error)
+        print(f"error: {line}", file=sys.stderr, flush=True)
+        sys.exit(code)

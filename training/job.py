@@ -33,6 +33,7 @@ from training.distributed.signals import StopRequest
 from training.engine.trainer import Trainer
 from training.errors import ConfigError
 from training.evaluation import Evaluation
+from training.log import Log
 from training.loop import Run, train
 from training.metrics.flops import Utilization
 from training.metrics.reporter import Reporter
@@ -71,6 +72,7 @@ class Inputs:
         dataset = reader.stream() if config.stream_gb else reader.read("data", config.data_path)
         loader = build_loader(dataset, config, config.model_topo.replicas, config.dataloader_drop_last)
         evaluation_set = reader.read("evaluation data", config.eval_data_path) if config.eval_data_path else None
+        reader.check_vocabulary(int(spec.config.vocab_size), dataset, *([evaluation_set] if evaluation_set else []))
         return cls(folder, spec, dataset, loader, evaluation_set, make_run_folder(config.save_path))
 
     def order(self, config: TrainConfig) -> DataOrder:
@@ -102,7 +104,7 @@ def run_job(config: TrainConfig, place: Place, lifeline: Lifeline, kind: type[Tr
         kind: how the model is spread: `PipelineTrainer` or `ZeroTrainer`.
     """
     reporting = place.rank == 0
-    log = Console(quiet=not reporting, highlight=False, soft_wrap=True)
+    log = Log(quiet=not reporting, highlight=False)
     stop = StopRequest()
     with agreed():
         inputs = Inputs.read(config, log)

@@ -87,7 +87,7 @@ def open_cache(recipe: Recipe, folder: Path, log: Console, active: bool) -> Path
             except OSError as error:
                 raise DataError(f"{cache.builds}: cannot be written: {error.strerror}") from None
             if "error" in told:
-                raise DataError(told["error"])
+                raise DataError(*told["error"].split("\n"))
             return Path(told["path"])
 
 
@@ -208,7 +208,7 @@ def _build_apart(recipe: Recipe, folder: Path, noted: Tell, bar: Bar) -> Path:
     if "path" in result:
         return Path(result["path"])
     if "error" in result:
-        raise DataError(result["error"])
+        raise DataError(*result["error"].split("\n"))
     code = process.returncode
     reason = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
     hint = "; is there enough memory?" if code == -signal.SIGKILL else ""

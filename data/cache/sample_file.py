@@ -148,6 +148,11 @@ class SampleFile(Sequence[Sample]):
         """[n], tokens of each sample."""
         return self._chosen(pyarrow.compute.list_value_length(self._table.column("input_ids")))
 
+    def largest_id(self) -> int:
+        """The largest token id of the file; reads all of it."""
+        chunks = self._table.column("input_ids").chunks
+        return max((int(pyarrow.compute.max(chunk.values).as_py() or 0) for chunk in chunks), default=0)
+
     def column(self, name: str) -> NDArray[Any]:
         """[n], one of the schema's columns of numbers."""
         return self._chosen(self._table.column(name))

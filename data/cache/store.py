@@ -25,13 +25,17 @@ from data.cache.recipe import Recipe
 from data.cache.sample_file import SampleFile
 from data.cache.tokenizing import META, SAMPLES, Tell, build
 from data.errors import DataError
+from data.files.paths import expanded
 
 
 def default_folder() -> Path:
     """PIPETUNE_CACHE, else the user's folder for caches."""
     if named := os.environ.get("PIPETUNE_CACHE"):
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pipetune"
+        return expanded(named)
+    try:
+        return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "pipetune"
+    except DataError:
+        raise DataError("cache_dir: this user has no home folder to cache in; expected a folder") from None
 
 
 class Cache:

@@ -17,18 +17,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from jinja2 import Template
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from data.chats.marks import CONTENT, Place, StandIns, Unplaceable, Wrapped, structure
 from data.chats.messages import JSON, Call, Said, as_dicts
 from data.chats.ranges import Range, joined, ranges_of, without
 from data.chats.rewrites import Rewrite, rewrites, tools_as_text, with_short_ids
+from data.chats.sandbox import SlowTemplate, generated_spans, render
 from data.chats.scaffold import OTHER_TOOLS, SOME_TOOLS, Placed, Scaffold, placed_by_marks, tools_between
 from data.chats.turns import Turn, TurnFinder, Vocabulary, generated
 from data.errors import DataError
@@ -68,14 +66,6 @@ def chat_template(
     if key not in known:
         known[key] = ChatTemplate(tokenizer, text)
     return known[key]
-
-
-@lru_cache
-def _compiled(text: str) -> Template:
-    template = _compile_jinja_template(text)
-    # Jinja copies them at every rendering, which takes three times as long as the rendering while they are a ChainMap.
-    template.globals = dict(template.globals)
-    return template
 
 
 class Plan(NamedTuple):
@@ -217,24 +207,19 @@ class ChatTemplate:
     def _render(self, said: Sequence[Said], tools: list[JSON], asking: bool = False) -> str:
         # What render_jinja_template does, without its copy of the messages, which takes longer than the rendering.
         try:
-            return str(
-                _compiled(self._text).render(
-                    messages=as_dicts(said),
-                    tools=tools or None,
-                    documents=None,
-                    add_generation_prompt=asking,
-                    **self._names,
-                )
-            )
+            return render(self._text, **self._given(said, tools), add_generation_prompt=asking)
+        except SlowTemplate:
+            raise
         except Exception as error:  # a template may raise anything
             raise DataError(REFUSED.format(reason=" ".join(str(error).split()))) from None
 
     def _spans(self, said: Sequence[Said], tools: list[JSON]) -> list[tuple[int, int]]:
         """What the template marks as generated."""
-        _, spans = render_jinja_template(
-            [as_dicts(said)], tools or None, None, self._text, return_assistant_tokens_mask=True, **self._names
-        )
-        return [(begin, end) for begin, end in spans[0] if begin < end]
+        return generated_spans(self._text, **self._given(said, tools), add_generation_prompt=False)
+
+    def _given(self, said: Sequence[Said], tools: list[JSON]) -> dict[str, Any]:
+        """What a template can see."""
+        return {"messages": as_dicts(said), "tools": tools or None, "documents": None, **self._names}
 
     def _takes(self, said: Sequence[Said]) -> bool:
         """The template writes all words of a dialogue."""

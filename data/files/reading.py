@@ -17,6 +17,7 @@ from data.files.formats import convert
 from data.files.raw_records import RawRecord, raw_records
 from data.files.sources import TEXT_FILE, Source
 from data.records import Record
+from data.terminal import safe_line
 
 OnBadRecord = Literal["stop", "skip"]
 
@@ -117,14 +118,14 @@ class BadRecords:
         self.count += 1
         if self.count > SHOWN:
             return
-        line = _one_line(f"{origin}: {error}")
+        line = safe_line(f"{origin}: {error}", LONGEST_LINE)
         if self.on_bad_record == "skip":
             self.log(f"skipped: {line}")
             return
         self._lines.append(line)
         if self.count == SHOWN:
             self._lines.append(f"{SHOWN} bad records; there may be more, as no further ones were looked for")
-            raise DataError("\n".join(self._lines))
+            raise DataError(*self._lines)
 
     def finish(self) -> None:
         """Sum up, after the last record.
@@ -133,14 +134,8 @@ class BadRecords:
             DataError: with `stop`, when there was any.
         """
         if self._lines:
-            raise DataError("\n".join(self._lines if self.count == 1 else [*self._lines, f"{self.count} bad records"]))
+            raise DataError(*self._lines, *([] if self.count == 1 else [f"{self.count} bad records"]))
         if self.count:
             unseen = f", {self.count - SHOWN} of them not shown" if self.count > SHOWN else ""
             records = "record" if self.count == 1 else "records"
             self.log(f"{self.count} bad {records} skipped{unseen}")
-
-
-def _one_line(text: str) -> str:
-    """File names and texts of others may hold anything; a terminal gets a single line of it."""
-    line = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
-    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 3]}..."

@@ -23,11 +23,13 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from data.errors import DataError
 from data.files.formats import FORMATS
+from data.files.paths import expanded
 
 TEXT_FILE = "text_file"  # a format of files, not of records: one file is one text
 TEXT_SUFFIXES = (".txt",)
 DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", *TEXT_SUFFIXES)
 COMPRESSED_SUFFIXES = (".gz", ".zst")
+MOST_PLACES = 100_000  # files and folders that a glob may lead through
 
 
 class Source(BaseModel):
@@ -85,12 +87,17 @@ def files_of(source: Source) -> list[Path]:
     Raises:
         DataError: a path leads to nothing that can be read.
     """
-    paths = [source.path] if isinstance(source.path, str) else source.path
-    return [file for path in paths for file in _expand(path)]
+    files: list[Path] = []
+    for path in [source.path] if isinstance(source.path, str) else source.path:
+        try:
+            files += _expand(path)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    return files
 
 
 def _expand(path: str) -> list[Path]:
-    place = Path(path).expanduser()
+    place = expanded(path)
     if place.is_file():
         return [place]
     if place.is_dir():
@@ -100,11 +107,29 @@ def _expand(path: str) -> list[Path]:
         return files
     if place.exists():
         raise DataError(f"{path}: not a regular file; expected a file, a folder or a glob")
-    matches = sorted(Path(match) for match in glob.glob(str(place), recursive=True))
-    files = [match for match in matches if match.is_file()]
+    files = sorted(match for match in _matches(place, path) if match.is_file())
     if not files:
         raise DataError(f"{path}: not found; expected a file, a folder or a glob")
     return files
+
+
+def _matches(pattern: Path, path: str) -> set[Path]:
+    """What a glob matches, found folder by folder: `/**` would be under way for hours before it gave anything."""
+    start = Path(pattern.anchor)
+    found = {start}
+    seen = 0
+    parts = pattern.relative_to(start).parts
+    for number, part in enumerate(parts, start=1):
+        before, found = found, set()
+        wanted = "**/" if part == "**" and number < len(parts) else part  # folders only, where more parts follow
+        for place in before:
+            found |= {place} if part == "**" else set()  # two stars match the folder itself as well
+            for match in glob.iglob(wanted, root_dir=place, recursive=True):
+                found.add(place / match)
+                seen += 1
+                if seen > MOST_PLACES:
+                    raise DataError(f"{path}: leads to more than {MOST_PLACES:,} places; expected a narrower glob")
+    return found
 
 
 def bare_suffix(file: Path) -> str:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from data.dataset import supervised_count
 from data.errors import DataError
-from data.loader import GlobalBatch, Loader, Packing
+from data.loader import GlobalBatch, Loader
+from data.packing import Packing
 from data.sample_set import InMemory
 from data.tokenize import Sample
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from data.loader import Loader, Packing
+from data.loader import Loader
+from data.packing import Packing
 from data.sample_set import InMemory
 from models.documents import Documents
 from models.position_ids import unmarked

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data.loader import Packing
+from data.packing import Packing
 from data.tokenize import Sample
 from tests.launching import topology
 from tests.ranks import Ranks

@@ -10,12 +10,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from data.files.reading import OnBadRecord
-from data.loader import Packing
+from data.packing import Packing
 from data.prompts import PromptFormat
 from training.config.sections import (
+    BF16,
+    FP16,
     DataPath,
     EveryNth,
-    HalfPrecision,
     ModelTopo,
     Optimizer,
     RouterLoss,
@@ -28,12 +29,27 @@ from training.config.sections import (
 from training.errors import ConfigError
 from training.schedule.instructions import Schedule
 
-# DeepSpeed's top-level keys that a pipeline run can use (docs: deepspeed.ai/docs/config-json).
-DEEPSPEED_KEYS = frozenset(
-    "activation_checkpointing aio amp checkpoint comms_logger communication_data_type csv_monitor data_types "
-    "disable_allgather dump_state flops_profiler gradient_accumulation_steps gradient_predivide_factor "
-    "memory_breakdown pipeline prescale_gradients sparse_gradients torch_autocast wall_clock_breakdown".split()
-)
+# DeepSpeed's top-level keys that are passed on as they are (docs: deepspeed.ai/docs/config-json).
+DEEPSPEED_KEYS = frozenset({"communication_data_type", "data_types", "gradient_accumulation_steps"})
+# Others, which would be without effect, or change what is trained in ways that nobody has tested in a pipeline.
+NOT_PASSED_ON = dict.fromkeys(
+    "aio disable_allgather gradient_predivide_factor pipeline prescale_gradients sparse_gradients".split(),
+    "it is not tested in a pipeline; expected it to be left out",
+) | {
+    "activation_checkpointing": "use use_grad_ckpt",
+    "amp": "use bf16 or fp16",
+    "checkpoint": "use save_interval, keep_last and resume",
+    "comms_logger": "use profile_steps",
+    "csv_monitor": "every run writes metrics.jsonl; or use tensorboard or wandb",
+    "dump_state": "every run writes config.yml into save_path",
+    "flops_profiler": "use profile_steps",
+    "memory_breakdown": "every run writes peak_memory into metrics.jsonl",
+    "torch_autocast": "use bf16 or fp16",
+    "wall_clock_breakdown": "use profile_steps",
+}
+LARGEST = 10**12  # of a number of steps, samples and the like
+LONGEST = 2**24  # tokens: of a sample or a row
+YEAR = 366 * 24 * 60  # minutes
 
 
 ALIASES = {"n_epochs": "n_epoches"}  # other spellings of our own keys
@@ -42,7 +58,7 @@ ALIASES = {"n_epochs": "n_epoches"}  # other spellings of our own keys
 class TrainConfig(BaseModel):
     """A whole run. Keys that are not listed here are DeepSpeed's."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
     # Folder of the model to start from, in either layout.
     model_path: str
@@ -62,14 +78,14 @@ class TrainConfig(BaseModel):
     # Steps of the run, however many epochs that is; n_epoches does not count then.
     max_steps: int | None = Field(default=None, ge=1)
     # Tokenize while training, with so many GB of samples on the disk at any time: for data that are larger than that.
-    stream_gb: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    stream_gb: float | None = Field(default=None, gt=0)
     # Longer samples are cut, counted and reported.
-    max_seq_len: int = Field(default=2048, ge=2)
+    max_seq_len: int = Field(default=2048, ge=2, le=LONGEST)
     # Put several samples into one row: batch packs those of each global batch, which changes nothing but the time;
     # dataset packs the whole epoch, and train_batch_size then counts rows; false pads each sample to its neighbours.
     packing: Packing = "batch"
     # Tokens in a packed row; for batch a length that keeps the pipeline busy, for dataset max_seq_len, where absent.
-    pack_len: int | None = Field(default=None, ge=8)
+    pack_len: int | None = Field(default=None, ge=8, le=LONGEST)
     # Leave out the samples that do not fill an epoch's last batch.
     dataloader_drop_last: bool = False
     # chat_template, plain, or a Jinja file; the tokenizer's chat template when it ships one, where absent.
@@ -89,8 +105,8 @@ class TrainConfig(BaseModel):
     aux_max_z_loss: ZLoss = ZLoss()
     aux_router_loss: RouterLoss = RouterLoss()
 
-    bf16: HalfPrecision = HalfPrecision()
-    fp16: HalfPrecision = HalfPrecision()
+    bf16: BF16 = BF16()
+    fp16: FP16 = FP16()
     zero_optimization: Zero = Zero()
     # DeepSpeed's consent to optimizers it did not test with ZeRO; given for all that Pipetune offers.
     zero_allow_untested_optimizer: bool = True
@@ -108,7 +124,7 @@ class TrainConfig(BaseModel):
     # What a run does when a checkpoint cannot be written, such as on a full disk.
     on_save_error: Literal["continue", "stop"] = "continue"
     # End the run when nothing moved for so many minutes: a step, an evaluation's batch and a save must take less.
-    timeout_minutes: float = Field(default=30, gt=0)
+    timeout_minutes: float = Field(default=30, gt=0, le=YEAR)
     # End the run after so many steps in a row whose loss or gradient is not finite; such a step changes no weight.
     max_bad_steps: int = Field(default=3, ge=1)
     # Write the trained model as a HuggingFace folder at the end, to save_path/hf.
@@ -162,6 +178,9 @@ class TrainConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
+        for name, value in self:
+            if type(value) is int and value > LARGEST:
+                raise ValueError(f"{name}: expected at most {LARGEST:,}, found {value}")
         if self.bf16.enabled and self.fp16.enabled:
             raise ValueError("bf16.enabled: expected at most one of bf16 and fp16")
         if self.stream_gb and not self.max_steps:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from math import prod
-from typing import Annotated, Any, Literal
+from math import isfinite, prod
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy
 from pydantic import (
@@ -24,7 +24,7 @@ from data.files.sources import Source
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 def _listed(value: Any) -> Any:
@@ -62,7 +62,7 @@ class Optimizer(_Section):
             numbers.append("eps")
         for name in numbers:
             value = self.params.get(name, 0.0)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value) or value < 0:
                 raise ValueError(f"params.{name}: expected a number of at least 0, found {value!r}")
         return self
 
@@ -137,10 +137,34 @@ class Scheduler(_Section):
 
 
 class HalfPrecision(BaseModel):
-    """`bf16` and `fp16`: `enabled` and whatever else DeepSpeed takes there."""
+    """`bf16` and `fp16`: `enabled` and what else DeepSpeed `takes` there."""
 
     model_config = ConfigDict(extra="allow")
+    takes: ClassVar[tuple[str, ...]]
     enabled: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> HalfPrecision:
+        names = ("enabled", *self.takes)
+        for name in (self.model_extra or {}).keys() - set(self.takes):
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+            raise ValueError(f"{name}: DeepSpeed does not have it; did you mean {near[0]}?")
+        return self
+
+
+class BF16(HalfPrecision):
+    """`bf16`."""
+
+    takes = ("immediate_grad_update", "check_grad_overflow", "bf16_master_weights_and_grads", "bf16_optimizer_states")
+
+
+class FP16(HalfPrecision):
+    """`fp16`."""
+
+    takes = tuple(
+        "auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale "
+        "fp16_master_weights_and_grads".split()
+    )
 
 
 class Zero(BaseModel):

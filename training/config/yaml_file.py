@@ -7,6 +7,7 @@ else is refused with the nearest name. `key.sub=value` words on the command line
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Hashable
 from pathlib import Path
@@ -15,8 +16,12 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from training.config.keys import ALIASES, DEEPSPEED_KEYS, TrainConfig
+from data.files.paths import read_small
+from data.terminal import is_safe_line
+from training.config.keys import ALIASES, DEEPSPEED_KEYS, NOT_PASSED_ON, TrainConfig
 from training.errors import ConfigError
+
+MOST_VALUES = 100_000  # in a config, its aliases and merge keys followed
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainConfig:
@@ -36,7 +41,21 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with 1e-5 as a number (YAML 1.1 wants 1.0e-5) and without repeated keys."""
+    """YAML with 1e-5 as a number (YAML 1.1 wants 1.0e-5), without repeated keys and control characters."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None and _size(node, {}) > MOST_VALUES:
+            what = f"more than {MOST_VALUES:,} values, aliases and merge keys followed"
+            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
+        return node
+
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        if not is_safe_line(str(node.value)):  # which no key, path or name needs
+            raise yaml.constructor.ConstructorError(
+                None, None, "a control character; expected printable text", node.start_mark
+            )
+        return super().construct_scalar(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -52,6 +71,17 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _size(node: yaml.Node, known: dict[int, float]) -> float:
+    """How many values a node stands for; endless where it holds itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        parts = node.value if isinstance(node, yaml.CollectionNode) else []
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in parts for part in pair]
+        known[id(node)] = 1 + sum(_size(part, known) for part in parts)
+    return known[id(node)]
+
+
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
@@ -59,11 +89,13 @@ _Loader.add_implicit_resolver(
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        raw = _parse_yaml(path.read_text(encoding="utf-8"))
+        raw = _parse_yaml(read_small(path).decode("utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: not found; expected a YAML file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply; expected fewer levels") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -97,13 +129,15 @@ def _override(raw: dict[str, Any], word: str) -> None:
             raise ConfigError(f"command line: {key}: {parent} is a value, not a section")
     try:
         section[last] = _parse_yaml(text)
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise ConfigError(f"command line: {key}: {text!r} is not a YAML value") from None
 
 
 def _refuse_unknown(raw: dict[str, Any], where: str) -> None:
     own = set(TrainConfig.model_fields)
     for key in raw:
+        if key in NOT_PASSED_ON:
+            raise ConfigError(f"{where}: {key}: this key of DeepSpeed's is not passed on; {NOT_PASSED_ON[key]}")
         if key not in own and key not in DEEPSPEED_KEYS:
             near = difflib.get_close_matches(str(key), [*own, *DEEPSPEED_KEYS], n=1, cutoff=0.0)
             raise ConfigError(f"{where}: unknown key {key}; did you mean {near[0]}?")

@@ -28,7 +28,7 @@ from typing import Any
 
 from training.distributed.processes import Place, gather
 from training.distributed.watchdog import Failure, Member, Verdict, Watchdog
-from training.errors import EXIT_CODE, USER_ERRORS, RunRefused
+from training.errors import RunRefused, ending
 
 COMMUNICATION = ("torch/distributed/", "deepspeed/comm/")  # where a rank waits for others
 LAST_WORDS = 2.5  # seconds; by then the launcher has noticed that the other ranks left, and has said so
@@ -103,13 +103,9 @@ class Lifeline:
 
 def failure_of(error: BaseException) -> Failure:
     """What the watchdog is told of an exception."""
-    if isinstance(error, USER_ERRORS):
-        return Failure(str(error), code=EXIT_CODE)
-    report = "".join(traceback.format_exception(error))
-    lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     innermost = traceback.extract_tb(error.__traceback__)[-1].filename if error.__traceback__ else ""
-    return Failure(text, report, waiting=any(part in innermost for part in COMMUNICATION))
+    code, text = ending(error)
+    return Failure(text, code=code, waiting=any(part in innermost for part in COMMUNICATION))
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
-
 from training.config.sections import ModelTopo
-from training.errors import EXIT_CODE, USER_ERRORS, ConfigError, RunRefused
+from training.errors import EXIT_CODE, USER_ERRORS, ConfigError, RunRefused, ending, guard_logging
 
+FEW, A_CORE = 16, 4  # processes that a machine without GPUs is taken to bear: so many, or so many for each core
 RANK_0_SPEAKS = 20.0  # seconds for rank 0 to find the same mistake as this rank
 LEAVING = 2.0  # seconds for rank 0 to say what all know
 
@@ -52,8 +51,10 @@ def launch(topology: ModelTopo, arguments: list[str]) -> None:
     """Replace this process by a launcher that runs the same command in as many processes as the topology has.
 
     Raises:
-        ConfigError: this machine has GPUs, but fewer than that.
+        ConfigError: this machine has GPUs, but fewer than that; or none, and too few cores.
     """
+    import torch
+
     gpus = torch.cuda.device_count()
     if 0 < gpus < topology.processes:
         raise ConfigError(
@@ -61,6 +62,12 @@ def launch(topology: ModelTopo, arguments: list[str]) -> None:
             f"processes, but this machine has {gpus} GPUs; start several machines with deepspeed --hostfile"
         )
     if gpus == 0:
+        cores = len(os.sched_getaffinity(0))
+        if topology.processes > max(FEW, A_CORE * cores):
+            raise ConfigError(
+                f"model_topo.process_topology.dims: {topology.process_topology.dims} ask for {topology.processes} "
+                f"processes, but this machine has no GPU and {cores} cores; expected at most {max(FEW, A_CORE * cores)}"
+            )
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(topology.processes)]
     os.execv(sys.executable, [*launcher, "--master_port", str(free_port()), *arguments])
@@ -80,6 +87,8 @@ def start(place: Place, topology: ModelTopo, patience: timedelta = timedelta(min
             f"model_topo.process_topology.dims: {topology.process_topology.dims} ask for {topology.processes} "
             f"processes, but {place.world_size} were started; expected --num_gpus {topology.processes}"
         )
+    import torch
+
     if not torch.cuda.is_available():
         # Two ranks that each use every core take turns instead of working side by side.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_size))
@@ -105,12 +114,16 @@ def start(place: Place, topology: ModelTopo, patience: timedelta = timedelta(min
 
 def stop() -> None:
     """Leave the process group, where there is one."""
+    import torch
+
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def gather(value: Value) -> list[Value]:
     """What every rank gives, by rank; all ranks call it together."""
+    import torch
+
     values: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(values, value)
     return values
@@ -127,29 +140,30 @@ def agreed() -> Iterator[None]:
     try:
         yield
     except USER_ERRORS as error:
-        failure = str(error)
+        failure = ending(error)[1]
     first = next((text for text in gather(failure) if text is not None), None)
     if first is not None:
-        raise RunRefused(first)
+        raise RunRefused(*first.split("\n"))
 
 
 @contextmanager
 def exit_on_user_error(place: Place | None = None) -> Iterator[None]:
-    """Turn a mistake of the user's into one line on one rank's standard error and exit code 2 on all.
+    """Turn an error into one line on one rank's standard error; a mistake of the user's is exit code 2 on all.
 
     A rank ends here, without Python's own teardown: threads of the process group may still be under way and would now
     and then abort a run that is done ("terminate called without an active exception").
     """
     code: Any = 0
+    guard_logging()
     try:
         yield
-    except (*USER_ERRORS, RunRefused) as error:
-        code = EXIT_CODE
-        if place is not None and place.rank > 0:
+    except (Exception, KeyboardInterrupt) as error:
+        code, line = ending(error)
+        if place is not None and place.rank > 0 and code == EXIT_CODE:
             # A launcher ends all ranks as soon as one has left: the one that speaks must be the first.
             time.sleep(LEAVING if isinstance(error, RunRefused) else RANK_0_SPEAKS)
-        if place is None or place.rank == 0 or not isinstance(error, RunRefused):
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        if place is None or place.rank == 0 or not isinstance(error, (RunRefused, KeyboardInterrupt)):
+            print(f"error: {line}", file=sys.stderr, flush=True)
     except SystemExit as leaving:
         code = leaving.code
     if place is not None:

@@ -19,6 +19,7 @@ from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader, build_loader
 from training.errors import ConfigError
+from training.log import Log
 from training.plan.advice import advise
 from training.plan.calibration import Calibration, calibrate
 from training.plan.devices import Device, parse_devices, this_device
@@ -40,7 +41,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError, CheckpointError: the config, the model or the devices make no run.
     """
-    log = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
+    log = Log(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     folder = resolve(config.model_path)
     spec = ModelSpec.from_folder(folder)
     count, device = parse_devices(arguments.devices) if arguments.devices else (None, this_device())
@@ -100,7 +101,7 @@ def _workload(config: TrainConfig, folder: Path, log: Console) -> Workload:
         dataset = RecordReader(config, folder, Console(quiet=True)).read("data", config.data_path)
         return Workload.measured(build_loader(dataset, config, config.model_topo.replicas), config)
     except (DataError, CheckpointError, OSError, ValueError) as error:
-        log.print(f"data_path is not used: {' '.join(str(error).split())[:REASON]}", markup=False)
+        log.print(f"data_path is not used: {' '.join(str(error).split())[:REASON]}")
         return Workload.assumed(config)
 
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from pydantic import BaseModel
 
 from training.config.deepspeed_config import deepspeed_config
-from training.config.keys import TrainConfig
+from training.config.keys import DEEPSPEED_KEYS, NOT_PASSED_ON, TrainConfig
 from training.config.sections import (
+    BF16,
+    FP16,
     ConstantParams,
+    HalfPrecision,
     LinearParams,
     ModelTopo,
     ProcessTopology,
@@ -22,6 +30,11 @@ from training.config.yaml_file import load_config
 from training.errors import ConfigError
 
 REQUIRED = {"model_path": "model", "data_path": "records.json", "save_path": "run", "train_batch_size": "8"}
+
+
+NINE = [f"[{', '.join([f'*a{level}'] * 9)}]" for level in range(9)]
+BOMB = ["a0: &a0 [x]", *(f"a{level + 1}: &a{level + 1} {NINE[level]}" for level in range(9))]
+MERGE_BOMB = ["a0: &a0 {x: 1}", *(f"a{level + 1}: &a{level + 1} {{<<: {NINE[level]}}}" for level in range(9))]
 
 
 def write(tmp_path: Path, *lines: str, leave_out: str = "") -> Path:
@@ -86,14 +99,31 @@ def test_yaml_anchors_and_merge_keys_are_read(tmp_path: Path) -> None:
 
 def test_deepspeeds_own_keys_pass_through_and_pipetunes_do_not(tmp_path: Path) -> None:
     zero = "zero_optimization: {stage: 1, offload_optimizer: {device: cpu, pin_memory: true}, reduce_bucket_size: 1e6}"
-    lines = ["wall_clock_breakdown: true", "flops_profiler: {enabled: true, profile_step: 3}", "bf16: {enabled: true}"]
+    lines = ["communication_data_type: fp32", "data_types: {grad_accum_dtype: bf16}", "bf16: {enabled: true}"]
+    lines += ["gradient_accumulation_steps: 8", "zero_allow_untested_optimizer: false"]
     resolved = deepspeed_config(load_config(write(tmp_path, *lines, zero, "zero_force_ds_cpu_optimizer: false")))
-    assert resolved["flops_profiler"] == {"enabled": True, "profile_step": 3}
-    assert (resolved["wall_clock_breakdown"], resolved["bf16"]["enabled"]) == (True, True)
+    received = DeepSpeedConfig(resolved)
+    assert received.communication_data_type == torch.float32
+    assert (received.grad_accum_dtype, received.gradient_accumulation_steps) == ("bf16", 8)
+    assert (received.bfloat16_config.enabled, received.zero_allow_untested_optimizer) == (True, False)
+    assert received.zero_config.reduce_bucket_size == 1e6
     assert resolved["zero_optimization"]["reduce_bucket_size"] == 1e6
     assert resolved["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
     assert (resolved["train_batch_size"], resolved["gradient_clipping"]) == (8, 1.0)
     assert resolved.keys().isdisjoint({"model_path", "n_epoches", "optimizer", "scheduler", "model_topo", "seed"})
+
+
+@pytest.mark.parametrize(("section", "known"), [(BF16, DeepSpeedBF16Config), (FP16, DeepSpeedFP16Config)])
+def test_what_a_precision_takes_is_what_deepspeed_takes(section: type[HalfPrecision], known: type[BaseModel]) -> None:
+    assert {"enabled", *section.takes} == set(known.model_fields)
+
+
+def test_every_key_that_is_not_passed_on_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    assert not NOT_PASSED_ON.keys() & {*DEEPSPEED_KEYS, *TrainConfig.model_fields}
+    for key, advice in NOT_PASSED_ON.items():
+        line = f": {key}: this key of DeepSpeed's is not passed on; {advice}"
+        assert refusal(write(tmp_path, f"{key}: {{enabled: true}}")).endswith(line)
+        assert refusal(write(tmp_path), f"{key}=1").endswith(line)
 
 
 def test_axes_may_stand_in_either_order(tmp_path: Path) -> None:
@@ -122,7 +152,9 @@ def test_the_saved_config_is_read_back_as_the_same(tmp_path: Path) -> None:
     optimizer = "optimizer: {type: Lion, params: {lr: 1e-5, betas: [0.95, 0.98]}, no_wd_kws: [bias, norm]}"
     topology = "model_topo: {process_topology: {dims: [2, 2]}, parts: [3, 2]}"
     lines = ["n_epochs: 3", "scheduler: {params: {warmup_num_steps: 3}}", "fp16: {enabled: true, loss_scale: 8}"]
-    config = load_config(write(tmp_path, *lines, optimizer, topology, "dump_state: true", "prompt_format: plain"))
+    config = load_config(
+        write(tmp_path, *lines, optimizer, topology, "data_types: {grad_accum_dtype: fp32}", "prompt_format: plain")
+    )
     saved = tmp_path / "config.yml"
     saved.write_text(yaml.safe_dump(config.dump(), sort_keys=False), encoding="utf-8")
     assert load_config(saved) == config
@@ -152,7 +184,28 @@ def test_the_type_of_a_schedule_says_which_params_there_are(line: str, params: W
     ("line", "reason"),
     [
         ("optimiser: {}", "unknown key optimiser; did you mean optimizer?"),
-        ("wall_clock_break: true", "unknown key wall_clock_break; did you mean wall_clock_breakdown?"),
+        ("communication_data_typ: fp32", "unknown key communication_data_typ; did you mean communication_data_type?"),
+        ("bf16: {enable: true}", "bf16.enable: DeepSpeed does not have it; did you mean enabled?"),
+        ("bf16: {loss_scale: 8}", "bf16.loss_scale: DeepSpeed does not have it; did you mean "),
+        ("fp16: {los_scale: 8}", "fp16.los_scale: DeepSpeed does not have it; did you mean loss_scale?"),
+        ("seed: 1e40", "seed: "),
+        (f"seed: {10**40}", "seed: expected at most 1,000,000,000,000, found 1000"),
+        ("max_steps: 1000000000001", "max_steps: expected at most 1,000,000,000,000, found 1000000000001"),
+        ("max_seq_len: 1000000000", "max_seq_len: expected less than or equal to 16777216, found 1000000000"),
+        ("timeout_minutes: .inf", "timeout_minutes: expected a finite number, found inf"),
+        ("timeout_minutes: 1e9", "timeout_minutes: expected less than or equal to "),
+        ("save_minutes: .inf", "save_minutes: expected a finite number, found inf"),
+        ("aux_max_z_loss: {weight: .nan}", "aux_max_z_loss.weight: expected a finite number, found nan"),
+        ("optimizer: {params: {lr: .nan}}", "optimizer.params.lr: expected a number of at least 0, found nan"),
+        ("optimizer: {params: {lr: .inf}}", "optimizer.params.lr: expected a number of at least 0, found inf"),
+        ('cache_dir: "a\\0b"', "line 5, column 12: a control character; expected printable text"),
+        ('"a\\x1b[2J\\nerror: forged": 1', "line 5, column 1: a control character; expected printable text"),
+        ('cache_dir: "\\u202e"', "line 5, column 12: a control character; expected printable text"),
+        ("optimizer: &a {params: *a}", "line 1, column 1: more than 100,000 values"),
+        ("\n".join(BOMB), "line 1, column 1: more than 100,000 values, aliases and merge keys followed"),
+        ("\n".join(MERGE_BOMB), "line 1, column 1: more than 100,000 values, aliases and merge keys followed"),
+        ("cache_dir: " + "[" * 50_000, "nested too deeply; expected fewer levels"),
+        ("#" * 2**20, "cannot be read: larger than 1 MiB"),
         ("optimizer: {parms: {}}", "unknown key optimizer.parms; did you mean optimizer.params?"),
         ("model_topo: {process_topology: {dim: [1]}}", "unknown key model_topo.process_topology.dim; did you mean "),
         ("scheduler: {parms: {}}", "unknown key scheduler.parms; did you mean scheduler.params?"),
@@ -240,7 +293,9 @@ def test_a_missing_key_is_named_and_so_is_a_file_without_keys(tmp_path: Path) ->
         path.write_bytes(content)
         assert refusal(path).startswith(f"{path}: ")
     assert refusal(tmp_path / "none.yml") == f"{tmp_path / 'none.yml'}: not found; expected a YAML file"
-    assert refusal(tmp_path).startswith(f"{tmp_path}: cannot be read")
+    os.mkfifo(tmp_path / "pipe")
+    for special in (tmp_path, tmp_path / "pipe", Path("/dev/zero"), Path("/dev/null")):
+        assert refusal(special) == f"{special}: cannot be read: expected a regular file"
 
 
 def test_sharding_what_a_pipeline_needs_whole_is_refused() -> None:

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from deepspeed.runtime.pipe.schedule import PipeInstruction
 
-from data.loader import Loader, Packing
+from data.loader import Loader
+from data.packing import Packing
 from data.sample_set import InMemory
 from tests.conftest import FAQ
 from tests.launching import deepspeed, error_lines, metrics, topology, write_config

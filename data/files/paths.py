@@ -1,0 +1,39 @@
+"""What a path that somebody wrote leads to: a home folder, a small file that is read whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from data.errors import DataError
+
+MOST_BYTES = 2**20  # far above any config or chat template
+
+
+def expanded(path: str | Path) -> Path:
+    """A path with `~` and `~user` replaced.
+
+    Raises:
+        DataError: nobody knows where that is.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise DataError(f"{path}: no such user, or no home folder; expected a path without ~") from None
+
+
+def read_small(path: str | Path) -> bytes:
+    """The bytes of a regular file; a pipe or a device might never end.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is larger than `MOST_BYTES`.
+        ValueError: the path holds a NUL.
+    """
+    place = Path(path)
+    place.stat()  # says what keeps it from being found
+    if not place.is_file():
+        raise OSError("expected a regular file")
+    with place.open("rb") as stream:
+        content = stream.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise OSError(f"larger than {MOST_BYTES >> 20} MiB")
+    return content

@@ -1,0 +1,173 @@
+"""The doors: what they import before they have something to do, and how they end when they cannot go on."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data.errors import DataError
+from models.errors import CheckpointError
+from tests.conftest import FAQ, ROOT
+from tests.launching import run, write_config
+from training import errors
+from training.errors import ConfigError, RunRefused, ending, keep_tracebacks_in, one_line_at_the_end
+
+DOORS = ("train_ds.py", "train_ds_zero.py", "convert_model.py", "demo.py")
+HEAVY = ("torch", "transformers", "deepspeed", "pyarrow")
+# Runs a door as a user does, and then says what it has imported.
+ASK = (
+    "import runpy, sys\n"
+    "sys.argv = sys.argv[1:]\n"
+    "try:\n"
+    "    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    "finally:\n"
+    f"    print('imported:', *[name for name in {HEAVY} if name in sys.modules])\n"
+)
+# Runs a door and sends it Ctrl-C in the moment in which it first imports torch, which takes long enough for a user.
+INTERRUPT = (
+    "import runpy, signal, sys\n"
+    "class Finder:\n"
+    "    def find_spec(self, name, *_):\n"
+    "        if name == 'torch':\n"
+    "            sys.meta_path.remove(finder)\n"
+    "            signal.raise_signal(signal.SIGINT)\n"
+    "finder = Finder()\n"
+    "sys.meta_path.insert(0, finder)\n"
+    "sys.argv = sys.argv[1:]\n"
+    "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_help_imports_nothing_that_takes_long(door: str) -> None:
+    result = run(sys.executable, "-c", ASK, door, "--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("usage: ") and result.stdout.endswith("imported:\n")
+
+
+@pytest.mark.parametrize(
+    ("door", "mistake"),
+    [
+        ("train_ds.py", "modl_path: x"),
+        ("train_ds_zero.py", "modl_path: x"),
+        ("train_ds.py", "optimizer: {typ: SGD}"),
+        ("train_ds.py", "prompt_format: x"),
+    ],
+)
+def test_a_mistake_in_the_config_is_told_before_anything_that_takes_long_is_imported(
+    door: str, mistake: str, tmp_path: Path
+) -> None:
+    path = write_config(tmp_path / "run.yml", model_path="m", data_path="d")
+    path.write_text(path.read_text(encoding="utf-8") + mistake + "\n", encoding="utf-8")
+    result = run(sys.executable, "-c", ASK, door, "--config", path)
+    assert (result.returncode, result.stdout) == (2, "imported:\n")
+    assert re.fullmatch(rf"error: {re.escape(str(path))}: .*\n", result.stderr)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_ctrl_c_ends_a_door_in_one_line(door: str, make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    model = make_checkpoint("llama")
+    config = write_config(tmp_path / "run.yml", model_path=str(model), data_path=str(FAQ))
+    words: dict[str, tuple[str | Path, ...]] = {
+        "convert_model.py": ("hg_to_pp", "--input-path", model, "--save-path", tmp_path / "layers"),
+        "demo.py": ("--model", model, "--prompt", "?"),
+    }
+    result = run(sys.executable, "-c", INTERRUPT, door, *words.get(door, ("--config", config, "--inspect", "1")))
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "error: interrupted\n")
+
+
+@pytest.fixture
+def nothing_known_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The system's temporary folder, where tracebacks go before a config is read."""
+    monkeypatch.setattr(errors, "_traceback_folder", None)
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def unforeseen() -> RuntimeError:
+    try:
+        raise RuntimeError("first \x1b[2Jline\nerror: second line")
+    except RuntimeError as error:
+        return error
+
+
+def test_what_nobody_foresaw_is_one_line_and_its_traceback_is_in_the_runs_folder(
+    nothing_known_of_a_run: Path, tmp_path: Path
+) -> None:
+    run_folder = tmp_path / "run"
+    for expected in (nothing_known_of_a_run, run_folder):
+        code, line = ending(unforeseen())
+        found = re.fullmatch(r"RuntimeError: first \\x1b\[2Jline; the full traceback is in (.+)", line)
+        assert found and code == 1
+        path = Path(found[1])
+        assert path.parent == expected
+        report = path.read_text(encoding="utf-8")
+        assert report.startswith("Traceback") and "in unforeseen" in report and "error: second line" in report
+        keep_tracebacks_in(str(run_folder))
+        if expected == nothing_known_of_a_run:  # a folder that is not there is not made for it
+            assert str(nothing_known_of_a_run) in ending(unforeseen())[1]
+            run_folder.mkdir()
+
+
+def test_a_door_prints_the_line_and_leaves(nothing_known_of_a_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left, one_line_at_the_end():
+        raise unforeseen()
+    told = capsys.readouterr()
+    assert (left.value.code, told.out, told.err.count("\n")) == (1, "", 1)
+    assert told.err.startswith("error: RuntimeError: first ")
+
+
+def test_a_lack_of_file_handles_is_a_mistake_that_a_user_can_mend(nothing_known_of_a_run: Path) -> None:
+    code, line = ending(OSError(24, os.strerror(24), "weights"))
+    assert code == 2 and "ulimit -n" in line
+    assert not list(nothing_known_of_a_run.iterdir())
+
+
+@pytest.mark.parametrize("kind", [ConfigError, DataError, CheckpointError, RunRefused])
+def test_no_text_begins_a_line_of_its_own_or_moves_the_cursor(kind: type[Exception]) -> None:
+    assert ending(kind("a\nerror: forged \x1b]0;title\x07 \u202efdp.exe")) == (
+        2,
+        r"a\nerror: forged \x1b]0;title\x07 \u202efdp.exe",
+    )
+    assert ending(kind("record 1: \x9b", "record 2: \r")) == (2, "record 1: \\x9b\nrecord 2: \\r")
+
+
+def test_a_model_folder_cannot_speak_for_the_converter(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "x\\u001b[31m\\nerror: all is well"}', encoding="utf-8")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    words = ("convert_model.py", "hg_to_pp", "--input-path", tmp_path, "--save-path", tmp_path / "out")
+    result = run(sys.executable, *words)
+    assert result.returncode == 2
+    assert "\x1b" not in result.stderr and result.stderr.count("\n") == 1, result.stderr
+
+
+def test_a_user_without_a_home_folder_is_told_so(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """As in a container that runs under a number that no password file knows."""
+    config = write_config(tmp_path / "run.yml", model_path=str(make_checkpoint("llama")), data_path=str(FAQ))
+    if os.getuid() != 0:
+        pytest.skip("only root can become a user that does not exist")
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.name.startswith("pytest-"):
+            folder.chmod(0o755)
+    config.chmod(0o644)
+    hidden = {"HOME", "PIPETUNE_CACHE", "XDG_CACHE_HOME"}
+    become = "import os, sys; os.setgroups([]); os.setgid(54321); os.setuid(54321); os.execv(sys.executable, sys.argv)"
+    result = subprocess.run(
+        [sys.executable, "-c", become, "train_ds.py", "--config", str(config), "--inspect", "1"],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name not in hidden} | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
+    assert "cache_dir" in result.stderr and "home folder" in result.stderr

@@ -1,0 +1,23 @@
+"""The lines of a run on standard output: rich's console, on which nothing that a file holds can act."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from data.terminal import safe_text
+
+
+class Log(Console):
+    """A console that takes no markup, wraps no lines, and shows control characters; its own colours stay."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, soft_wrap=True, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """The pieces of a line, text made safe."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(safe_text(segment.text), segment.style)
