@@ -58,7 +58,7 @@ class Block(nn.Module):
 
     Attributes:
         recompute: drop the activations inside the block after the forward pass and compute them again in the backward
-            pass (`models.recompute`).
+            pass (`models.block_options`).
         offload: what has to be kept for the backward pass waits in host memory (`models.offload`).
     """
 
