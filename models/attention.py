@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 from transformers.utils import is_flash_attn_2_available
 
-from models import varlen_attention
 from models.document_attention import BY_DOCUMENT
 from models.flex_attention import FLEX
 from models.varlen_attention import VARLEN
@@ -59,8 +58,10 @@ def choose_attention(use_flash_attn: bool, dtype: torch.dtype, exact: tuple[str,
     if obstacle:
         return AttentionChoice(usual, f"{_NAMES[usual]}: use_flash_attn is set, but {obstacle}")
     passed_over: list[str] = []
-    for kernel, missing in ((FLASH, _flash_missing), (VARLEN, _varlen_missing), (FLEX, _flex_missing)):
-        obstacle = missing() if kernel in exact else f"{_NAMES[kernel]} does not compute this model's attention"
+    for kernel, missing in ((FLASH, _flash_missing), (VARLEN, None), (FLEX, _flex_missing)):
+        obstacle = missing() if missing else None
+        if kernel not in exact:
+            obstacle = f"{_NAMES[kernel]} does not compute this model's attention"
         if obstacle is None:
             return AttentionChoice(kernel, ": ".join([_NAMES[kernel], *filter(None, ["; ".join(passed_over)])]))
         passed_over.append(obstacle)
@@ -79,10 +80,6 @@ def _device_obstacle(dtype: torch.dtype) -> str | None:
 
 def _flash_missing() -> str | None:
     return None if is_flash_attn_2_available() else "the flash-attn package is not installed (requirements-gpu.txt)"
-
-
-def _varlen_missing() -> str | None:
-    return None if varlen_attention.available() else "torch's varlen_attn with windows needs torch 2.11"
 
 
 def _flex_missing() -> str | None:

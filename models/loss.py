@@ -1,7 +1,8 @@
 """The training loss: a sum over supervised tokens, made a global mean by the caller's scale.
 
-Contract 4: the loss of a step is the mean cross-entropy over the supervised tokens of the GLOBAL batch. No stage sees
-that batch, so a micro-batch contributes its sum times a scale that the data loader, which does see it, sends along.
+The loss of a step is the mean cross-entropy over the supervised tokens of the GLOBAL batch, however that is cut into
+micro-batches and spread over replicas. No stage sees that batch, so a micro-batch contributes its sum times a scale
+that the data loader, which does see it, sends along.
 Only supervised positions are projected to the vocabulary, chunk by chunk (`models.lean_loss`): on instruction data that
 saves most of the head's work, and nobody ever holds the logits of a whole micro-batch.
 """

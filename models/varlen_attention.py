@@ -1,37 +1,23 @@
 """torch's own flash attention over packed rows: all documents of a micro-batch in one launch.
 
 It is the algorithm of the flash-attn package, which need not be installed; the rows are laid end to end, and each
-document sees itself alone. It runs on GPUs from Ampere on, in bf16 and fp16. torch 2.10 has a first form of it that
-knows neither windows nor the scale; from 2.11 on it has both.
+document sees itself alone. It runs on GPUs from Ampere on, in bf16 and fp16.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-varlen_attn: Callable[..., Tensor] | None
-try:
-    varlen_attn = import_module("torch.nn.attention.varlen").varlen_attn
-except ImportError:  # torch before 2.10
-    varlen_attn = None
-
 VARLEN = "torch_varlen"  # what transformers knows `attend` by
-_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters if varlen_attn else ())
-# Where torch does not know grouped queries yet, keys and values are repeated.
-_SHARES_KEYS = "enable_gqa" in _PARAMETERS
-
-
-def available() -> bool:
-    """Whether this torch has the kernel with all that models need."""
-    return {"scale", "window_size"} <= _PARAMETERS
+# torch 2.11 does not know grouped queries yet: keys and values are repeated.
+_SHARES_KEYS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def attend(
@@ -49,14 +35,13 @@ def attend(
     """Attention as transformers calls it: [B, heads, S, D] to [B, S, heads, D].
 
     Args:
-        attention_mask: used where documents are not told, with a cache of keys.
+        attention_mask: used where `cu_seq_lens_q` is absent, with a cache of keys.
         cu_seq_lens_q: where each document ends when the rows are laid end to end: [documents + 1] int32, from 0.
         max_length_q: tokens in the longest document.
         document_window: how many tokens each one sees at most, itself included.
     """
     if cu_seq_lens_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
-    assert varlen_attn is not None
     grouped: dict[str, bool] = {}
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and _SHARES_KEYS:

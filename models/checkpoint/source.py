@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,34 +23,6 @@ from models.spec import ModelSpec
 logger = logging.getLogger("pipetune")
 
 
-class WeightSource(Protocol):
-    """Anything that can give the weights of one layer."""
-
-    def check_layer(self, layer: int) -> None:
-        """Compare names and shapes with the spec, reading no weights.
-
-        Raises:
-            CheckpointError: a tensor is missing, unexpected or of another shape, or its file is damaged.
-        """
-        ...
-
-    def read_layer(self, layer: int) -> dict[str, Tensor]:
-        """The complete state dict of a layer, checked; tensors on the CPU, read when they are used.
-
-        Raises:
-            CheckpointError: as `check_layer`.
-        """
-        ...
-
-    def describe(self, layer: int, name: str) -> str:
-        """Where a tensor of a layer lies, for a message."""
-        ...
-
-    def dtype(self) -> torch.dtype:
-        """The dtype of the embedding as it is stored."""
-        ...
-
-
 class PipelineSource:
     """A pipeline-layout folder: one file a layer."""
 
@@ -60,13 +31,24 @@ class PipelineSource:
         self.spec = spec
 
     def check_layer(self, layer: int) -> None:
+        """Compare names and shapes with the spec, reading no weights.
+
+        Raises:
+            CheckpointError: a tensor is missing, unexpected or of another shape, or its file is damaged.
+        """
         self.infos(layer)
 
     def read_layer(self, layer: int) -> dict[str, Tensor]:
+        """The complete state dict of a layer, checked; tensors on the CPU, read when they are used.
+
+        Raises:
+            CheckpointError: as `check_layer`.
+        """
         _, file = self._open(layer)
         return {name: file.read(name) for name in self.spec.shapes(layer)}
 
     def describe(self, layer: int, name: str) -> str:
+        """Where a tensor of a layer lies, for a message."""
         return f"{self.folder / layer_file(layer)}: {name}"
 
     def infos(self, layer: int) -> dict[str, TensorInfo]:
@@ -75,6 +57,7 @@ class PipelineSource:
         return {name: file.info(name) for name in self.spec.shapes(layer)}
 
     def dtype(self) -> torch.dtype:
+        """The dtype of the embedding as it is stored."""
         return next(iter(self.infos(0).values())).dtype
 
     def _open(self, layer: int) -> tuple[Path, MappedFile]:

@@ -72,7 +72,8 @@ def test_it_is_ended_in_a_process_that_was_forked_while_another_template_was_wat
 
 
 @pytest.mark.parametrize(
-    "text", ["{{ 9 ** (9 ** 9) }}", "{{ 'x' * 10 ** 12 }}", "{{ [1] * n * n }}", "{% if false %}{{ 9**(9**9) }}{% endif %}"]
+    "text",
+    ["{{ 9 ** (9 ** 9) }}", "{{ 'x' * 10 ** 12 }}", "{{ [1] * n * n }}", "{% if false %}{{ 9**(9**9) }}{% endif %}"],
 )
 def test_gigantic_numbers_are_refused_and_others_counted(text: str) -> None:
     if "false" in text:

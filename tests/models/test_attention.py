@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models import attention, varlen_attention
+from models import attention
 from models.attention import ALL, EAGER, FLASH, FLEX, TORCH, VARLEN, choose_attention
 
 GEMMA2, BLOOM = (EAGER, FLASH, FLEX), (EAGER, FLEX)
@@ -15,7 +15,7 @@ GEMMA2, BLOOM = (EAGER, FLASH, FLEX), (EAGER, FLEX)
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine with a GPU, where a test says what is missing."""
     monkeypatch.setattr(attention, "_device_obstacle", lambda dtype: None)
-    for name in ("_flash_missing", "_varlen_missing", "_flex_missing"):
+    for name in ("_flash_missing", "_flex_missing"):
         monkeypatch.setattr(attention, name, lambda: None)
     return monkeypatch
 
@@ -39,8 +39,7 @@ def test_the_first_kernel_that_is_exact_is_taken(exact: tuple[str, ...], taken: 
     ("exact", "missing", "taken", "told"),
     [
         (ALL, ["flash"], VARLEN, ["torch's varlen_attn: ", "flash-attn package is not installed"]),
-        (ALL, ["flash", "varlen"], FLEX, ["torch's flex_attention: ", "not installed", "torch 2.11"]),
-        (ALL, ["flash", "varlen", "flex"], TORCH, ["use_flash_attn is set, but", "not installed", "2.11", "triton"]),
+        ((TORCH, FLASH, FLEX), ["flash", "flex"], TORCH, ["use_flash_attn is set, but", "not installed", "triton"]),
         (GEMMA2, ["flash"], FLEX, ["torch's flex_attention: ", "varlen_attn does not compute this model's attention"]),
         (BLOOM, ["flex"], EAGER, ["use_flash_attn is set, but", "flash-attn does not compute", "triton"]),
     ],
@@ -51,7 +50,6 @@ def test_what_is_passed_over_is_said(
     machine.undo()
     machine.setattr(attention, "_device_obstacle", lambda dtype: None)
     machine.setattr(attention, "is_flash_attn_2_available", lambda: "flash" not in missing)
-    machine.setattr(varlen_attention, "available", lambda: "varlen" not in missing)
     machine.setattr(attention.importlib.util, "find_spec", lambda name: None if "flex" in missing else name)
     choice = choose_attention(True, torch.bfloat16, exact)
     assert choice.implementation == taken

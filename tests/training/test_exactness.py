@@ -1,4 +1,4 @@
-"""Contract 4 as a table: loss and gradients are those of the global batch, however it is cut and spread.
+"""Exactness as a table: loss and gradients are those of the global batch, however it is cut and spread.
 
 Every row runs the same eight samples, of 5 to 60 tokens, through the real launcher and must give the loss, the norm and
 every gradient of one process that runs them one by one.

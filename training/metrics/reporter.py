@@ -5,7 +5,7 @@ that goes on at step N first cuts away the lines of step N and later, as it repe
 a last line. So each step has one line, however often the run was interrupted. Numbers that are not finite become null:
 JSON has no NaN. Neither a full disk nor a tracker that fails ends a run; both are told once.
 
-A step's bookkeeping takes 0.1 ms, with TensorBoard 0.2 ms.
+A step's bookkeeping takes 0.1 ms, with TensorBoard 0.9 ms.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -46,7 +45,15 @@ def draw(rows: Sequence[Sequence[Span]], names: Sequence[str], title: str, path:
     begin = min(span.begin for spans in rows for span in spans)
     end = max(span.end for spans in rows for span in spans)
     for row, spans in enumerate(rows):
-        _draw_rank(panel, row, spans, begin, NARROWEST * (end - begin))
+        for kind, colour in COLOURS.items():
+            bars = [(span.begin - begin, span.end - span.begin) for span in spans if span.kind == kind]
+            panel.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour, edgecolor="white", linewidth=0.3)
+        first = min(span.stage for span in spans)
+        for span in spans:
+            if span.kind in WORK and span.end - span.begin > NARROWEST * (end - begin):
+                middle = (span.begin + span.end) / 2 - begin
+                text = f"{span.micro_batch}" if span.stage == first else f"{span.micro_batch}'"
+                panel.text(middle, row, text, ha="center", va="center", fontsize=6, color="white")
     panel.set_xlim(0, end - begin)
     panel.set_xlabel("seconds")
     panel.set_yticks(range(len(rows)), names)
@@ -55,15 +62,3 @@ def draw(rows: Sequence[Sequence[Span]], names: Sequence[str], title: str, path:
     handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in shown]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize="small", frameon=False)
     figure.savefig(path, format="png")
-
-
-def _draw_rank(panel: Axes, row: int, spans: Sequence[Span], begin: float, narrowest: float) -> None:
-    for kind, colour in COLOURS.items():
-        bars = [(span.begin - begin, span.end - span.begin) for span in spans if span.kind == kind]
-        panel.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour, edgecolor="white", linewidth=0.3)
-    first = min(span.stage for span in spans)
-    for span in spans:
-        if span.kind in WORK and span.end - span.begin > narrowest:
-            middle = (span.begin + span.end) / 2 - begin
-            prime = "" if span.stage == first else "'"
-            panel.text(middle, row, f"{span.micro_batch}{prime}", ha="center", va="center", fontsize=6, color="white")

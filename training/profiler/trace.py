@@ -22,33 +22,19 @@ def trace(steps: Mapping[int, Sequence[Sequence[Span]]], names: Sequence[str]) -
     for rank, name in enumerate(names):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": name}})
         events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
-    for step, rows in steps.items():
-        events += [_event(step, span) for spans in rows for span in spans]
+    events += [
+        {
+            "ph": "X",
+            "name": span.kind if span.micro_batch is None else f"{span.kind} {span.micro_batch}",
+            "cat": span.kind,
+            "pid": span.rank,
+            "tid": 0,
+            "ts": round(span.begin * 1e6, 1),
+            "dur": round((span.end - span.begin) * 1e6, 1),
+            "args": {"step": step, "stage": span.stage, "micro_batch": span.micro_batch},
+        }
+        for step, rows in steps.items()
+        for spans in rows
+        for span in spans
+    ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def steps_of(made: Mapping[str, Any]) -> dict[int, list[list[Span]]]:
-    """The spans by step and rank of a trace that `trace` made."""
-    events = [event for event in made["traceEvents"] if event["ph"] == "X"]
-    ranks = 1 + max(event["pid"] for event in events)
-    steps: dict[int, list[list[Span]]] = {}
-    for event in sorted(events, key=lambda event: event["ts"]):
-        about, begin = event["args"], event["ts"] / 1e6
-        rows = steps.setdefault(about["step"], [[] for _ in range(ranks)])
-        end = begin + event["dur"] / 1e6
-        rows[event["pid"]].append(Span(event["pid"], event["cat"], about["micro_batch"], begin, end, about["stage"]))
-    return steps
-
-
-def _event(step: int, span: Span) -> dict[str, Any]:
-    told = "" if span.micro_batch is None else f" {span.micro_batch}"
-    return {
-        "ph": "X",
-        "name": span.kind + told,
-        "cat": span.kind,
-        "pid": span.rank,
-        "tid": 0,
-        "ts": round(span.begin * 1e6, 1),
-        "dur": round((span.end - span.begin) * 1e6, 1),
-        "args": {"step": step, "stage": span.stage, "micro_batch": span.micro_batch},
-    }

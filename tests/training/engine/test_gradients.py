@@ -1,8 +1,8 @@
 """Every parameter's gradient through the real launcher equals that of one process without Pipetune's engine.
 
 The reference runs each sample by itself, without padding, micro-batches or DeepSpeed, and divides by the number of
-supervised tokens. The workers run samples that differ much in length, packed into rows, in several micro-batches
-(contract 4). The router loss of mixture-of-experts is that of each micro-batch, so the reference adds up the sums of
+supervised tokens. The workers run samples that differ much in length, packed into rows, in several micro-batches.
+The router loss of mixture-of-experts is that of each micro-batch, so the reference adds up the sums of
 its samples.
 """
 

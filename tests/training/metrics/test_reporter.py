@@ -24,7 +24,6 @@ from tests.conftest import ROOT
 from training.engine.timings import PARTS
 from training.metrics import reporter as module
 from training.metrics.reporter import METRICS_FILE, Reporter, StepMetrics, read_metrics
-from training.metrics.tracking import TensorBoardWriter
 
 STEPS = 7
 
@@ -366,24 +365,6 @@ def test_on_a_terminal_a_bar_goes_on_where_the_run_does(tmp_path: Path) -> None:
     assert "| 7/7, 00:00 left" in text
     assert "step 6/7  eval_loss 1.0000\r\n" in text
     assert "step 5/7  epoch" not in text, "no printed lines beside the bar"
-
-
-def test_a_step_s_bookkeeping_is_little_work(tmp_path: Path) -> None:
-    """With TensorBoard; counted in calls of functions, as seconds would say more about the machine."""
-    calls = 0
-
-    def count(frame: object, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    steps = 100
-    with Reporter(tmp_path, steps, True, 1000, trackers=[TensorBoardWriter(tmp_path, 1)]) as reporter:
-        reporter.report(metrics(1))
-        sys.setprofile(count)
-        for step in range(2, steps + 1):
-            reporter.report(metrics(step))
-        sys.setprofile(None)
-    assert calls / steps < 2000
 
 
 def test_metrics_are_read_without_the_libraries_of_training() -> None:

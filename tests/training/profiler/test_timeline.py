@@ -18,7 +18,7 @@ from tests.launching import deepspeed, topology, write_config
 from training.profiler.chart import draw
 from training.profiler.figures import Figures
 from training.profiler.recorder import Record
-from training.profiler.trace import steps_of, trace
+from training.profiler.trace import trace
 from training.profiler.waiting import Seat, with_idle
 from training.schedule.instructions import WORK, Message, Reading
 from training.schedule.simulation import Span, simulate
@@ -38,7 +38,17 @@ def records(*spans: tuple[str, float, float], rank: int, message: Message | None
     ]
 
 
-def told(spans: list[Span]) -> list[tuple[str, float, float]]:
+def steps_of(events: list[dict[str, Any]]) -> dict[int, list[list[Span]]]:
+    """The spans by step and rank of a trace of two ranks."""
+    steps: dict[int, list[list[Span]]] = {}
+    for event in sorted((event for event in events if event["ph"] == "X"), key=lambda event: event["ts"]):
+        about, begin, end = event["args"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+        span = Span(event["pid"], event["cat"], about["micro_batch"], begin, end, about["stage"])
+        steps.setdefault(about["step"], [[], []])[span.rank].append(span)
+    return steps
+
+
+def times(spans: list[Span]) -> list[tuple[str, float, float]]:
     return [(span.kind, span.begin, span.end) for span in spans]
 
 
@@ -50,15 +60,15 @@ class TestWaiting:
         sender = records(("forward", 0, 3), ("send", 3, 4), rank=0, message=self.activation)
         receiver = records(("receive", 1, 4), ("forward", 4, 6), rank=1, message=self.activation)
         first, second = with_idle([sender, receiver], self.seats)
-        assert told(first) == [("forward", 0, 3), ("send", 3, 4), ("idle", 4, 6)]
-        assert told(second) == [("idle", 0, 3), ("receive", 3, 4), ("forward", 4, 6)]
+        assert times(first) == [("forward", 0, 3), ("send", 3, 4), ("idle", 4, 6)]
+        assert times(second) == [("idle", 0, 3), ("receive", 3, 4), ("forward", 4, 6)]
 
     def test_a_sender_waits_for_its_receiver_too(self) -> None:
         sender = records(("send", 0, 5), rank=0, message=self.activation)
         receiver = records(("forward", 0, 4), ("receive", 4, 5), rank=1, message=self.activation)
         first, second = with_idle([sender, receiver], self.seats)
-        assert told(first) == [("idle", 0, 4), ("send", 4, 5)]
-        assert told(second) == [("forward", 0, 4), ("receive", 4, 5)]
+        assert times(first) == [("idle", 0, 4), ("send", 4, 5)]
+        assert times(second) == [("forward", 0, 4), ("receive", 4, 5)]
 
     def test_replicas_do_not_wait_for_each_other(self) -> None:
         rows = [
@@ -68,8 +78,8 @@ class TestWaiting:
             records(("receive", 1, 2), rank=3, message=self.activation),
         ]
         filled = with_idle(rows, [Seat(0, 0), Seat(1, 0), Seat(0, 1), Seat(1, 1)])
-        assert told(filled[0]) == [("send", 0, 2)]
-        assert told(filled[2]) == [("idle", 0, 1), ("send", 1, 2)]
+        assert times(filled[0]) == [("send", 0, 2)]
+        assert times(filled[2]) == [("idle", 0, 1), ("send", 1, 2)]
 
     def test_work_after_the_start_of_a_message_is_no_waiting(self) -> None:
         sender = [
@@ -78,8 +88,8 @@ class TestWaiting:
         ]
         receiver = records(("receive", 0, 4.5), rank=1, message=self.activation)
         first, second = with_idle([sender, receiver], self.seats)
-        assert told(first) == [("idle", 0, 1), ("weights", 1, 3), ("send", 3, 5)]
-        assert told(second) == [("idle", 0, 1), ("receive", 1, 4.5), ("idle", 4.5, 5)]
+        assert times(first) == [("idle", 0, 1), ("weights", 1, 3), ("send", 3, 5)]
+        assert times(second) == [("idle", 0, 1), ("receive", 1, 4.5), ("idle", 4.5, 5)]
 
     def test_clocks_that_differ_a_little_make_no_negative_spans(self) -> None:
         sender = records(("send", 3.1, 3.2), rank=0, message=self.activation)
@@ -120,11 +130,13 @@ def test_figures_give_back_what_was_measured(schedule: Any, stages: int) -> None
     figures = Figures.of([measured(schedule, forward, backward, 6)] * 2, ranks=2)
     simulation = simulate(schedule, forward, backward, 6)
     assert figures.schedule == schedule
-    assert figures.forward == pytest.approx(forward)
+    assert figures.passes["forward"] == pytest.approx(forward)
     if schedule == "dualpipev":
-        assert figures.weights == figures.backward == pytest.approx([seconds / 2 for seconds in backward])
+        halves = pytest.approx([seconds / 2 for seconds in backward])
+        assert figures.passes["weights"] == figures.passes["backward"] == halves
     else:
-        assert figures.backward == pytest.approx(backward)
+        assert figures.passes["backward"] == pytest.approx(backward)
+        assert "weights" not in figures.passes
     assert figures.seconds == pytest.approx(simulation.seconds)
     assert figures.bubble == pytest.approx(simulation.bubble)
     assert figures.by_rank == pytest.approx([busy / 6 for busy in simulation.busy])
@@ -166,7 +178,7 @@ def test_the_trace_counts_in_microseconds() -> None:
     event = next(event for event in made["traceEvents"] if event["ph"] == "X")
     assert (event["ts"], event["dur"], event["name"], event["pid"]) == (1_500_000, 250_000, "forward 2", 0)
     assert event["args"] == {"step": 3, "stage": 0, "micro_batch": 2}
-    assert steps_of(made) == steps
+    assert steps_of(made["traceEvents"])[3][0] == steps[3][0]
 
 
 class Finished(NamedTuple):
@@ -250,7 +262,7 @@ class TestRun:
         assert names == {0: "rank 0: stage 0, layers 0-2", 1: "rank 1: stage 1, layers 3-5"}
 
     def test_the_simulator_agrees_with_the_run(self, finished: Finished) -> None:
-        figures = Figures.of(steps_of({"traceEvents": finished.events}).values(), ranks=2)
+        figures = Figures.of(steps_of(finished.events).values(), ranks=2)
         assert 0.6 < figures.simulated(micro_batches=8).seconds / figures.seconds < 1.1
 
     @pytest.mark.slow
