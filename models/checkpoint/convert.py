@@ -35,7 +35,7 @@ def hg_to_pp(input_path: str | Path, save_path: str | Path, overwrite: bool = Fa
     """Write the pipeline layout of a HuggingFace folder.
 
     Args:
-        overwrite: replace `save_path` where it exists.
+        overwrite: replace `save_path` where Pipetune wrote it.
         verify: read every tensor back and compare it before the folder appears.
 
     Raises:
@@ -46,7 +46,7 @@ def hg_to_pp(input_path: str | Path, save_path: str | Path, overwrite: bool = Fa
         raise CheckpointError(f"{folder}: already in the pipeline layout; hg_to_pp expects a HuggingFace folder")
     spec = ModelSpec.from_folder(folder)
     source = HuggingFaceSource(folder, spec)
-    with publish_folder(Path(save_path), overwrite) as target:
+    with publish_folder(Path(save_path), overwrite, [folder]) as target:
         with byte_bar("hg_to_pp", _size(source)) as bar:
             for layer in range(spec.n_layers):
                 bar.update(_write_layer(source, layer, target))

@@ -76,7 +76,7 @@ def pp_to_hg(
     if layout_of(folder) is not Layout.PIPELINE:
         raise CheckpointError(f"{folder}: not in the pipeline layout; pp_to_hg expects layer_*-model_states.pt files")
     export = Export(folder, options or ExportOptions())
-    with publish_folder(Path(save_path), overwrite) as target:
+    with publish_folder(Path(save_path), overwrite, [folder]) as target:
         export.write_weights(target)
         export.write_side_files(target)
         if export.options.verify:

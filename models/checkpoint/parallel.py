@@ -10,6 +10,7 @@ and pushes nothing else out of memory (`python -m benchmarks.convert` against cp
 
 from __future__ import annotations
 
+import errno
 import os
 import zlib
 from collections.abc import Callable, Iterable
@@ -56,6 +57,33 @@ def write_behind(path: Path) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's contents, or a folder's list of names, are on the disk.
+
+    Raises:
+        OSError: they cannot be brought there.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that does not do so for folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sync_files(folder: Path) -> None:
+    """Wait until everything in a folder is on the disk.
+
+    Raises:
+        OSError: as `sync`.
+    """
+    found = sorted(folder.rglob("*"))
+    in_parallel(sync, [path for path in found if path.is_file()])
+    in_parallel(sync, [folder, *(path for path in found if path.is_dir())])
 
 
 def checksum(tensor: Tensor) -> int:

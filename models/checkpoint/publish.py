@@ -1,50 +1,66 @@
-"""Folders that appear whole or not at all.
+"""Folders that appear whole or not at all, and that replace nothing of a user's.
 
-A writer works in a hidden sibling of its target and renames it last, so a killed conversion leaves nothing that looks
-like a model. What a killed process left behind is removed by the next one on the same host.
+A writer works in a hidden folder beside its target. What it wrote goes to the disk, a mark is added that lists it, and
+a rename puts it into place, so neither a killed conversion nor a power cut leaves anything that looks like a model.
+
+Only a folder that the mark says is Pipetune's is ever replaced: one that holds another file, or a file that changed
+since, belongs to a user. It is renamed away first, looked at again there, where no path leads to it any more, and
+removed last.
+
+The hidden folder carries a mark too, on which its writer holds a lock that the kernel drops when the writer is gone.
+The next writer of the same target removes what nobody has a lock on; a lock says nothing about writers under another
+kernel, whose folders have to be untouched for a day.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
 import os
+import platform
+import re
 import shutil
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+from models.checkpoint.parallel import sync, sync_files
 from models.errors import CheckpointError
 
-OLD = "-old"  # ends the name of a folder that waits for its successor
+MARK = ".pipetune-files.json"
+NEW, OLD = "new", "old"  # in the hidden folder: what is being written, and what it replaces
+ABANDONED = 24 * 3600.0  # seconds
 
 
 @contextmanager
-def publish_folder(target: Path, overwrite: bool = False) -> Iterator[Path]:
+def publish_folder(target: Path, overwrite: bool = False, kept: Iterable[Path] = ()) -> Iterator[Path]:
     """Give an empty folder to write into; on success it becomes `target`, on any error it is removed.
 
     Args:
-        target: the folder to be; its parents are made.
-        overwrite: replace an existing folder, which stays in place until the new one is whole.
+        target: the folder to be; its parents are made. Of a link, the folder that it points to.
+        overwrite: replace a folder that Pipetune wrote, which stays in place until the new one is whole.
+        kept: folders that `target` must not replace, nor any folder in them or around them.
 
     Raises:
         CheckpointError: `target` exists and may not be replaced, or the disk is full or read-only.
     """
-    if target.exists() and not target.is_dir():
-        raise CheckpointError(f"{target}: is a file; expected a folder to write")
-    if not overwrite and target.exists() and any(target.iterdir()):
-        raise CheckpointError(f"{target}: exists and is not empty; choose another --save-path or add --overwrite")
-    prefix = f".{target.name}.partial-{socket.gethostname()}-"
-    partial = target.parent / f"{prefix}{os.getpid()}"
-    try:
-        with writing(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            for stale in target.parent.glob(f"{prefix}*"):
-                _clear(stale, target, prefix)
-            partial.mkdir()
-            yield partial
-            _replace(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    real = Path(os.path.realpath(target))
+    kept = list(kept)
+    with writing(real):
+        _sweep(real)
+        check_target(real, overwrite, kept)
+        real.parent.mkdir(parents=True, exist_ok=True)
+        with _workplace(real) as work:
+            new, old = work / NEW, work / OLD
+            new.mkdir()
+            yield new
+            _write_mark(new)
+            check_target(real, overwrite, kept)
+            _replace(real, new, old, overwrite)
 
 
 @contextmanager
@@ -60,35 +76,133 @@ def writing(target: Path) -> Iterator[None]:
         raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}; nothing was changed") from error
 
 
-def _replace(partial: Path, target: Path) -> None:
-    if not target.exists():
-        partial.rename(target)
+def check_target(target: Path, overwrite: bool, kept: Iterable[Path]) -> None:
+    """See whether `publish_folder` would take a target.
+
+    Raises:
+        CheckpointError: in one line, why not.
+    """
+    real = Path(os.path.realpath(target))
+    if not real.exists():
         return
-    old = partial.with_name(partial.name + OLD)
-    target.rename(old)
+    if not real.is_dir():
+        raise CheckpointError(f"{real}: is a file; expected a folder to write")
+    if _is_mount(real):
+        raise CheckpointError(f"{real}: is a mount point, which cannot be renamed; expected a folder in it")
+    if not any(real.iterdir()):
+        return
+    if not overwrite:
+        raise CheckpointError(f"{real}: exists and is not empty; choose another --save-path or add --overwrite")
+    for folder in kept:
+        linked = [Path(os.path.realpath(path)) for path in folder.iterdir() if path.is_symlink() and path.exists()]
+        if _within(real, folder) or any(_within(path, real) for path in (Path(os.path.realpath(folder)), *linked)):
+            raise CheckpointError(f"{real}: is not replaced, as {folder}, which is needed, shares files with it")
+    if found := _foreign(real):
+        raise CheckpointError(f"{real}: is not replaced, as {found}; expected another folder, or remove it yourself")
+
+
+def _replace(target: Path, new: Path, old: Path, overwrite: bool) -> None:
+    if overwrite and target.exists():
+        target.rename(old)
+        if found := _foreign(old):
+            old.rename(target)
+            raise CheckpointError(f"{target}: is not replaced, as {found} meanwhile; nothing was changed")
     try:
-        partial.rename(target)
+        new.rename(target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise CheckpointError(f"{target}: somebody else has made it meanwhile; it stays as it is") from None
+    sync(target.parent)
+
+
+def _write_mark(folder: Path) -> None:
+    """Bring a folder to the disk, with the size and the time of each file in its mark."""
+    sync_files(folder)
+    found = {path.relative_to(folder).as_posix(): path.stat() for path in folder.rglob("*") if path.is_file()}
+    files = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in sorted(found.items())}
+    (folder / MARK).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
+    sync(folder / MARK)
+    sync(folder)
+
+
+def _read_mark(folder: Path) -> dict[str, Any]:
+    with suppress(FileNotFoundError, ValueError):
+        mark = json.loads((folder / MARK).read_bytes())
+        if isinstance(mark, dict):
+            return mark
+    return {}
+
+
+def _foreign(folder: Path) -> str | None:
+    """What tells that a folder is not, or not any more, what Pipetune wrote."""
+    files = _read_mark(folder).get("files", {})
+    folders = {parent.as_posix() for name in files for parent in Path(name).parents}
+    for path in sorted(folder.rglob("*")):
+        name, stat = path.relative_to(folder).as_posix(), path.lstat()
+        if name == MARK or (name in folders and path.is_dir() and not path.is_symlink()):
+            continue
+        if name not in files:
+            return f"Pipetune did not write {name} in it"
+        if files[name] != [stat.st_size, stat.st_mtime_ns]:
+            return f"its {name} was changed"
+    return None
+
+
+def _within(inner: Path, outer: Path) -> bool:
+    """Whether a folder is another one or lies in it, by whatever path."""
+    return any(os.path.samefile(each, outer) for each in (inner, *inner.parents))
+
+
+def _is_mount(folder: Path) -> bool:
+    """Whether something is mounted on a folder, be it another part of the same file system."""
+    with suppress(OSError):
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        places = (re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), line.split()[4]) for line in lines)
+        return str(folder) in places
+    return os.path.ismount(folder)
+
+
+@contextmanager
+def _workplace(target: Path) -> Iterator[Path]:
+    """A hidden folder beside the target, with a lock on its mark as long as this process needs it."""
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+    try:
+        with open(work / "unlocked", "w", encoding="utf-8") as mark:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(mark, fcntl.LOCK_EX)
+            json.dump({"kernel": _kernel()}, mark)
+            mark.flush()
+            os.rename(mark.name, work / MARK)
+            yield work
+    finally:
+        _clear(work, target)
+
+
+def _sweep(target: Path) -> None:
+    """Remove what writers of a target left that are no more."""
+    for left in target.parent.iterdir() if target.parent.is_dir() else ():
+        if not left.name.startswith(f".{target.name}.partial-"):
+            continue
+        with suppress(OSError), open(left / MARK, "r+", encoding="utf-8") as mark:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            newest = max(path.lstat().st_mtime for path in (left, *left.rglob("*")))
+            if _read_mark(left).get("kernel") == _kernel() or time.time() - newest > ABANDONED:
+                _clear(left, target)
+
+
+def _clear(work: Path, target: Path) -> None:
+    """Remove a hidden folder; what it holds of an earlier target goes back to its place, where that is empty."""
+    with suppress(OSError):
+        if (work / OLD).exists() and not target.exists():
+            (work / OLD).rename(target)
+    if not (work / OLD).exists() or not _foreign(work / OLD):
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _kernel() -> str:
+    """Which boot of which machine this is; containers of one machine have it in common."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
-        old.rename(target)
-        raise
-    shutil.rmtree(old)
-
-
-def _clear(stale: Path, target: Path, prefix: str) -> None:
-    """Remove what a process left that is no more; a folder that it had moved aside goes back to its place."""
-    if _is_running(stale.name.removeprefix(prefix).removesuffix(OLD)):
-        return
-    if stale.name.endswith(OLD) and not target.exists():
-        stale.rename(target)
-    else:
-        shutil.rmtree(stale, ignore_errors=True)
-
-
-def _is_running(pid: str) -> bool:
-    try:
-        os.kill(int(pid), 0)
-    except (ProcessLookupError, ValueError):
-        return False
-    except PermissionError:
-        return True
-    return True
+        return platform.node()

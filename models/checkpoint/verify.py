@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
 
-from models.checkpoint.parallel import write_behind
+from models.checkpoint.parallel import sync, write_behind
 from models.checkpoint.source import same_bytes
 from models.errors import CheckpointError
 
@@ -27,6 +26,5 @@ def compare(path: Path, expected: Mapping[str, Tensor], found: Mapping[str, Tens
 
 def forget_cached(path: Path) -> None:
     """Bring a file onto the disk and drop the system's copy in memory, so that the next read is a real one."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+    sync(path)
     write_behind(path)

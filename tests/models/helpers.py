@@ -21,6 +21,7 @@ from models import CausalLM, CheckpointError
 from models.architectures import cut
 from models.checkpoint.convert import hg_to_pp
 from models.checkpoint.export import pp_to_hg
+from models.checkpoint.publish import MARK, publish_folder
 from tests.conftest import ORIGINALS
 from tests.launching import run
 from tests.models.originals import expected_of_original
@@ -139,9 +140,18 @@ def copy_of(folder: Path, target: Path) -> Path:
     return Path(shutil.copytree(folder, target))
 
 
+def published(folder: Path, **files: str) -> Path:
+    """A folder that Pipetune wrote, with some text files."""
+    with publish_folder(folder) as target:
+        for name, text in files.items():
+            (target / f"{name}.txt").write_text(text)
+    return folder
+
+
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder, hidden ones too."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Every file below a folder, hidden ones too, but for the marks that say what Pipetune wrote and when."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != MARK]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def side_files(folder: Path) -> dict[str, bytes]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 import pkgutil
+import re
 import resource
+import shutil
 import signal
-import socket
+import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +18,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from models.checkpoint import publish
 from models.checkpoint.export import pp_to_hg
-from models.checkpoint.publish import publish_folder
+from models.checkpoint.publish import MARK, publish_folder
 from tests.models.command_line import convert as run_command
-from tests.models.helpers import CONVERTERS, contents, copy_of, error_line
+from tests.models.helpers import CONVERTERS, contents, copy_of, error_line, published
 
 Convert = Callable[..., None]
 COMMANDS = {"hg_to_pp": "huggingface", "pp_to_hg": "pipeline"}  # and the layout that each reads
@@ -80,12 +84,187 @@ def test_existing_folder_is_refused_and_left_alone(conversion: tuple[Convert, Pa
 def test_overwrite_replaces_the_whole_folder(conversion: tuple[Convert, Path], tmp_path: Path) -> None:
     convert, folder = conversion
     convert(folder, tmp_path / "fresh")
-    target = tmp_path / "target"
-    target.mkdir()
-    (target / "old.safetensors").write_text("stale")
+    target = published(tmp_path / "target", stale="old")
+    convert(folder, target, overwrite=True)
+    assert contents(target) == contents(tmp_path / "fresh")
     convert(folder, target, overwrite=True)
     assert contents(target) == contents(tmp_path / "fresh")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh", "target"]
+
+
+def no_mark(target: Path) -> None:
+    (target / MARK).unlink()
+
+
+def mark_of_nonsense(target: Path) -> None:
+    (target / MARK).write_text("[]")
+
+
+def file_added(target: Path) -> None:
+    (target / "mine.txt").write_text("mine")
+
+
+def hidden_file_added(target: Path) -> None:
+    (target / ".mine").write_text("mine")
+
+
+def folder_added(target: Path) -> None:
+    (target / "mine").mkdir()
+
+
+def link_added(target: Path) -> None:
+    (target / "mine").symlink_to(target.parent)
+
+
+def file_edited(target: Path) -> None:
+    (target / "stale.txt").write_text("new")
+
+
+def file_replaced_by_a_link(target: Path) -> None:
+    (target / "stale.txt").rename(target.parent / "mine.txt")
+    (target / "stale.txt").symlink_to(target.parent / "mine.txt")
+
+
+USERS = (
+    no_mark,
+    mark_of_nonsense,
+    file_added,
+    hidden_file_added,
+    folder_added,
+    link_added,
+    file_edited,
+    file_replaced_by_a_link,
+)
+
+
+@pytest.mark.parametrize("made", USERS)
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_what_a_user_has_in_a_folder_is_never_removed(made: Callable[[Path], None], when: str, tmp_path: Path) -> None:
+    target = published(tmp_path / "target", stale="old")
+    if when == "before":
+        made(target)
+        before = contents(tmp_path)
+        told = error_line(lambda: publish_folder(target, overwrite=True).__enter__())
+    else:
+
+        def publish() -> None:
+            with publish_folder(target, overwrite=True) as folder:
+                (folder / "fresh.txt").write_text("new")
+                made(target)
+                before.update(contents(target))
+
+        before = {}
+        told = error_line(publish)
+        before = {f"target/{name}": content for name, content in before.items()}
+        before |= {name: content for name, content in contents(tmp_path).items() if "/" not in name}
+    assert str(target) in told
+    assert contents(tmp_path) == before
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_target_that_somebody_makes_while_it_is_written_stays(overwrite: bool, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+
+    def publish() -> None:
+        with publish_folder(target, overwrite=overwrite) as folder:
+            (folder / "fresh.txt").write_text("new")
+            target.mkdir()
+            (target / "mine.txt").write_text("mine")
+
+    assert str(target) in error_line(publish)
+    assert contents(tmp_path) == {"target/mine.txt": b"mine"}
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_target_filled_in_the_last_moment_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the last look, when only the rename itself can tell."""
+    target = tmp_path / "target"
+    rename = Path.rename
+
+    def rename_late(path: Path, place: Path) -> Path:
+        target.mkdir()
+        (target / "mine.txt").write_text("mine")
+        return rename(path, place)
+
+    def publish() -> None:
+        with publish_folder(target) as folder:
+            (folder / "fresh.txt").write_text("new")
+            monkeypatch.setattr(Path, "rename", rename_late)
+
+    assert str(target) in error_line(publish)
+    assert contents(tmp_path) == {"target/mine.txt": b"mine"}
+
+
+@pytest.mark.parametrize("layout", CONVERTERS)
+@pytest.mark.parametrize("target", [".", "..", "below", "around/link", "link/below"])
+def test_input_is_not_replaced_and_nothing_in_it_or_around_it(
+    layout: str, target: str, both_layouts: dict[str, Path], tmp_path: Path
+) -> None:
+    """All of it made to look as Pipetune's own, which such folders often are."""
+    outer = tmp_path / "outer"
+    with publish_folder(outer) as folder:
+        copy_of(both_layouts[layout], folder / "source")
+        shutil.rmtree(folder / "source" / "below", ignore_errors=True)
+        published(folder / "source" / "below", stale="old")
+    source = outer / "source"
+    (tmp_path / "around").mkdir()
+    (tmp_path / "around" / "link").symlink_to(outer)
+    (tmp_path / "link").symlink_to(source)
+    before = contents(tmp_path)
+    place = tmp_path / target if "link" in target else source / target
+    assert "is not replaced" in error_line(lambda: CONVERTERS[layout](source, place, overwrite=True))
+    assert contents(tmp_path) == before
+
+
+def test_folder_that_the_input_is_linked_to_is_not_replaced(both_layouts: dict[str, Path], tmp_path: Path) -> None:
+    with publish_folder(tmp_path / "weights") as folder:
+        for path in both_layouts["huggingface"].glob("*.safetensors"):
+            shutil.copy(path, folder)
+    source = copy_of(both_layouts["huggingface"], tmp_path / "source")
+    for path in source.glob("*.safetensors"):
+        path.unlink()
+        path.symlink_to(tmp_path / "weights" / path.name)
+    before = contents(tmp_path)
+    told = error_line(lambda: CONVERTERS["huggingface"](source, tmp_path / "weights", overwrite=True))
+    assert "is not replaced" in told
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("pointing_to", ["empty", "missing", "published"])
+def test_link_as_a_target_stays_a_link(conversion: tuple[Convert, Path], pointing_to: str, tmp_path: Path) -> None:
+    convert, folder = conversion
+    real, link = tmp_path / "disk" / "real", tmp_path / "link"
+    real.parent.mkdir()
+    link.symlink_to(real)
+    if pointing_to == "empty":
+        real.mkdir()
+    if pointing_to == "published":
+        published(real, stale="old")
+    convert(folder, link, overwrite=pointing_to == "published")
+    assert link.is_symlink()
+    assert "config.json" in contents(real)
+    assert "stale.txt" not in contents(real)
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.parent != real) == ["disk", "link", "real"]
+
+
+@pytest.mark.parametrize("what", ["tmpfs", "bind"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_mount_point_is_refused_before_any_work(what: str, overwrite: bool, tmp_path: Path) -> None:
+    target, other = tmp_path / "a target", tmp_path / "other"
+    target.mkdir()
+    other.mkdir()
+    words = ["-t", "tmpfs", "none"] if what == "tmpfs" else ["--bind", str(other)]
+    if subprocess.run(["mount", *words, str(target)], capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets nobody mount here")
+    try:
+        told = error_line(lambda: publish_folder(target, overwrite).__enter__())
+        with publish_folder(target / "below") as folder:
+            (folder / "file.txt").write_text("new")
+        assert contents(target) == {"below/file.txt": b"new"}
+    finally:
+        subprocess.run(["umount", str(target)], check=True)
+    assert "mount point" in told
 
 
 def test_empty_folder_is_filled_and_parents_are_made(conversion: tuple[Convert, Path], tmp_path: Path) -> None:
@@ -120,10 +299,7 @@ def test_target_below_a_file_is_refused(conversion: tuple[Convert, Path], tmp_pa
 def target(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A folder to write: one that does not exist, or one with something in it that may be replaced."""
     folder = tmp_path / "models" / "target"
-    if request.param:
-        folder.mkdir(parents=True)
-        (folder / "old.txt").write_text("still good")
-    return folder
+    return published(folder, old="still good") if request.param else folder
 
 
 def test_damage_in_the_last_layer_is_found_before_anything_is_made(
@@ -189,7 +365,7 @@ MOMENTS = {
     "first-write": (WRITE, 1),
     "third-write": (WRITE, 3),
     "side-files": ("models.checkpoint.convert.shutil.copyfile", 2),
-    "reading-back": ("models.checkpoint.verify.os.fsync", 2),
+    "reading-back": ("models.checkpoint.verify.sync", 2),
     "publishing": ("pathlib.Path.rename", 1),
     "between-old-and-new": ("pathlib.Path.rename", 2),
 }
@@ -202,8 +378,7 @@ def test_killed_conversion_leaves_no_model_and_the_next_one_cleans_up(
 ) -> None:
     target = tmp_path / "target"
     if moment == "between-old-and-new":
-        target.mkdir()
-        (target / "old.txt").write_text("still good")
+        published(target, old="still good")
     words = (command, both_layouts[COMMANDS[command]], target, "--overwrite", "--verify")
     place, time = MOMENTS[moment]
     assert killed_at(WRITERS[command] if place == WRITE else place, time, lambda: run_command(*words)) == signal.SIGKILL
@@ -217,10 +392,83 @@ def test_killed_conversion_leaves_no_model_and_the_next_one_cleans_up(
 
 
 def test_folder_moved_aside_by_a_killed_process_comes_back(tmp_path: Path) -> None:
-    nobody = 2**22 + 1  # above the largest process number that Linux gives
-    aside = tmp_path / f".target.partial-{socket.gethostname()}-{nobody}-old"
-    aside.mkdir()
-    (aside / "precious.txt").write_text("mine")
-    with pytest.raises(KeyError), publish_folder(tmp_path / "target", overwrite=True):
+    target = published(tmp_path / "target", precious="mine")
+    before = contents(tmp_path)
+
+    def publish() -> None:
+        with publish_folder(target, overwrite=True) as folder:
+            (folder / "fresh.txt").write_text("new")
+
+    assert killed_at("pathlib.Path.rename", 2, publish) == signal.SIGKILL
+    assert not target.exists()
+    with pytest.raises(KeyError), publish_folder(target, overwrite=True):
         raise KeyError
-    assert contents(tmp_path) == {"target/precious.txt": b"mine"}
+    assert contents(tmp_path) == before
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("kernel", ["this", "another"])
+def test_what_another_process_is_writing_stays(kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its number and its host are called: a writer that lives has a lock, one elsewhere was here today."""
+    left = []
+    child_is_there, child_may_end = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            if kernel == "another":
+                monkeypatch.setattr(publish, "_kernel", lambda: "another")
+            with publish_folder(tmp_path / "target") as folder:
+                (folder / "file.txt").write_text("theirs")
+                os.write(child_is_there[1], b"x")
+                os.read(child_may_end[0], 1)
+                os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    os.read(child_is_there[0], 1)
+    if kernel == "another":  # its lock is not seen here
+        os.write(child_may_end[1], b"x")
+        os.waitpid(child, 0)
+    with pytest.raises(KeyError), publish_folder(tmp_path / "target"):
+        left = list(tmp_path.iterdir())
+        raise KeyError
+    assert len(left) == 2
+    assert list(contents(tmp_path).values()) == [b"theirs"]
+    if kernel == "another":
+        days_ago = time.time() - 2 * 24 * 3600
+        for path in (*tmp_path.rglob("*"), *tmp_path.iterdir()):
+            os.utime(path, (days_ago, days_ago))
+    else:
+        os.write(child_may_end[1], b"x")
+        os.waitpid(child, 0)
+    with publish_folder(tmp_path / "target") as folder:
+        (folder / "file.txt").write_text("mine")
+    assert contents(tmp_path) == {"target/file.txt": b"mine"}
+    assert list(tmp_path.iterdir()) == [tmp_path / "target"]
+
+
+def test_hidden_folder_without_a_mark_is_left_alone(tmp_path: Path) -> None:
+    hidden = tmp_path / ".target.partial-host-1"
+    hidden.mkdir()
+    (hidden / "mine.txt").write_text("mine")
+    published(tmp_path / "target")
+    assert contents(hidden) == {"mine.txt": b"mine"}
+
+
+def test_everything_is_on_the_disk_before_it_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files, folders and the mark before the rename, and the parent's list of names after it."""
+    synced: list[tuple[str, bool]] = []
+    fsync, target = os.fsync, tmp_path / "target"
+
+    def watched(descriptor: int) -> None:
+        place = os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path)
+        synced.append((re.sub(r"^\.target\.partial-\w+/", "", place), target.exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    with publish_folder(target) as folder:
+        (folder / "below").mkdir()
+        for name in ("one.txt", "below/two.txt"):
+            (folder / name).write_text(name)
+    before = {"new/one.txt", "new/below/two.txt", "new/below", f"new/{MARK}", "new"}
+    assert {place for place, published in synced if not published} >= before
+    assert synced[-1] == (".", True)
