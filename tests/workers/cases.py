@@ -58,7 +58,15 @@ def run_cases(worker: str, path: Path) -> None:
             processes.start(place, config.model_topo)
         groups.mpu = None  # DeepSpeed remembers the grid of a pipeline for every engine after it
         run_case(case, config, path.parent)
+        leave_groups()
+
+
+def leave_groups() -> None:
+    """Leave all groups of a case but the one of all processes: each of gloo's has a thread that never sleeps."""
     gc.collect()
+    for group in list(torch.distributed.distributed_c10d._world.pg_map):
+        if group is not torch.distributed.group.WORLD:
+            torch.distributed.destroy_process_group(group)
 
 
 def loader_of(config: TrainConfig) -> Loader:
