@@ -101,8 +101,15 @@ def needed_by_any(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-@pytest.mark.parametrize("model_type", LAYER)
+@pytest.mark.parametrize(
+    ("model_type", "suffix"),
+    [
+        ("llama", "bin"),
+        ("mixtral", "safetensors"),
+        pytest.param("llama", "safetensors", marks=pytest.mark.longest),
+        pytest.param("mixtral", "bin", marks=pytest.mark.longest),
+    ],
+)
 def test_conversion_holds_two_layers_at_most(
     model_type: str, suffix: str, large: Large, needed_by_any: dict[str, int], tmp_path: Path
 ) -> None:
@@ -119,7 +126,7 @@ def test_conversion_holds_two_layers_at_most(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["hg_to_pp", "pp_to_hg"])
+@pytest.mark.parametrize("command", ["hg_to_pp", pytest.param("pp_to_hg", marks=pytest.mark.longest)])
 def test_killed_process_leaves_no_model_and_the_next_one_cleans_up(command: str, large: Large, tmp_path: Path) -> None:
     source = large("llama", "safetensors")
     if command == "pp_to_hg":

@@ -81,11 +81,13 @@ def test_unknown_key_with_the_nearest_name(tmp_path: Path, model: Path) -> None:
     assert_refused(deepspeed(2, "train_ds.py", "--config", path), "run.yml", "modle_path", "model_path?")
 
 
+@pytest.mark.slow
 def test_dims_that_do_not_match_the_processes(tmp_path: Path, model: Path) -> None:
     path = config(tmp_path, model, model_topo=topology((4, 1)))
     assert_refused(deepspeed(2, "train_ds.py", "--config", path), "dims", "[4, 1]", "2 were started")
 
 
+@pytest.mark.longest
 def test_parts_that_do_not_sum(tmp_path: Path, model: Path) -> None:
     path = config(tmp_path, model, model_topo=topology((2, 1), [3, 3]))
     assert_refused(deepspeed(2, "train_ds.py", "--config", path), "parts", "sums to 6", "5 layers")
@@ -106,6 +108,7 @@ def test_a_layer_that_only_the_second_stage_misses(tmp_path: Path, pipeline_mode
     assert_refused(deepspeed(2, "train_ds.py", "--config", path), "layer_04-model_states.pt", "not found")
 
 
+@pytest.mark.slow
 def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, pipeline_model: Path) -> None:
     plant_pickle(pipeline_model / "layer_03-model_states.pt", tmp_path / "ran")
     path = config(tmp_path, pipeline_model)
@@ -113,6 +116,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, pipeline_model:
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_torchrun_tells_it_once_too(tmp_path: Path, model: Path) -> None:
     shutil.copytree(model, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\x08")

@@ -18,7 +18,7 @@ import torch
 from tests.conftest import FAQ, SHARED
 from tests.launching import deepspeed, metrics, topology, write_config
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 STEPS, BATCH = 20, 8
 REAL = SHARED / "data"

@@ -3,7 +3,7 @@
 usage: cases.py FOLDER OWNER. They wait for FOLDER/0, FOLDER/1 and so on, each with the name of a worker beside this
 file and the path of a JSON file, a list of {"name", "config", ...}. They call `run_case(case, config, folder)` of the
 worker for each, `folder` being that of the JSON file, and make FOLDER/<number>.done. They leave when they find
-FOLDER/end, or the process OWNER is no more.
+FOLDER/end, or when the process OWNER is no more.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
+import threading
 import time
 from importlib import import_module
 from itertools import count
@@ -19,6 +21,7 @@ from pathlib import Path
 import psutil
 import torch
 from deepspeed.utils import groups
+from torch.distributed import distributed_c10d
 
 from data.loader import Loader
 from data.sample_set import InMemory
@@ -33,18 +36,25 @@ def main() -> None:
     parser.add_argument("owner", type=int)
     parser.add_argument("--local_rank", type=int)
     arguments = parser.parse_args()
+    threading.Thread(target=leave_with, args=[arguments.owner], daemon=True).start()
     for number in count():
         asked = arguments.folder / str(number)
         while not asked.exists():
-            if (arguments.folder / "end").exists() or not psutil.pid_exists(arguments.owner):
+            if (arguments.folder / "end").exists():
                 processes.stop()
                 return
             time.sleep(0.05)
         worker, path = asked.read_text().splitlines()
         run_cases(worker, Path(path))
-        torch.distributed.barrier()
         if torch.distributed.get_rank() == 0:
             asked.with_suffix(".done").touch()
+
+
+def leave_with(owner: int) -> None:
+    """End this process when the one that asks for cases has ended."""
+    while psutil.pid_exists(owner):
+        time.sleep(1)
+    os._exit(1)
 
 
 def run_cases(worker: str, path: Path) -> None:
@@ -56,17 +66,19 @@ def run_cases(worker: str, path: Path) -> None:
         config = TrainConfig.model_validate(case["config"])
         if not torch.distributed.is_initialized():
             processes.start(place, config.model_topo)
-        groups.mpu = None  # DeepSpeed remembers the grid of a pipeline for every engine after it
+        remembered = dict(vars(groups))
         run_case(case, config, path.parent)
-        leave_groups()
+        torch.distributed.barrier()
+        vars(groups).update(remembered)  # DeepSpeed takes the groups of one engine for the next
+        close_groups()
 
 
-def leave_groups() -> None:
-    """Leave all groups of a case but the one of all processes: each of gloo's has a thread that never sleeps."""
-    gc.collect()
-    for group in list(torch.distributed.distributed_c10d._world.pg_map):
+def close_groups() -> None:
+    """Close the process groups that engines opened: each has threads that wake up a hundred times a second."""
+    for group in list(distributed_c10d._world.pg_map):
         if group is not torch.distributed.group.WORLD:
             torch.distributed.destroy_process_group(group)
+    gc.collect()
 
 
 def loader_of(config: TrainConfig) -> Loader:

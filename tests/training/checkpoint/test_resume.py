@@ -33,7 +33,13 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any], str]] = {
     "1x1-bf16": ((1, 1), BF16, "llama"),
     "2x2-fp32": ((2, 2), FP32 | {"zero_optimization": {"stage": 1}}, "llama"),
 }
-SLOW = {"1x1-bf16", "1x1-fp32", "2x1-fp32", "2x2-bf16", "2x2-fp32"}
+TIERS = {
+    "1x1-fp32": pytest.mark.slow,
+    "2x1-fp32": pytest.mark.longest,
+    "2x2-bf16": pytest.mark.slow,
+    "1x1-bf16": pytest.mark.longest,
+    "2x2-fp32": pytest.mark.longest,
+}
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +93,7 @@ def losses(config: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in metrics(config.with_suffix("")) if "loss" in line]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=TIERS.get(name, ())) for name in CASES])
 def test_killed_run_goes_on_to_the_last_bit(name: str, models: dict[str, Path], records: Path, tmp_path: Path) -> None:
     """The run that is killed evaluates as well, which must not change it."""
     shared = settings(models, records, name)

@@ -43,12 +43,17 @@ FAULTS = {
     "freezes": ("freezes:1:3", "rank 1 (stage 1, host", "does not answer", 1),
     "rank 0 hangs": ("hangs:0:3", "rank 0 (stage 0, host", "faulty.py:", 1),
 }
-SLOW = ("hangs", "mistake", "rank 0 raises", "rank 0 dies", "freezes", "rank 0 hangs")
+TIERS = {
+    "hangs": pytest.mark.slow,
+    "mistake": pytest.mark.longest,
+    "rank 0 raises": pytest.mark.longest,
+    "rank 0 dies": pytest.mark.slow,
+    "freezes": pytest.mark.slow,
+    "rank 0 hangs": pytest.mark.longest,
+}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=[pytest.mark.slow] if each in SLOW else []) for each in FAULTS]
-)
+@pytest.mark.parametrize("name", [pytest.param(each, marks=TIERS.get(each, ())) for each in FAULTS])
 def test_first_error_is_named_and_comes_last(
     name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
