@@ -50,7 +50,7 @@ _RULES: list[tuple[MustAgree | Free, str]] = [
     (MustAgree("the samples, and the rows of packed epochs, that come of it"), "max_seq_len"),
     (MustAgree(), "stream_gb train_batch_size dataloader_drop_last seed"),
     # Of the parameters of an optimizer, all but these four may decide which states there are.
-    (MustAgree(), "optimizer.type optimizer.no_wd_kws optimizer.params bf16 fp16 amp data_types torch_autocast"),
+    (MustAgree(), "optimizer.type optimizer.no_wd_kws optimizer.params bf16 fp16 data_types"),
     (Free(NEXT), " ".join(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay"))),
     (Free(NEXT), "gradient_clipping aux_max_z_loss aux_router_loss"),
     (Free("the learning rate is that of the new schedule from the next step on"), "scheduler n_epoches max_steps"),
@@ -58,13 +58,11 @@ _RULES: list[tuple[MustAgree | Free, str]] = [
     (Free(MICRO_BATCHES, but="`dataset` stays `dataset`, in rows of the same length"), "packing pack_len"),
     (Free(f"{ROUNDING}, and dropout draws other numbers"), "model_topo schedule"),
     (Free(ROUNDING), "zero_optimization zero_force_ds_cpu_optimizer use_flash_attn compile communication_data_type"),
-    (Free(ROUNDING), "gradient_predivide_factor prescale_gradients sparse_gradients"),
     (Free("where the records differ, the best checkpoint is looked for anew"), "eval_data_path"),
     (Free(), "save_path from_scratch cache_dir resume save_interval save_minutes keep_last on_save_error export_hf"),
     (Free(), "timeout_minutes max_bad_steps eval_interval eval_at_start tensorboard wandb profile_steps"),
     (Free(), "steps_per_print use_grad_ckpt offload_activations zero_allow_untested_optimizer"),
-    (Free(), "activation_checkpointing aio checkpoint comms_logger csv_monitor disable_allgather dump_state pipeline"),
-    (Free(), "flops_profiler gradient_accumulation_steps memory_breakdown wall_clock_breakdown"),
+    (Free(), "gradient_accumulation_steps"),
 ]
 CHANGES = {key: rule for rule, keys in _RULES for key in keys.split()}
 

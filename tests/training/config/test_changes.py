@@ -101,7 +101,7 @@ def test_what_is_free_and_changes_something_is_said(key: str) -> None:
         ({"fp16": {"enabled": False, "loss_scale": 8}}, "fp16.loss_scale: 8, .* with none"),
         ({"seed": 1}, "seed: 1, .* with 42"),
         ({"train_batch_size": 16}, "train_batch_size: 16, .* with 8"),
-        ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled: True, .* with none"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype: bf16, .* with none"),
     ],
 )
 def test_changes_of_a_config_that_are_refused(change: dict[str, Any], told: str) -> None:
