@@ -90,7 +90,6 @@ EXACT: dict[str, tuple[dict[str, Any], str, str]] = {
 QUICK = {"packed", "fp16", "moe"}
 # What goes on after a change: the source, the change, the door, the relative tolerance of the losses.
 CHANGED: dict[str, tuple[str, dict[str, Any], str, float]] = {
-    "fp16-to-1x2": ("fp16", DATA, "pipeline", 2e-3),
     "moe-to-1x2": ("moe", DATA, "pipeline", 1e-5),
     "moe-to-zero-2": ("moe", DATA | {"zero_optimization": {"stage": 2}}, "zero", 1e-5),
     "lion-bf16-to-1x2": ("lion-bf16", DATA, "pipeline", 2e-3),
@@ -98,7 +97,7 @@ CHANGED: dict[str, tuple[str, dict[str, Any], str, float]] = {
     "lion-unpacked": ("lion", {"packing": False, "train_micro_batch_size_per_gpu": 2}, "pipeline", 1e-5),
     "sgd-offload": ("sgd", OFFLOAD, "pipeline", 1e-5),
 }
-QUICK_CHANGES = {"fp16-to-1x2", "moe-to-1x2"}
+QUICK_CHANGES = {"moe-to-1x2"}
 # A step whose gradient is no number: by door and precision.
 LEFT_OUT: dict[str, tuple[dict[str, Any], str]] = {
     "pipeline-0": (PIPE | PLAIN, "pipeline"),
@@ -148,6 +147,8 @@ def jobs() -> dict[str, list[Job]]:
     ]
     fp16 = needed["test_a_run_goes_on_to_the_last_bit[fp16]"][0]
     needed["test_finding_the_scale_does_not_hold_back_the_learning_rate"] = [fp16]
+    moved = Job("fp16-to-1x2", DATA | FP16, source="fp16")
+    needed["test_the_loss_scale_moves_to_another_topology"] = [fp16, moved]
     straight = Job("ten", PIPE | {"max_steps": 10})
     six = Job("six", PIPE | {"keep_last": 9})
     needed["test_an_extended_run_has_the_learning_rates_of_a_long_one"] = [
@@ -337,8 +338,17 @@ def test_a_run_goes_on_after_a_change(name: str, outcomes: Outcomes, folder: Pat
     assert len(found) == STEPS - TAKEN_UP_AT
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=0)
     assert rates(folder / name) == {s: r for s, r in rates(folder / source).items() if s > TAKEN_UP_AT}
-    if source == "fp16":
-        assert scaler(folder / name).cur_scale == scaler(folder / source).cur_scale
+
+
+def test_the_loss_scale_moves_to_another_topology(outcomes: Outcomes, folder: Path) -> None:
+    """Where a replica's own gradients overflow earlier: at half the scale, and not at what a run starts with."""
+    outcome = outcomes("fp16-to-1x2")
+    assert outcome["error"] is None
+    assert losses(folder / "fp16-to-1x2")[0] == pytest.approx(losses(folder / "fp16")[0], rel=2e-3)
+    assert len(outcome["used"]) >= STEPS - TAKEN_UP_AT - 1
+    before = scaler(folder / "fp16", TAKEN_UP_AT).cur_scale
+    assert scaler(folder / "fp16-to-1x2").cur_scale in (before, before / 2)
+    assert rates(folder / "fp16-to-1x2").items() <= rates(folder / "fp16").items()
 
 
 def test_other_rows_of_packed_epochs_are_refused(outcomes: Outcomes) -> None:

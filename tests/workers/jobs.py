@@ -37,7 +37,8 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     assert place is not None
     outcome: dict[str, Any] = {"error": None, "code": 0, "used": {}}
     told = io.StringIO()
-    report, set_rate, seen = Reporter.report, LearningRate.set, []
+    report, set_rate = Reporter.report, LearningRate.set
+    seen: list[float] = []
 
     def set_and_forget(self: LearningRate, step: int) -> float:
         seen.clear()
