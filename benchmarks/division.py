@@ -95,7 +95,7 @@ def work(parts: list[int], folder: Path) -> None:
     config = division_config(model, parts)
     with joined(config):
         spec = ModelSpec.from_folder(model)
-        trainer = PipelineTrainer.build(config, spec, model, divide(config, spec), total_steps=ROUNDS + 1)
+        trainer = PipelineTrainer.build(config, spec, model, divide(config, spec))
         train(trainer, rows_loader(config, LARGE_HEAD["vocab_size"]), Turn(folder))
 
 

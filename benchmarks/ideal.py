@@ -149,7 +149,7 @@ def work(setting: Setting, length: int, folder: Path) -> None:
     with joined(config):
         torch.set_num_threads(setting.threads)
         spec = ModelSpec.from_folder(model)
-        trainer = PipelineTrainer.build(config, spec, model, divide(config, spec), total_steps=ROUNDS + 1)
+        trainer = PipelineTrainer.build(config, spec, model, divide(config, spec))
         train(trainer, rows_loader(config, spec.config.vocab_size), Turn(folder))
 
 

@@ -123,7 +123,7 @@ def work(folder: Path) -> None:
         packed = build_loader(data, settings, replicas=1)
         loaders: dict[str, Loader] = {"packed": packed, "padded": Padded(data, TRAINED, 1, 1, settings.seed)}
         spec = ModelSpec.from_folder(model)
-        trainer = PipelineTrainer.build(settings, spec, model, divide(settings, spec), total_steps=2 * STEPS)
+        trainer = PipelineTrainer.build(settings, spec, model, divide(settings, spec))
         speeds = dict.fromkeys(loaders, 0.0)
         for _ in range(STEPS):
             for name, loader in loaders.items():

@@ -100,7 +100,7 @@ def work(keys: dict[str, Any], folder: Path) -> None:
         loader = rows_loader(config, MODEL["vocab_size"])
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the highest point so far is forgotten
         before = peak_memory()
-        trainer = PipelineTrainer.build(config, spec, folder, divide(config, spec), total_steps=STEPS)
+        trainer = PipelineTrainer.build(config, spec, folder, divide(config, spec))
         for step in range(STEPS):
             trainer.train_step(loader, loader.batch(step))
         told = processes.gather((plan.stages[trainer.stage].memory.peak, peak_memory() - before))

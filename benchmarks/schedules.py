@@ -83,7 +83,7 @@ def work(schedule: Schedule, folder: Path) -> None:
         loader = rows_loader(config, MODEL["vocab_size"])
         before = peak_memory()
         spec = ModelSpec.from_folder(model)
-        trainer = PipelineTrainer.build(config, spec, model, divide(config, spec), total_steps=ROUNDS + 1)
+        trainer = PipelineTrainer.build(config, spec, model, divide(config, spec))
 
         def peak() -> dict[str, int]:
             return {"peak": max(peak_memory_by_stage(trainer.stage, STAGES)) - before}

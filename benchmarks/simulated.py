@@ -91,7 +91,7 @@ def work(schedule: Schedule, folder: Path) -> None:
     with joined(config):
         torch.set_num_threads(1)
         loader, spec = rows_loader(config, VOCABULARY), ModelSpec.from_folder(folder)
-        trainer = PipelineTrainer.build(config, spec, folder, divide(config, spec), total_steps=STEPS + 1)
+        trainer = PipelineTrainer.build(config, spec, folder, divide(config, spec))
         timeline = Timeline((2, STEPS + 1), trainer, spec, PARTS[schedule], folder, Console(quiet=True))
         for step in range(1, STEPS + 2):
             batch = loader.batch(step - 1)

@@ -36,7 +36,7 @@ def by_pipetune(config: TrainConfig, samples: SampleSet, way: type[Way], pace: P
     attention = choose_attention(config.use_flash_attn, training_dtype(config), spec.attention)
     spec.set_attention(attention.implementation)
     loader = build_loader(samples, config, config.model_topo.replicas)
-    train(way.build(config, spec, folder, divide(config, spec, way.in_stages), total_steps=MOST_STEPS), loader, pace)
+    train(way.build(config, spec, folder, divide(config, spec, way.in_stages)), loader, pace)
 
 
 def by_transformers(config: TrainConfig, samples: SampleSet, pace: Pace, micro_batch: int, liger: bool = False) -> None:

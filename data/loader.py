@@ -73,6 +73,8 @@ class Loader:
         row_length: the most tokens that are packed into a row.
         numbers: which samples of `data` take part; all where absent.
         least_micro_batches: for each replica in every global batch; where there would be fewer, they have fewer rows.
+        same_everywhere: which samples share a micro-batch does not depend on `replicas` and `least_micro_batches`, and
+            where there are too few, empty ones are added. That costs time.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Loader:
         row_length: int = 0,
         numbers: Sequence[int] | None = None,
         least_micro_batches: int = 0,
+        same_everywhere: bool = False,
     ) -> None:
         self.data = data
         self.batch_size = batch_size
@@ -96,6 +99,7 @@ class Loader:
         self.packing = packing
         self.row_length = row_length
         self._least = least_micro_batches * replicas
+        self._same_everywhere = same_everywhere
         self._numbers = numpy.arange(len(data.lengths)) if numbers is None else numpy.asarray(numbers)
         self._epoch = -1
         self.steps_per_epoch = self._count_steps(drop_last)
@@ -121,7 +125,8 @@ class Loader:
         if not self.packing:
             return self._spread([[number] for number in chosen])
         lengths = self.data.lengths[numpy.asarray(chosen)].tolist()
-        rows = level(lengths, self.row_length, self.micro_batch_size * self.replicas, self._least)
+        together = (1, 0) if self._same_everywhere else (self.replicas, self._least)
+        rows = level(lengths, self.row_length, self.micro_batch_size * together[0], together[1])
         return self._spread([[chosen[position] for position in row] for row in rows])
 
     def tensors(self, batch: GlobalBatch, replica: int) -> Iterator[MicroBatch]:
@@ -178,6 +183,7 @@ class Loader:
         chosen = numpy.asarray([number for row in rows for number in row])
         rows = sorted((sorted(row) for row in rows), key=lambda row: (-self._tokens(row), row))
         groups = self._cut(rows)
+        groups += [[] for _ in range(self._least - len(groups))]
         groups += [[] for _ in range(-len(groups) % self.replicas)]  # a replica without samples still takes part
         lengths = self.data.lengths[chosen]
         return GlobalBatch(
@@ -190,7 +196,7 @@ class Loader:
     def _cut(self, rows: Rows) -> list[Rows]:
         """Divide rows into micro-batches; where too few would be full, into as many as needed, as even as can be."""
         size = self.micro_batch_size
-        if -(-len(rows) // size) >= self._least:
+        if self._same_everywhere or -(-len(rows) // size) >= self._least:
             return [rows[start : start + size] for start in range(0, len(rows), size)]
         bounds = [len(rows) * group // self._least for group in range(self._least + 1)]
         return [rows[begin:end] for begin, end in pairwise(bounds)]

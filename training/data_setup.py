@@ -113,7 +113,7 @@ class RecordReader:
 def start_stream(
     stream: Stream,
     order: DataOrder,
-    checkpoint: Path | None,
+    known: CheckpointRecord | None,
     total_steps: int,
     keeps: bool,
     waiting: Callable[[], object],
@@ -122,14 +122,14 @@ def start_stream(
 
     Args:
         order: of the run; what becomes known of the stream goes there, and so into each checkpoint.
+        known: what the checkpoint that the run goes on from says, if there is one.
         keeps: whether this process makes windows ahead and removes old ones.
         waiting: called every second while the run waits for data; not now, as a start may take its time.
     """
-    record = CheckpointRecord.read(checkpoint) if checkpoint else None
-    if record:
-        stream.resume(record.data.windows)
+    if known:
+        stream.resume(known.data.windows)
     order.windows = stream.windows.made
-    done, batch_size = record.step if record else 0, order.train_batch_size
+    done, batch_size = known.step if known else 0, order.train_batch_size
     stream.until = total_steps * batch_size if keeps else 0
     if done < total_steps:
         stream.take(done * batch_size, batch_size)
@@ -187,11 +187,16 @@ def build_loader(
     replicas: int,
     drop_last: bool = False,
     numbers: Sequence[int] | None = None,
+    router_loss: bool = False,
 ) -> Loader:
     """Global batches of the config's sizes, in the order of its seed.
 
     Args:
         numbers: which samples take part; all where absent.
+        router_loss: whether there is one. It is that of each micro-batch, so these must not depend on the topology.
+
+    Raises:
+        ConfigError: `pack_len` is shorter than a sample.
     """
     kind = StreamLoader if isinstance(data, Stream) else Loader
     return kind(
@@ -202,18 +207,15 @@ def build_loader(
         config.seed,
         drop_last,
         config.packing,
-        row_length(data, config, replicas),
+        row_length(data, config, replicas, router_loss),
         numbers,
         config.least_micro_batches,
+        router_loss,
     )
 
 
-def row_length(data: SampleSet, config: TrainConfig, replicas: int) -> int:
-    """The most tokens in a packed row: `pack_len`, or what suits the data and the pipeline.
-
-    Raises:
-        ConfigError: `pack_len` is shorter than a sample.
-    """
+def row_length(data: SampleSet, config: TrainConfig, replicas: int, router_loss: bool) -> int:
+    """The most tokens in a packed row: `pack_len`, or what suits the data and the pipeline; see `build_loader`."""
     # Of a stream, it is the same whatever windows are known: by it a run goes on to the last bit.
     lengths = numpy.array([config.max_seq_len]) if isinstance(data, Stream) else data.lengths
     longest = int(lengths.max())
@@ -225,6 +227,8 @@ def row_length(data: SampleSet, config: TrainConfig, replicas: int) -> int:
         return config.pack_len
     if config.packing == "dataset":  # the same on every topology, as it decides which samples a step sees
         return max(config.max_seq_len, longest)
+    if router_loss:  # the shortest rows: as many micro-batches as there can be keep any pipeline busy
+        return longest
     return choose_row_length(
         mean=float(lengths.mean()),
         longest=longest,

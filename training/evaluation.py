@@ -24,7 +24,8 @@ class Evaluation:
     """The evaluation set of a run.
 
     Attributes:
-        at_start: whether to evaluate before the first step too.
+        dataset: the records.
+        records: their fingerprint.
 
     Args:
         dataset: the records; all ranks hold the same.
@@ -32,14 +33,18 @@ class Evaluation:
         replicas: data-parallel size.
         steps_per_epoch: of the training; 0 where nobody knows.
         active: whether this rank shows progress.
+
+    Raises:
+        ConfigError: `pack_len` is shorter than a sample.
     """
 
     def __init__(
         self, dataset: Dataset, config: TrainConfig, replicas: int, steps_per_epoch: int, active: bool
     ) -> None:
+        self.dataset, self.records = dataset, dataset.fingerprint()
         self._interval = config.eval_interval or steps_per_epoch
+        self._at_start = config.eval_at_start
         self._active = active
-        self.at_start = config.eval_at_start
         self._loaders = {
             kind: build_loader(
                 dataset, config, replicas, numbers=[number for number, its in enumerate(dataset.types) if its == kind]
@@ -48,7 +53,9 @@ class Evaluation:
         }
 
     def due(self, step: int, last: bool) -> bool:
-        """Whether to evaluate after `step`; always after the last one."""
+        """Whether to evaluate after `step`, 0 before the first one; always after the last one."""
+        if step == 0:
+            return self._at_start
         return last or (self._interval > 0 and step % self._interval == 0)
 
     def run(self, trainer: Trainer, lifeline: Lifeline) -> dict[str, float]:

@@ -22,9 +22,10 @@ from models.spec import ModelSpec
 from training.bad_steps import BadSteps
 from training.checkpoint.exporting import export_run
 from training.checkpoint.folder import RECORD, Best, CheckpointRecord, DataOrder, step_folder
-from training.checkpoint.resume import check_resumable, find_checkpoint, fixed_settings, resume
-from training.checkpoint.saving import Checkpointer
-from training.config.deepspeed_config import training_dtype
+from training.checkpoint.resume import check_resumable, check_same_model, find_checkpoint, resume
+from training.checkpoint.saving import Checkpointer, read_side_files
+from training.config.changes import settings_of
+from training.config.deepspeed_config import router_loss_weight, training_dtype
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader, build_loader, packing_told, report, start_stream
 from training.distributed.lifeline import Lifeline
@@ -39,6 +40,7 @@ from training.metrics.flops import Utilization
 from training.metrics.reporter import Reporter
 from training.metrics.run_info import write_run_info
 from training.metrics.tracking import open_trackers
+from training.optimizer.lr_schedules import LearningRate
 from training.plan.auto import divide
 from training.profiler.session import Timeline
 from training.topology import Division
@@ -51,7 +53,8 @@ class Inputs:
     Attributes:
         folder: the resolved `model_path`.
         dataset: the records to train on; a stream of them is not started yet.
-        evaluation_set: the records to evaluate on, if any.
+        evaluation: on the records to evaluate on, if any.
+        side_files: of the model, on rank 0.
         save_path: the run's folder.
     """
 
@@ -59,7 +62,8 @@ class Inputs:
     spec: ModelSpec
     dataset: Dataset | Stream
     loader: Loader
-    evaluation_set: Dataset | None
+    evaluation: Evaluation | None
+    side_files: dict[str, bytes]
     save_path: Path
 
     @classmethod
@@ -70,10 +74,15 @@ class Inputs:
         config.parts_for(spec.n_layers)  # checked before the data are read, which takes longer
         reader = RecordReader(config, folder, log)
         dataset = reader.stream() if config.stream_gb else reader.read("data", config.data_path)
-        loader = build_loader(dataset, config, config.model_topo.replicas, config.dataloader_drop_last)
-        evaluation_set = reader.read("evaluation data", config.eval_data_path) if config.eval_data_path else None
-        reader.check_vocabulary(int(spec.config.vocab_size), dataset, *([evaluation_set] if evaluation_set else []))
-        return cls(folder, spec, dataset, loader, evaluation_set, make_run_folder(config.save_path))
+        replicas, router_loss = config.model_topo.replicas, router_loss_weight(config, spec) > 0
+        loader = build_loader(dataset, config, replicas, config.dataloader_drop_last, router_loss=router_loss)
+        evaluation, sets = None, [dataset]
+        if config.eval_data_path:
+            sets.append(records := reader.read("evaluation data", config.eval_data_path))
+            evaluation = Evaluation(records, config, replicas, loader.steps_per_epoch, active=not log.quiet)
+        reader.check_vocabulary(int(spec.config.vocab_size), *sets)
+        side_files = {} if log.quiet else read_side_files(folder)
+        return cls(folder, spec, dataset, loader, evaluation, side_files, make_run_folder(config.save_path))
 
     def order(self, config: TrainConfig) -> DataOrder:
         """What decides which samples a step sees."""
@@ -87,13 +96,54 @@ class Inputs:
             stream_gb=config.stream_gb,
         )
 
-    def start(
-        self, order: DataOrder, checkpoint: Path | None, total_steps: int, place: Place, lifeline: Lifeline
-    ) -> None:
+    def start(self, start: Start, place: Place, lifeline: Lifeline) -> None:
         """Tokenize the first records of a stream; any other set is there already."""
         if isinstance(self.dataset, Stream):
             waiting = partial(lifeline.mark, "the data of the next step")
-            start_stream(self.dataset, order, checkpoint, total_steps, place.local_rank == 0, waiting)
+            start_stream(self.dataset, start.order, start.known, start.total_steps, place.local_rank == 0, waiting)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: at a checkpoint, or at step 1.
+
+    Attributes:
+        known: what the checkpoint says of itself.
+        order: of the data.
+        evaluate_first: whether the evaluation after the steps that are done is still due.
+    """
+
+    checkpoint: Path | None
+    known: CheckpointRecord | None
+    order: DataOrder
+    total_steps: int
+    evaluate_first: bool
+
+    @classmethod
+    def find(cls, config: TrainConfig, inputs: Inputs, log: Console) -> Start:
+        """Look for a checkpoint, see that the run may go on from it, and say what changed; all ranks call it together.
+
+        Raises:
+            RunRefused: on every rank, where something differs that must agree.
+        """
+        order, total_steps = inputs.order(config), config.max_steps or config.n_epoches * inputs.loader.steps_per_epoch
+        checkpoint = find_checkpoint(config, inputs.save_path, log)
+        known = CheckpointRecord.read(checkpoint) if checkpoint else None
+        changes: list[str] = []
+        with agreed():
+            if checkpoint and known:
+                check_same_model(checkpoint, inputs.spec)
+                changes = check_resumable(checkpoint, known, order, config)
+        for line in changes:
+            log.print(line)
+        done, evaluated = (known.step, known.evaluated) if known else (0, False)
+        due = inputs.evaluation is not None and inputs.evaluation.due(done, last=done == total_steps)
+        return cls(checkpoint, known, order, total_steps, due and not evaluated)
+
+    @property
+    def done(self) -> int:
+        """The last step that is done."""
+        return self.known.step if self.known else 0
 
 
 def run_job(config: TrainConfig, place: Place, lifeline: Lifeline, kind: type[Trainer]) -> None:
@@ -111,38 +161,39 @@ def run_job(config: TrainConfig, place: Place, lifeline: Lifeline, kind: type[Tr
     spec, loader, save_path = inputs.spec, inputs.loader, inputs.save_path
     division = divide(config, spec, kind.in_stages, None if isinstance(inputs.dataset, Stream) else loader)
     topology = division.topology
-    total_steps = config.max_steps or config.n_epoches * loader.steps_per_epoch
-    order = inputs.order(config)
-    checkpoint = find_checkpoint(config, save_path, log)
+    start = Start.find(config, inputs, log)
+    checkpoint, done, total_steps = start.checkpoint, start.done, start.total_steps
+    layers = topology.layers(config.model_topo.stage_of(place.rank), spec.n_layers)
+    if checkpoint and (done > total_steps or (done == total_steps and not start.evaluate_first)):
+        asking = "max_steps asks" if config.max_steps else "n_epoches ask"
+        log.print(f"nothing to train: {checkpoint} has {done} steps done, and {asking} for {total_steps}")
+        if done == total_steps:
+            finish(config, layers, checkpoint, log)
+        return
     with agreed():
-        if checkpoint:
-            check_resumable(checkpoint, order, fixed_settings(config))
-        inputs.start(order, checkpoint, total_steps, place, lifeline)
+        inputs.start(start, place, lifeline)
     describe(config, inputs, division, total_steps, log)
+    record = CheckpointRecord(step=done, topology=topology, data=start.order, settings=settings_of(config))
     config = config.with_parts(topology.parts)  # what `auto` came to; the resolved config says so
     if reporting:
         (save_path / "config.yml").write_text(yaml.safe_dump(config.dump(), sort_keys=False), encoding="utf-8")
-    if checkpoint:
-        trainer, done = resume(checkpoint, division, config, kind, spec, inputs.folder, total_steps, log)
+    if checkpoint and start.known:
+        trainer = resume(checkpoint, start.known, division, config, kind, spec, log)
         log.print(f"resumed: {checkpoint}, after step {done}")
     else:
-        trainer, done = kind.build(config, spec, inputs.folder, division, total_steps), 0
-    record = CheckpointRecord(step=done, topology=topology, data=order, settings=fixed_settings(config))
-    checkpointer = Checkpointer(
-        trainer, config, save_path, inputs.folder, record, log, Best.read(save_path, done) if checkpoint else None
-    )
-    evaluation = None
-    if inputs.evaluation_set:
-        evaluation = Evaluation(inputs.evaluation_set, config, topology.replicas, loader.steps_per_epoch, reporting)
-    bad_steps = BadSteps(config.max_bad_steps, config.fp16.enabled, inputs.dataset, log, reporting)
-    utilization = Utilization(spec, training_dtype(config), place.world_size)
+        trainer = kind.build(config, spec, inputs.folder, division)
+    eval_records = inputs.evaluation.records if inputs.evaluation else ""
+    best = Best.read(save_path, done, eval_records) if checkpoint else None
+    checkpointer = Checkpointer(trainer, config, save_path, inputs.side_files, record, log, best, eval_records)
     steps = config.profile_steps
     timeline = Timeline(steps, trainer, spec, topology.parts, save_path, log) if steps else None
     with agreed():
         trackers = open_trackers(config, save_path, done + 1) if reporting else []
         if reporting:
             write_run_info(save_path, config, topology.parts, done + 1)
-    with Reporter(save_path, total_steps, reporting, config.steps_per_print, done + 1, trackers) as reporter:
+    with Reporter(
+        save_path, total_steps, reporting, config.steps_per_print, done + 1, trackers, start.evaluate_first
+    ) as reporter:
         run = Run(
             trainer=trainer,
             loader=loader,
@@ -150,10 +201,12 @@ def run_job(config: TrainConfig, place: Place, lifeline: Lifeline, kind: type[Tr
             reporter=reporter,
             stop=stop,
             lifeline=lifeline,
-            bad_steps=bad_steps,
-            evaluation=evaluation,
-            utilization=utilization,
+            bad_steps=BadSteps(config.max_bad_steps, config.fp16.enabled, inputs.dataset, log, reporting),
+            evaluation=inputs.evaluation,
+            utilization=Utilization(spec, training_dtype(config), place.world_size),
+            learning_rate=LearningRate(trainer.engine.basic_optimizer, config.scheduler, total_steps),
             done=done,
+            evaluate_first=start.evaluate_first,
             total_steps=total_steps,
             stages=topology.stages,
             timeline=timeline,
@@ -161,11 +214,11 @@ def run_job(config: TrainConfig, place: Place, lifeline: Lifeline, kind: type[Tr
         done = train(run)
     if timeline:
         timeline.finish()
-    saved = step_folder(save_path, done)
+    saved = checkpoint if checkpoint and start.done == done else step_folder(save_path, done)
     if done < total_steps:
         log.print(f"stopped after step {done} of {total_steps}; the same command goes on from there: {saved}")
         sys.exit(stop.exit_code)
-    finish(config, topology.layers(trainer.stage, spec.n_layers), saved, log)
+    finish(config, layers, saved, log)
     if isinstance(inputs.dataset, Stream):
         inputs.dataset.close()
 
@@ -188,7 +241,8 @@ def describe(config: TrainConfig, inputs: Inputs, division: Division, total_step
     if not log.quiet and known is not None:
         packing = packing_told(inputs.loader, len(known))
         what = "this window" if streamed else "an epoch"
-        report(known, inputs.evaluation_set, config.max_seq_len, log, inputs.save_path, packing, what)
+        evaluated_on = inputs.evaluation.dataset if inputs.evaluation else None
+        report(known, evaluated_on, config.max_seq_len, log, inputs.save_path, packing, what)
     an_epoch = f", {inputs.loader.steps_per_epoch} an epoch" if not streamed else ""
     what = "rows" if config.packing == "dataset" else "samples"
     log.print(f"steps: {total_steps} of {config.train_batch_size} {what}{an_epoch}")
@@ -211,7 +265,7 @@ def finish(config: TrainConfig, layers: Sequence[int], saved: Path, log: Console
             )
     log.print(f"saved: {saved}")
     if config.export_hf:
-        target = saved.parent / "hf"
+        target = Path(config.save_path) / "hf"
         export_run(saved, target, layers)
         log.print(f"exported: {target}")
 

@@ -16,6 +16,7 @@ from training.evaluation import Evaluation
 from training.metrics.flops import Utilization
 from training.metrics.peak_memory import peak_memory_by_stage
 from training.metrics.reporter import Reporter, StepMetrics
+from training.optimizer.lr_schedules import LearningRate
 from training.profiler.session import Timeline
 
 
@@ -24,7 +25,9 @@ class Run:
     """What a loop works with.
 
     Attributes:
+        learning_rate: gives each step its own.
         done: how many steps are done already.
+        evaluate_first: whether an evaluation after these steps is due.
         total_steps: of the whole run.
         stages: of the pipeline.
         timeline: records the steps of `profile_steps`, if any.
@@ -39,7 +42,9 @@ class Run:
     bad_steps: BadSteps
     evaluation: Evaluation | None
     utilization: Utilization
+    learning_rate: LearningRate
     done: int
+    evaluate_first: bool
     total_steps: int
     stages: int
     timeline: Timeline | None = None
@@ -51,20 +56,23 @@ def train(run: Run) -> int:
     Every rank walks through the same global batches. The state is saved where the config asks for it, when somebody
     asks the run to stop, and at the end.
     """
-    if run.evaluation and run.evaluation.at_start and not run.done:
-        evaluate(run, 0)
+    if run.evaluate_first:
+        found = evaluate(run, run.done)
+        if run.done:
+            run.checkpointer.note(run.done, found)
     for step in range(run.done + 1, run.total_steps + 1):
         _step(run, step)
         if run.timeline and step == run.timeline.last:
             run.timeline.finish()
         stopping, due = run.stop.agreed(run.checkpointer.due(step))
         last = step == run.total_steps
-        # Before the save: a run that is killed in between repeats the step, and the evaluation with it.
-        found = evaluate(run, step) if run.evaluation and run.evaluation.due(step, last) and not stopping else None
-        best = found is not None and run.checkpointer.is_best(found)
-        if due or best or stopping or last:
+        # Before the save: a run that is killed in between repeats the step, and the evaluation with it. One that has to
+        # stop saves first, and the next start evaluates; after the last step there may be no next one.
+        evaluating = run.evaluation and run.evaluation.due(step, last) and (last or not stopping)
+        loss = evaluate(run, step) if evaluating else None
+        if due or stopping or last or (loss is not None and run.checkpointer.is_best(loss)):
             with run.trainer.timings("checkpoint"):
-                run.checkpointer.save(step, found if best else None)
+                run.checkpointer.save(step, loss)
             run.lifeline.mark(f"the checkpoint of step {step}")
         if stopping:
             return step
@@ -83,7 +91,7 @@ def _step(run: Run, step: int) -> None:
     begin = time.monotonic()
     with run.trainer.timings("data"):
         batch = run.loader.batch(step - 1)
-    lr = run.trainer.engine.get_lr()[0]
+    lr = run.learning_rate.set(step)
     with run.timeline.step(step, batch) if run.timeline else nullcontext():
         loss = run.trainer.train_step(run.loader, batch)
     seconds = time.monotonic() - begin

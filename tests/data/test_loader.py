@@ -102,6 +102,29 @@ def test_the_tokens_of_a_global_batch_weigh_one(
         assert weights(loader, batch) == pytest.approx((1.0, 1.0), rel=1e-5)
 
 
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize(("replicas", "least"), [(1, 4), (2, 0), (3, 8)])
+def test_the_same_micro_batches_everywhere(replicas: int, least: int, packing: Packing) -> None:
+    def micro_batches(replicas: int, least: int, batch: int) -> list[list[list[int]]]:
+        loader = Loader(
+            InMemory(make_samples(37)),
+            12,
+            2,
+            replicas,
+            seed=5,
+            packing=packing,
+            row_length=ROW,
+            least_micro_batches=least,
+            same_everywhere=True,
+        )
+        found = loader.batch(batch).micro_batches
+        assert {len(each) for each in found} == {max(least, len(found[0]))}, "as many for each replica"
+        return sorted(rows for replica in found for rows in replica if rows)
+
+    for batch in (0, 3):  # the last one is smaller
+        assert micro_batches(replicas, least, batch) == micro_batches(1, 0, batch)
+
+
 def test_a_smaller_last_batch_is_shared_out_with_empty_micro_batches() -> None:
     loader = Loader(InMemory(make_samples(9)), 8, 1, 4, seed=0)
     batch = loader.batch(1)

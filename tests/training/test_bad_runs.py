@@ -135,7 +135,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("train_batch_size", "32", "16 samples"),
     ),
     "optimizer option": ({"optimizer": {"params": {"learning_rate": 1}}}, ("optimizer.params", "learning_rate")),
-    "fp16 on a CPU": ({"fp16": {"enabled": True}}, ("fp16.enabled", "bf16")),
+    "fp16 without ZeRO": (
+        {"fp16": {"enabled": True}, "zero_optimization": {"stage": 0}},
+        ("zero_optimization.stage", "does not scale the loss"),
+    ),
     "a file in the way": ({"save_path": "LICENSE"}, ("save_path", "LICENSE", "folder")),
 }
 QUICK = ("data file",)

@@ -85,7 +85,7 @@ def model(make_checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path, samples: list[Sample]) -> Outcome:  # noqa: F811
-    return reference(model, samples, replicas=1, least=0)
+    return reference(model, samples, micro_batch=2, row_length=None)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from training.config.keys import TrainConfig
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     loader = loader_of(config)
-    trainer = build(KINDS[case["kind"]], config, 4)
+    trainer = build(KINDS[case["kind"]], config)
     everything = list(range(len(loader.data.lengths)))
     good = loader.batch_of(everything[:-1])
     outcome = {"before": trainer.eval_loss(loader, good)}

@@ -84,7 +84,8 @@ def close_groups() -> None:
 def loader_of(config: TrainConfig) -> Loader:
     """The global batches of samples that are tokenized already."""
     samples = InMemory(json.loads(Path(str(config.data_path[0])).read_text()))
-    return build_loader(samples, config, config.model_topo.replicas)
+    router_loss = bool(config.aux_router_loss.weight)
+    return build_loader(samples, config, config.model_topo.replicas, router_loss=router_loss)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     model_folder = Path(config.model_path)
     steps = config.n_epoches * loader.steps_per_epoch
     spec = ModelSpec.from_folder(model_folder)
-    trainer = PipelineTrainer.build(config, spec, model_folder, divide(config, spec), steps)
+    trainer = PipelineTrainer.build(config, spec, model_folder, divide(config, spec))
     engine = trainer.engine
     losses, norms = [], []
     for step in range(steps):

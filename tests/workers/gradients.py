@@ -32,7 +32,7 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
         spec.set_attention(kernel)
         flex_attention._validate_device = lambda *tensors: None  # it has gradients on a CPU, but does not offer them
     kind = KINDS[case["kind"]]
-    trainer = kind.build(config, spec, model_folder, divide(config, spec, kind.in_stages), total_steps=2)
+    trainer = kind.build(config, spec, model_folder, divide(config, spec, kind.in_stages))
     engine = trainer.engine
     gradients: dict[str, torch.Tensor] = {}
     take_step = engine._take_model_step

@@ -23,12 +23,14 @@ from torch import Tensor
 from models.spec import ModelSpec
 from tests.workers.cases import loader_of
 from training.checkpoint.folder import CheckpointRecord, DataOrder, step_folder
-from training.checkpoint.resume import fixed_settings, resume
-from training.checkpoint.saving import Checkpointer
+from training.checkpoint.resume import resume
+from training.checkpoint.saving import Checkpointer, read_side_files
+from training.config.changes import settings_of
 from training.config.keys import TrainConfig
 from training.engine.pipeline import PipelineTrainer
 from training.engine.trainer import Trainer
 from training.engine.zero import ZeroTrainer
+from training.optimizer.lr_schedules import LearningRate
 from training.plan.auto import divide
 
 KINDS: dict[str, type[Trainer]] = {"pipeline": PipelineTrainer, "zero": ZeroTrainer}
@@ -44,19 +46,23 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     state = folder / case["name"]
     if case["source"]:
         checkpoint = step_folder(folder / case["source"], SAVED_AT)
-        trainer, done = resume(checkpoint, division, config, kind, spec, model_folder, STEPS, log)
+        known = CheckpointRecord.read(checkpoint)
+        assert known is not None
+        trainer, done = resume(checkpoint, known, division, config, kind, spec, log), known.step
         keep_state(trainer, state)
         if case["forget"]:
             forget_moments(trainer.engine)
     else:
-        trainer, done = kind.build(config, spec, model_folder, division, STEPS), 0
+        trainer, done = kind.build(config, spec, model_folder, division), 0
+    learning_rate = LearningRate(trainer.engine.basic_optimizer, config.scheduler, STEPS)
     outcome: dict[str, Any] = {"losses": [], "rates": []}
     for step in range(done, STEPS):
-        outcome["rates"].append(trainer.engine.get_lr()[0])
+        outcome["rates"].append(learning_rate.set(step + 1))
         outcome["losses"].append(trainer.train_step(loader, loader.batch(step)))
         if not case["source"] and step + 1 == SAVED_AT:
-            record = CheckpointRecord(step=0, topology=division.topology, data=ORDER, settings=fixed_settings(config))
-            Checkpointer(trainer, config, folder / case["name"], model_folder, record, log).save(SAVED_AT)
+            record = CheckpointRecord(step=0, topology=division.topology, data=ORDER, settings=settings_of(config))
+            files = read_side_files(model_folder)
+            Checkpointer(trainer, config, folder / case["name"], files, record, log).save(SAVED_AT)
             keep_state(trainer, state)
     if torch.distributed.get_rank() == 0:
         (folder / f"{case['name']}.json").write_text(json.dumps(outcome))

@@ -44,7 +44,7 @@ def outcome_of(kind: type[Trainer], config: TrainConfig, folder: Path, resume: b
     loader = loader_of(config)
     outcome: dict[str, Any] = {"loss": [], "grad_norm": []}
     with watched_build() as held:
-        trainer = build(kind, config, STEPS)
+        trainer = build(kind, config)
     outcome["held_while_reading"] = processes.gather(max(held, default=0))
     outcome["held"] = processes.gather(held_of(trainer.engine.module.parameters()))
     outcome["eval"] = [trainer.eval_loss(loader, loader.batch(0))]
@@ -59,17 +59,17 @@ def outcome_of(kind: type[Trainer], config: TrainConfig, folder: Path, resume: b
     trainer.engine.destroy()
     if not resume:
         return outcome
-    again = build(kind, config, STEPS)
+    again = build(kind, config)
     again.engine.load_checkpoint(str(folder), tag="resume")
     outcome["resumed"] = [again.train_step(loader, loader.batch(step)) for step in range(RESUME_AT, STEPS)]
     again.engine.destroy()
     return outcome
 
 
-def build(kind: type[Trainer], config: TrainConfig, total_steps: int) -> Trainer:
+def build(kind: type[Trainer], config: TrainConfig) -> Trainer:
     folder = Path(config.model_path)
     spec = ModelSpec.from_folder(folder)
-    return kind.build(config, spec, folder, divide(config, spec, kind.in_stages), total_steps)
+    return kind.build(config, spec, folder, divide(config, spec, kind.in_stages))
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import re
 import shutil
 import zlib
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -55,15 +56,17 @@ class CheckpointRecord(BaseModel):
     """`checkpoint.json`.
 
     Attributes:
-        settings: what else of the config has to stay the same, by key.
+        settings: the values of the config that a later start is compared with (`training.config.changes`).
+        evaluated: whether the evaluation after this step, if one is due, is done.
     """
 
     step: int
     topology: Topology
     data: DataOrder
-    settings: dict[str, bool | str] = {}
+    settings: dict[str, Any] = {}
     files: dict[str, FileRecord] = {}
     crc32: int = 0
+    evaluated: bool = True
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointRecord | None:
@@ -77,28 +80,36 @@ class CheckpointRecord(BaseModel):
     def write(self, folder: Path) -> None:
         """Write it last: from now on the folder counts as whole."""
         whole = self.model_copy(update={"crc32": self.checksum()})
-        replace_text(folder / RECORD, whole.model_dump_json(indent=1) + "\n")
+        replace_text(folder / RECORD, whole.model_dump_json(indent=1, exclude_unset=True) + "\n")
 
     def checksum(self) -> int:
-        """The CRC-32 of all that it says but this."""
-        return zlib.crc32(self.model_dump_json(exclude={"crc32"}).encode())
+        """The CRC-32 of all that it says but this; what a later version would say besides does not count."""
+        return zlib.crc32(self.model_dump_json(exclude={"crc32"}, exclude_unset=True).encode())
 
 
 class Best(BaseModel):
-    """`best.json`: the checkpoint with the lowest evaluation loss so far."""
+    """`best.json`: the checkpoint with the lowest evaluation loss so far.
+
+    Attributes:
+        records: the fingerprint of those it was measured on; empty where an earlier version wrote it.
+    """
 
     checkpoint: str
     step: int
     eval_loss: float
+    records: str = ""
 
     @classmethod
-    def read(cls, save_path: Path, step: int) -> Best | None:
-        """What an earlier start of the run found best up to `step`, if it is still there."""
+    def read(cls, save_path: Path, step: int, records: str) -> Best | None:
+        """What an earlier start of the run found best up to `step` on these records, if it is still there."""
         try:
             best = cls.model_validate_json((save_path / BEST).read_bytes())
         except (OSError, ValidationError):
             return None
-        return best if best.step <= step and (save_path / best.checkpoint / RECORD).is_file() else None
+        others = best.records and records and best.records != records
+        if others or best.step > step:
+            return None
+        return best if (save_path / best.checkpoint / RECORD).is_file() else None
 
     def write(self, save_path: Path) -> None:
         replace_text(save_path / BEST, self.model_dump_json() + "\n")

@@ -29,7 +29,6 @@ class Slice:
         numel: how many elements it has.
         owner: the tensor that the optimizer updates and keeps its state under; it holds the range in fp32.
         start: where the range begins in the flattened owner.
-        group: the optimizer's settings for it.
     """
 
     name: str
@@ -37,7 +36,6 @@ class Slice:
     numel: int
     owner: Tensor
     start: int
-    group: dict[str, Any]
 
 
 def slices_of(engine: DeepSpeedEngine) -> list[Slice]:
@@ -52,8 +50,8 @@ def slices_of(engine: DeepSpeedEngine) -> list[Slice]:
     masters = [group["params"] for group in optimizer.param_groups]
     weights = optimizer.fp16_groups if isinstance(optimizer, FP16_UnfusedOptimizer) else masters
     return [
-        Slice(engine.param_names[weight], 0, weight.numel(), master, 0, group)
-        for group, owners, members in zip(optimizer.param_groups, masters, weights, strict=True)
+        Slice(engine.param_names[weight], 0, weight.numel(), master, 0)
+        for owners, members in zip(masters, weights, strict=True)
         for master, weight in zip(owners, members, strict=True)
     ]
 
@@ -65,18 +63,15 @@ def _of_ranges(optimizer: Any, weights: list[list[Tensor]]) -> Iterator[Slice]:
             place: Any = weight
             if place._hp_mapping is not None:  # else another replica has it
                 here, there = place._hp_mapping.hp_fragment_address, place._hp_mapping.lp_fragment_address
-                yield Slice(optimizer.param_names[weight], there.start, here.numel, owner, here.start, group)
+                yield Slice(optimizer.param_names[weight], there.start, here.numel, owner, here.start)
 
 
 def _of_stage_3(optimizer: Any) -> Iterator[Slice]:
-    for number, (owner, members) in enumerate(
-        zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
-    ):
-        group = optimizer.param_groups[optimizer.sub_group_to_group_id[number]]
+    for owner, members in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
         start = 0
         for weight in members:
             share = weight.partition_numel()  # padded, the same on every rank
             offset = share * optimizer._get_param_partition_rank(weight)
             numel = max(0, min(share, weight.ds_numel - offset))
-            yield Slice(optimizer.param_names[weight], offset, numel, owner, start, group)
+            yield Slice(optimizer.param_names[weight], offset, numel, owner, start)
             start += share

@@ -4,8 +4,8 @@ On another topology the weights and the optimizer's state are the same bits too 
 sums over stages and replicas are rounded in another order, and dropout draws other numbers.
 
 `resume: auto` takes the newest whole checkpoint in `save_path`; damaged and unfinished ones are named, set aside and
-passed over. What the step alone does not say (model, optimizer, schedule, loss scale, random states) comes back from
-the files.
+passed over. What the step alone does not say (model, optimizer states, loss scale, random states) comes back from the
+files, all else from the config: `training.config.changes` has what of it may be another than before.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from training.checkpoint.deepspeed_files import CheckpointFiles
 from training.checkpoint.folder import CheckpointRecord, DataOrder, fault, set_aside, step_folders
 from training.checkpoint.resharding import take_over
 from training.checkpoint.saving import random_file, restore_random_states
+from training.config.changes import compare, differs, settings_of
 from training.config.keys import TrainConfig
 from training.distributed.processes import agreed, gather
 from training.engine.trainer import Trainer
 from training.errors import ConfigError
-from training.topology import Division, Topology
+from training.topology import Division
 
 AUTO, NONE = "auto", "none"
+# Of config.json, what the computation does not depend on.
+UNUSED = {"_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"}
 
 
 def find_checkpoint(config: TrainConfig, save_path: Path, log: Console) -> Path | None:
@@ -68,100 +71,79 @@ def _newest(save_path: Path, log: Console) -> Path | None:
 
 def resume(
     folder: Path,
+    record: CheckpointRecord,
     division: Division,
     config: TrainConfig,
     kind: type[Trainer],
     spec: ModelSpec,
-    model_folder: Path,
-    total_steps: int,
     log: Console,
-) -> tuple[Trainer, int]:
-    """Build the trainer that goes on from a checkpoint; with it, the step after which that was saved.
+) -> Trainer:
+    """Build the trainer that goes on from a checkpoint.
 
     Args:
+        record: of the checkpoint.
         division: of the run, which may be another than the checkpoint's.
         kind: how the model is spread now.
-        model_folder: the folder that the run started from.
-        total_steps: of the whole run.
 
     Raises:
         RunRefused: on every rank, when some rank's files are unusable.
     """
-    record = CheckpointRecord.read(folder)
-    assert record is not None, "found whole before"
     topology = division.topology
     changed = record.topology != topology
-    if not changed and not _beyond_deepspeed(topology, config):
-        trainer = kind.build(config, spec, model_folder, division, total_steps)
-        return trainer, restore(trainer, folder)
     if changed:
         log.print(
             f"{folder.name} was saved {record.topology.told_in_full}; dividing its weights and optimizer states anew: "
             f"{topology.told_in_full}; dropout, if any, draws other numbers"
         )
-    trainer = kind.build(config.model_copy(update={"from_scratch": False}), spec, folder, division, total_steps)
+    trainer = kind.build(config.model_copy(update={"from_scratch": False}), spec, folder, division)
+    rank = torch.distributed.get_rank()
     with agreed():
         take_over(trainer.engine, folder, record, spec)
-    rank = torch.distributed.get_rank()
-    if changed:
-        torch.manual_seed(config.seed + rank + record.step * 2**20)  # no rank draws what it drew at the run's start
-    else:
-        restore_random_states(CheckpointFiles().load(str(folder / random_file(rank))))
-    return trainer, record.step
+        if changed:
+            torch.manual_seed(config.seed + rank + record.step * 2**20)  # no rank draws what it drew at the run's start
+        else:
+            restore_random_states(CheckpointFiles().load(str(folder / random_file(rank))))
+    return trainer
 
 
-def _beyond_deepspeed(topology: Topology, config: TrainConfig) -> bool:
-    """Whether DeepSpeed 0.19.8 cannot read what it wrote: a pipeline in bf16 without ZeRO."""
-    return bool(topology.parts) and topology.zero_stage == 0 and config.bf16.enabled
+def check_resumable(folder: Path, record: CheckpointRecord, data: DataOrder, config: TrainConfig) -> list[str]:
+    """See that a step means the same samples as when a checkpoint was saved, and the same kind of update.
 
-
-def restore(trainer: Trainer, folder: Path) -> int:
-    """Load a checkpoint into a fresh engine; the step after which it was saved.
+    Returns:
+        What else changed, in lines.
 
     Raises:
-        CheckpointError: a file cannot be read.
+        ConfigError: something differs that must agree (`training.config.changes`).
     """
-    engine = trainer.engine
-    engine.checkpoint_engine = CheckpointFiles()
-    engine.load_checkpoint(str(folder.parent), tag=folder.name)
-    rank = torch.distributed.get_rank()
-    restore_random_states(engine.checkpoint_engine.load(str(folder / random_file(rank))))
-    return int(engine.global_steps)
-
-
-def fixed_settings(config: TrainConfig) -> dict[str, bool | str]:
-    """What decides which states the optimizer keeps, by key; a run cannot go on with others."""
-    return {
-        "optimizer.type": config.optimizer.type,
-        "bf16.enabled": config.bf16.enabled,
-        "fp16.enabled": config.fp16.enabled,
-    }
-
-
-def check_resumable(folder: Path, data: DataOrder, settings: dict[str, bool | str]) -> None:
-    """See that a step means the same samples as when the checkpoint was written, and the same kind of update.
-
-    Raises:
-        ConfigError: the records, what orders them, the optimizer or the precision changed.
-    """
-    record = CheckpointRecord.read(folder)
-    assert record is not None, "found whole before"
-    if record.data.fingerprint != data.fingerprint:
-        before, samples = record.data.samples, data.samples
-        counts = f" ({before} then, {samples} now)" if before != samples else ""
+    before = record.data
+    if before.fingerprint != data.fingerprint:
+        counts = f" ({before.samples} then, {data.samples} now)" if before.samples != data.samples else ""
         raise ConfigError(
             f"data_path: not the samples that {folder} was trained on{counts}; expected the same records, tokenizer "
             "and max_seq_len, or another save_path"
         )
-    order = {
-        key: getattr(record.data, key) for key in ("seed", "train_batch_size", "dataloader_drop_last", "stream_gb")
-    }
-    for key, then in (order | record.settings).items():
-        now = settings[key] if key in settings else getattr(data, key)
-        if then != now:
-            raise ConfigError(
-                f"{key}: {now}, but {folder} was trained with {then}; expected {then}, or another save_path"
-            )
+    if before.packed_epoch != data.packed_epoch:
+        if before.packed_epoch and data.packed_epoch:
+            raise differs("pack_len", data.packed_epoch, before.packed_epoch, folder)
+        raise differs("packing", config.packing, "dataset" if before.packed_epoch else "batch or false", folder)
+    then, now = record.settings, settings_of(config)
+    if "seed" in then:
+        return compare(then, now, folder)
+    then = before.model_dump(include={"seed", "train_batch_size", "dataloader_drop_last", "stream_gb"}) | then
+    told = f"{folder.name}: an earlier version saved it and noted only {', '.join(then)}; nothing else was compared"
+    return [told, *compare(then, {key: now.get(key) for key in then}, folder)]
+
+
+def check_same_model(folder: Path, spec: ModelSpec) -> None:
+    """See that a model is the one that a checkpoint was trained as; its weights may have moved.
+
+    Raises:
+        ConfigError: something of its config.json changed.
+    """
+    then, now = ModelSpec.from_folder(folder).raw, spec.raw
+    for key in sorted((then.keys() | now.keys()) - UNUSED):
+        if then.get(key) != now.get(key):
+            raise differs(f"model_path: config.json: {key}", now.get(key), then.get(key), folder)
 
 
 def _fault_together(folder: Path) -> str | None:

@@ -34,7 +34,6 @@ class SavedSlice:
         numel: how many elements it has.
         states: by name, flat where a state has an element for each of the weight's, else as it was.
         step: how often the optimizer updated it; None where the optimizer does not count.
-        settings: of the weight's parameter group.
     """
 
     name: str
@@ -42,7 +41,6 @@ class SavedSlice:
     numel: int
     states: dict[str, Tensor]
     step: float | None
-    settings: dict[str, Any]
 
 
 class SavedOptimizer:
@@ -55,11 +53,6 @@ class SavedOptimizer:
     def __init__(self, folder: Path, topology: Topology) -> None:
         self.folder = folder
         self.topology = topology
-
-    def common(self) -> dict[str, Any]:
-        """What all ranks' files say alike: the schedule and the counts of steps and samples."""
-        state: dict[str, Any] = read_mapped(self._model_file(0))
-        return state
 
     def loss_scaler(self) -> Any:
         """The loss scale of an fp16 run, which always has ZeRO."""
@@ -105,7 +98,7 @@ class SavedOptimizer:
 
     def _of_stage_3(self, shards: list[Path]) -> Iterator[SavedSlice]:
         """ZeRO 3: each rank has a range of every weight, padded to the same length."""
-        shapes = self.common()["param_shapes"]
+        shapes = read_mapped(self._model_file(0))["param_shapes"]
         for rank, path in enumerate(shards):
             saved = read_mapped(path)["optimizer_state_dict"]
             for number, (master, weights) in enumerate(zip(saved["fp32_flat_groups"], shapes, strict=True)):
@@ -158,7 +151,6 @@ class _State:
         self._step = None if step is None else float(step)
         self._states = {name: state for name, state in kept.items() if isinstance(state, Tensor) and state.dim()}
         self._master = master
-        self._settings = next(group for group in saved["param_groups"] if number in group["params"])
 
     def slice(self, name: str, offset: int, start: int, numel: int) -> SavedSlice:
         """The elements from `start` on, which are those of a weight from `offset` on."""
@@ -167,7 +159,7 @@ class _State:
             key: state.view(-1)[start : start + numel] if state.numel() >= self._master.numel() else state
             for key, state in ((MASTER, self._master), *self._states.items())
         }
-        return SavedSlice(name, offset, numel, states, self._step, self._settings)
+        return SavedSlice(name, offset, numel, states, self._step)
 
 
 def _layer(name: str) -> int:

@@ -8,10 +8,12 @@ that fails leaves the checkpoints before it as they are.
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -40,18 +42,20 @@ class Checkpointer:
     Attributes:
         trainer: whose state is saved.
         save_path: the run's folder.
-        model_folder: the folder that the run started from; its config and tokenizer go along.
+        side_files: config and tokenizer of the model (`read_side_files`); on rank 0.
         record: what is written of the run into each checkpoint, but for step and files.
         best: the checkpoint with the lowest evaluation loss, which is never removed.
+        eval_records: the fingerprint of those it is measured on.
     """
 
     trainer: Trainer
     config: TrainConfig
     save_path: Path
-    model_folder: Path
+    side_files: dict[str, bytes]
     record: CheckpointRecord
     log: Console
     best: Best | None = None
+    eval_records: str = ""
     _files: CheckpointFiles = field(default_factory=CheckpointFiles)
     _last: float = field(default_factory=time.monotonic)
 
@@ -68,19 +72,32 @@ class Checkpointer:
         return minutes is not None and time.monotonic() - self._last >= minutes * 60
 
     def is_best(self, eval_loss: float) -> bool:
-        """Whether no checkpoint so far had a lower evaluation loss."""
-        return self.best is None or eval_loss < self.best.eval_loss
+        """Whether no checkpoint so far had a lower evaluation loss; what is no number never is the best."""
+        return math.isfinite(eval_loss) and (self.best is None or eval_loss < self.best.eval_loss)
 
-    def save(self, step: int, best_loss: float | None = None) -> None:
+    def note(self, step: int, eval_loss: float) -> None:
+        """Note the evaluation loss of a checkpoint that is there, if it is the best."""
+        if not self.is_best(eval_loss):
+            return
+        name = step_folder(self.save_path, step).name
+        self.best = Best(checkpoint=name, step=step, eval_loss=eval_loss, records=self.eval_records)
+        if torch.distributed.get_rank() == 0:
+            try:
+                self.best.write(self.save_path)
+            except OSError as error:
+                self.log.print(f"warning: best.json could not be written: {_told(error)}")
+
+    def save(self, step: int, eval_loss: float | None = None) -> None:
         """Save the state after `step`.
 
         Args:
-            best_loss: the evaluation loss, where it makes this checkpoint the best.
+            eval_loss: of the evaluation after that step, if there was one.
 
         Raises:
             ConfigError: it could not be written, and `on_save_error` says stop.
         """
         folder = step_folder(self.save_path, step)
+        self.record = self.record.model_copy(update={"evaluated": eval_loss is not None})
         error = self._write(folder, step)
         self._last = time.monotonic()
         if error:
@@ -88,10 +105,8 @@ class Checkpointer:
             if self.config.on_save_error == "stop":
                 raise ConfigError(message)
             self.log.print(f"warning: {message}")
-        elif best_loss is not None:
-            self.best = Best(checkpoint=folder.name, step=step, eval_loss=best_loss)
-            if torch.distributed.get_rank() == 0:
-                self.best.write(self.save_path)
+        elif eval_loss is not None:
+            self.note(step, eval_loss)
 
     def _write(self, folder: Path, step: int) -> str | None:
         """Write a checkpoint; what went wrong, the same on every rank."""
@@ -111,8 +126,8 @@ class Checkpointer:
         try:
             if not self._files.error:
                 self.trainer.write_layers(folder)
-                if rank == 0:
-                    copy_side_files(self.model_folder, folder)
+                for name, content in self.side_files.items():
+                    (folder / name).write_bytes(content)
         except OSError as failure:
             self._files.error = failure
         written = gather((_told(self._files.error) if self._files.error else None, self._files.written))
@@ -145,6 +160,17 @@ class Checkpointer:
         except OSError as failure:
             return _told(failure)
         return None
+
+
+def read_side_files(model_folder: Path) -> dict[str, bytes]:
+    """What makes a folder of layer files complete, by name: read once, as the model may be gone when a run saves.
+
+    Raises:
+        CheckpointError: the folder is incomplete.
+    """
+    with TemporaryDirectory() as made:
+        copy_side_files(model_folder, Path(made))
+        return {path.name: path.read_bytes() for path in Path(made).iterdir()}
 
 
 def random_states() -> dict[str, torch.Tensor]:

@@ -37,16 +37,14 @@ class PipelineTrainer:
         engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {schedule.OptimizerStep: self._take_optimizer_step}
 
     @classmethod
-    def build(
-        cls, config: TrainConfig, spec: ModelSpec, folder: Path, division: Division, total_steps: int
-    ) -> PipelineTrainer:
+    def build(cls, config: TrainConfig, spec: ModelSpec, folder: Path, division: Division) -> PipelineTrainer:
         """See `Trainer.build`."""
         grid, topology = config.model_topo.process_topology, division.topology
         processes = ProcessTopology(axes=list(grid.axes), dims=list(grid.dims))
         layers = topology.layers(processes.get_coord(torch.distributed.get_rank()).pipe, spec.n_layers)
         model_class, engine_class = (FoldedModel, FoldedEngine) if topology.folded else (PipelineModel, StageEngine)
         make_model = partial(model_class, spec=spec, topology=processes, parts=topology.parts)
-        engine = build_engine(config, spec, folder, layers, total_steps, make_model, division.recompute)
+        engine = build_engine(config, spec, folder, layers, make_model, division.recompute)
         return cls(engine_class.adopt(engine))
 
     def train_step(self, loader: Loader, batch: GlobalBatch) -> float:

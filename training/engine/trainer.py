@@ -26,7 +26,7 @@ from training.config.deepspeed_config import check_device, deepspeed_config, rou
 from training.config.keys import TrainConfig
 from training.distributed.processes import agreed
 from training.engine.timings import Timings
-from training.optimizer.optimizers import build_optimizer, build_scheduler
+from training.optimizer.optimizers import build_optimizer
 from training.topology import Division
 
 
@@ -35,7 +35,7 @@ class Trainer(Protocol):
 
     Attributes:
         in_stages: whether the layers are divided among the stages of a pipeline.
-        engine: saves and loads checkpoints, and knows step, learning rate and gradient norm.
+        engine: saves checkpoints, and knows the optimizer and the norm of the gradient.
         stage: of the pipeline, from 0.
         timings: where the time of a step goes.
     """
@@ -46,13 +46,12 @@ class Trainer(Protocol):
     timings: Timings
 
     @classmethod
-    def build(cls, config: TrainConfig, spec: ModelSpec, folder: Path, division: Division, total_steps: int) -> Trainer:
+    def build(cls, config: TrainConfig, spec: ModelSpec, folder: Path, division: Division) -> Trainer:
         """Load this rank's weights and make the engine.
 
         Args:
             folder: of the weights, in either layout; nothing is read with `from_scratch`.
             division: the layers that each stage holds, and those that recompute.
-            total_steps: optimizer steps of the whole run, for the schedule.
 
         Raises:
             RunRefused: on every rank, when some rank's weights or settings are unusable.
@@ -77,7 +76,6 @@ def build_engine(
     spec: ModelSpec,
     folder: Path,
     layers: Iterable[int],
-    total_steps: int,
     make_model: Callable[..., nn.Module],
     recompute: frozenset[int],
 ) -> Any:
@@ -107,9 +105,6 @@ def build_engine(
     )
     with agreed():
         optimizer = build_optimizer(config, model.named_parameters(), spec.tied_names)
-    scheduler = build_scheduler(config, optimizer, total_steps)
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the memory in use, four times
-        engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, lr_scheduler=scheduler, config=deepspeed_config(config)
-        )
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config))
     return engine

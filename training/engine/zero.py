@@ -42,14 +42,12 @@ class ZeroTrainer:
         self.timings = Timings()
 
     @classmethod
-    def build(
-        cls, config: TrainConfig, spec: ModelSpec, folder: Path, division: Division, total_steps: int
-    ) -> ZeroTrainer:
+    def build(cls, config: TrainConfig, spec: ModelSpec, folder: Path, division: Division) -> ZeroTrainer:
         """See `Trainer.build`."""
         stage = config.zero_optimization.stage
         make_model = partial(ShardedModel, spec=spec, shards=deepspeed_config(config) if stage == 3 else None)
         layers = range(spec.n_layers)
-        engine = build_engine(config, spec, folder, layers, total_steps, make_model, division.recompute)
+        engine = build_engine(config, spec, folder, layers, make_model, division.recompute)
         if stage == 0:
             engine.clip_fp32_gradients = MethodType(_clip_gradients, engine)
             if config.bf16.enabled:

@@ -74,6 +74,7 @@ class Reporter:
         steps_per_print: how often a line is printed where standard error is no terminal.
         first_step: the step that comes next; above 1 when the run goes on.
         trackers: what else takes the numbers; the reporter closes them.
+        evaluates_first: whether the evaluation after the step before `first_step` comes first.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Reporter:
         steps_per_print: int,
         first_step: int = 1,
         trackers: Sequence[Tracker] = (),
+        evaluates_first: bool = False,
     ) -> None:
         self._active = active
         self._steps_per_print = steps_per_print
@@ -94,7 +96,7 @@ class Reporter:
         self._unwritten = b""
         self._disk_failed = False
         if active:
-            cut(folder / METRICS_FILE, first_step)
+            cut(folder / METRICS_FILE, first_step, evaluates_first)
             self._file = open(folder / METRICS_FILE, "ab", buffering=0)
             self._bar = tqdm(
                 total=total_steps,
@@ -165,16 +167,19 @@ class Reporter:
                 tracker.close(failed=kind is not None)
 
 
-def cut(path: Path, first_step: int) -> None:
+def cut(path: Path, first_step: int, evaluates_first: bool = False) -> None:
     """Leave only the lines of steps before `first_step` in a metrics.jsonl; it is the old file or the new one.
 
-    A run that starts at step 1 leaves nothing, not even an evaluation before the first step.
+    A run that starts at step 1 leaves nothing, not even an evaluation before the first step; one that
+    `evaluates_first` none of the evaluation that it makes again.
     """
     if not path.exists():
         return
     with replacing(path) as file:
         if first_step > 1:
-            file.writelines(line for line, values in _lines(path) if values["step"] < first_step)
+            for line, values in _lines(path):
+                if values["step"] < first_step - (evaluates_first and "eval_loss" in values):
+                    file.write(line)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,32 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from torch.optim import Optimizer
+
 from training.config.sections import ConstantParams, LinearParams, Scheduler, WarmUp, WarmupCosineParams, WSDParams
+
+
+class LearningRate:
+    """Gives the optimizer the rate of each step; DeepSpeed, which stands still in left-out steps, has no part in it.
+
+    Args:
+        scheduler: a constant rate where absent.
+        total_steps: of the run.
+    """
+
+    def __init__(self, optimizer: Optimizer, scheduler: Scheduler | None, total_steps: int) -> None:
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._total_steps = total_steps
+
+    def set(self, step: int) -> float:
+        """Give all weights the learning rate of a step, counted from 1, before it is taken."""
+        lr: float = self._optimizer.defaults["lr"]
+        if self._scheduler:
+            lr *= lr_ratio(step - 1, self._total_steps, self._scheduler)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        return lr
 
 
 def lr_ratio(step: int, total_steps: int, scheduler: Scheduler) -> float:

@@ -1,4 +1,4 @@
-"""Optimizers by name, with the schedule of their learning rate.
+"""Optimizers by name.
 
 Parameters whose name matches one of `no_wd_kws` form a group without weight decay. Under CPU offload DeepSpeed's own
 CPU optimizers take the place of torch's (compiled at first use), unless `zero_force_ds_cpu_optimizer` is false. What
@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from training.config.keys import TrainConfig
 from training.config.sections import Optimizer
 from training.errors import ConfigError
-from training.optimizer.lr_schedules import lr_ratio
 
 PIECE = 2**24  # elements that Lion updates at a time
 
@@ -93,28 +92,6 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-def build_scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer, total_steps: int) -> LambdaLR:
-    """The learning rate over `total_steps` optimizer steps; constant where the config has no scheduler."""
-    scheduler = config.scheduler
-    return LambdaLR(optimizer, lambda step: lr_ratio(step, total_steps, scheduler) if scheduler else 1.0)
-
-
-def _adamw(groups: Any, **params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, fused=True, **params)
-
-
-def _adam(groups: Any, **params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(groups, fused=True, **params)
-
-
-def _sgd(groups: Any, **params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, **params)
-
-
-def _adafactor(groups: Any, **params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(groups, **params)
-
-
 def _lion(groups: Any, **params: Any) -> torch.optim.Optimizer:
     from lion_pytorch import Lion
 
@@ -154,5 +131,11 @@ def _cpu_lion(groups: Any, **params: Any) -> torch.optim.Optimizer:
 
 
 _Builder = Callable[..., torch.optim.Optimizer]
-_BUILDERS: dict[str, _Builder] = {"AdamW": _adamw, "Adam": _adam, "Lion": _lion, "Adafactor": _adafactor, "SGD": _sgd}
+_BUILDERS: dict[str, _Builder] = {
+    "AdamW": partial(torch.optim.AdamW, fused=True),
+    "Adam": partial(torch.optim.Adam, fused=True),
+    "Lion": _lion,
+    "Adafactor": torch.optim.Adafactor,
+    "SGD": torch.optim.SGD,
+}
 _CPU_OFFLOAD_BUILDERS: dict[str, _Builder] = {"AdamW": _cpu_adam, "Lion": _cpu_lion}

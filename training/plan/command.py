@@ -16,6 +16,7 @@ from data.errors import DataError
 from models.checkpoint.layout import resolve
 from models.errors import CheckpointError
 from models.spec import ModelSpec
+from training.config.deepspeed_config import router_loss_weight
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader, build_loader
 from training.errors import ConfigError
@@ -46,7 +47,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     spec = ModelSpec.from_folder(folder)
     count, device = parse_devices(arguments.devices) if arguments.devices else (None, this_device())
     config = _on(config, count, arguments.search)
-    workload = _workload(config, folder, log)
+    workload = _workload(config, spec, folder, log)
     save_path = Path(config.save_path)
     if arguments.calibrate:
         if arguments.devices and not torch.cuda.is_available():
@@ -93,13 +94,15 @@ def _on(config: TrainConfig, count: int | None, searches: bool) -> TrainConfig:
     return config.model_copy(update={"model_topo": topo.model_copy(update={"process_topology": grid})})
 
 
-def _workload(config: TrainConfig, folder: Path, log: Console) -> Workload:
+def _workload(config: TrainConfig, spec: ModelSpec, folder: Path, log: Console) -> Workload:
     """As the records are, where they can be read; else assumed."""
     if config.stream_gb:
         return Workload.assumed(config)
+    router_loss = router_loss_weight(config, spec) > 0
     try:
         dataset = RecordReader(config, folder, Console(quiet=True)).read("data", config.data_path)
-        return Workload.measured(build_loader(dataset, config, config.model_topo.replicas), config)
+        loader = build_loader(dataset, config, config.model_topo.replicas, router_loss=router_loss)
+        return Workload.measured(loader, config)
     except (DataError, CheckpointError, OSError, ValueError) as error:
         log.print(f"data_path is not used: {' '.join(str(error).split())[:REASON]}")
         return Workload.assumed(config)

@@ -22,6 +22,42 @@ from training.checkpoint.folder import (
 )
 from training.topology import Topology
 
+EARLIER = """\
+{
+ "step": 4,
+ "topology": {
+  "stages": 2,
+  "replicas": 1,
+  "zero_stage": 1,
+  "parts": [
+   3,
+   2
+  ]
+ },
+ "data": {
+  "samples": 30,
+  "fingerprint": "ab12",
+  "seed": 42,
+  "train_batch_size": 8,
+  "dataloader_drop_last": false,
+  "packed_epoch": 0,
+  "stream_gb": 0.00001,
+  "windows": []
+ },
+ "settings": {
+  "optimizer.type": "AdamW",
+  "bf16.enabled": false,
+  "fp16.enabled": false
+ },
+ "files": {
+  "config.json": {
+   "size": 10,
+   "crc32": 5
+  }
+ },
+ "crc32": 1168400093
+}
+"""
 DATA = DataOrder(samples=3, fingerprint="f", seed=1, train_batch_size=2, dataloader_drop_last=False)
 TOPOLOGY = Topology(stages=2, replicas=1, zero_stage=1, parts=[3, 2])
 NAMES = ("layer_00-model_states.pt", "mp_rank_00_model_states.pt", "config.json")
@@ -107,11 +143,32 @@ def test_damaged_folder_set_aside_keeps_its_files(tmp_path: Path) -> None:
 
 
 def test_best_counts_only_up_to_the_resumed_step_and_while_it_is_there(tmp_path: Path) -> None:
-    assert Best.read(tmp_path, 10) is None
+    assert Best.read(tmp_path, 10, "") is None
     folder = whole(tmp_path, 10)
     best = Best(checkpoint=folder.name, step=10, eval_loss=1.5)
     best.write(tmp_path)
-    assert Best.read(tmp_path, 10) == best
-    assert Best.read(tmp_path, 9) is None
+    assert Best.read(tmp_path, 10, "these records") == best
+    assert Best.read(tmp_path, 9, "these records") is None
+    measured = best.model_copy(update={"records": "these records"})
+    measured.write(tmp_path)
+    assert Best.read(tmp_path, 10, "these records") == Best.read(tmp_path, 10, "") == measured
+    assert Best.read(tmp_path, 10, "other records") is None
     (folder / RECORD).unlink()
-    assert Best.read(tmp_path, 10) is None
+    assert Best.read(tmp_path, 10, "these records") is None
+
+
+def test_a_best_loss_that_is_no_number_does_not_count(tmp_path: Path) -> None:
+    """As an earlier version wrote it."""
+    folder = whole(tmp_path, 10)
+    Best(checkpoint=folder.name, step=10, eval_loss=float("nan")).write(tmp_path)
+    assert Best.read(tmp_path, 10, "") is None
+
+
+def test_the_record_of_an_earlier_version_is_whole(tmp_path: Path) -> None:
+    """It knew neither all keys nor their order of today."""
+    (tmp_path / RECORD).write_text(EARLIER)
+    record = CheckpointRecord.read(tmp_path)
+    assert record is not None
+    assert (record.step, record.data.seed, record.settings["optimizer.type"]) == (4, 42, "AdamW")
+    (tmp_path / RECORD).write_text(EARLIER.replace('"samples": 30', '"samples": 31'))
+    assert CheckpointRecord.read(tmp_path) is None

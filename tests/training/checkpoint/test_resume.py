@@ -137,7 +137,7 @@ def test_stopped_run_with_a_damaged_checkpoint(models: dict[str, Path], records:
     assert re.search(rf"resumed: .*step-{before:06d}, after step {before}", told)
     assert [number for number, _ in losses(config)] == list(range(1, STEPS + 1))
 
-    assert "after step 20" in finished(config).stdout, "a run that is done is done"
+    assert "nothing to train: " in finished(config).stdout, "a run that is done is done"
     assert len(losses(config)) == STEPS
 
 

@@ -53,6 +53,11 @@ VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
     "bf16_without_zero": ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}, 4e-2),
 }
 FOLDED = {"schedule": "dualpipev"}
+ROUTED = {  # how the samples share micro-batches must be the same on every topology, if nothing but dims changes
+    "default_packing": ({"pack_len": None, "train_micro_batch_size_per_gpu": 1}, 1e-5),
+    "uneven": ({"pack_len": None, "train_micro_batch_size_per_gpu": 3, "train_batch_size": 12}, 1e-5),
+}
+VARIANTS |= ROUTED
 VARIANTS |= {f"folded_{name}": (keys | FOLDED, tolerance) for name, (keys, tolerance) in VARIANTS.items()}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -96,9 +101,9 @@ class Case(NamedTuple):
         return FLEX if "flex" in self.variant else None
 
     @property
-    def least(self) -> int:
-        """Micro-batches that the schedule needs."""
-        return 2 * self.dims[0] if self.folded else 0
+    def keys(self) -> dict[str, Any]:
+        """Of the config."""
+        return {"train_micro_batch_size_per_gpu": 2 // self.dims[1], "pack_len": ROW} | VARIANTS[self.variant][0]
 
     @property
     def name(self) -> str:
@@ -107,11 +112,20 @@ class Case(NamedTuple):
 
 CASES = [Case(model, "fp32", dims) for model in ("tied", "untied", "bloom", "mixtral") for dims in DIMS]
 CASES += [Case(model, "fp32", dims) for model in MODELS if model != "deep" for dims in ((1, 1), (2, 1), (4, 1))]
-CASES += [Case(model, variant, (2, 1)) for model in ("tied", "untied") for variant in VARIANTS if variant != "fp32"]
+CASES += [
+    Case(model, variant, (2, 1))
+    for model in ("tied", "untied")
+    for variant in VARIANTS
+    if variant not in ("fp32", *ROUTED, *(f"folded_{name}" for name in ROUTED))
+]
 CASES += [Case(model, "folded_fp32", (2, 1)) for model in MODELS if model != "deep"]
 CASES += [Case(model, "folded_fp32", (2, 2)) for model in ("tied", "mixtral")] + [Case("deep", "folded_fp32", (4, 1))]
 CASES += [Case("mixtral", "folded_recompute", (2, 1)), Case("bloom", "folded_flex_recompute", (2, 1))]
 CASES += [Case("mixtral", "recompute", (2, 1)), Case("gemma2", "recompute", (4, 1))]
+CASES += [Case("mixtral", variant, dims) for variant in ROUTED for dims in ((1, 1), (2, 1), (1, 2), (2, 2))]
+CASES += [Case("mixtral", f"folded_{variant}", (2, 1)) for variant in ROUTED]
+CASES += [Case("tied", "bf16", dims) for dims in ((1, 2), (2, 2))]
+CASES += [Case("tied", "bf16_without_zero", (1, 2)), Case("tied", "bf16_offload", (2, 2))]
 CASES = list(dict.fromkeys(CASES))
 
 
@@ -145,14 +159,14 @@ def checkpoints(make_checkpoint: Callable[..., Path]) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def references(checkpoints: dict[str, Path], samples: list[Sample]) -> Callable[[Case], Outcome]:
     """One process's outcome for a case; made once for all cases that must have the same."""
-    made: dict[tuple[str, int, int], Outcome] = {}
+    made: dict[tuple[str, int, int | None], Outcome] = {}
 
     def get(case: Case) -> Outcome:
-        replicas, least = (case.dims[1], case.least) if case.model in ROUTER_WEIGHT else (1, 0)
-        key = (case.model, replicas, least)
+        weight = ROUTER_WEIGHT.get(case.model)
+        micro_batch, row = (case.keys["train_micro_batch_size_per_gpu"], case.keys["pack_len"]) if weight else (2, ROW)
+        key = (case.model, micro_batch, row)
         if key not in made:
-            weight = ROUTER_WEIGHT.get(case.model)
-            made[key] = reference(checkpoints[case.model], samples, replicas, least, weight)
+            made[key] = reference(checkpoints[case.model], samples, micro_batch, row, weight)
         return made[key]
 
     return get
@@ -186,18 +200,16 @@ def outcomes(
 
 
 def config(case: Case, model_path: Path, folder: Path) -> dict[str, Any]:
-    stages, replicas = case.dims
+    stages = case.dims[0]
     return {
         "model_path": str(model_path),
         "data_path": str(folder / "samples.json"),
         "save_path": str(folder),
         "train_batch_size": 8,
-        "train_micro_batch_size_per_gpu": 2 // replicas,
         "gradient_clipping": 0.0,
-        "pack_len": ROW,
         "model_topo": topology(case.dims, PARTS[2 * stages if case.folded else stages]),
         "aux_router_loss": {"weight": ROUTER_WEIGHT.get(case.model)},
-        **VARIANTS[case.variant][0],
+        **case.keys,
     }
 
 
@@ -209,14 +221,14 @@ def read(folder: Path, case: Case) -> Outcome:
 
 
 def reference(
-    path: Path, samples: list[Sample], replicas: int, least: int, router_weight: float | None = None
+    path: Path, samples: list[Sample], micro_batch: int, row_length: int | None, router_weight: float | None = None
 ) -> Outcome:
     model = load_model(path, torch.float32)
     supervised = sum(label != -100 for sample in samples for label in sample["labels"][1:])
     tokens = sum(len(sample["input_ids"]) for sample in samples)
     total = torch.zeros(())
-    data, rows_each = InMemory(samples), 2 // replicas
-    loader = Loader(data, 8, rows_each, replicas, 42, packing="batch", row_length=ROW, least_micro_batches=least)
+    length = row_length or max(len(sample["input_ids"]) for sample in samples)
+    loader = Loader(InMemory(samples), 8, micro_batch, 1, 42, packing="batch", row_length=length, same_everywhere=True)
     for rows in (group for replica in loader.batch(0).micro_batches for group in replica):
         numbers = [number for row in rows for number in row]
         sums = torch.zeros(())

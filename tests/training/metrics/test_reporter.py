@@ -198,6 +198,8 @@ def test_evaluations_are_cut_like_steps(tmp_path: Path) -> None:
             reporter.report_evaluation(step, {"eval_loss": 1.0})
     Reporter(tmp_path, STEPS, True, 1, first_step=3).__exit__(None, None, None)
     assert steps_of(tmp_path) == [1, 1, 2, 2]
+    Reporter(tmp_path, STEPS, True, 1, first_step=3, evaluates_first=True).__exit__(None, None, None)
+    assert steps_of(tmp_path) == [1, 1, 2], "the run is about to make that of step 2 again"
 
 
 def test_a_new_run_in_an_old_folder_leaves_nothing_of_it(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from torch import nn
 from training.config.keys import TrainConfig
 from training.config.sections import Optimizer, Scheduler, WarmupCosineParams, Zero
 from training.errors import ConfigError
-from training.optimizer.lr_schedules import lr_ratio
-from training.optimizer.optimizers import build_optimizer, build_scheduler, parameter_groups
+from training.optimizer.lr_schedules import LearningRate, lr_ratio
+from training.optimizer.optimizers import build_optimizer, parameter_groups
 
 PARAMS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 0.1, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01},
@@ -161,11 +161,8 @@ def test_the_scheduler_gives_each_step_its_learning_rate(scheduler: Scheduler | 
     config = config_with("SGD", {"lr": 0.1})
     config.scheduler = scheduler
     optimizer = build_optimizer(config, [("weight", weights())])
-    schedule = build_scheduler(config, optimizer, 6)
-    seen = []
-    for _ in range(6):
-        seen.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
+    rates = LearningRate(optimizer, scheduler, 6)
+    seen = [rates.set(step) for step in range(1, 7)]
+    assert {group["lr"] for group in optimizer.param_groups} == {seen[-1]}
     expected = [lr_ratio(step, 6, scheduler) if scheduler else 1.0 for step in range(6)]
     assert seen == pytest.approx([0.1 * ratio for ratio in expected])

@@ -1,0 +1,80 @@
+"""Whole jobs, case by case (see `cases.py`), in two processes.
+
+Its cases are {"name", "kind": "pipeline" | "zero", "config": {...}, "events": {step: what happens when it is done}}.
+Events: "stop" sends this process SIGTERM; "remove FOLDER"
+removes a folder. Writes <folder>/<name>.json: what the job printed, its error or exit code, and the learning rate of
+each update, by step, as the optimizer saw it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from tests.workers.zero import KINDS
+from training.config.keys import TrainConfig
+from training.distributed.lifeline import Lifeline
+from training.distributed.processes import Place
+from training.errors import USER_ERRORS, RunRefused
+from training.job import run_job
+from training.metrics.reporter import Reporter, StepMetrics
+from training.optimizer.lr_schedules import LearningRate
+
+
+def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
+    place = Place.from_environment()
+    assert place is not None
+    outcome: dict[str, Any] = {"error": None, "code": 0, "used": {}}
+    told = io.StringIO()
+    report, set_rate = Reporter.report, LearningRate.set
+    seen: list[float] = []
+
+    def set_and_forget(self: LearningRate, step: int) -> float:
+        seen.clear()
+        return set_rate(self, step)
+
+    def reported(self: Reporter, metrics: StepMetrics) -> None:
+        report(self, metrics)
+        if seen:
+            outcome["used"][metrics.step] = seen[-1]
+        happen(case["events"].get(str(metrics.step)), place.rank)
+
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"]))
+    patched = patch.object(Reporter, "report", reported), patch.object(LearningRate, "set", set_and_forget)
+    with patched[0], patched[1], contextlib.redirect_stdout(told):
+        try:
+            with Lifeline(place, config.model_topo.stage_of(place.rank), config.timeout_minutes) as lifeline:
+                ended(lambda: run_job(config, place, lifeline, KINDS[case["kind"]]), outcome)
+        finally:
+            hook.remove()
+    outcome["told"] = told.getvalue()
+    if place.rank == 0:
+        (folder / f"{case['name']}.json").write_text(json.dumps(outcome))
+    torch.distributed.barrier()
+
+
+def ended(run: Callable[[], None], outcome: dict[str, Any]) -> None:
+    try:
+        run()
+    except (*USER_ERRORS, RunRefused) as error:
+        outcome["error"] = str(error)
+    except SystemExit as leaving:
+        outcome["code"] = leaving.code
+
+
+def happen(event: str | None, rank: int) -> None:
+    if event == "stop" and rank == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    if event and event.startswith("remove ") and rank == 0:
+        shutil.rmtree(event.removeprefix("remove "))

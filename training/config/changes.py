@@ -1,0 +1,123 @@
+"""What of a config may differ between two starts of a run: `CHANGES`, which docs/resuming.md shows.
+
+A key below a section has the rule of the section, unless it has one of its own. Each checkpoint records the values that
+count (`settings_of`), and a start compares its own with them (`compare`). Where something else than the value counts,
+as the samples that come of `data_path`, `training.checkpoint.resume` compares that.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from training.config.keys import TrainConfig
+from training.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class MustAgree:
+    """A start with another value is refused.
+
+    Attributes:
+        by: what is compared in place of the value, if anything.
+    """
+
+    by: str = ""
+
+
+@dataclass(frozen=True)
+class Free:
+    """A start may have another value.
+
+    Attributes:
+        changes: what that changes, which is said; empty where it is nothing of what is trained.
+        but: what has to agree all the same.
+    """
+
+    changes: str = ""
+    but: str = ""
+
+
+NEXT = "counts from the next step on"
+ROUNDING = "sums are rounded in another order"
+MICRO_BATCHES = f"{ROUNDING}; a router loss is that of other micro-batches"
+
+_RULES: list[tuple[MustAgree | Free, str]] = [
+    (MustAgree("its config.json and tokenizer; the weights are those of the checkpoint"), "model_path"),
+    (MustAgree("the samples that come of it"), "data_path prompt_format on_bad_record"),
+    (MustAgree("the samples, and the rows of packed epochs, that come of it"), "max_seq_len"),
+    (MustAgree(), "stream_gb train_batch_size dataloader_drop_last seed"),
+    # Of the parameters of an optimizer, all but these four may decide which states there are.
+    (MustAgree(), "optimizer.type optimizer.no_wd_kws optimizer.params bf16 fp16 data_types"),
+    (Free(NEXT), " ".join(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay"))),
+    (Free(NEXT), "gradient_clipping aux_max_z_loss aux_router_loss"),
+    (Free("the learning rate is that of the new schedule from the next step on"), "scheduler n_epoches max_steps"),
+    (Free(MICRO_BATCHES), "train_micro_batch_size_per_gpu"),
+    (Free(MICRO_BATCHES, but="`dataset` stays `dataset`, in rows of the same length"), "packing pack_len"),
+    (Free(f"{ROUNDING}, and dropout draws other numbers"), "model_topo schedule"),
+    (Free(ROUNDING), "zero_optimization zero_force_ds_cpu_optimizer use_flash_attn compile communication_data_type"),
+    (Free("where the records differ, the best checkpoint is looked for anew"), "eval_data_path"),
+    (Free(), "save_path from_scratch cache_dir resume save_interval save_minutes keep_last on_save_error export_hf"),
+    (Free(), "timeout_minutes max_bad_steps eval_interval eval_at_start tensorboard wandb profile_steps"),
+    (Free(), "steps_per_print use_grad_ckpt offload_activations zero_allow_untested_optimizer"),
+    (Free(), "gradient_accumulation_steps"),
+]
+CHANGES = {key: rule for rule, keys in _RULES for key in keys.split()}
+
+
+def rule_of(key: str) -> MustAgree | Free:
+    """The rule of a key such as `optimizer.params.lr`: its own, or that of the section around it."""
+    while key and key not in CHANGES:
+        key = key.rpartition(".")[0]
+    return CHANGES.get(key, MustAgree())  # a key of a later version
+
+
+def settings_of(config: TrainConfig) -> dict[str, Any]:
+    """The values of a config that a later start is compared with, by key."""
+    return {key: value for key, value in _leaves(config.dump()) if _counts(rule_of(key))}
+
+
+def compare(then: Mapping[str, Any], now: Mapping[str, Any], where: object) -> list[str]:
+    """What of the settings is another than when a checkpoint was saved, a line for each effect.
+
+    Args:
+        where: the checkpoint, for the message.
+
+    Raises:
+        ConfigError: a setting differs that must agree.
+    """
+    by_effect: dict[str, list[str]] = defaultdict(list)
+    for key in sorted(then.keys() | now.keys()):
+        before, after = then.get(key), now.get(key)
+        if before == after:
+            continue
+        rule = rule_of(key)
+        if isinstance(rule, MustAgree):
+            raise differs(key, after, before, where)
+        if rule.changes:
+            by_effect[rule.changes].append(f"{key} {_shown(before)} -> {_shown(after)}")
+    return [f"changed since the checkpoint: {', '.join(keys)}: {effect}" for effect, keys in by_effect.items()]
+
+
+def differs(key: str, now: object, then: object, where: object) -> ConfigError:
+    """The refusal of another value."""
+    told = f"{key}: {_shown(now)}, but {where} was trained with {_shown(then)}; expected {_shown(then)}"
+    return ConfigError(f"{told}, or another save_path")
+
+
+def _counts(rule: MustAgree | Free) -> bool:
+    return not rule.by if isinstance(rule, MustAgree) else bool(rule.changes)
+
+
+def _shown(value: object) -> str:
+    return "none" if value is None else str(value)
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
