@@ -17,11 +17,13 @@ from data.loader import Loader
 from data.streaming.stream import Stream
 from models.attention import choose_attention
 from models.checkpoint.layout import resolve
+from models.checkpoint.publish import try_publishing, writing
 from models.lean_loss import chunk_tokens
 from models.spec import ModelSpec
+from training.atomic_files import replace_text
 from training.bad_steps import BadSteps
-from training.checkpoint.exporting import export_run
-from training.checkpoint.folder import RECORD, Best, CheckpointRecord, DataOrder, step_folder
+from training.checkpoint.exporting import EXPORTED, export_run
+from training.checkpoint.folder import RECORD, CheckpointRecord, DataOrder, step_folder
 from training.checkpoint.resume import check_resumable, find_checkpoint, fixed_settings, resume
 from training.checkpoint.saving import Checkpointer
 from training.config.deepspeed_config import training_dtype
@@ -124,17 +126,14 @@ def run_job(config: TrainConfig, place: Place, lifeline: Lifeline, kind: type[Tr
         inputs.start(order, checkpoint, total_steps, place, lifeline)
     describe(config, inputs, topology, total_steps, log)
     config = config.with_parts(topology.parts)  # what `auto` came to; the resolved config says so
-    if reporting:
-        (save_path / "config.yml").write_text(yaml.safe_dump(config.dump(), sort_keys=False), encoding="utf-8")
+    begin(config, inputs, reporting)
     if checkpoint:
         trainer, done = resume(checkpoint, topology, config, kind, spec, inputs.folder, total_steps, log)
         log.print(f"resumed: {checkpoint}, after step {done}")
     else:
         trainer, done = kind.build(config, spec, inputs.folder, total_steps), 0
     record = CheckpointRecord(step=done, topology=topology, data=order, settings=fixed_settings(config))
-    checkpointer = Checkpointer(
-        trainer, config, save_path, inputs.folder, record, log, Best.read(save_path, done) if checkpoint else None
-    )
+    checkpointer = Checkpointer(trainer, config, save_path, inputs.folder, record, log)
     evaluation = None
     if inputs.evaluation_set:
         evaluation = Evaluation(inputs.evaluation_set, config, topology.replicas, loader.steps_per_epoch, reporting)
@@ -143,11 +142,12 @@ def run_job(config: TrainConfig, place: Place, lifeline: Lifeline, kind: type[Tr
     timeline = None
     if config.profile_steps:
         timeline = Timeline(config.profile_steps, trainer, spec, topology.parts, save_path, log)
-    with agreed():
+    with agreed(), writing(save_path):
         trackers = open_trackers(config, save_path, done + 1) if reporting else []
         if reporting:
             write_run_info(save_path, config, topology.parts, done + 1)
-    with Reporter(save_path, total_steps, reporting, config.steps_per_print, done + 1, trackers) as reporter:
+        reporter = Reporter(save_path, total_steps, reporting, config.steps_per_print, done + 1, trackers)
+    with reporter:
         run = Run(
             trainer=trainer,
             loader=loader,
@@ -170,9 +170,22 @@ def run_job(config: TrainConfig, place: Place, lifeline: Lifeline, kind: type[Tr
     if done < total_steps:
         log.print(f"stopped after step {done} of {total_steps}; the same command goes on from there: {saved}")
         sys.exit(stop.exit_code)
-    finish(config, topology.layers(trainer.stage, spec.n_layers), saved, log)
+    finish(config, topology.layers(trainer.stage, spec.n_layers), saved, inputs.folder, log)
     if isinstance(inputs.dataset, Stream):
         inputs.dataset.close()
+
+
+def begin(config: TrainConfig, inputs: Inputs, reporting: bool) -> None:
+    """Note the config in the run's folder, and see that its export will have a place there.
+
+    Raises:
+        RunRefused: on every rank, where the one or the other cannot be.
+    """
+    with agreed(), writing(inputs.save_path):
+        if reporting:
+            replace_text(inputs.save_path / "config.yml", yaml.safe_dump(config.dump(), sort_keys=False))
+        if reporting and config.export_hf:
+            try_publishing(inputs.save_path / EXPORTED, True, [inputs.folder])
 
 
 def describe(config: TrainConfig, inputs: Inputs, topology: Topology, total_steps: int, log: Console) -> None:
@@ -201,12 +214,13 @@ def describe(config: TrainConfig, inputs: Inputs, topology: Topology, total_step
     log.print(f"steps: {total_steps} of {config.train_batch_size} {what}{an_epoch}")
 
 
-def finish(config: TrainConfig, layers: Sequence[int], saved: Path, log: Console) -> None:
+def finish(config: TrainConfig, layers: Sequence[int], saved: Path, model_folder: Path, log: Console) -> None:
     """See that the last checkpoint is there, and export it where the config asks for that.
 
     Args:
         layers: those that this rank's stage holds.
         saved: the checkpoint.
+        model_folder: the folder that the run started from.
 
     Raises:
         RunRefused: on every rank, where it could not be saved or exported.
@@ -218,8 +232,8 @@ def finish(config: TrainConfig, layers: Sequence[int], saved: Path, log: Console
             )
     log.print(f"saved: {saved}")
     if config.export_hf:
-        target = saved.parent / "hf"
-        export_run(saved, target, layers)
+        target = saved.parent / EXPORTED
+        export_run(saved, target, layers, model_folder)
         log.print(f"exported: {target}")
 
 

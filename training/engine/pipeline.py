@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ class PipelineTrainer:
         self.engine.module.train()
         return float(loss)
 
-    def write_layers(self, folder: Path) -> None:
+    def write_layers(self, folder: Path, save: Callable[[Any, str], object]) -> None:
         """DeepSpeed writes one file a layer already."""
 
     def _announce(self, loader: Loader, batch: GlobalBatch) -> Iterator[Sent]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MethodType
+from typing import Any
 
 import deepspeed
 import torch
@@ -18,7 +19,6 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from data.loader import GlobalBatch, Loader
-from models.checkpoint.layer_files import save_state_dict
 from models.checkpoint.layout import layer_file
 from models.checkpoint.source import open_source
 from models.documents import Documents
@@ -91,7 +91,7 @@ class ZeroTrainer:
         self.engine.train()
         return loss
 
-    def write_layers(self, folder: Path) -> None:
+    def write_layers(self, folder: Path, save: Callable[[Any, str], object]) -> None:
         """Write the layer files of the pipeline layout.
 
         The ranks take the layers in turn and write side by side, so each holds one whole layer at most.
@@ -108,7 +108,7 @@ class ZeroTrainer:
                             name: tensor.detach().to("cpu", copy=True) for name, tensor in layer.state_dict().items()
                         }
             if mine:
-                save_state_dict(mine, folder / layer_file(first + rank))
+                save(mine, str(folder / layer_file(first + rank)))
 
     def _announce(self, loader: Loader, batch: GlobalBatch) -> Iterator[Sent]:
         """Tell the model which documents come; this rank's micro-batches, on their way to the device."""
