@@ -145,6 +145,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{path}: line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise CheckpointError(f"{path}: nested too deeply") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(raw).__name__}")
     return raw

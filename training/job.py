@@ -16,7 +16,7 @@ from data.dataset import Dataset
 from data.loader import Loader
 from data.streaming.stream import Stream
 from models.attention import choose_attention
-from models.checkpoint.layout import resolve
+from models.checkpoint.layout import resolve, side_files
 from models.checkpoint.publish import try_publishing, writing
 from models.lean_loss import chunk_tokens
 from models.spec import ModelSpec
@@ -71,6 +71,7 @@ class Inputs:
         folder = resolve(config.model_path)
         spec = ModelSpec.from_folder(folder)
         kind.check(config, spec)
+        side_files(folder)  # each save copies them: a link out of the folder is refused now
         reader = RecordReader(config, folder, log)
         dataset = reader.stream() if config.stream_gb else reader.read("data", config.data_path)
         loader = build_loader(dataset, config, config.model_topo.replicas, config.dataloader_drop_last)

@@ -99,4 +99,6 @@ def load_archive(path: Path, map_location: Any = "cpu", mmap: bool = False) -> A
 
 def has_nan(tensor: Tensor) -> bool:
     """Whether a tensor holds a NaN. A sum is the fastest look; only where it is NaN too is each number looked at."""
+    if tensor.is_floating_point() and tensor.itemsize == 1:
+        tensor = tensor.to(torch.float16)  # torch adds up no eight bits
     return tensor.is_floating_point() and bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
