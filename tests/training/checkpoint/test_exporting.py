@@ -42,7 +42,7 @@ CASES = {
     "pipeline": Case(PIPELINE, [[0, 1, 2], [3, 4]]),
     "folded": Case(FOLDED, FOLDED),
     "zero": Case(ZERO, [[0, 1], [2, 3, 4]]),
-    "first-disk-full": Case(PIPELINE, [[], [3, 4]], full=0, refused="cannot be written: File too large"),
+    "first-disk-full": Case(PIPELINE, [[], []], full=0, refused="cannot be written: File too large"),
     "second-disk-full": Case(PIPELINE, [[0, 1, 2], []], full=1, refused="cannot be written: File too large"),
     "model": Case(PIPELINE, [[], []], model="model", refused="is not replaced"),
     "model-below": Case(PIPELINE, [[], []], model="model-below/below", refused="is not replaced"),
