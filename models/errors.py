@@ -4,6 +4,30 @@ Its text is a single line for the person who gave the folder: which file, which 
 print it and leave with exit code 2; a traceback would only hide it.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+GONE = (FileNotFoundError, NotADirectoryError)
+
 
 class CheckpointError(ValueError):
     """A model folder cannot be used as it is."""
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Look at a file or a folder; that it is not there (`GONE`) passes through.
+
+    Raises:
+        CheckpointError: in one line, what the system says where it is there and cannot be read.
+    """
+    try:
+        yield
+    except GONE:
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError(f"{path}: cannot be read: {reason}; nothing was changed") from None

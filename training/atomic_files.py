@@ -1,4 +1,4 @@
-"""Replacing a file as a whole: at every moment either the old or the new one is there, whenever a process is killed."""
+"""Replacing a file as a whole: either the old or the new one is there, whenever a process is killed or power fails."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+from models.checkpoint.parallel import sync
 
 
 @contextmanager
@@ -18,6 +20,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+    sync(path.parent)
 
 
 def replace_text(path: Path, text: str) -> None:

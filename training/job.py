@@ -17,11 +17,13 @@ from data.loader import Loader
 from data.streaming.stream import Stream
 from models.attention import choose_attention
 from models.checkpoint.layout import resolve
+from models.checkpoint.publish import try_publishing, writing
 from models.lean_loss import chunk_tokens
 from models.spec import ModelSpec
+from training.atomic_files import replace_text
 from training.bad_steps import BadSteps
-from training.checkpoint.exporting import export_run
-from training.checkpoint.folder import RECORD, Best, CheckpointRecord, DataOrder, step_folder
+from training.checkpoint.exporting import EXPORTED, export_run
+from training.checkpoint.folder import RECORD, CheckpointRecord, DataOrder, step_folder
 from training.checkpoint.resume import check_resumable, check_same_model, find_checkpoint, resume
 from training.checkpoint.saving import Checkpointer, read_side_files
 from training.config.changes import settings_of
@@ -168,32 +170,31 @@ def run_job(config: TrainConfig, place: Place, lifeline: Lifeline, kind: type[Tr
         asking = "max_steps asks" if config.max_steps else "n_epoches ask"
         log.print(f"nothing to train: {checkpoint} has {done} steps done, and {asking} for {total_steps}")
         if done == total_steps:
-            finish(config, layers, checkpoint, log)
+            finish(config, layers, checkpoint, inputs.folder, log)
         return
     with agreed():
         inputs.start(start, place, lifeline)
     describe(config, inputs, division, total_steps, log)
     record = CheckpointRecord(step=done, topology=topology, data=start.order, settings=settings_of(config))
     config = config.with_parts(topology.parts)  # what `auto` came to; the resolved config says so
-    if reporting:
-        (save_path / "config.yml").write_text(yaml.safe_dump(config.dump(), sort_keys=False), encoding="utf-8")
+    begin(config, inputs, reporting)
     if checkpoint and start.known:
         trainer = resume(checkpoint, start.known, division, config, kind, spec, log)
         log.print(f"resumed: {checkpoint}, after step {done}")
     else:
         trainer = kind.build(config, spec, inputs.folder, division)
     eval_records = inputs.evaluation.records if inputs.evaluation else ""
-    best = Best.read(save_path, done, eval_records) if checkpoint else None
-    checkpointer = Checkpointer(trainer, config, save_path, inputs.side_files, record, log, best, eval_records)
+    checkpointer = Checkpointer(trainer, config, save_path, inputs.side_files, record, log, eval_records)
     steps = config.profile_steps
     timeline = Timeline(steps, trainer, spec, topology.parts, save_path, log) if steps else None
-    with agreed():
+    with agreed(), writing(save_path):
         trackers = open_trackers(config, save_path, done + 1) if reporting else []
         if reporting:
             write_run_info(save_path, config, topology.parts, done + 1)
-    with Reporter(
-        save_path, total_steps, reporting, config.steps_per_print, done + 1, trackers, start.evaluate_first
-    ) as reporter:
+        reporter = Reporter(
+            save_path, total_steps, reporting, config.steps_per_print, done + 1, trackers, start.evaluate_first
+        )
+    with reporter:
         run = Run(
             trainer=trainer,
             loader=loader,
@@ -218,9 +219,22 @@ def run_job(config: TrainConfig, place: Place, lifeline: Lifeline, kind: type[Tr
     if done < total_steps:
         log.print(f"stopped after step {done} of {total_steps}; the same command goes on from there: {saved}")
         sys.exit(stop.exit_code)
-    finish(config, layers, saved, log)
+    finish(config, layers, saved, inputs.folder, log)
     if isinstance(inputs.dataset, Stream):
         inputs.dataset.close()
+
+
+def begin(config: TrainConfig, inputs: Inputs, reporting: bool) -> None:
+    """Note the config in the run's folder, and see that its export will have a place there.
+
+    Raises:
+        RunRefused: on every rank, where the one or the other cannot be.
+    """
+    with agreed(), writing(inputs.save_path):
+        if reporting:
+            replace_text(inputs.save_path / "config.yml", yaml.safe_dump(config.dump(), sort_keys=False))
+        if reporting and config.export_hf:
+            try_publishing(inputs.save_path / EXPORTED, True, [inputs.folder])
 
 
 def describe(config: TrainConfig, inputs: Inputs, division: Division, total_steps: int, log: Console) -> None:
@@ -248,12 +262,13 @@ def describe(config: TrainConfig, inputs: Inputs, division: Division, total_step
     log.print(f"steps: {total_steps} of {config.train_batch_size} {what}{an_epoch}")
 
 
-def finish(config: TrainConfig, layers: Sequence[int], saved: Path, log: Console) -> None:
+def finish(config: TrainConfig, layers: Sequence[int], saved: Path, model_folder: Path, log: Console) -> None:
     """See that the last checkpoint is there, and export it where the config asks for that.
 
     Args:
         layers: those that this rank's stage holds.
         saved: the checkpoint.
+        model_folder: the folder that the run started from.
 
     Raises:
         RunRefused: on every rank, where it could not be saved or exported.
@@ -265,8 +280,8 @@ def finish(config: TrainConfig, layers: Sequence[int], saved: Path, log: Console
             )
     log.print(f"saved: {saved}")
     if config.export_hf:
-        target = Path(config.save_path) / "hf"
-        export_run(saved, target, layers)
+        target = Path(config.save_path) / EXPORTED
+        export_run(saved, target, layers, model_folder)
         log.print(f"exported: {target}")
 
 

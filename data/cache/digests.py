@@ -78,15 +78,15 @@ class Digests:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from None
         age = time.time() - max(before[1:]) / 1e9
         if before == stamp(path) and age > SETTLED:
-            self._remember(path, before, digest.hexdigest())
+            self.remember(path, digest.hexdigest())
         return digest.hexdigest()
+
+    def remember(self, path: Path, digest: str) -> None:
+        """Note the digest of a file that nobody is writing."""
+        write_whole(self._note(path), json.dumps({"path": str(path.resolve()), "stamp": stamp(path), "digest": digest}))
 
     def _note(self, path: Path) -> Path:
         return self._folder / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
-
-    def _remember(self, path: Path, found: Stamp, digest: str) -> None:
-        note = {"path": str(path.resolve()), "stamp": found, "digest": digest}
-        write_whole(self._note(path), json.dumps(note))
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -94,4 +94,14 @@ def write_whole(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     partial.write_text(text, encoding="utf-8")
+    sync(partial)
     partial.replace(path)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -5,13 +5,15 @@
     builds/                                     locks, and what is being written (`data.cache.building`)
 
 A cache is written under another name and renamed last, so it is there as a whole or not at all. Every folder in
-datasets/ can be removed at any time: what is missing is tokenized again. A cache whose file does not have the recorded
-size, or the frame that an Arrow file has, is damaged and built anew.
+datasets/ can be removed at any time: what is missing is tokenized again. A cache is damaged when its files do not have
+the recorded digests, and built anew; of a file that nobody touched since its digest was taken, that is known without
+reading it (`data.cache.digests`).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -20,12 +22,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from data.cache.digests import Digests
+from data.cache.digests import Digests, sync
 from data.cache.recipe import Recipe
 from data.cache.sample_file import SampleFile
-from data.cache.tokenizing import META, SAMPLES, Tell, build
+from data.cache.tokenizing import META, SAMPLES, Tell, build, digest_of
 from data.errors import DataError
 from data.files.paths import expanded
+
+logger = logging.getLogger("pipetune")
 
 
 def default_folder() -> Path:
@@ -69,7 +73,7 @@ class Cache:
         if len(known) < len(digests):
             return None
         found = self.path(recipe.key(known))
-        return found if is_whole(found) else None
+        return found if is_whole(found, read=False) else None
 
     def make(self, recipe: Recipe, tell: Tell, workers: int) -> Path:
         """A recipe's cache, built where there is none. See `data.cache.tokenizing.build`.
@@ -82,6 +86,8 @@ class Cache:
         found = self.path(key)
         if is_whole(found):
             return found
+        if found.exists():
+            logger.warning("warning: %s: these tokenized records are damaged; tokenizing anew", found)
         self.sweep(identity)
         partial = self.builds / f"{identity}.{secrets.token_hex(4)}"
         try:
@@ -126,19 +132,27 @@ class Cache:
             damaged = self.builds / f"{place.name}.{secrets.token_hex(4)}"
             place.rename(damaged)
             shutil.rmtree(damaged, ignore_errors=True)
+        sync(partial)
         try:
             partial.rename(place)
+            sync(place.parent)
+            Digests(place).remember(place / SAMPLES, read_meta(place)["digest"])
         except OSError:
             if not is_whole(place):  # else another host was faster
                 raise
 
 
-def is_whole(folder: Path) -> bool:
-    """Whether a cache is there and undamaged, as far as sizes and Arrow's own frame tell."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        samples, meta = folder / SAMPLES, read_meta(folder)
+def is_whole(folder: Path, read: bool = True) -> bool:
+    """Whether a cache is there and undamaged.
+
+    Args:
+        read: take the samples' digest where it is not known; else such a cache does not count.
+    """
+    with suppress(OSError, ValueError, KeyError, TypeError, DataError):
+        samples, meta, digests = folder / SAMPLES, read_meta(folder), Digests(folder)
+        digest = digests.known(samples) or (digests.take(samples) if read else None)
         count = sum(tally["samples"] for _, _, tally in meta["tallies"])
-        return bool(meta["bytes"] == samples.stat().st_size and len(SampleFile(samples)) == count)
+        return digest == meta["digest"] and digest_of(meta) == meta["own_digest"] and len(SampleFile(samples)) == count
     return False
 
 

@@ -22,12 +22,13 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy
 from numpy.typing import NDArray
 
 from data.cache.columns import Columns, Encoded, Tally, as_columns
+from data.cache.digests import Digests, write_whole
 from data.cache.recipe import Recipe
 from data.cache.sample_file import SampleWriter
 from data.chats.chat import Chat
@@ -156,9 +157,16 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
         "n_bad": bad.count,
         "skipped": skipped,
         "end": end,
-        "bytes": (folder / SAMPLES).stat().st_size,
+        "digest": Digests(folder).take(folder / SAMPLES),
     }
-    (folder / META).write_text(json.dumps(meta), encoding="utf-8")
+    meta["own_digest"] = digest_of(meta)
+    write_whole(folder / META, json.dumps(meta))
+
+
+def digest_of(meta: dict[str, Any]) -> str:
+    """Of all that is noted beside the samples, but itself."""
+    noted = {name: value for name, value in meta.items() if name != "own_digest"}
+    return sha256(json.dumps(noted, sort_keys=True).encode()).hexdigest()
 
 
 class Reading:

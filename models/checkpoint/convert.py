@@ -14,6 +14,7 @@ from models.checkpoint.layout import (
     CARRIED,
     Layout,
     Manifest,
+    check_link,
     has_huggingface_weights,
     layer_file,
     layout_of,
@@ -61,9 +62,10 @@ def copy_files(source: Path, target: Path, names: list[str]) -> None:
     """Copy files byte for byte.
 
     Raises:
-        CheckpointError: one is missing.
+        CheckpointError: one is missing, or a link to somewhere else.
     """
     for name in names:
+        check_link(source / name)
         try:
             shutil.copyfile(source / name, target / name)
         except FileNotFoundError:

@@ -42,7 +42,10 @@ def original_infos(
     if manifest is None:
         return {name: info for name, info in infos.items() if name not in spare}
     path = source.folder / MANIFEST
-    names = {name for names in manifest.files.values() for name in names}
+    listed = [name for names in manifest.files.values() for name in names]
+    names = set(listed)
+    if len(listed) > len(names):
+        raise CheckpointError(f"{path}: lists {next(name for name in listed if listed.count(name) > 1)} twice")
     if unknown := names - infos.keys():
         raise CheckpointError(f"{path}: lists {min(unknown)}, which neither a layer nor {CARRIED} holds")
     if forgotten := infos.keys() - names - spare:

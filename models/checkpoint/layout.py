@@ -9,13 +9,14 @@ original was laid out so that an export can give it back, and `carried.safetenso
 from __future__ import annotations
 
 import json
+import os
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from models.errors import CheckpointError
+from models.errors import CheckpointError, reading
 
 MANIFEST = "pipetune.json"
 CARRIED = "carried.safetensors"
@@ -27,7 +28,7 @@ _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 def _in_the_folder(name: str) -> str:
     """A manifest may come from anywhere: what it names must not lead out of the folder."""
-    if not name or Path(name).name != name:
+    if name in ("", "..") or Path(name).name != name or "\0" in name:
         raise ValueError("expected the name of a file")
     return name
 
@@ -49,15 +50,21 @@ def resolve(folder: str | Path) -> Path:
     """The folder that holds the model: `folder` itself, or the newest checkpoint of a run whose folder it is.
 
     Raises:
-        CheckpointError: there is no such folder.
+        CheckpointError: there is no such folder, or `latest` names none in it.
     """
     path = Path(folder)
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: not found; expected a model folder")
-    latest = path / LATEST
-    if latest.is_file() and not (path / "config.json").is_file():
-        path = path / latest.read_text(encoding="utf-8").strip()
-    return path
+    if "\0" in str(path):
+        raise CheckpointError("a path with a NUL character; expected a model folder")
+    with reading(path):
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: not found; expected a model folder")
+        latest = path / LATEST
+        if not latest.is_file() or (path / "config.json").is_file():
+            return path
+        try:
+            return path / _in_the_folder(latest.read_text(encoding="utf-8").strip())
+        except ValueError:
+            raise CheckpointError(f"{latest}: expected the name of a folder in {path}") from None
 
 
 def layout_of(folder: Path) -> Layout:
@@ -93,11 +100,12 @@ def weight_index(folder: Path) -> dict[str, str] | None:
         if name == _INDEXES[1] and weight_files(folder, (".safetensors",)):
             return None  # a .bin index beside safetensors is a leftover
         if path.is_file():
-            try:
-                weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-                return {str(tensor): str(file) for tensor, file in weight_map.items()}
-            except (ValueError, KeyError, AttributeError, TypeError):
-                raise CheckpointError(f"{path}: expected a JSON object with a weight_map") from None
+            with reading(path):
+                try:
+                    weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+                    return {str(tensor): _in_the_folder(str(file)) for tensor, file in weight_map.items()}
+                except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+                    raise CheckpointError(f"{path}: expected a weight_map, of files in its folder") from None
     return None
 
 
@@ -112,16 +120,33 @@ def weight_files(folder: Path, suffixes: tuple[str, ...] = (".safetensors", ".bi
     return []
 
 
+def check_link(path: Path) -> None:
+    """See that a file which is copied by content is no link to somewhere else on this machine.
+
+    The links of HuggingFace's cache, from snapshots/<revision>/ to blobs/, are its own.
+
+    Raises:
+        CheckpointError: it leads out of its folder.
+    """
+    folder, place = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path)).parent
+    cache = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+    if path.is_symlink() and place not in (folder, cache):
+        raise CheckpointError(f"{path}: a link that leads out of the folder; expected the file itself")
+
+
 def side_files(folder: Path) -> list[Path]:
-    """Everything in a HuggingFace folder that is not weights: config, tokenizer, chat template, licence."""
-    return sorted(
-        path
-        for path in folder.iterdir()
-        if path.is_file()
-        and path.suffix not in _WEIGHT_SUFFIXES
-        and path.name not in (*_INDEXES, MANIFEST, LATEST)
-        and not path.name.startswith(".")
-    )
+    """Everything in a HuggingFace folder that is not weights: config, tokenizer, chat template, licence.
+
+    Raises:
+        CheckpointError: one is a link that leads out of the folder.
+    """
+    found = []
+    for path in sorted(folder.iterdir()):
+        own = path.name in (*_INDEXES, MANIFEST, LATEST) or path.name.startswith(".")
+        if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES and not own:
+            check_link(path)
+            found.append(path)
+    return found
 
 
 class Manifest(BaseModel):
@@ -146,7 +171,8 @@ class Manifest(BaseModel):
         if not path.is_file():
             return None
         try:
-            return cls.model_validate_json(path.read_bytes())
+            with reading(path):
+                return cls.model_validate_json(path.read_bytes())
         except ValidationError:
             raise CheckpointError(f"{path}: damaged; expected the manifest that hg_to_pp writes") from None
 

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import json
 import os
 import platform
-import re
 import shutil
 import tempfile
 import time
@@ -49,17 +49,18 @@ def publish_folder(target: Path, overwrite: bool = False, kept: Iterable[Path] =
         CheckpointError: `target` exists and may not be replaced, or the disk is full or read-only.
     """
     real = Path(os.path.realpath(target))
-    kept = list(kept)
+    needed = [Path(os.path.realpath(folder)) for folder in kept]
     with writing(real):
-        _sweep(real)
-        check_target(real, overwrite, kept)
+        sweep(real.parent.glob(f".{glob.escape(real.name)}.partial-*"))
+        _check(real, overwrite, needed)
         real.parent.mkdir(parents=True, exist_ok=True)
-        with _workplace(real) as work:
-            new, old = work / NEW, work / OLD
-            new.mkdir()
+        with workplace(real) as new:
+            old = new.with_name(OLD)
+            if real.exists():
+                _try_renaming(real, old)
             yield new
             _write_mark(new)
-            check_target(real, overwrite, kept)
+            _check(real, overwrite, needed)
             _replace(real, new, old, overwrite)
 
 
@@ -76,29 +77,35 @@ def writing(target: Path) -> Iterator[None]:
         raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}; nothing was changed") from error
 
 
-def check_target(target: Path, overwrite: bool, kept: Iterable[Path]) -> None:
-    """See whether `publish_folder` would take a target.
+def try_publishing(target: Path, overwrite: bool, kept: Iterable[Path]) -> None:
+    """See whether `publish_folder` would take a target, before work is put into it.
 
     Raises:
         CheckpointError: in one line, why not.
     """
-    real = Path(os.path.realpath(target))
-    if not real.exists():
+    with suppress(_Tried), publish_folder(target, overwrite, kept):
+        raise _Tried
+
+
+class _Tried(Exception):
+    """Nothing is to be published."""
+
+
+def _check(target: Path, overwrite: bool, kept: list[Path]) -> None:
+    if not target.exists():
         return
-    if not real.is_dir():
-        raise CheckpointError(f"{real}: is a file; expected a folder to write")
-    if _is_mount(real):
-        raise CheckpointError(f"{real}: is a mount point, which cannot be renamed; expected a folder in it")
-    if not any(real.iterdir()):
+    if not target.is_dir():
+        raise CheckpointError(f"{target}: is a file; expected a folder to write")
+    if not any(target.iterdir()):
         return
     if not overwrite:
-        raise CheckpointError(f"{real}: exists and is not empty; choose another --save-path or add --overwrite")
+        raise CheckpointError(f"{target}: exists and is not empty; choose another --save-path or add --overwrite")
     for folder in kept:
         linked = [Path(os.path.realpath(path)) for path in folder.iterdir() if path.is_symlink() and path.exists()]
-        if _within(real, folder) or any(_within(path, real) for path in (Path(os.path.realpath(folder)), *linked)):
-            raise CheckpointError(f"{real}: is not replaced, as {folder}, which is needed, shares files with it")
-    if found := _foreign(real):
-        raise CheckpointError(f"{real}: is not replaced, as {found}; expected another folder, or remove it yourself")
+        if _within(target, folder) or any(_within(path, target) for path in (folder, *linked)):
+            raise CheckpointError(f"{target}: is not replaced, as {folder}, which is needed, shares files with it")
+    if found := _foreign(target):
+        raise CheckpointError(f"{target}: is not replaced, as {found}; expected another folder, or remove it yourself")
 
 
 def _replace(target: Path, new: Path, old: Path, overwrite: bool) -> None:
@@ -154,18 +161,23 @@ def _within(inner: Path, outer: Path) -> bool:
     return any(os.path.samefile(each, outer) for each in (inner, *inner.parents))
 
 
-def _is_mount(folder: Path) -> bool:
-    """Whether something is mounted on a folder, be it another part of the same file system."""
-    with suppress(OSError):
-        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-        places = (re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), line.split()[4]) for line in lines)
-        return str(folder) in places
-    return os.path.ismount(folder)
+def _try_renaming(target: Path, old: Path) -> None:
+    """See now, and not after hours of work, whether a folder can be renamed."""
+    try:
+        target.rename(old)
+    except OSError as error:
+        reason = f"cannot be renamed, as a mount point ({error.strerror})"
+        raise CheckpointError(f"{target}: {reason}; expected a folder in it, or another place") from None
+    old.rename(target)
 
 
 @contextmanager
-def _workplace(target: Path) -> Iterator[Path]:
-    """A hidden folder beside the target, with a lock on its mark as long as this process needs it."""
+def workplace(target: Path) -> Iterator[Path]:
+    """An empty folder, in a hidden one beside the target, that is removed in the end unless it was renamed.
+
+    Raises:
+        OSError: it cannot be made.
+    """
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
     try:
         with open(work / "unlocked", "w", encoding="utf-8") as mark:
@@ -174,25 +186,25 @@ def _workplace(target: Path) -> Iterator[Path]:
             json.dump({"kernel": _kernel()}, mark)
             mark.flush()
             os.rename(mark.name, work / MARK)
-            yield work
+            (work / NEW).mkdir()
+            yield work / NEW
     finally:
-        _clear(work, target)
+        _clear(work)
 
 
-def _sweep(target: Path) -> None:
-    """Remove what writers of a target left that are no more."""
-    for left in target.parent.iterdir() if target.parent.is_dir() else ():
-        if not left.name.startswith(f".{target.name}.partial-"):
-            continue
-        with suppress(OSError), open(left / MARK, "r+", encoding="utf-8") as mark:
+def sweep(found: Iterable[Path]) -> None:
+    """Remove those of some hidden folders whose writers are no more."""
+    for work in found:
+        with suppress(OSError), open(work / MARK, "r+", encoding="utf-8") as mark:
             fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            newest = max(path.lstat().st_mtime for path in (left, *left.rglob("*")))
-            if _read_mark(left).get("kernel") == _kernel() or time.time() - newest > ABANDONED:
-                _clear(left, target)
+            newest = max(path.lstat().st_mtime for path in (work, *work.rglob("*")))
+            if _read_mark(work).get("kernel") == _kernel() or time.time() - newest > ABANDONED:
+                _clear(work)
 
 
-def _clear(work: Path, target: Path) -> None:
+def _clear(work: Path) -> None:
     """Remove a hidden folder; what it holds of an earlier target goes back to its place, where that is empty."""
+    target = work.with_name(work.name[1:].rpartition(".partial-")[0])
     with suppress(OSError):
         if (work / OLD).exists() and not target.exists():
             (work / OLD).rename(target)

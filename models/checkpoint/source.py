@@ -168,8 +168,14 @@ class HuggingFaceSource:
     def _list_files(self) -> dict[str, list[str]]:
         index = weight_index(self.folder)
         if index is None:
+            where: dict[str, str] = {}
             for path in weight_files(self.folder):
                 self._open[path.name] = open_tensors(path)
+                for name in self._open[path.name]:
+                    if where.setdefault(name, path.name) != path.name:
+                        raise CheckpointError(
+                            f"{path}: {name} lies in {where[name]} too, and no index says which counts"
+                        )
             return {file: list(opened) for file, opened in self._open.items()}
         files: dict[str, list[str]] = {}
         for name, file in index.items():

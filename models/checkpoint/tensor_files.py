@@ -10,12 +10,13 @@ import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
 
-from models.checkpoint.safetensors_files import SafetensorsFile, TensorInfo
-from models.errors import CheckpointError
+from models.checkpoint.safetensors_files import DTYPE_NAMES, SafetensorsFile, TensorInfo
+from models.errors import GONE, CheckpointError, reading
 
 
 class TensorFile(Protocol):
@@ -59,36 +60,45 @@ def load_state_dict(path: Path) -> dict[str, Tensor]:
     """The state dict in a torch archive, memory-mapped.
 
     Raises:
-        CheckpointError: missing, damaged, refused, or not a dict of tensors.
+        CheckpointError: as `load_archive`, or not a dict of plain tensors.
+    """
+    state = load_archive(path, mmap=True)
+    if not isinstance(state, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
+    ):
+        raise CheckpointError(f"{path}: expected a dict of names and tensors")
+    for name, tensor in state.items():
+        if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype not in DTYPE_NAMES:
+            kind = f"{tensor.dtype}, {'nested' if tensor.is_nested else tensor.layout}, on {tensor.device}"
+            raise CheckpointError(f"{path}: {name} is no plain tensor ({kind}); expected dense numbers that it holds")
+    return state
+
+
+def load_archive(path: Path, map_location: Any = "cpu", mmap: bool = False) -> Any:
+    """What is in a torch archive: tensors, containers, and what the caller has declared safe.
+
+    Raises:
+        CheckpointError: missing, damaged, refused or not readable.
     """
     try:
-        state: Any = _torch_load(path)
-    except FileNotFoundError:
+        with reading(path):
+            mmap = mmap and is_zipfile(path)  # archives from before torch 1.6 cannot be mapped
+            return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
+    except GONE:
         raise CheckpointError(f"{path}: not found; the folder is incomplete") from None
     except pickle.UnpicklingError:
         raise CheckpointError(
             f"{path}: refused, the pickle holds more than tensors and could run code; expected a plain state dict"
         ) from None
+    except CheckpointError:
+        raise
     except Exception as error:  # the unpickler meets broken bytes with errors of many kinds
         reason = " ".join(str(error).split())[:160]
         raise CheckpointError(f"{path}: damaged or not a weight file: {reason}") from None
-    if not isinstance(state, dict) or not all(
-        isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
-    ):
-        raise CheckpointError(f"{path}: expected a dict of names and tensors")
-    return state
 
 
 def has_nan(tensor: Tensor) -> bool:
     """Whether a tensor holds a NaN. A sum is the fastest look; only where it is NaN too is each number looked at."""
+    if tensor.is_floating_point() and tensor.itemsize == 1:
+        tensor = tensor.to(torch.float16)  # torch adds up no eight bits
     return tensor.is_floating_point() and bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
-
-
-def _torch_load(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except RuntimeError as error:
-        if "mmap can only be used" not in str(error):
-            raise
-        # Archives from before torch 1.6 cannot be mapped; they are read whole, as safely.
-        return torch.load(path, map_location="cpu", weights_only=True)

@@ -195,8 +195,10 @@ def test_a_digest_of_a_file_that_was_just_written_is_not_remembered(
     assert digests.known(data) is None
 
 
-@pytest.mark.parametrize("damage", ["cut", "emptied", "meta lost", "meta cut"])
-def test_a_damaged_cache_is_noticed_and_built_anew(tmp_path: Path, load: Load, builds: list[str], damage: str) -> None:
+@pytest.mark.parametrize("damage", ["cut", "emptied", "replaced", "meta lost", "meta cut", "meta replaced", "copied"])
+def test_a_damaged_cache_is_noticed_and_built_anew(
+    tmp_path: Path, load: Load, builds: list[str], damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     data = write(tmp_path / "a.jsonl", records(50))
     first = load(data)
     samples = [sample["input_ids"].tolist() for sample in first.samples]  # type: ignore[attr-defined]
@@ -205,15 +207,41 @@ def test_a_damaged_cache_is_noticed_and_built_anew(tmp_path: Path, load: Load, b
         os.truncate(first.folder / SAMPLES, (first.folder / SAMPLES).stat().st_size - 1)
     elif damage == "emptied":
         os.truncate(first.folder / SAMPLES, 0)
+    elif damage in ("replaced", "copied"):  # the same size and time, and an Arrow file still
+        path, before = first.folder / SAMPLES, (first.folder / SAMPLES).stat()
+        content, token = path.read_bytes(), samples[3][-1].to_bytes(4, "little")
+        path.write_bytes(content.replace(token, (samples[3][-1] ^ 1).to_bytes(4, "little")))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        if damage == "copied":  # as whoever moves a cache to another machine has no notes of its digests
+            for note in first.folder.glob("*.json"):
+                if note != meta:
+                    note.unlink()
     elif damage == "meta lost":
         meta.unlink()
+    elif damage == "meta replaced":
+        meta.write_text(meta.read_text().replace('"duplicates": 0', '"duplicates": 1'))
     else:
         os.truncate(meta, 20)
     second = load(data)
     assert len(builds) == 2
+    assert caplog.messages == [f"warning: {first.folder}: these tokenized records are damaged; tokenizing anew"]
     assert [sample["input_ids"].tolist() for sample in second.samples] == samples  # type: ignore[attr-defined]
     assert len(caches(tmp_path)) == 1
     assert not left_over(tmp_path)
+
+
+def test_a_whole_cache_that_was_moved_here_is_read_once_and_taken(
+    tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write(tmp_path / "a.jsonl", records(5))
+    folder = load(data).folder
+    written = (folder / SAMPLES).stat().st_mtime_ns
+    for note in folder.glob("*.json"):
+        if note.name != "meta.json":
+            note.unlink()
+    load(data)
+    monkeypatch.setattr(Digests, "take", None)  # whoever calls it fails
+    assert (load(data).folder / SAMPLES).stat().st_mtime_ns == written
 
 
 def test_a_file_of_the_right_size_that_is_no_arrow_file_is_noticed(tmp_path: Path, load: Load) -> None:

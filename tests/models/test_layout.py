@@ -15,13 +15,17 @@ from models import load_model
 from models.checkpoint.export import pp_to_hg
 from tests.models.helpers import (
     BIN_INDEX,
+    CONVERTERS,
     LAYOUTS,
+    SAFETENSORS_INDEX,
     assert_round_trip,
+    contents,
     copy_of,
     error_line,
     joined,
     random_ids,
     read_weights,
+    write_weights,
 )
 
 SHARD = "model-00002-of-00005.safetensors"
@@ -70,6 +74,8 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
     ),
     "with-side-files-outside": lambda manifest: manifest["side_files"].append("../bad/config.json"),
     "without-a-weight": lambda manifest: manifest["files"][SHARD].pop(),
+    "with-a-weight-twice": lambda manifest: manifest["files"][SHARD].append(QUERY),
+    "with-a-file-above": lambda manifest: manifest["side_files"].append(".."),
     "with-an-unknown-weight": lambda manifest: manifest["files"][SHARD].append("model.layers.9.x"),
     "with-an-unknown-dtype": lambda manifest: manifest["dtypes"].update({QUERY: "F99"}),
 }
@@ -83,3 +89,60 @@ def test_damaged_manifest_is_told_in_one_line(both_layouts: dict[str, Path], nam
     (folder / "pipetune.json").write_text(json.dumps(manifest))
     assert str(folder / "pipetune.json") in error_line(lambda: pp_to_hg(folder, tmp_path / "out"))
     assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_one_tensor_in_two_files_without_an_index_is_refused(llama: Callable[..., Path], tmp_path: Path) -> None:
+    folder = copy_of(llama(), tmp_path / "twice")
+    tensors = joined(read_weights(folder))
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    others = {name: tensor for name, tensor in tensors.items() if name != QUERY}
+    write_weights(folder, {names[0]: others, names[1]: {QUERY: tensors[QUERY]}}, index=False)
+    torch.testing.assert_close(logits(folder), logits(llama()), atol=0, rtol=0)
+    write_weights(folder, {names[0]: tensors, names[1]: {QUERY: tensors[QUERY] + 1}}, index=False)
+    told = error_line(lambda: load_model(folder))
+    assert all(name in told for name in (*names, QUERY))
+
+
+@pytest.mark.parametrize("place", ["../outside.safetensors", "/etc/passwd", "below/outside.safetensors", "..", ""])
+def test_index_that_leads_out_of_the_folder_is_refused(place: str, llama: Callable[..., Path], tmp_path: Path) -> None:
+    folder = copy_of(llama(), tmp_path / "folder")
+    write_weights(folder, {SHARD: joined(read_weights(folder))}, index=True)
+    path = folder / SAFETENSORS_INDEX
+    path.write_text(path.read_text().replace(SHARD, place, 1))
+    assert str(path) in error_line(lambda: load_model(folder))
+
+
+@pytest.mark.parametrize("named", ["../elsewhere", "/etc", "..", "a/b", "", "step\0", b"\xff\xfe"])
+def test_latest_names_a_folder_of_the_run_and_nothing_else(named: str | bytes, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run" / "latest").write_bytes(named.encode() if isinstance(named, str) else named)
+    assert str(tmp_path / "run" / "latest") in error_line(lambda: load_model(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_link_out_of_the_folder_is_not_copied_by_content(
+    both_layouts: dict[str, Path], layout: str, tmp_path: Path
+) -> None:
+    folder = copy_of(both_layouts[layout], tmp_path / "folder")
+    (tmp_path / "secret").write_text("secret")
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to(tmp_path / "secret")
+    told = error_line(lambda: CONVERTERS[layout](folder, tmp_path / "out"))
+    assert str(folder / "tokenizer.json") in told
+    assert "link" in told
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_links_of_huggingfaces_cache_are_followed(both_layouts: dict[str, Path], layout: str, tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "models--a--b" / "blobs"
+    copy_of(both_layouts[layout], snapshot)
+    blobs.mkdir()
+    for number, path in enumerate(sorted(snapshot.iterdir())):
+        path.rename(blobs / str(number))
+        path.symlink_to(f"../../blobs/{number}")
+    CONVERTERS[layout](snapshot, tmp_path / "out")
+    CONVERTERS[layout](both_layouts[layout], tmp_path / "expected")
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -35,14 +35,19 @@ def conversion(request: pytest.FixtureRequest, both_layouts: dict[str, Path]) ->
 
 
 @contextmanager
-def files_of_at_most(most: int) -> Iterator[None]:
-    """Let the system refuse to write more than `most` bytes into any file, as a full disk does."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+def limited(what: int, most: int) -> Iterator[None]:
+    """Let the system give this process at most so much of something (`resource.RLIMIT_*`)."""
+    limits = resource.getrlimit(what)
+    resource.setrlimit(what, (most, limits[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        resource.setrlimit(what, limits)
+
+
+def files_of_at_most(most: int) -> AbstractContextManager[None]:
+    """Let the system refuse to write more than `most` bytes into any file, as a full disk does."""
+    return limited(resource.RLIMIT_FSIZE, most)
 
 
 def everything(folder: Path) -> set[Path]:

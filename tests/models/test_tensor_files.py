@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from models import load_model
 from tests.models.cases import CASES
 from tests.models.command_line import convert
 from tests.models.helpers import (
     CONVERTERS,
+    LAYOUTS,
     assert_same_bits,
     change_weights,
     copy_of,
@@ -111,3 +113,49 @@ def test_nan_in_a_fused_weight_is_warned_of(
     assert code == 0
     assert len(lines) == 1, lines
     assert lines[0].startswith(f"warning: {folder}: {block}.")
+
+
+STRANGE: dict[str, Callable[[Tensor], Tensor]] = {
+    "sparse": Tensor.to_sparse,
+    "sparse-rows": Tensor.to_sparse_csr,
+    "meta": lambda tensor: tensor.to("meta"),
+    "complex": lambda tensor: tensor.to(torch.complex64),
+    "quantized": lambda tensor: torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8),
+    "nested": lambda tensor: torch.nested.nested_tensor([tensor, tensor]),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of kinds that it calls unfinished
+@pytest.mark.parametrize("kind", STRANGE)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tensor_that_is_no_plain_one_is_refused_by_name(
+    kind: str, layout: str, both_layouts: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = copy_of(both_layouts[layout], tmp_path / "bad")
+    if layout == "huggingface":
+        tensors = joined(read_weights(folder))
+        write_weights(folder, {"pytorch_model.bin": tensors})
+    path = folder / ("pytorch_model.bin" if layout == "huggingface" else "layer_02-model_states.pt")
+    state = torch.load(path, weights_only=True)
+    name = next(name for name in state if name.endswith("q_proj.weight"))
+    torch.save(state | {name: STRANGE[kind](state[name].float())}, path)
+    for use in (lambda: load_model(folder), lambda: CONVERTERS[layout](folder, tmp_path / "out")):
+        told = error_line(use)
+        assert str(path) in told
+    assert name in told or kind in ("sparse-rows", "quantized")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("suffix", ["bin", "safetensors"])
+def test_weights_of_eight_bits_pass_through_unchanged(
+    dtype: torch.dtype, suffix: str, llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = copy_of(llama(), tmp_path / "small")
+    tensors = {name: tensor.to(dtype) for name, tensor in joined(read_weights(folder)).items()}
+    tensors[QUERY].view(torch.uint8)[0, 0] = 0x7F  # a NaN in both
+    write_weights(folder, {"pytorch_model.bin" if suffix == "bin" else "model.safetensors": tensors})
+    code, lines = convert("hg_to_pp", folder, tmp_path / "layers")
+    assert (code, len(lines)) == (0, 1)
+    assert QUERY in lines[0]
+    assert convert("pp_to_hg", tmp_path / "layers", tmp_path / "exported")[0] == 0
+    assert_same_bits(joined(read_weights(tmp_path / "exported")), tensors)

@@ -15,7 +15,7 @@ from models.checkpoint import export as exporting
 from models.checkpoint.verify import compare, forget_cached
 from tests.models.cases import CASES
 from tests.models.command_line import convert, refusal
-from tests.models.helpers import change_weights, contents, error_line, joined, read_weights
+from tests.models.helpers import change_weights, contents, error_line, joined, published, read_weights
 
 COMMANDS = {"hg_to_pp": "huggingface", "pp_to_hg": "pipeline"}  # and the layout that each reads
 FILES = {
@@ -109,8 +109,7 @@ def test_file_that_became_shorter_is_found(
 def test_earlier_folder_stays_where_its_successor_is_bad(
     both_layouts: dict[str, Path], command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old.txt").write_text("still good")
+    published(tmp_path / "out", old="still good")
     before_reading(monkeypatch, lambda path: os.truncate(path, 100))
     refusal(command, both_layouts[COMMANDS[command]], tmp_path / "out", "--verify", "--overwrite")
     assert contents(tmp_path) == {"out/old.txt": b"still good"}

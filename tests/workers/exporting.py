@@ -1,8 +1,8 @@
 """The export of a checkpoint by several ranks, with what may go wrong on one of them: started by the real launcher.
 
-usage: exporting.py CASES.json, a list of {"checkpoint", "target", "held": the layers of each rank's stage, "full": the
-rank whose disk takes nothing, or null}; writes outcomes.json beside it: for each case, what
-each rank raised (or null) and which layers it read.
+usage: exporting.py CASES.json, a list of {"checkpoint", "target", "model": the folder that the run began with, "held":
+the layers of each rank's stage, "full": the rank whose disk takes nothing, or null}; writes outcomes.json beside it:
+for each case, what each rank raised (or null) and which layers it read.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     refused = None
     with patch.object(PipelineSource, "read_layer", watched):
         try:
-            export_run(Path(case["checkpoint"]), Path(case["target"]), case["held"][place.rank])
+            export_run(Path(case["checkpoint"]), Path(case["target"]), case["held"][place.rank], Path(case["model"]))
         except RunRefused as error:
             refused = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)

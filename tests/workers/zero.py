@@ -55,7 +55,7 @@ def outcome_of(kind: type[Trainer], config: TrainConfig, folder: Path, resume: b
             trainer.engine.save_checkpoint(str(folder), tag="resume")
     outcome["eval"].append(trainer.eval_loss(loader, loader.batch(0)))
     folder.mkdir(exist_ok=True)
-    trainer.write_layers(folder)
+    trainer.write_layers(folder, torch.save)
     trainer.engine.destroy()
     if not resume:
         return outcome

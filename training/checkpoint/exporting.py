@@ -18,13 +18,16 @@ from models.checkpoint.export import Export, ExportOptions
 from models.checkpoint.publish import publish_folder, writing
 from training.distributed.processes import agreed, gather
 
+EXPORTED = "hf"  # in the run's folder
 
-def export_run(checkpoint: Path, target: Path, layers: Sequence[int]) -> None:
+
+def export_run(checkpoint: Path, target: Path, layers: Sequence[int], model_folder: Path) -> None:
     """Write the HuggingFace folder of a checkpoint; all ranks call it together.
 
     Args:
         target: the folder to be; one that is there already stays until the new one is whole.
         layers: those that this rank's stage holds.
+        model_folder: the folder that the run started from, which is never replaced.
 
     Raises:
         RunRefused: on every rank, where some rank cannot read a layer or write; nothing was changed.
@@ -36,7 +39,7 @@ def export_run(checkpoint: Path, target: Path, layers: Sequence[int]) -> None:
         with agreed():
             export = Export(checkpoint, ExportOptions(), writers)
             if rank == 0:
-                partial = publishing.enter_context(publish_folder(target, overwrite=True))
+                partial = publishing.enter_context(publish_folder(target, True, [checkpoint, model_folder]))
         shared = gather(partial)[0]
         assert shared is not None
         with agreed(), writing(target):

@@ -1,15 +1,21 @@
 """A run's checkpoint folders on disk: what makes one whole, which is the newest, which may go.
 
 `save_path/step-000120/` is whole when it holds `checkpoint.json`, which is written last and lists every file with its
-size and CRC-32. A folder that a crash left half-written has none; a damaged one does not fit its list. The checksum
-tells damage from accident, not from intent: 4 GB/s a core, so checking runs at the speed of the disk.
+size and CRC-32. It is written under a hidden name (`models.checkpoint.publish`), so a crash leaves nothing half-written
+under this one; a damaged one does not fit its list. The checksum tells damage from accident, not from intent. It is
+taken of whole files, although most are zip archives with a checksum for each entry: nothing guards their own lists.
+
+A file that cannot be read is not damaged, as its disk may be back tomorrow: it stops the run, and nothing is changed.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import re
-import shutil
 import zlib
+from contextlib import suppress
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +23,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from data.streaming.windows import Made
 from models.checkpoint.layout import LATEST
+from models.checkpoint.parallel import sync
+from models.checkpoint.publish import workplace
+from models.errors import GONE, CheckpointError, reading
 from training.atomic_files import replace_text
 from training.topology import Topology
 
@@ -70,10 +79,15 @@ class CheckpointRecord(BaseModel):
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointRecord | None:
-        """The record of a folder; None where there is none, or none that can be read."""
+        """The record of a folder; None where there is none, or a damaged one.
+
+        Raises:
+            CheckpointError: it is there and cannot be read.
+        """
         try:
-            record = cls.model_validate_json((folder / RECORD).read_bytes())
-        except (OSError, ValidationError):
+            with reading(folder / RECORD):
+                record = cls.model_validate_json((folder / RECORD).read_bytes())
+        except (*GONE, ValidationError):
             return None
         return record if record.crc32 == record.checksum() else None
 
@@ -101,15 +115,23 @@ class Best(BaseModel):
 
     @classmethod
     def read(cls, save_path: Path, step: int, records: str) -> Best | None:
-        """What an earlier start of the run found best up to `step` on these records, if it is still there."""
+        """What an earlier start of the run found best up to `step` on these records, if it is still there.
+
+        Raises:
+            CheckpointError: the file is damaged or cannot be read; without it the best checkpoint would be removed.
+        """
+        path = save_path / BEST
         try:
-            best = cls.model_validate_json((save_path / BEST).read_bytes())
-        except (OSError, ValidationError):
+            with reading(path):
+                best = cls.model_validate_json(path.read_bytes())
+        except GONE:
             return None
+        except ValidationError:
+            raise CheckpointError(f"{path}: damaged; remove it to go on without a best checkpoint so far") from None
         others = best.records and records and best.records != records
-        if others or best.step > step:
+        if others or best.step > step or not math.isfinite(best.eval_loss):
             return None
-        return best if (save_path / best.checkpoint / RECORD).is_file() else None
+        return best if CheckpointRecord.read(save_path / best.checkpoint) else None
 
     def write(self, save_path: Path) -> None:
         replace_text(save_path / BEST, self.model_dump_json() + "\n")
@@ -120,25 +142,39 @@ def step_folder(save_path: Path, step: int) -> Path:
 
 
 def step_folders(save_path: Path) -> list[Path]:
-    """The folders of checkpoints, whole or not, newest first."""
-    found = [(int(match[1]), path) for path in save_path.glob("step-*") if (match := _step(path)) and path.is_dir()]
-    return [path for _, path in sorted(found, reverse=True)]
+    """The folders of checkpoints, whole or not, newest first.
+
+    Raises:
+        CheckpointError: the run's folder cannot be read.
+    """
+    steps = []
+    with suppress(FileNotFoundError), reading(save_path), os.scandir(save_path) as entries:
+        for entry in entries:
+            if (match := re.fullmatch(r"step-(\d+)", entry.name)) and entry.is_dir():
+                steps.append((int(match[1]), save_path / entry.name))
+    return [path for _, path in sorted(steps, reverse=True)]
 
 
 def fault(folder: Path, share: int = 0, shares: int = 1) -> str | None:
-    """Why a folder is no whole checkpoint, or None. Of the files it looks at each `shares`-th, beginning at `share`."""
+    """Why a folder is no whole checkpoint, or None. Of the files it looks at each `shares`-th, beginning at `share`.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
     record = CheckpointRecord.read(folder)
     if record is None:
-        missing = not (folder / RECORD).is_file()
-        return f"no {RECORD}: it was never finished" if missing else f"{RECORD} is damaged"
+        return f"{RECORD} is damaged" if _has_record(folder) else f"no {RECORD}: it was never finished"
     for name, expected in sorted(record.files.items())[share::shares]:
         path = folder / name
-        if not path.is_file():
+        try:
+            with reading(path):
+                size = path.stat().st_size
+                if size != expected.size:
+                    return f"{name} has {size} bytes instead of {expected.size}"
+                if file_record(path) != expected:
+                    return f"{name} is damaged: its checksum differs"
+        except GONE:
             return f"{name} is missing"
-        if path.stat().st_size != expected.size:
-            return f"{name} has {path.stat().st_size} bytes instead of {expected.size}"
-        if file_record(path) != expected:
-            return f"{name} is damaged: its checksum differs"
     return None
 
 
@@ -155,31 +191,41 @@ def file_record(path: Path) -> FileRecord:
 
 def point_latest(save_path: Path, folder: Path) -> None:
     """Let `latest` name a checkpoint that is whole."""
+    sync(save_path)  # which lists the checkpoint
     replace_text(save_path / LATEST, folder.name)
 
 
 def set_aside(folder: Path) -> None:
     """Give a damaged checkpoint a name under which it counts no more; nothing is lost."""
-    aside = folder.with_name(f"{folder.name}.damaged")
-    if aside.exists():
-        shutil.rmtree(aside)
-    folder.rename(aside)
+    names = chain([f"{folder.name}.damaged"], (f"{folder.name}.damaged-{number}" for number in count(2)))
+    folder.rename(next(path for path in map(folder.with_name, names) if not os.path.lexists(path)))
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint; its record goes first, so that a crash meanwhile leaves nothing that looks whole."""
-    (folder / RECORD).unlink(missing_ok=True)
-    shutil.rmtree(folder)
+    """Remove a checkpoint, under a hidden name, so that a crash meanwhile leaves nothing that looks whole."""
+    with workplace(folder) as place:
+        folder.rename(place)
 
 
 def prune(save_path: Path, keep_last: int, keep: set[str]) -> None:
-    """Remove all checkpoints but the newest whole ones and those named in `keep`, unfinished ones too."""
-    whole = [folder for folder in step_folders(save_path) if (folder / RECORD).is_file()]
-    kept = {folder.name for folder in whole[:keep_last]} | keep
-    for folder in step_folders(save_path):
-        if folder.name not in kept:
+    """Remove all checkpoints but the newest whole ones, those named in `keep` and those with files of a user's in them.
+
+    Raises:
+        CheckpointError, OSError: a folder cannot be read or removed.
+    """
+    whole = [folder for folder in step_folders(save_path) if _has_record(folder)]
+    for folder in whole[keep_last:]:
+        if folder.name not in keep and _is_own(folder):
             remove(folder)
 
 
-def _step(path: Path) -> re.Match[str] | None:
-    return re.fullmatch(r"step-(\d+)", path.name)
+def _is_own(folder: Path) -> bool:
+    """Whether the run wrote everything in a folder."""
+    record = CheckpointRecord.read(folder)
+    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
+    return record is not None and present <= {*record.files, RECORD} and not folder.is_symlink()
+
+
+def _has_record(folder: Path) -> bool:
+    with reading(folder):
+        return RECORD in os.listdir(folder)

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 from models.checkpoint.layout import resolve
+from models.checkpoint.publish import writing
 from models.spec import ModelSpec
 from training.checkpoint.deepspeed_files import CheckpointFiles
 from training.checkpoint.folder import CheckpointRecord, DataOrder, fault, set_aside, step_folders
@@ -58,14 +59,16 @@ def find_checkpoint(config: TrainConfig, save_path: Path, log: Console) -> Path 
 
 def _newest(save_path: Path, log: Console) -> Path | None:
     """The newest whole checkpoint; those that are passed over are named, and damaged ones set aside."""
-    for folder in step_folders(save_path):
+    with agreed():
+        folders = step_folders(save_path)
+    for folder in folders:
         reason = _fault_together(folder)
         if reason is None:
             return folder
         log.print(f"warning: {folder.name} is passed over: {reason}")
-        if torch.distributed.get_rank() == 0:
-            set_aside(folder)
-        torch.distributed.barrier()
+        with agreed(), writing(save_path):
+            if torch.distributed.get_rank() == 0:
+                set_aside(folder)
     return None
 
 
@@ -148,5 +151,7 @@ def check_same_model(folder: Path, spec: ModelSpec) -> None:
 
 def _fault_together(folder: Path) -> str | None:
     """Each rank checks its share of a checkpoint's files."""
-    mine = fault(folder, torch.distributed.get_rank(), torch.distributed.get_world_size())
+    mine = None
+    with agreed():
+        mine = fault(folder, torch.distributed.get_rank(), torch.distributed.get_world_size())
     return next((reason for reason in gather(mine) if reason), None)

@@ -9,8 +9,8 @@ that fails leaves the checkpoints before it as they are.
 from __future__ import annotations
 
 import math
-import shutil
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,14 +20,17 @@ from deepspeed.accelerator import get_accelerator
 from rich.console import Console
 
 from models.checkpoint.convert import copy_side_files
+from models.checkpoint.parallel import in_parallel, sync_files
+from models.checkpoint.publish import sweep, workplace, writing
+from models.errors import CheckpointError
 from training.checkpoint import folder as checkpoint_folder
 from training.checkpoint.deepspeed_files import CheckpointFiles
-from training.checkpoint.folder import Best, CheckpointRecord, FileRecord, file_record, step_folder
+from training.checkpoint.folder import BEST, Best, CheckpointRecord, FileRecord, file_record, step_folder
 from training.checkpoint.live_shards import slices_of
 from training.config.keys import TrainConfig
-from training.distributed.processes import gather
+from training.distributed.processes import agreed, gather
 from training.engine.trainer import Trainer
-from training.errors import ConfigError
+from training.errors import ConfigError, RunRefused
 
 
 def random_file(rank: int) -> str:
@@ -44,8 +47,8 @@ class Checkpointer:
         save_path: the run's folder.
         side_files: config and tokenizer of the model (`read_side_files`); on rank 0.
         record: what is written of the run into each checkpoint, but for step and files.
+        eval_records: the fingerprint of those that the evaluation loss is measured on; empty without evaluation.
         best: the checkpoint with the lowest evaluation loss, which is never removed.
-        eval_records: the fingerprint of those it is measured on.
     """
 
     trainer: Trainer
@@ -54,8 +57,8 @@ class Checkpointer:
     side_files: dict[str, bytes]
     record: CheckpointRecord
     log: Console
-    best: Best | None = None
     eval_records: str = ""
+    best: Best | None = field(init=False)
     _files: CheckpointFiles = field(default_factory=CheckpointFiles)
     _last: float = field(default_factory=time.monotonic)
 
@@ -63,6 +66,8 @@ class Checkpointer:
         engine = self.trainer.engine
         engine.checkpoint_engine = self._files
         engine._copy_recovery_script = lambda *_: None  # pp_to_hg does what DeepSpeed's scripts are for
+        with agreed():
+            self.best = Best.read(self.save_path, self.record.step, self.eval_records)
 
     def due(self, step: int) -> bool:
         """Whether the config asks for a checkpoint after `step`; of the minutes only this rank's clock is asked."""
@@ -85,7 +90,7 @@ class Checkpointer:
             try:
                 self.best.write(self.save_path)
             except OSError as error:
-                self.log.print(f"warning: best.json could not be written: {_told(error)}")
+                self.log.print(f"warning: {BEST} could not be written: {error.strerror or error}")
 
     def save(self, step: int, eval_loss: float | None = None) -> None:
         """Save the state after `step`.
@@ -98,68 +103,71 @@ class Checkpointer:
         """
         folder = step_folder(self.save_path, step)
         self.record = self.record.model_copy(update={"evaluated": eval_loss is not None})
-        error = self._write(folder, step)
-        self._last = time.monotonic()
-        if error:
-            message = f"{folder.name} could not be saved: {error}; the checkpoint before it stays the newest"
-            if self.config.on_save_error == "stop":
-                raise ConfigError(message)
-            self.log.print(f"warning: {message}")
-        elif eval_loss is not None:
-            self.note(step, eval_loss)
-
-    def _write(self, folder: Path, step: int) -> str | None:
-        """Write a checkpoint; what went wrong, the same on every rank."""
-        rank = torch.distributed.get_rank()
-        error = None
-        if rank == 0:
-            try:
-                if folder.exists():
-                    checkpoint_folder.remove(folder)
-                folder.mkdir(parents=True)
-            except OSError as failure:
-                error = _told(failure)
-        if error := _first(gather(error)):
-            return error
-        self._save_state(folder)
-        self._files.save(random_states(), str(folder / random_file(rank)))
         try:
-            if not self._files.error:
-                self.trainer.write_layers(folder)
-                for name, content in self.side_files.items():
-                    (folder / name).write_bytes(content)
-        except OSError as failure:
-            self._files.error = failure
-        written = gather((_told(self._files.error) if self._files.error else None, self._files.written))
-        error = _first([each for each, _ in written])
-        if rank == 0:
-            error = error or self._finish(
-                folder, step, {name: file for _, files in written for name, file in files.items()}
-            )
-            if error:
-                shutil.rmtree(folder, ignore_errors=True)
-        return _first(gather(error))
+            self._write(folder, step)
+        except RunRefused as refused:
+            message = f"{folder.name} could not be saved: {refused}; the checkpoint before it stays the newest"
+            if self.config.on_save_error == "stop":
+                raise ConfigError(message) from None
+            self.log.print(f"warning: {message}")
+        else:
+            if eval_loss is not None:
+                self.note(step, eval_loss)
+            if torch.distributed.get_rank() == 0:
+                self._tidy_up()
+        self._last = time.monotonic()
+
+    def _write(self, folder: Path, step: int) -> None:
+        """Write a checkpoint; RunRefused, on every rank, where that cannot be done on some."""
+        rank = torch.distributed.get_rank()
+        with ExitStack() as hidden:
+            place = None
+            with agreed(), writing(folder):
+                if rank == 0:
+                    sweep(self.save_path.glob(".step-*.partial-*"))
+                    place = hidden.enter_context(workplace(folder))
+            new = gather(place)[0]
+            assert new is not None
+            self._save_state(new)
+            self._files.save(random_states(), str(new / random_file(rank)))
+            self.trainer.write_layers(new, self._files.save)
+            written: dict[str, FileRecord] = {}
+            with agreed(), writing(folder):
+                if rank == 0:
+                    for name, content in self.side_files.items():
+                        (new / name).write_bytes(content)
+                written = self._files.written()
+            others = gather(written)
+            with agreed(), writing(folder):
+                if rank == 0:
+                    self._finish(new, folder, step, {name: file for files in others for name, file in files.items()})
 
     def _save_state(self, folder: Path) -> None:
         """DeepSpeed's part. Without ZeRO it numbers the weights and keeps no names, so they go along."""
         engine = self.trainer.engine
         sharded = engine.zero_optimization()
         names = {} if sharded else {"parameter_names": [piece.name for piece in slices_of(engine)]}
-        engine.save_checkpoint(str(self.save_path), tag=folder.name, client_state=names, save_latest=False)
+        engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=names, save_latest=False)
 
-    def _finish(self, folder: Path, step: int, written: dict[str, FileRecord]) -> str | None:
-        """Rank 0's part once all files are there."""
+    def _finish(self, new: Path, folder: Path, step: int, written: dict[str, FileRecord]) -> None:
+        """Rank 0's part once all files are there: everything to the disk, the record last, then `latest`."""
+        present = {path.relative_to(new).as_posix(): path for path in new.rglob("*") if path.is_file()}
+        others = {name: path for name, path in present.items() if name not in written}
+        files = written | dict(zip(others, in_parallel(file_record, others.values()), strict=True))
+        sync_files(new)
+        self.record.model_copy(update={"step": step, "files": files}).write(new)
+        if folder.exists():
+            checkpoint_folder.set_aside(folder)
+        new.rename(folder)
+        checkpoint_folder.point_latest(self.save_path, folder)
+
+    def _tidy_up(self) -> None:
+        """Remove earlier checkpoints; the new one counts whether that works or not."""
         try:
-            present = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-            files = {name: written.get(name) or file_record(path) for name, path in present.items()}
-            self.record.model_copy(update={"step": step, "files": files}).write(folder)
-            checkpoint_folder.point_latest(self.save_path, folder)
-            checkpoint_folder.prune(
-                self.save_path, self.config.keep_last, {self.best.checkpoint} if self.best else set()
-            )
-        except OSError as failure:
-            return _told(failure)
-        return None
+            best = {self.best.checkpoint} if self.best else set()
+            checkpoint_folder.prune(self.save_path, self.config.keep_last, best)
+        except (OSError, CheckpointError) as error:
+            self.log.print(f"warning: an earlier checkpoint stays: {' '.join(str(error).split())}")
 
 
 def read_side_files(model_folder: Path) -> dict[str, bytes]:
@@ -175,22 +183,11 @@ def read_side_files(model_folder: Path) -> dict[str, bytes]:
 
 def random_states() -> dict[str, torch.Tensor]:
     """The generators that dropout draws from on this rank."""
-    states = {"cpu": torch.get_rng_state()}
-    if get_accelerator().device_name() != "cpu":
-        states["device"] = get_accelerator().get_rng_state()
-    return states
+    return {"cpu": torch.get_rng_state(), "device": get_accelerator().get_rng_state()}
 
 
 def restore_random_states(states: dict[str, torch.Tensor]) -> None:
     """Put the generators back to where `random_states` found them."""
     torch.set_rng_state(states["cpu"])
-    if "device" in states and get_accelerator().device_name() != "cpu":
+    if "device" in states:
         get_accelerator().set_rng_state(states["device"])
-
-
-def _told(error: OSError) -> str:
-    return error.strerror or str(error)
-
-
-def _first(errors: list[str | None]) -> str | None:
-    return next((error for error in errors if error), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -60,7 +60,7 @@ class PipelineTrainer:
         self.engine.module.train()
         return float(loss)
 
-    def write_layers(self, folder: Path) -> None:
+    def write_layers(self, folder: Path, save: Callable[[Any, str], object]) -> None:
         """DeepSpeed writes one file a layer already."""
 
     def _announce(self, loader: Loader, batch: GlobalBatch) -> Iterator[Sent]:

@@ -66,8 +66,12 @@ class Trainer(Protocol):
         """The cross-entropy over the supervised tokens of a global batch; no gradient, no dropout, no further terms."""
         ...
 
-    def write_layers(self, folder: Path) -> None:
-        """Write the layer files of the pipeline layout that DeepSpeed does not write by itself."""
+    def write_layers(self, folder: Path, save: Callable[[Any, str], object]) -> None:
+        """Write the layer files of the pipeline layout that DeepSpeed does not write by itself.
+
+        Args:
+            save: writes a state dict to a path; it does not raise, as the ranks work together.
+        """
         ...
 
 

@@ -6,11 +6,11 @@ gathered from all processes in each forward and in each backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import deepspeed
 import torch
@@ -18,7 +18,6 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from data.loader import GlobalBatch, Loader
-from models.checkpoint.layer_files import save_state_dict
 from models.checkpoint.layout import layer_file
 from models.documents import Documents
 from models.sharded import ShardedModel
@@ -79,7 +78,7 @@ class ZeroTrainer:
         self.engine.train()
         return loss
 
-    def write_layers(self, folder: Path) -> None:
+    def write_layers(self, folder: Path, save: Callable[[Any, str], object]) -> None:
         """Write the layer files of the pipeline layout.
 
         The ranks take the layers in turn and write side by side, so each holds one whole layer at most.
@@ -96,7 +95,7 @@ class ZeroTrainer:
                             name: tensor.detach().to("cpu", copy=True) for name, tensor in layer.state_dict().items()
                         }
             if mine:
-                save_state_dict(mine, folder / layer_file(first + rank))
+                save(mine, str(folder / layer_file(first + rank)))
 
     def _announce(self, loader: Loader, batch: GlobalBatch) -> Iterator[Sent]:
         """Tell the model which documents come; this rank's micro-batches, on their way to the device."""

@@ -16,6 +16,7 @@ import pytest
 
 from models.checkpoint.convert import hg_to_pp
 from models.checkpoint.export import pp_to_hg
+from models.checkpoint.publish import publish_folder
 from tests.launching import torchrun
 from tests.models.helpers import assert_same_bits, contents, joined, read_weights, side_files
 from training.checkpoint.exporting import layers_by_rank
@@ -32,6 +33,8 @@ class Case(NamedTuple):
     read: list[list[int]]  # the layers that each rank reads
     full: int | None = None  # the rank whose disk takes nothing
     damaged: bool = False
+    model: str = "../elsewhere"  # the folder that the run started from
+    added: str | None = None  # a file of the user's beside those that Pipetune wrote
     refused: str | None = None
 
 
@@ -39,8 +42,11 @@ CASES = {
     "pipeline": Case(PIPELINE, [[0, 1, 2], [3, 4]]),
     "folded": Case(FOLDED, FOLDED),
     "zero": Case(ZERO, [[0, 1], [2, 3, 4]]),
-    "first-disk-full": Case(PIPELINE, [[], [3, 4]], full=0, refused="cannot be written: File too large"),
+    "first-disk-full": Case(PIPELINE, [[], []], full=0, refused="cannot be written: File too large"),
     "second-disk-full": Case(PIPELINE, [[0, 1, 2], []], full=1, refused="cannot be written: File too large"),
+    "model": Case(PIPELINE, [[], []], model="model", refused="is not replaced"),
+    "model-below": Case(PIPELINE, [[], []], model="model-below/below", refused="is not replaced"),
+    "added": Case(PIPELINE, [[], []], added="notes.txt", refused="Pipetune did not write notes.txt in it"),
     "damaged": Case(PIPELINE, [[], []], damaged=True, refused="layer_04-model_states.pt: damaged"),
 }
 WHOLE = [name for name, case in CASES.items() if case.refused is None]
@@ -62,13 +68,20 @@ def exported(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.Temp
     shutil.copytree(layers, damaged)
     os.truncate(damaged / "layer_04-model_states.pt", 1000)
     described = []
+    (folder.parent / "elsewhere").mkdir(exist_ok=True)
     for name, case in CASES.items():
-        (folder / name).mkdir()
-        (folder / name / "old.txt").write_text("still good")
+        with publish_folder(folder / name) as target:
+            (target / "old.txt").write_text("still good")
+            if case.model.endswith("below"):
+                (target / "below").mkdir()
+                (target / "below" / "old.txt").write_text("still good")
+        if case.added:
+            (folder / name / case.added).write_text("mine")
         checkpoint = damaged if case.damaged else layers
         described.append(
             {"checkpoint": str(checkpoint), "target": str(folder / name), "held": case.held, "full": case.full}
         )
+        described[-1]["model"] = str(folder / case.model)
     workspace = tmp_path_factory.mktemp("workspace")
     (workspace / "cases.json").write_text(json.dumps(described))
     result = torchrun(2, "tests/workers/exporting.py", workspace / "cases.json")
@@ -101,7 +114,9 @@ def test_what_fails_on_one_rank_is_refused_by_all_and_changes_nothing(name: str,
     text = told.pop()
     assert CASES[name].refused in text
     assert len(text.splitlines()) == 1
-    assert contents(exported.folder / name) == {"old.txt": b"still good"}
+    left = contents(exported.folder / name)
+    assert left.pop("old.txt") == b"still good"
+    assert left == {"added": {"notes.txt": b"mine"}, "model-below": {"below/old.txt": b"still good"}}.get(name, {})
     assert sorted(path.name for path in exported.folder.iterdir()) == sorted(CASES)
 
 

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import builtins
+import errno
+import io
+import json
+import os
 import re
-from collections.abc import Callable
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from models.checkpoint.publish import sweep
+from models.errors import CheckpointError
+from tests.models.helpers import contents
+from tests.models.test_publish import killed_at, limited
+from training.checkpoint import folder as checkpoint_folder
 from training.checkpoint.folder import (
     RECORD,
     Best,
@@ -101,6 +118,65 @@ def test_damage_of_any_file_is_found_and_named(damage: str, name: str, tmp_path:
     assert [fault(folder, share, 3) is None for share in range(3)].count(False) == 1  # one rank's share holds it
 
 
+def no_descriptors_left() -> AbstractContextManager[None]:
+    """Let this process open no file, as one does that forgot to close many."""
+    return limited(resource.RLIMIT_NOFILE, 0)
+
+
+@contextmanager
+def errors_of_the_disk(number: int) -> Iterator[None]:
+    """Let every file and folder answer with an error of the system's, as a failing disk or a lost server does."""
+
+    def refuse(path: object, *_: object, **__: object) -> Any:
+        raise OSError(number, os.strerror(number), str(path))
+
+    with pytest.MonkeyPatch.context() as patched:
+        for owner, name in ((os, "open"), (os, "listdir"), (os, "scandir"), (io, "open"), (builtins, "open")):
+            patched.setattr(owner, name, refuse)
+        yield
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "fault": fault,
+    "record": CheckpointRecord.read,
+    "best": lambda folder: Best.read(folder.parent, 10),
+    "folders": lambda folder: step_folders(folder.parent),
+}
+UNREADABLE: dict[str, tuple[Callable[[], AbstractContextManager[None]], int]] = {
+    "descriptors": (no_descriptors_left, errno.EMFILE),
+    **{
+        errno.errorcode[number]: (partial(errors_of_the_disk, number), number)
+        for number in (errno.EACCES, errno.EIO, errno.ESTALE)
+    },
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("reason", UNREADABLE)
+def test_what_cannot_be_read_is_told_and_is_not_damaged(reader: str, reason: str, tmp_path: Path) -> None:
+    folder = whole(tmp_path, 5)
+    Best(checkpoint=folder.name, step=5, eval_loss=1.5).write(tmp_path)
+    trouble, number = UNREADABLE[reason]
+    with pytest.raises(CheckpointError) as told, trouble():
+        READERS[reader](folder)
+    assert str(told.value).startswith(str(tmp_path))
+    assert f"cannot be read: {os.strerror(number)}" in str(told.value)
+    assert len(str(told.value).splitlines()) == 1
+
+
+def test_a_file_that_turns_unreadable_in_the_middle_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = whole(tmp_path, 5)
+
+    def read(path: Path) -> NoReturn:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))  # read() names no file
+
+    monkeypatch.setattr(checkpoint_folder, "file_record", read)
+    with pytest.raises(CheckpointError, match=f"{NAMES[2]}: cannot be read: Input/output error"):
+        fault(folder)
+
+
 def test_a_changed_number_in_the_record_is_damage(tmp_path: Path) -> None:
     folder = whole(tmp_path, 5)
     path = folder / RECORD
@@ -128,18 +204,59 @@ def test_steps_are_ordered_by_number_and_other_folders_do_not_count(tmp_path: Pa
 def test_pruning_keeps_the_newest_whole_ones_and_the_best(tmp_path: Path) -> None:
     for step in (5, 10, 15, 20):
         whole(tmp_path, step)
-    (step_folder(tmp_path, 18) / "part").mkdir(parents=True)  # never finished
     prune(tmp_path, keep_last=2, keep={"step-000005"})
-    assert [path.name for path in step_folders(tmp_path)] == ["step-000020", "step-000015", "step-000005"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000005", "step-000015", "step-000020"]
 
 
-def test_damaged_folder_set_aside_keeps_its_files(tmp_path: Path) -> None:
-    for _ in range(2):
+def note(folder: Path) -> None:
+    (folder / "notes.txt").write_text("mine")
+
+
+def link(folder: Path) -> None:
+    """The checkpoint was moved to another disk."""
+    folder.rename(folder.parent / "moved")
+    folder.symlink_to(folder.parent / "moved")
+
+
+def not_a_checkpoint(folder: Path) -> None:
+    (folder / RECORD).unlink()
+
+
+def damage_record(folder: Path) -> None:
+    (folder / RECORD).write_text("{}")
+
+
+@pytest.mark.parametrize("made", [note, link, not_a_checkpoint, damage_record])
+def test_pruning_leaves_what_a_user_made_of_a_folder(made: Callable[[Path], None], tmp_path: Path) -> None:
+    made(whole(tmp_path, 5))
+    before = contents(tmp_path)
+    for step in (10, 15, 20):
+        whole(tmp_path, step)
+    prune(tmp_path, keep_last=1, keep=set())
+    after = contents(tmp_path)
+    assert {name: after.get(name) for name in before} == before
+    assert {path.name for path in step_folders(tmp_path)} == {"step-000005", "step-000020"}
+
+
+def test_a_kill_while_a_checkpoint_is_removed_leaves_nothing_that_counts(tmp_path: Path) -> None:
+    whole(tmp_path, 5)
+    whole(tmp_path, 10)
+    assert killed_at("shutil.rmtree", 1, lambda: prune(tmp_path, 1, set())) == signal.SIGKILL
+    assert [path.name for path in step_folders(tmp_path)] == ["step-000010"]
+    assert len(list(tmp_path.iterdir())) == 2
+    sweep(tmp_path.glob(".step-*.partial-*"))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000010"]
+
+
+def test_damaged_folders_set_aside_keep_their_files(tmp_path: Path) -> None:
+    asides = ("step-000005.damaged", "step-000005.damaged-2", "step-000005.damaged-3")
+    for number, _ in enumerate(asides):
         folder = whole(tmp_path, 5)
-        flip(folder / NAMES[0])
+        (folder / NAMES[0]).write_text(str(number))
         set_aside(folder)
         assert not step_folders(tmp_path)
-    assert {path.name for path in (tmp_path / "step-000005.damaged").iterdir()} == {*NAMES, RECORD}
+    assert [(tmp_path / name / NAMES[0]).read_text() for name in asides] == ["0", "1", "2"]
+    assert {path.name for path in (tmp_path / asides[0]).iterdir()} == {*NAMES, RECORD}
 
 
 def test_best_counts_only_up_to_the_resumed_step_and_while_it_is_there(tmp_path: Path) -> None:
@@ -172,3 +289,31 @@ def test_the_record_of_an_earlier_version_is_whole(tmp_path: Path) -> None:
     assert (record.step, record.data.seed, record.settings["optimizer.type"]) == (4, 42, "AdamW")
     (tmp_path / RECORD).write_text(EARLIER.replace('"samples": 30', '"samples": 31'))
     assert CheckpointRecord.read(tmp_path) is None
+
+
+def test_a_damaged_note_of_the_best_is_told_as_that_would_be_removed(tmp_path: Path) -> None:
+    (tmp_path / "best.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"best\.json: damaged"):
+        Best.read(tmp_path, 10, "")
+
+
+@pytest.mark.parametrize("kind", ["zip", "json", "safetensors"])
+def test_every_flipped_bit_is_found(kind: str, tmp_path: Path) -> None:
+    """Also in a zip archive's headers and list of contents, which its own checksums leave out."""
+    path = step_folder(tmp_path, 5) / "file"
+    path.parent.mkdir()
+    tensors = {"weight": torch.arange(300.0), "bias": torch.ones(3)}
+    if kind == "zip":
+        torch.save({"state": [tensors, 7]}, path)
+    elif kind == "safetensors":
+        save_file(tensors, path)
+    else:
+        path.write_text(json.dumps({"hidden_size": 64}))
+    record = CheckpointRecord(step=5, topology=TOPOLOGY, data=DATA, files={"file": file_record(path)})
+    record.write(path.parent)
+    good = path.read_bytes()
+    for place in range(0, len(good), max(1, len(good) // 500)):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 1 << place % 8]) + good[place + 1 :])
+        assert fault(path.parent) == "file is damaged: its checksum differs"
+    path.write_bytes(good)
+    assert fault(path.parent) is None
