@@ -6,9 +6,12 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+import torch
+
 from data.loader import Loader
 from training.bad_steps import BadSteps
 from training.checkpoint.saving import Checkpointer
+from training.distributed.freed_memory import FreedMemory
 from training.distributed.lifeline import Lifeline
 from training.distributed.signals import StopRequest
 from training.engine.trainer import Trainer
@@ -53,8 +56,10 @@ def train(run: Run) -> int:
     """
     if run.evaluation and run.evaluation.at_start and not run.done:
         evaluate(run, 0)
+    freed_memory = FreedMemory(kept=not torch.cuda.is_available())
     for step in range(run.done + 1, run.total_steps + 1):
         _step(run, step)
+        freed_memory.bound()
         if run.timeline and step == run.timeline.last:
             run.timeline.finish()
         stopping, due = run.stop.agreed(run.checkpointer.due(step))
