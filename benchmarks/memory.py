@@ -1,13 +1,14 @@
 """What training holds in memory: `python -m benchmarks.memory`, one module a part.
 
 `lean_loss` (`benchmarks.lean_loss`): the loss without logits against the plain form. `planner` (`benchmarks.planning`):
-what `--plan` predicts against what a run takes; ten minutes on two cores.
+what `--plan` predicts against what a run takes; ten minutes on two cores. `climb` (`benchmarks.climb`): the memory of
+a run on a CPU over its steps; ten minutes too.
 """
 
 from __future__ import annotations
 
-from benchmarks import lean_loss, planning
+from benchmarks import climb, lean_loss, planning
 from benchmarks.parts import run_parts
 
 if __name__ == "__main__":
-    run_parts("Memory: peaks, predicted and measured.", {"lean_loss": lean_loss, "planner": planning})
+    run_parts("Memory: peaks, predicted and measured.", {"lean_loss": lean_loss, "planner": planning, "climb": climb})

@@ -84,7 +84,7 @@ def work(keys: dict[str, Any], folder: Path) -> None:
     from benchmarks.full_rows import rows_loader, run_config
     from benchmarks.steps import joined
     from models.spec import ModelSpec
-    from training.distributed import processes
+    from training.distributed import freed_memory, processes
     from training.engine.pipeline import PipelineTrainer
     from training.metrics.peak_memory import peak_memory
     from training.plan.auto import divide
@@ -94,7 +94,7 @@ def work(keys: dict[str, Any], folder: Path) -> None:
     from training.plan.workload import Workload
 
     config = run_config(folder, int(os.environ["WORLD_SIZE"]), MICRO_BATCHES, LENGTH, **keys)
-    with patch.object(processes, "_keep_freed_memory", _give_back_memory), joined(config):
+    with patch.object(freed_memory, "keep", _give_back_memory), joined(config):
         spec = ModelSpec.from_folder(folder)
         plan = Plan.make(Basis(config, spec, Workload.assumed(config), this_device()))
         loader = rows_loader(config, MODEL["vocab_size"])

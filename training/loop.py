@@ -6,9 +6,12 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+import torch
+
 from data.loader import Loader
 from training.bad_steps import BadSteps
 from training.checkpoint.saving import Checkpointer
+from training.distributed.freed_memory import FreedMemory
 from training.distributed.lifeline import Lifeline
 from training.distributed.signals import StopRequest
 from training.engine.trainer import Trainer
@@ -60,8 +63,10 @@ def train(run: Run) -> int:
         found = evaluate(run, run.done)
         if run.done:
             run.checkpointer.note(run.done, found)
+    freed_memory = FreedMemory(kept=not torch.cuda.is_available())
     for step in range(run.done + 1, run.total_steps + 1):
         _step(run, step)
+        freed_memory.bound()
         if run.timeline and step == run.timeline.last:
             run.timeline.finish()
         stopping, due = run.stop.agreed(run.checkpointer.due(step))

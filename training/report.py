@@ -53,83 +53,57 @@ def draw(run_folder: Path, output: Path | None = None) -> Path:
     steps = [line for line in lines if "loss" in line]
     if not steps:
         raise ValueError(f"{run_folder / METRICS_FILE}: no step is done yet")
+    evaluations = [line for line in lines if "eval_loss" in line]
     figure = Figure(figsize=SIZE, dpi=DPI, layout="constrained")
     figure.suptitle(f"{run_folder.resolve().name}: {steps[-1]['step']} steps", parse_math=False)
-    panels = figure.subplots(2, 2)
-    _draw_loss(panels[0, 0], steps, [line for line in lines if "eval_loss" in line])
-    _draw_lr(panels[0, 1], steps)
-    _draw_throughput(panels[1, 0], steps)
-    _draw_memory(panels[1, 1], steps)
-    for panel in panels.flat:
+    (loss, lr), (throughput, memory) = figure.subplots(2, 2)
+    loss.set_title("loss")
+    _line(loss, steps, "loss", label="training")
+    _line(loss, evaluations, "eval_loss", label="evaluation", marker="o")
+    for name in sorted({name for line in evaluations for name in line if name.startswith("eval_loss/")}):
+        label = f"evaluation: {name.partition('/')[2]}"
+        _line(loss, evaluations, name, label=label, marker=".", linestyle="--", linewidth=0.8)
+    lr.set_title("learning rate")
+    _line(lr, steps, "lr", color="tab:green")
+    lr.ticklabel_format(axis="y", style="scientific", scilimits=(0, 0))
+    throughput.set_title("throughput")
+    throughput.set_ylabel("tokens/s")
+    _line(throughput, steps, "tokens_per_s", color="tab:purple", label="tokens/s")
+    if any(line.get("mfu") is not None for line in steps):
+        right = throughput.twinx()
+        right.set_ylabel("MFU")
+        _line(right, steps, "mfu", color="tab:gray", linestyle="--", label="MFU")
+        right.set_ylim(0, 1)
+        throughput.legend(handles=[*throughput.lines, *right.lines], fontsize="small")
+    memory.set_title("peak memory of each stage")
+    memory.set_ylabel("GiB")
+    peaks = [{"step": line["step"], **dict(enumerate(line.get("peak_memory", [])))} for line in steps]
+    for stage in range(max(map(len, peaks)) - 1):
+        _line(memory, peaks, stage, scale=1 / GIB, label=f"stage {stage}")
+    for panel in (lr, throughput, memory):
+        highest = panel.dataLim.ymax  # infinite where nothing is drawn
+        panel.set_ylim(0, 1.1 * highest if 0 < highest < math.inf else 1)
+    for panel in (loss, memory):
+        if len(panel.lines) > (1 if panel is loss else 0):
+            panel.legend(fontsize="small", ncols=2)
+    for panel in (loss, lr, throughput, memory):
         panel.set_xlabel("step")
         panel.grid(alpha=0.3)
     path = output or run_folder / REPORT_FILE
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "Glyph .* missing"
-        )  # a folder's name may be Chinese, matplotlib's font is not
+        # A folder's name may be Chinese, matplotlib's font is not.
+        warnings.filterwarnings("ignore", "Glyph .* missing")
         figure.savefig(path, format="png")
     return path
 
 
-def _draw_loss(panel: Axes, steps: Lines, evaluations: Lines) -> None:
-    panel.set_title("loss")
-    _line(panel, steps, "loss", label="training")
-    if evaluations:
-        _line(panel, evaluations, "eval_loss", label="evaluation", marker="o")
-        for name in sorted({name for line in evaluations for name in line if name.startswith("eval_loss/")}):
-            kind = name.partition("/")[2]
-            _line(panel, evaluations, name, label=f"evaluation: {kind}", marker=".", linestyle="--", linewidth=0.8)
-        panel.legend(fontsize="small")
-
-
-def _draw_lr(panel: Axes, steps: Lines) -> None:
-    panel.set_title("learning rate")
-    _line(panel, steps, "lr", color="tab:green")
-    panel.ticklabel_format(axis="y", style="scientific", scilimits=(0, 0))
-    _begin_at_zero(panel)
-
-
-def _draw_throughput(panel: Axes, steps: Lines) -> None:
-    panel.set_title("throughput")
-    panel.set_ylabel("tokens/s")
-    _line(panel, steps, "tokens_per_s", color="tab:purple", label="tokens/s")
-    _begin_at_zero(panel)
-    if any(line.get("mfu") is not None for line in steps):
-        right = panel.twinx()
-        right.set_ylabel("MFU")
-        _line(right, steps, "mfu", color="tab:gray", linestyle="--", label="MFU")
-        right.set_ylim(0, 1)
-        panel.legend(handles=[*panel.lines, *right.lines], fontsize="small")
-
-
-def _draw_memory(panel: Axes, steps: Lines) -> None:
-    panel.set_title("peak memory of each stage")
-    panel.set_ylabel("GiB")
-    stages = max(len(line.get("peak_memory", [])) for line in steps)
-    for stage in range(stages):
-        known = [line for line in steps if len(line.get("peak_memory", [])) > stage]
-        peaks = [line["peak_memory"][stage] / GIB for line in known]
-        panel.plot([line["step"] for line in known], peaks, label=f"stage {stage}", marker=_marker(known))
-    if stages:
-        panel.legend(fontsize="small", ncols=2)
-    _begin_at_zero(panel)
-
-
-def _line(panel: Axes, lines: Lines, name: str, marker: str | None = None, **style: Any) -> None:
+def _line(panel: Axes, lines: Lines, name: Any, marker: str | None = None, scale: float = 1, **style: Any) -> None:
     """One number over the steps that have it; what was not finite leaves a gap."""
     known = [line for line in lines if name in line]
-    values = [float("nan") if line[name] is None else line[name] for line in known]
-    panel.plot([line["step"] for line in known], values, marker=marker or _marker(known), **style)
-
-
-def _begin_at_zero(panel: Axes) -> None:
-    highest = panel.dataLim.ymax  # infinite where nothing is drawn
-    panel.set_ylim(0, 1.1 * highest if 0 < highest < math.inf else 1)
-
-
-def _marker(lines: Lines) -> str:
-    return "." if len(lines) < FEW else ""
+    values = [math.nan if line[name] is None else scale * line[name] for line in known]
+    if known:
+        marker = marker or ("." if len(known) < FEW else "")
+        panel.plot([line["step"] for line in known], values, marker=marker, **style)
 
 
 if __name__ == "__main__":

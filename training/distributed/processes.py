@@ -6,7 +6,6 @@ starts the deepspeed launcher itself, with as many processes as the config's `di
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
 import sys
@@ -18,6 +17,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from training.config.sections import ModelTopo
+from training.distributed import freed_memory
 from training.errors import EXIT_CODE, USER_ERRORS, ConfigError, RunRefused, ending, guard_logging
 
 FEW, A_CORE = 16, 4  # processes that a machine without GPUs is taken to bear: so many, or so many for each core
@@ -93,7 +93,7 @@ def start(place: Place, topology: ModelTopo, patience: timedelta = timedelta(min
         # Two ranks that each use every core take turns instead of working side by side.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_size))
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        _keep_freed_memory()
+        freed_memory.keep()
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
@@ -172,19 +172,6 @@ def exit_on_user_error(place: Place | None = None) -> Iterator[None]:
         os._exit(code or 0)
     if code:
         sys.exit(code)
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc keep the memory that tensors free, as the CUDA allocator does.
-
-    By default every large block goes back to the kernel and is faulted in anew, page by page, at the next use: a tenth
-    of a training step on a CPU. Where the C library is another one, nothing happens.
-    """
-    library = ctypes.CDLL(None)
-    if hasattr(library, "gnu_get_libc_version"):
-        trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
-        library.mallopt(mmap_max, 0)
-        library.mallopt(trim_threshold, 2**31 - 1)
 
 
 def free_port() -> int:

@@ -1,9 +1,9 @@
-"""What a run tells while it runs: a progress bar for people, metrics.jsonl for programs, curves for trackers.
+"""What a run reports while it runs: a progress bar for people, metrics.jsonl for programs, curves for trackers.
 
 Rank 0 appends one JSON line after each optimizer step and one after each evaluation; the other ranks do nothing. A run
 that goes on at step N first cuts away the lines of step N and later, as it repeats those steps, and what a kill left of
 a last line. So each step has one line, however often the run was interrupted. Numbers that are not finite become null:
-JSON has no NaN. Neither a full disk nor a tracker that fails ends a run; both are told once.
+JSON has no NaN. Neither a full disk nor a tracker that fails ends a run; both are reported once.
 
 A step's bookkeeping takes 0.1 ms, with TensorBoard 0.9 ms.
 """
@@ -128,9 +128,9 @@ class Reporter:
         if not self._active:
             return
         self._record({"step": step, **numbers})
-        told = "  ".join(f"{name} {value:.4f}" for name, value in numbers.items())
+        text = "  ".join(f"{name} {value:.4f}" for name, value in numbers.items())
         with tqdm.external_write_mode():
-            print(f"step {step}/{self._total}  {told}", flush=True)
+            print(f"step {step}/{self._total}  {text}", flush=True)
 
     def _record(self, values: dict[str, Any]) -> None:
         self._write(to_json(values).encode() + b"\n")

@@ -139,7 +139,7 @@ def errors_of_the_disk(number: int) -> Iterator[None]:
 READERS: dict[str, Callable[[Path], object]] = {
     "fault": fault,
     "record": CheckpointRecord.read,
-    "best": lambda folder: Best.read(folder.parent, 10),
+    "best": lambda folder: Best.read(folder.parent, 10, ""),
     "folders": lambda folder: step_folders(folder.parent),
 }
 UNREADABLE: dict[str, tuple[Callable[[], AbstractContextManager[None]], int]] = {
