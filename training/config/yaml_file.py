@@ -50,7 +50,7 @@ class _Loader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
         return node
 
-    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         if not is_safe_line(str(node.value)):  # which no key, path or name needs
             raise yaml.constructor.ConstructorError(
                 None, None, "a control character; expected printable text", node.start_mark
