@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from pydantic import BaseModel
 
-from training.config.deepspeed_config import deepspeed_config
+from training.config.deepspeed_config import check_device, deepspeed_config
 from training.config.keys import DEEPSPEED_KEYS, NOT_PASSED_ON, TrainConfig
 from training.config.sections import (
     BF16,
@@ -116,6 +117,20 @@ def test_deepspeeds_own_keys_pass_through_and_pipetunes_do_not(tmp_path: Path) -
 @pytest.mark.parametrize(("section", "known"), [(BF16, DeepSpeedBF16Config), (FP16, DeepSpeedFP16Config)])
 def test_what_a_precision_takes_is_what_deepspeed_takes(section: type[HalfPrecision], known: type[BaseModel]) -> None:
     assert {"enabled", *section.takes} == set(known.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("section", "reason"),
+    [
+        ({"reduce_bucket_siz": 5}, "reduce_bucket_siz: DeepSpeed does not have it; did you mean reduce_bucket_size?"),
+        ({"reduce_bucket_size": "x"}, "reduce_bucket_size: Input should be a valid integer"),
+        ({"offload_optimizer": {"device": "tape"}}, "offload_optimizer.device: Input should be 'none', "),
+    ],
+)
+def test_what_deepspeed_refuses_of_zero_is_told_before_a_model_is_built(section: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_device(TrainConfig.model_validate(REQUIRED | {"zero_optimization": section}))
+    assert str(caught.value).startswith(f"zero_optimization.{reason}")
 
 
 def test_every_key_that_is_not_passed_on_is_refused_with_what_to_do(tmp_path: Path) -> None:
