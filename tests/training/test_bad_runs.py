@@ -132,9 +132,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "optimizer option": ({"optimizer": {"params": {"learning_rate": 1}}}, ("optimizer.params", "learning_rate")),
     "fp16 on a CPU": ({"fp16": {"enabled": True}}, ("fp16.enabled", "bf16")),
+    "processes without end": (
+        {"model_topo": topology((4096, 1))},
+        ("dims", "[4096, 1]", "4096 processes", "this machine"),
+    ),
     "a file in the way": ({"save_path": "LICENSE"}, ("save_path", "LICENSE", "folder")),
 }
-QUICK = ("data file",)
+QUICK = ("data file", "processes without end")
 
 
 @pytest.mark.parametrize(
