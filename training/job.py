@@ -12,8 +12,9 @@ import torch
 import yaml
 from rich.console import Console
 
-from data.dataset import Dataset
+from data.dataset import Dataset, check_vocabulary
 from data.loader import Loader
+from data.log import Log
 from data.streaming.stream import Stream
 from models.attention import choose_attention
 from models.checkpoint.layout import resolve
@@ -33,7 +34,6 @@ from training.distributed.signals import StopRequest
 from training.engine.trainer import Trainer
 from training.errors import ConfigError
 from training.evaluation import Evaluation
-from training.log import Log
 from training.loop import Run, train
 from training.metrics.flops import Utilization
 from training.metrics.reporter import Reporter
@@ -72,7 +72,8 @@ class Inputs:
         dataset = reader.stream() if config.stream_gb else reader.read("data", config.data_path)
         loader = build_loader(dataset, config, config.model_topo.replicas, config.dataloader_drop_last)
         evaluation_set = reader.read("evaluation data", config.eval_data_path) if config.eval_data_path else None
-        reader.check_vocabulary(int(spec.config.vocab_size), dataset, *([evaluation_set] if evaluation_set else []))
+        sets = [dataset, *([evaluation_set] if evaluation_set else [])]
+        check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), *sets)
         return cls(folder, spec, dataset, loader, evaluation_set, make_run_folder(config.save_path))
 
     def order(self, config: TrainConfig) -> DataOrder:

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from data.dataset import check_vocabulary
 from data.errors import DataError
+from data.log import Log
 from models.spec import ModelSpec
 from tests.conftest import FAQ
 from tests.launching import write_config
 from training.config.yaml_file import load_config
 from training.data_setup import RecordReader
-from training.log import Log
 
 SMALL = 300  # tokens: special ones, bytes, and few of the merges
 
@@ -28,7 +29,7 @@ def check(model: Path, tmp_path: Path, **keys: Any) -> None:
     config = load_config(write_config(tmp_path / "run.yml", model_path=str(model), **keys))
     reader = RecordReader(config, model, Log(quiet=True))
     data = reader.stream() if config.stream_gb else reader.read("data", config.data_path)
-    reader.check_vocabulary(int(ModelSpec.from_folder(model).config.vocab_size), data)
+    check_vocabulary(reader.tokenizer, int(ModelSpec.from_folder(model).config.vocab_size), data)
 
 
 def test_tokens_that_the_model_does_not_have_are_refused(model: Path, tmp_path: Path) -> None:

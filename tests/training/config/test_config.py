@@ -133,10 +133,10 @@ def test_what_deepspeed_refuses_of_zero_is_told_before_a_model_is_built(section:
     assert str(caught.value).startswith(f"zero_optimization.{reason}")
 
 
-def test_every_key_that_is_not_passed_on_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    assert not NOT_PASSED_ON.keys() & {*DEEPSPEED_KEYS, *TrainConfig.model_fields}
-    for key, advice in NOT_PASSED_ON.items():
-        line = f": {key}: this key of DeepSpeed's is not passed on; {advice}"
+def test_every_key_that_is_not_passed_on_is_refused(tmp_path: Path) -> None:
+    assert not NOT_PASSED_ON & {*DEEPSPEED_KEYS, *TrainConfig.model_fields}
+    for key in NOT_PASSED_ON:
+        line = f": {key}: DeepSpeed's, not tested in a pipeline and not passed on; leave it out"
         assert refusal(write(tmp_path, f"{key}: {{enabled: true}}")).endswith(line)
         assert refusal(write(tmp_path), f"{key}=1").endswith(line)
 
