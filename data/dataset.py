@@ -15,6 +15,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 
 from data.cache.building import open_cache
 from data.cache.columns import Tally
@@ -22,6 +23,7 @@ from data.cache.recipe import DataFile, Recipe
 from data.cache.sample_file import SampleFile
 from data.cache.store import default_folder, read_meta
 from data.cache.tokenizing import SAMPLES
+from data.errors import DataError
 from data.files.paths import expanded
 from data.files.reading import OnBadRecord
 from data.files.sources import Source, as_sources, files_of, mixture
@@ -116,6 +118,26 @@ class Dataset:
         if self._numbers is None:
             return self._fingerprint
         return hashlib.sha256(self.digests.tobytes()).hexdigest()
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, *sets: object) -> None:
+    """Refuse token ids that a model does not have. A tokenizer may have more of them than the records need.
+
+    Args:
+        size: the model's vocab_size.
+        sets: those to look at; of any but a `Dataset`, such as a stream, nobody knows the records yet.
+
+    Raises:
+        DataError: there are some, or there may be some.
+    """
+    if len(tokenizer) <= size:
+        return
+    largest = max(each.largest_id() if isinstance(each, Dataset) else len(tokenizer) - 1 for each in sets)
+    if largest >= size:
+        raise DataError(
+            f"{tokenizer.name_or_path}: the tokenizer gives ids up to {largest}, but the model's vocab_size is {size}; "
+            "expected the tokenizer of this model"
+        )
 
 
 def load_dataset(

@@ -190,10 +190,10 @@ def _merges(proto: ModelProto) -> list[tuple[str, str]]:
 
 def _read_model(path: Path) -> ModelProto:
     proto = ModelProto()
+    if not path.is_file():
+        raise DataError(f"{path}: not found; expected the sentencepiece model that the checkpoint ships")
     try:
         proto.ParseFromString(path.read_bytes())
-    except FileNotFoundError:
-        raise DataError(f"{path}: not found; expected the sentencepiece model that the checkpoint ships") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     except DecodeError:
@@ -215,6 +215,8 @@ def _read_model(path: Path) -> ModelProto:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """A settings file's object; empty where there is none to read."""
+    if not path.is_file():  # a pipe would never end
+        return {}
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

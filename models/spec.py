@@ -22,9 +22,9 @@ from models.layers import Block, Embedding, Head
 from models.positions import Positions
 from models.router import experts_implementation
 
-# Far above any model; what is larger would be counted, layer by layer, for hours.
-MOST_LAYERS, MOST_EXPERTS = 10_000, 10_000
-LAYER_FIELDS, EXPERT_FIELDS = ("num_hidden_layers", "num_layers", "n_layer"), ("num_experts", "num_local_experts")
+# Far above any model; more layers and experts would be counted, one by one, for hours, and wider heads fill the memory.
+MOST = dict.fromkeys(["num_hidden_layers", "num_layers", "n_layer", "num_experts", "num_local_experts"], 10_000)
+MOST |= {"hidden_size": 2**20, "head_dim": 2**16, "kv_channels": 2**16}
 MOST_BYTES = 2**24  # of a config.json
 
 
@@ -54,10 +54,9 @@ class ModelSpec:
         """
         path = folder / "config.json"
         raw = _read_json(path)
-        for names, most in ((LAYER_FIELDS, MOST_LAYERS), (EXPERT_FIELDS, MOST_EXPERTS)):
-            for name in names:
-                if isinstance(count := raw.get(name), (int, float)) and count > most:
-                    raise CheckpointError(f"{path}: {name}: {count}; expected at most {most:,}")
+        for name, most in MOST.items():
+            if isinstance(found := raw.get(name), (int, float)) and not found <= most:
+                raise CheckpointError(f"{path}: {name}: expected at most {most:,}, found {found}")
         model_type = raw.get("model_type")
         if not isinstance(model_type, str):
             raise CheckpointError(f'{path}: no model_type; expected a name such as "llama"')
@@ -70,6 +69,8 @@ class ModelSpec:
             raise CheckpointError(f"{path}: {' '.join(str(error).split())}") from None
         config._experts_implementation = experts_implementation()
         spec = cls(family, config, raw, fields)
+        if spec.n_blocks < 1:
+            raise CheckpointError(f"{path}: num_hidden_layers: expected at least 1, found {spec.n_blocks}")
         spec.set_attention(family.attention[0])
         spec._check_buildable(path)
         return spec
@@ -158,10 +159,10 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: nested too deeply; expected fewer levels") from None
     except FileNotFoundError:
         raise CheckpointError(f"{path}: not found; expected a model folder with a config.json") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from None
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{path}: line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except (OSError, ValueError) as error:  # no UTF-8, a number of thousands of digits
+        raise CheckpointError(f"{path}: cannot be read: {error}") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(raw).__name__}")
     return raw

@@ -83,9 +83,9 @@ def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:
     from data import summary
     from data.inspect import show_samples
     from data.inspect_html import write_page
+    from data.log import Log
     from models.checkpoint.layout import resolve
     from training.data_setup import RecordReader
-    from training.log import Log
 
     console = Log()
     reader = RecordReader(config, resolve(config.model_path), console)

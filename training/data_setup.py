@@ -13,7 +13,6 @@ from rich.console import Console
 from data import summary
 from data.cache.store import default_folder
 from data.dataset import Dataset, load_dataset
-from data.errors import DataError
 from data.files.paths import expanded
 from data.files.sources import Source
 from data.histogram import draw_lengths
@@ -63,21 +62,6 @@ class RecordReader:
         )
         self._log.print(f"{what}: {len(dataset):,} samples, cached in {dataset.folder}, which can be removed any time")
         return dataset
-
-    def check_vocabulary(self, size: int, *sets: Dataset | Stream) -> None:
-        """Refuse token ids that the model does not have. A tokenizer may have more of them than its records need.
-
-        Raises:
-            DataError: there are some, or there may be some in a stream, of which nobody knows the records yet.
-        """
-        if len(self.tokenizer) <= size:
-            return
-        largest = max(len(self.tokenizer) - 1 if isinstance(each, Stream) else each.largest_id() for each in sets)
-        if largest >= size:
-            raise DataError(
-                f"{self._folder}: the tokenizer gives ids up to {largest}, but the model's vocab_size is {size}; "
-                "expected the tokenizer of this model"
-            )
 
     def stream(self) -> Stream:
         """The records to train on, to be tokenized while training."""

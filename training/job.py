@@ -12,8 +12,9 @@ import torch
 import yaml
 from rich.console import Console
 
-from data.dataset import Dataset
+from data.dataset import Dataset, check_vocabulary
 from data.loader import Loader
+from data.log import Log
 from data.streaming.stream import Stream
 from models.attention import choose_attention
 from models.checkpoint.layout import resolve
@@ -36,7 +37,6 @@ from training.distributed.signals import StopRequest
 from training.engine.trainer import Trainer
 from training.errors import ConfigError
 from training.evaluation import Evaluation
-from training.log import Log
 from training.loop import Run, train
 from training.metrics.flops import Utilization
 from training.metrics.reporter import Reporter
@@ -82,7 +82,7 @@ class Inputs:
         if config.eval_data_path:
             sets.append(records := reader.read("evaluation data", config.eval_data_path))
             evaluation = Evaluation(records, config, replicas, loader.steps_per_epoch, active=not log.quiet)
-        reader.check_vocabulary(int(spec.config.vocab_size), *sets)
+        check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), *sets)
         side_files = {} if log.quiet else read_side_files(folder)
         return cls(folder, spec, dataset, loader, evaluation, side_files, make_run_folder(config.save_path))
 

@@ -14,7 +14,8 @@ changes from epoch to epoch.
 from __future__ import annotations
 
 import glob
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy
@@ -114,22 +115,41 @@ def _expand(path: str) -> list[Path]:
 
 
 def _matches(pattern: Path, path: str) -> set[Path]:
-    """What a glob matches, found folder by folder: `/**` would be under way for hours before it gave anything."""
+    """What a glob matches, found part by part: `/**` would be under way for hours before it gave anything."""
     start = Path(pattern.anchor)
     found = {start}
     seen = 0
     parts = pattern.relative_to(start).parts
     for number, part in enumerate(parts, start=1):
         before, found = found, set()
-        wanted = "**/" if part == "**" and number < len(parts) else part  # folders only, where more parts follow
         for place in before:
-            found |= {place} if part == "**" else set()  # two stars match the folder itself as well
-            for match in glob.iglob(wanted, root_dir=place, recursive=True):
-                found.add(place / match)
+            if part == "**":
+                matches = _below(place, only_folders=number < len(parts))
+            else:
+                matches = (place / name for name in glob.iglob(part, root_dir=place))
+            for match in matches:
+                found.add(match)
                 seen += 1
                 if seen > MOST_PLACES:
                     raise DataError(f"{path}: leads to more than {MOST_PLACES:,} places; expected a narrower glob")
     return found
+
+
+def _below(place: Path, only_folders: bool) -> Iterator[Path]:
+    """A folder and what is in it at any depth, hidden names aside: what two stars match."""
+    folders = [place]
+    while folders:
+        folder = folders.pop()
+        yield folder
+        try:
+            entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+        except OSError:  # a glob passes over what it may not read
+            continue
+        for entry in entries:
+            if entry.is_dir():
+                folders.append(folder / entry.name)
+            elif not only_folders:
+                yield folder / entry.name
 
 
 def bare_suffix(file: Path) -> str:

@@ -174,3 +174,57 @@ def test_a_native_export_stops_there_too(reciter: Callable[[int], Path], tmp_pat
     native = ExportOptions(layout="native", add_tokenizer=export_tokenizer)
     pp_to_hg(tmp_path / "layers", tmp_path / "native", options=native)
     assert_recites(tmp_path / "native")
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> str:
+    """The one line with which the demo leaves."""
+    assert run_demo(monkeypatch, "--model", folder, "--prompt", "?", *words) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 1
+    return told
+
+
+def test_a_model_whose_weights_are_nan_says_so(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"].fill_(torch.nan)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "not finite" in refusal(monkeypatch, capsys, folder)
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[2]", '{"eos_token_id": "2"}', '{"eos_token_id": [2, {}]}', "\0", "[" * 10**5]
+)
+def test_a_damaged_generation_config_is_named(
+    content: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    (folder / "generation_config.json").write_text(content, encoding="utf-8")
+    assert "generation_config.json: damaged" in refusal(monkeypatch, capsys, folder)
+
+
+def test_a_tokenizer_of_another_model_is_told(
+    make_checkpoint: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = make_checkpoint("llama", vocab_size=40)
+    capsys.readouterr()
+    assert "vocab_size" in refusal(monkeypatch, capsys, small)
+
+
+def test_an_answer_cannot_act_on_the_terminal(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    settings = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = settings["model"]["vocab"]
+    escape = vocabulary["\u011b"]  # as a byte-level vocabulary writes the escape character
+    vocabulary["<unk>"], vocabulary["\u011b"] = escape, 0
+    settings["added_tokens"] = [token for token in settings["added_tokens"] if token["id"] != 0]
+    (folder / "tokenizer.json").write_text(json.dumps(settings), encoding="utf-8")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"].fill_(0)  # all tokens are equally likely: the first is taken
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert run_demo(monkeypatch, "--model", folder, "--prompt", "?", "--prompt-format", "plain") == 0
+    assert capsys.readouterr().out == "\\x1b" * 5 + "\n"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import gzip
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,7 @@ from pyarrow import parquet
 from pydantic import ValidationError
 
 from data.errors import DataError
-from data.files import decompression, json_values, raw_records
+from data.files import decompression, json_values, raw_records, sources
 from data.files.raw_records import RawRecord
 from data.files.sources import Source, as_sources, files_of, mixture
 
@@ -399,3 +401,57 @@ def test_the_smallest_share_is_one_record_and_no_source_is_empty() -> None:
     assert tiny.total() == 1
     with pytest.raises(DataError, match=r"b\.json: no usable records"):
         mixture(as_sources(["a.json", "b.json"]), [1, 0], 0)
+
+
+TREE = ("a.json", "b/a.json", "b/c/d.json", "b/c/e/d.txt", ".hidden/f.json", "b/.g.json", "[x]/h.json", "i/j/k/l.json")
+GLOBS = (
+    "*.json **/*.json b/** **/c/**/*.txt **/d.* [ab]* [[]x]/* */*/*.json b/c/../*.json **/b/**/c/* ** ? **/**/d.json"
+)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name in TREE:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('{"text": "."}\n', encoding="utf-8")
+    (tmp_path / "i" / "link").symlink_to(tmp_path / "b")
+    return tmp_path
+
+
+@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize("pattern", GLOBS.split())
+def test_a_glob_means_the_files_that_pythons_own_does(
+    pattern: str, relative: bool, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tree)
+    path = pattern if relative else f"{tree}/{pattern}"
+    expected = sorted({Path(match) for match in glob.glob(path, recursive=True) if Path(match).is_file()})
+    if expected:
+        assert files_of(Source(path=path)) == expected
+    else:
+        with pytest.raises(DataError, match="not found"):
+            files_of(Source(path=path))
+
+
+@pytest.mark.parametrize("pattern", ["**", "**/*.json", "**/nothing", "*/*/*/*"])
+def test_a_glob_that_leads_too_far_is_given_up(pattern: str, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MOST_PLACES", 4)
+    (tree / "i" / "back").symlink_to(tree)  # followed for as long as the system lets one
+    with pytest.raises(DataError, match=rf"^{re.escape(str(tree / pattern))}: leads to more than 4 places"):
+        files_of(Source(path=str(tree / pattern)))
+
+
+@pytest.mark.parametrize("path", ["~nosuchuser/a.json", "a\0b.json"])
+def test_a_path_that_leads_nowhere_is_told_in_one_line(path: str) -> None:
+    with pytest.raises(DataError, match=r"no such user|not found"):
+        files_of(Source(path=path))
+
+
+def test_a_pipe_or_a_device_is_no_data(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    for path in (tmp_path / "pipe.json", Path("/dev/zero")):
+        with pytest.raises(DataError, match="not a regular file"):
+            files_of(Source(path=str(path)))
+    for path in (tmp_path, tmp_path / "*"):
+        with pytest.raises(DataError, match=r"no data files|not found"):
+            files_of(Source(path=str(path)))

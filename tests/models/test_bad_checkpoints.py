@@ -45,6 +45,16 @@ def text(file: str, content: str) -> Damage:
     return lambda folder: (folder / file).write_text(content)
 
 
+def pipe(file: str) -> Damage:
+    """Put a pipe in a file's place, which nobody writes into."""
+
+    def damage(folder: Path) -> None:
+        (folder / file).unlink()
+        os.mkfifo(folder / file)
+
+    return damage
+
+
 def cut(file: str, share: float) -> Damage:
     """Leave a share of a file, or all but a number of bytes."""
 
@@ -119,6 +129,17 @@ COMMON: dict[str, Bad] = {
     "field-of-wrong-type": (config(hidden_size="wide"), ("config.json", "hidden_size")),
     "unknown-activation": (config(hidden_act="gleam"), ("config.json", "gleam")),
     "unknown-rope": (config(rope_parameters={"rope_type": "gleam", "rope_theta": 1e4}), ("config.json", "gleam")),
+    "nested-deeply": (text("config.json", "[" * 10**5), ("config.json", "nested too deeply")),
+    "number-of-thousands-of-digits": (
+        text("config.json", '{"num_hidden_layers": ' + "9" * 5000 + "}"),
+        ("config.json",),
+    ),
+    "layers-without-end": (config(num_hidden_layers=10**9), ("config.json", "num_hidden_layers", "10,000")),
+    "layers-as-a-fraction": (config(num_hidden_layers=1e30), ("config.json", "num_hidden_layers", "10,000")),
+    "no-layers": (config(num_hidden_layers=0), ("config.json", "num_hidden_layers", "at least 1")),
+    "experts-without-end": (config(num_local_experts=10**9), ("config.json", "num_local_experts", "10,000")),
+    "heads-without-end": (config(head_dim=10**9), ("config.json", "head_dim", "65,536")),
+    "a-pipe": (pipe("config.json"), ("config.json",)),
     "negative-size": (config(vocab_size=-5), ("config.json",)),
 }
 HUGGINGFACE: dict[str, Bad] = COMMON | {

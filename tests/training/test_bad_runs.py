@@ -139,9 +139,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"fp16": {"enabled": True}, "zero_optimization": {"stage": 0}},
         ("zero_optimization.stage", "does not scale the loss"),
     ),
+    "processes without end": (
+        {"model_topo": topology((4096, 1))},
+        ("dims", "[4096, 1]", "4096 processes", "this machine"),
+    ),
     "a file in the way": ({"save_path": "LICENSE"}, ("save_path", "LICENSE", "folder")),
 }
-QUICK = ("data file",)
+QUICK = ("data file", "processes without end")
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from pydantic import ValidationError
 
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
@@ -21,8 +24,17 @@ def check_device(config: TrainConfig) -> None:
 
     Raises:
         ConfigError: fp16 where the device has none or DeepSpeed does not scale the loss; quantized communication
-            without CUDA.
+            without CUDA; a key of zero_optimization that DeepSpeed refuses.
     """
+    try:
+        DeepSpeedZeroConfig.model_validate(config.zero_optimization.model_dump(exclude_none=True))
+    except ValidationError as error:
+        first = error.errors()[0]
+        *sections, name = ["zero_optimization", *map(str, first["loc"])]
+        near = difflib.get_close_matches(name, DeepSpeedZeroConfig.model_fields, n=1, cutoff=0.0)
+        unknown = f"DeepSpeed does not have it; did you mean {near[0]}?"
+        told = unknown if first["type"] == "extra_forbidden" else f"{first['msg']}, found {first['input']!r}"
+        raise ConfigError(f"{'.'.join([*sections, name])}: {told}") from None
     if get_accelerator().device_name() == "cpu":
         get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed asks for the instructions, torch needs none
     if config.fp16.enabled and not get_accelerator().is_fp16_supported():

@@ -31,22 +31,12 @@ from training.schedule.instructions import Schedule
 
 # DeepSpeed's top-level keys that are passed on as they are (docs: deepspeed.ai/docs/config-json).
 DEEPSPEED_KEYS = frozenset({"communication_data_type", "data_types", "gradient_accumulation_steps"})
-# Others, which would be without effect, or change what is trained in ways that nobody has tested in a pipeline.
-NOT_PASSED_ON = dict.fromkeys(
-    "aio disable_allgather gradient_predivide_factor pipeline prescale_gradients sparse_gradients".split(),
-    "it is not tested in a pipeline; expected it to be left out",
-) | {
-    "activation_checkpointing": "use use_grad_ckpt",
-    "amp": "use bf16 or fp16",
-    "checkpoint": "use save_interval, keep_last and resume",
-    "comms_logger": "use profile_steps",
-    "csv_monitor": "every run writes metrics.jsonl; or use tensorboard or wandb",
-    "dump_state": "every run writes config.yml into save_path",
-    "flops_profiler": "use profile_steps",
-    "memory_breakdown": "every run writes peak_memory into metrics.jsonl",
-    "torch_autocast": "use bf16 or fp16",
-    "wall_clock_breakdown": "use profile_steps",
-}
+# Others, which would be without effect there, or change what is trained in ways that nobody has tested.
+NOT_PASSED_ON = frozenset(
+    "activation_checkpointing aio amp checkpoint comms_logger csv_monitor disable_allgather dump_state flops_profiler "
+    "gradient_predivide_factor memory_breakdown pipeline prescale_gradients sparse_gradients torch_autocast "
+    "wall_clock_breakdown".split()
+)
 LARGEST = 10**12  # of a number of steps, samples and the like
 LONGEST = 2**24  # tokens: of a sample or a row
 YEAR = 366 * 24 * 60  # minutes

@@ -50,7 +50,7 @@ class _Loader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
         return node
 
-    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         if not is_safe_line(str(node.value)):  # which no key, path or name needs
             raise yaml.constructor.ConstructorError(
                 None, None, "a control character; expected printable text", node.start_mark
@@ -137,7 +137,7 @@ def _refuse_unknown(raw: dict[str, Any], where: str) -> None:
     own = set(TrainConfig.model_fields)
     for key in raw:
         if key in NOT_PASSED_ON:
-            raise ConfigError(f"{where}: {key}: this key of DeepSpeed's is not passed on; {NOT_PASSED_ON[key]}")
+            raise ConfigError(f"{where}: {key}: DeepSpeed's, not tested in a pipeline and not passed on; leave it out")
         if key not in own and key not in DEEPSPEED_KEYS:
             near = difflib.get_close_matches(str(key), [*own, *DEEPSPEED_KEYS], n=1, cutoff=0.0)
             raise ConfigError(f"{where}: unknown key {key}; did you mean {near[0]}?")

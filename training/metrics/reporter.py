@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from data.terminal import safe_line
 from training.atomic_files import replacing
 
 if TYPE_CHECKING:  # reading a run's metrics needs neither torch nor a config
@@ -227,4 +228,4 @@ def flatten(values: Mapping[str, Any]) -> dict[str, float]:
 
 def _warn(text: str) -> None:
     with tqdm.external_write_mode(sys.stderr):
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+        print(f"warning: {safe_line(text)}", file=sys.stderr, flush=True)

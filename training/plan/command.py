@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from data.errors import DataError
+from data.log import Log
 from models.checkpoint.layout import resolve
 from models.errors import CheckpointError
 from models.spec import ModelSpec
@@ -20,7 +21,6 @@ from training.config.deepspeed_config import router_loss_weight
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader, build_loader
 from training.errors import ConfigError
-from training.log import Log
 from training.plan.advice import advise
 from training.plan.calibration import Calibration, calibrate
 from training.plan.devices import Device, parse_devices, this_device

@@ -73,8 +73,10 @@ def test_first_error_is_named_and_comes_last(
     assert who in lines[0] and what in lines[0] and HOST in lines[0]
     after = result.stderr.split(lines[0])[1]
     assert all("launch.py" in line for line in after.strip().splitlines()), result.stderr
-    traced = result.stderr.count("Traceback")
-    assert traced == (1 if "raises" in name else 0), result.stderr
+    assert "Traceback" not in result.stderr
+    assert ("the full traceback is in" in lines[0]) == ("raises" in name)
+    for report in (tmp_path / "run").glob("traceback-*"):
+        assert str(report) in lines[0] and "in raises" in report.read_text(encoding="utf-8")
     if "dies" not in name:
         assert result.returncode == code
     assert len(metrics(tmp_path / "run")) == 2

@@ -9,8 +9,8 @@ from typing import Any
 from rich.text import Text
 
 from data.inspect import show_samples
+from data.log import Log
 from data.tokenize import encode, load_tokenizer
-from training.log import Log
 
 
 def printed(*renderables: Any) -> str:
