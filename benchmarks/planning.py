@@ -86,9 +86,9 @@ def work(keys: dict[str, Any], folder: Path) -> None:
     from models.spec import ModelSpec
     from training.distributed import processes
     from training.engine.pipeline import PipelineTrainer
+    from training.metrics.devices import this_device
     from training.metrics.peak_memory import peak_memory
     from training.plan.auto import divide
-    from training.plan.devices import this_device
     from training.plan.parts import Basis
     from training.plan.plan import Plan
     from training.plan.workload import Workload

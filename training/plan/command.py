@@ -20,9 +20,9 @@ from training.config.keys import TrainConfig
 from training.data_setup import RecordReader, build_loader
 from training.errors import ConfigError
 from training.log import Log
+from training.metrics.devices import Device, parse_devices, this_device
 from training.plan.advice import advise
 from training.plan.calibration import Calibration, calibrate
-from training.plan.devices import Device, parse_devices, this_device
 from training.plan.parts import Basis
 from training.plan.picture import FILE, draw
 from training.plan.plan import Plan

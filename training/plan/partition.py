@@ -1,16 +1,16 @@
 """The best division of a model's layers: the slowest rank as fast as it can be.
 
 The slowest rank sets the speed of a pipeline. Layers stay in their order, so a division is a row of cuts. Among those
-that are equally fast, the one whose work is spread most evenly is taken (the least sum of squares), and among equals the one
-that gives the first ranks more (with the V schedule less). Costs are whole numbers, so that no rounding decides: the
-same costs give the same division everywhere.
+that are equally fast, the one whose work is spread most evenly is taken (the least sum of squares), and among equals
+the one that gives the first ranks more (with the V schedule less). Costs are whole numbers, so that no rounding
+decides: the same costs give the same division everywhere.
 
 A rank holds one range of layers, from the first rank on, or two with the V schedule (DualPipeV): rank r of P has stages
-r and 2P - 1 - r, from the outermost pair to the innermost one. What the first ranks leave is then a range in the middle,
-else one at the end. A first guess keeps, for every beginning of it, only the smallest end: nearly always the best, but
-not always, as each stage needs a layer. It bounds a search that remembers what it saw and is exact, for the slowest
-rank; the answer of that one bounds another for the evenness. With N layers and P ranks this takes some P x N^2 steps,
-with the V schedule some more: milliseconds to a second for the models there are.
+r and 2P - 1 - r, from the outermost pair to the innermost one. What the first ranks leave is then a range in the
+middle, else one at the end. A first guess keeps, for every beginning of it, only the smallest end: nearly always the
+best, but not always, as each stage needs a layer. It bounds a search that remembers what it saw and is exact, for the
+slowest rank; the answer of that one bounds another for the evenness. With N layers and P ranks this takes some P x N^2
+steps, with the V schedule some more: milliseconds to a second for the models there are.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ from functools import cache, cached_property
 
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
+from training.metrics.devices import Device, this_device
 from training.plan.activation_memory import Saved
-from training.plan.calibration import Calibration, Measured
-from training.plan.costs import Estimate, Times
-from training.plan.devices import Device
+from training.plan.calibration import Calibration
+from training.plan.costs import Factors, LayerTimes
 from training.plan.memory import MemoryModel
 from training.plan.partition import Fits, best_split
 from training.plan.workload import Workload
@@ -25,7 +25,7 @@ class Basis:
 
     Attributes:
         workload: what the run is fed with.
-        calibration: measured times; estimated ones where absent.
+        calibration: what was measured; all is estimated where absent.
         recompute: the layers that do; as the config says, and with `auto` all, where absent.
         known: see `MemoryModel`.
     """
@@ -43,9 +43,10 @@ class Basis:
         return self.config.recomputed(self.spec.n_blocks) if self.recompute is None else self.recompute
 
     @cached_property
-    def times(self) -> Times:
-        estimate = Estimate(self.spec, self.config, self.workload, self.device, self.recomputed)
-        return Measured(estimate, self.calibration) if self.calibration else estimate
+    def times(self) -> LayerTimes:
+        known = self.calibration
+        device, factors = (this_device(), known.factors) if known else (self.device, Factors())
+        return LayerTimes(self.spec, self.config, self.workload, device, self.recomputed, factors)
 
     @cached_property
     def memory(self) -> MemoryModel:
@@ -60,16 +61,16 @@ def best_parts(basis: Basis) -> list[int]:
 def fitting_parts(basis: Basis) -> list[int] | None:
     """The best division that fits in memory, if any does."""
     if basis.device.memory is None:
-        return _split(basis, lambda rank, stretches: True)
+        return _split(basis, lambda rank, ranges: True)
     return _split(basis, basis.memory.fits)
 
 
 def _least_parts(basis: Basis) -> list[int]:
     """The best division within the least memory with which there is one."""
-    peak = cache(lambda rank, stretches: basis.memory.rank(rank, stretches).peak)
+    peak = cache(lambda rank, ranges: basis.memory.rank(rank, ranges).peak)
 
     def within(memory: int) -> list[int] | None:
-        return _split(basis, lambda rank, stretches: peak(rank, stretches) <= memory)
+        return _split(basis, lambda rank, ranges: peak(rank, ranges) <= memory)
 
     assert basis.device.memory is not None, "without a limit every division fits"
     low = high = basis.device.memory
@@ -89,6 +90,6 @@ def _split(basis: Basis, fits: Fits) -> list[int] | None:
     return best_split(costs, basis.config.model_topo.stages, fits, basis.config.folded)
 
 
-def whole_costs(times: Times, n_layers: int, micro_batches: int) -> list[int]:
+def whole_costs(times: LayerTimes, n_layers: int, micro_batches: int) -> list[int]:
     """Each layer's time in a step, in whole units of `RESOLUTION`."""
     return [round(times.layer(layer).of_step(micro_batches) / RESOLUTION) for layer in range(n_layers)]

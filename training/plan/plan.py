@@ -9,7 +9,7 @@ from itertools import accumulate
 from training.metrics.flops import ModelFlops
 from training.plan.costs import LayerTime
 from training.plan.memory import StageMemory
-from training.plan.partition import Stretch
+from training.plan.partition import LayerRange
 from training.plan.parts import Basis, best_parts
 from training.schedule.simulation import Simulation, simulate
 
@@ -21,19 +21,19 @@ class StagePlan:
     """One rank of the pipeline.
 
     Attributes:
-        stretches: the layers that it holds, [begin, end); two with dualpipev.
+        ranges: the layers that it holds, [begin, end); two with dualpipev.
         parameters: their weights.
         seconds: of work in a step, the optimizer's included.
     """
 
-    stretches: tuple[Stretch, ...]
+    ranges: tuple[LayerRange, ...]
     parameters: int
     memory: StageMemory
     seconds: float
 
     @property
     def layers(self) -> list[int]:
-        return [layer for begin, end in self.stretches for layer in range(begin, end)]
+        return [layer for begin, end in self.ranges for layer in range(begin, end)]
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Plan:
         return cls(replace(basis, recompute=frozenset().union(*chosen)), plan.parts)
 
     @cached_property
-    def held(self) -> list[tuple[Stretch, ...]]:
-        """The stretches of layers of each rank."""
+    def held(self) -> list[tuple[LayerRange, ...]]:
+        """The ranges of layers of each rank."""
         ends = list(accumulate(self.parts))
         chunks = list(zip([0, *ends], ends, strict=False))
         ranks = range(self.basis.config.model_topo.stages)
@@ -113,7 +113,7 @@ class Plan:
         if config.folded:
             chunks = [chunks[rank] + chunks[-1 - rank] for rank in range(config.model_topo.stages)]
         rest = self.micro_batches - min(self.micro_batches, 8 * config.chunks)
-        update = max(sum(self._times[n].update for b, e in s.stretches for n in range(b, e)) for s in self.stages)
+        update = max(sum(self._times[n].update for b, e in s.ranges for n in range(b, e)) for s in self.stages)
         return simulation.seconds + rest * max(chunks) + update
 
     @property

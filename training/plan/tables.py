@@ -36,7 +36,7 @@ def stages_table(plan: Plan) -> Table:
 
 def layers_told(stage: StagePlan) -> str:
     """The layers that a stage holds, such as 0..4."""
-    return " + ".join(f"{begin}..{end - 1}" if end - begin > 1 else str(begin) for begin, end in stage.stretches)
+    return " + ".join(f"{begin}..{end - 1}" if end - begin > 1 else str(begin) for begin, end in stage.ranges)
 
 
 def facts(plan: Plan) -> list[str]:
