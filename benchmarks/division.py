@@ -34,7 +34,7 @@ def measure(folder: Path) -> dict[str, Any]:
     from models.spec import ModelSpec
     from training.metrics.devices import this_device
     from training.plan.calibration import calibrate
-    from training.plan.parts import Basis, best_parts
+    from training.plan.plan import Basis, best_parts
     from training.plan.workload import Workload
 
     (folder / "config.json").write_text(json.dumps(LARGE_HEAD), encoding="utf-8")

@@ -29,8 +29,7 @@ from training.plan.command import plan_run
 from training.plan.in_flight import under_way
 from training.plan.memory import MemoryModel
 from training.plan.optimizer_memory import StateBytes
-from training.plan.parts import Basis, best_parts
-from training.plan.plan import Plan
+from training.plan.plan import Basis, Plan, best_parts
 from training.plan.search import search
 from training.plan.workload import Workload
 from training.schedule.simulation import simulate
