@@ -77,7 +77,7 @@ class MemoryModel:
         """Of the rank that holds these layers: one range, or two with the V schedule."""
         held = sum(self._weights[end] - self._weights[begin] for begin, end in ranges)
         if self.spec.tied and {0, self.spec.n_layers - 1} <= {layer for b, e in ranges for layer in (b, e - 1)}:
-            held -= self._tied  # both ends are one parameter
+            held -= self.spec.shapes(0)[self.spec.family.tie.embedding].numel()  # both ends are one parameter
         states = self._states
         activations = max(
             sum(
@@ -87,7 +87,7 @@ class MemoryModel:
             for moment in under_way(self.config.schedule, self.config.model_topo.stages, self._micro_batches)[rank]
         )
         passing = max(self._passing(begin, end, states) for begin, end in ranges)
-        offloaded = self._largest_of_all * self._itemsize if states.host else 0
+        offloaded = max(self._largest) * self._itemsize if states.host else 0
         optimizer = int(held * states.optimizer) + self._adafactor(ranges)
         working = int(states.working * min(held, states.working_size))
         step = max(int(held * states.step) + working, self._bucket(states, held)) + offloaded
@@ -145,14 +145,6 @@ class MemoryModel:
         return [max(s.numel() for s in self.spec.shapes(layer).values()) for layer in range(self.spec.n_layers)]
 
     @cached_property
-    def _largest_of_all(self) -> int:
-        return max(self._largest)
-
-    @cached_property
-    def _tied(self) -> int:
-        return self.spec.shapes(0)[self.spec.family.tie.embedding].numel()
-
-    @cached_property
     def _saved(self) -> list[Saved]:
         """What each layer keeps without recomputation."""
         dtype, work = training_dtype(self.config), self.workload
@@ -168,12 +160,10 @@ class MemoryModel:
     @cached_property
     def _inside(self) -> list[int]:
         """Bytes that the first so many layers keep of a micro-batch."""
-        return [0, *accumulate(self._of_layer(layer, saved) for layer, saved in enumerate(self._saved))]
-
-    def _of_layer(self, layer: int, saved: Saved) -> int:
-        if self._elsewhere and 0 < layer < self.spec.n_layers - 1:
-            return 0
-        return self._hidden if layer in self.recompute else saved.inside
+        kept = [self._hidden if layer in self.recompute else saved.inside for layer, saved in enumerate(self._saved)]
+        if self._elsewhere:
+            kept[1:-1] = [0] * self.spec.n_blocks
+        return [0, *accumulate(kept)]
 
     @property
     def _elsewhere(self) -> bool:
