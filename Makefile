@@ -14,7 +14,7 @@ help:
 	@echo "make test         lint, type check and tests"
 	@echo "make test-slow    the long tests"
 	@echo "make test-all     everything: those two, and the tests that take longest"
-	@echo "make lint         ruff and mypy alone"
+	@echo "make lint         ruff, mypy and the rules of imports alone"
 
 quickstart: $(VENV)/installed
 	$(BIN)/python -m quickstart
@@ -31,6 +31,7 @@ test-all: lint
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 
 format: $(VENV)/installed-dev

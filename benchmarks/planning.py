@@ -86,11 +86,10 @@ def work(keys: dict[str, Any], folder: Path) -> None:
     from models.spec import ModelSpec
     from training.distributed import freed_memory, processes
     from training.engine.pipeline import PipelineTrainer
+    from training.metrics.devices import this_device
     from training.metrics.peak_memory import peak_memory
     from training.plan.auto import divide
-    from training.plan.devices import this_device
-    from training.plan.parts import Basis
-    from training.plan.plan import Plan
+    from training.plan.plan import Basis, Plan
     from training.plan.workload import Workload
 
     config = run_config(folder, int(os.environ["WORLD_SIZE"]), MICRO_BATCHES, LENGTH, **keys)

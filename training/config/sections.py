@@ -260,6 +260,12 @@ class ModelTopo(_Section):
         grid = self.process_topology
         return int(numpy.unravel_index(rank, grid.dims)[grid.axes.index("pipe")])
 
+    def spread(self, stages: int, replicas: int) -> ModelTopo:
+        """The same over other processes, with `parts: auto`."""
+        dims = [stages if axis == "pipe" else replicas for axis in self.process_topology.axes]
+        grid = self.process_topology.model_copy(update={"dims": dims})
+        return self.model_copy(update={"parts": None, "process_topology": grid})
+
     def _size(self, axis: Literal["pipe", "data"]) -> int:
         return self.process_topology.dims[self.process_topology.axes.index(axis)]
 

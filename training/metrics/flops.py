@@ -9,7 +9,6 @@ nothing. Shapes come from the meta device: a few milliseconds a layer, once.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,41 +16,7 @@ import torch
 
 from models.positions import SLIDING, attention_kind
 from models.spec import ModelSpec
-
-TERA = 1e12
-# Dense bf16 or fp16 matrix products with fp32 sums, in TFLOP/s, by a regular expression of torch's name of the device;
-# the first that fits counts. From NVIDIA's datasheets (nvidia.com/en-us/data-center/h100 and so on), which mostly state
-# twice as much, for sparse matrices. GeForce and RTX: appendix A of the GA102 and the Ada whitepapers.
-PEAK_TFLOPS = (
-    (r"B200", 2250),
-    (r"GH200", 989),
-    (r"H[12]00 NVL", 835),
-    (r"H[18]00 PCIe", 756),
-    (r"H[128]00", 989),
-    (r"A[18]00", 312),
-    (r"A40", 149.7),
-    (r"A30", 165),
-    (r"A10", 125),
-    (r"L40S", 362),
-    (r"L40", 181),
-    (r"L4", 121),
-    (r"V100S", 130),
-    (r"V100-PCIE", 112),
-    (r"V100", 125),
-    (r"T4", 65),
-    (r"RTX A6000", 154.8),
-    (r"RTX 6000 Ada Generation", 364.2),
-    (r"RTX 4090$", 165.2),
-    (r"RTX 3090$", 71),
-)
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Dense half-precision FLOP/s of a GPU by torch's name of it; None for one that is not known, or a slice of one."""
-    if re.search(r"\bMIG\b", device_name):
-        return None
-    fitting = (tera for name, tera in PEAK_TFLOPS if re.search(rf"\b{name}(?!\w)", device_name))
-    return next((tera * TERA for tera in fitting), None)
+from training.metrics.devices import peak_flops
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,15 @@
 
 Nothing is derived by hand: the layer runs once on fake tensors, which have shapes and no numbers, and each tensor that
 autograd saves is counted by its storage. So every family is right by construction, residuals in fp32 included. Masks
-and angles are made for a short row and stretched to the length asked for. Experts stand for each other: each token is
+and angles are made for a short row and enlarged to the length asked for. Experts stand for each other: each token is
 sent to the first ones. Costs 0.1 s a kind of layer and no memory.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from models.attention import TORCH
@@ -63,9 +66,11 @@ def saved_by(spec: ModelSpec, layer: int, rows: int, length: int, dtype: torch.d
         hidden = torch.empty(rows, length, spec.config.hidden_size, requires_grad=True)
         ids = torch.empty(rows, length, dtype=torch.int64)
         if isinstance(module, Block):
-            arguments = {name: _stretched(value, length, dtype) for name, value in kinds[module.kind].items()}
+            arguments = _resized(kinds[module.kind], length, dtype)
         weights = {tensor.untyped_storage()._cdata for tensor in module.state_dict(keep_vars=True).values()}
-        given = {tensor.untyped_storage()._cdata: tensor for tensor in _tensors(arguments)}
+        given = {
+            tensor.untyped_storage()._cdata: tensor for tensor in tree_leaves(arguments) if isinstance(tensor, Tensor)
+        }
         kept: dict[int, Tensor] = {}
         inputs: dict[int, int] = {}
         outputs: list[int] = []
@@ -110,34 +115,25 @@ def _apart(spec: ModelSpec, flash: bool) -> ModelSpec:
     return apart
 
 
-class _default_dtype:  # noqa: N801
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def __enter__(self) -> None:
-        self._before = torch.get_default_dtype()
-        torch.set_default_dtype(self._dtype)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_default_dtype(self._before)
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
-def _stretched(value: Any, length: int, dtype: torch.dtype) -> Any:
+def _resized(arguments: dict[str, Any], length: int, dtype: torch.dtype) -> dict[str, Any]:
     """The same for rows of another length."""
-    if isinstance(value, Tensor):
-        shape = [length if size == SHORT else size for size in value.shape]
-        return torch.empty(shape, dtype=dtype if value.is_floating_point() else value.dtype)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_stretched(each, length, dtype) for each in value)
-    return value
 
+    def resized(tensor: Tensor) -> Tensor:
+        shape = [length if size == SHORT else size for size in tensor.shape]
+        return torch.empty(shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
 
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return _tensors(list(value.values()))
-    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, (tuple, list)) else []
+    made: dict[str, Any] = tree_map_only(Tensor, resized, arguments)
+    return made
 
 
 def _any_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

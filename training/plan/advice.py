@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from training.plan.parts import Basis, fitting_parts
-from training.plan.plan import Plan
+from training.plan.plan import Basis, Plan, fitting_parts
 
 SHORTEST = 128
 
@@ -93,13 +92,10 @@ def _shorter(basis: Basis, length: int) -> Basis:
 def _more_stages(basis: Basis) -> list[Advice]:
     """The fewest stages with which the run fits as it is, if there are such."""
     topo = basis.config.model_topo
-    grid = topo.process_topology
-    axis = grid.axes.index("pipe")
     for stages in range(topo.stages + 1, basis.spec.n_layers // (2 if basis.config.folded else 1) + 1):
-        dims = [stages if number == axis else dim for number, dim in enumerate(grid.dims)]
-        spread = topo.model_copy(update={"parts": None, "process_topology": grid.model_copy(update={"dims": dims})})
+        spread = topo.spread(stages, topo.replicas)
         changed = replace(basis, config=basis.config.model_copy(update={"model_topo": spread}))
         if fitting_parts(changed):
-            plan = Plan.make(changed)
+            plan, dims = Plan.make(changed), spread.process_topology.dims
             return [Advice(f"model_topo.process_topology.dims: {dims}, parts: auto, alone", plan, plan)]
     return []

@@ -16,10 +16,9 @@ from data.loader import Loader
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.distributed.processes import gather
+from training.metrics.devices import Device, this_device
 from training.plan.calibration import Calibration
-from training.plan.devices import Device, this_device
-from training.plan.parts import Basis
-from training.plan.plan import Plan
+from training.plan.plan import Basis, Plan
 from training.plan.workload import Workload
 from training.topology import Division, Topology
 

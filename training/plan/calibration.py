@@ -2,10 +2,10 @@
 
 One layer of each kind is built with random weights and run on the run's own shapes, in its dtype and on the device and
 the threads that a rank has; forward and backward pass are timed apart, gradients are added up as the run adds them, and
-the optimizer takes a step; the least of five times counts, as what else the machine does can only add. The result lies
-in the run's folder, where `parts: auto` finds it. For another workload a time is scaled as its estimate is, so a
-calibration stays useful when the data change; for another model, precision or kind of device it is passed over. It
-costs seven passes of a micro-batch through one block, the embedding and the head.
+the optimizer takes a step; the least of five times counts, as what else the machine does can only add. By how much they
+differ from the estimates lies in the run's folder, where `parts: auto` finds it: a factor stays useful when the data
+change. For another model, precision or kind of device it is passed over. It costs seven passes of a micro-batch through
+one block, the embedding and the head.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,9 @@ from models.spec import ModelSpec
 from training.atomic_files import replace_text
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
+from training.metrics.devices import this_device
 from training.optimizer.optimizers import build_optimizer
-from training.plan.costs import Estimate, LayerTime, kinds
+from training.plan.costs import Factors, LayerTimes, kinds
 from training.plan.optimizer_memory import StateBytes
 from training.plan.workload import Workload
 
@@ -37,75 +38,36 @@ FILE = "calibration.json"
 WARM_UP, REPEATS = 2, 5
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """Measured seconds.
+class Calibration(NamedTuple):
+    """How this machine's times differ from estimates.
 
     Attributes:
         device: they were measured on.
         dtype: of the run.
         model: digest of config.json.
-        workload: it was measured with.
-        layers: by number, of the first layer of each kind: forward and backward, nothing recomputed.
-        update: the optimizer's, for one parameter.
     """
 
     device: str
     dtype: str
     model: str
-    workload: Workload
-    layers: dict[str, tuple[float, float]]
-    update: float
+    factors: Factors
 
     @classmethod
     def read(cls, folder: Path, config: TrainConfig, spec: ModelSpec) -> Calibration | None:
         """What an earlier `--calibrate` left in the run's folder, where it fits this run and this kind of device."""
         try:
             found = json.loads((folder / FILE).read_text(encoding="utf-8"))
-            found = cls(**found | {"workload": Workload(**found["workload"])})
-        except (OSError, ValueError, TypeError, KeyError):
+            factors = Factors(**found.pop("factors"))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None
-        now = (device_name(), str(training_dtype(config)), _digest(spec))
-        return found if now == (found.device, found.dtype, found.model) else None
+        now = {"device": device_name(), "dtype": str(training_dtype(config)), "model": _digest(spec)}
+        return cls(**found, factors=factors) if now == found else None
 
     def write(self, folder: Path) -> Path:
         """Into the run's folder, whole or not at all."""
         folder.mkdir(parents=True, exist_ok=True)
-        replace_text(folder / FILE, json.dumps(asdict(self), indent=2) + "\n")
+        replace_text(folder / FILE, json.dumps(self._asdict() | {"factors": asdict(self.factors)}, indent=2) + "\n")
         return folder / FILE
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The times of a model's layers by a calibration, scaled to a workload.
-
-    Args:
-        estimate: for the workload.
-    """
-
-    estimate: Estimate
-    calibration: Calibration
-
-    @cached_property
-    def _kinds(self) -> list[int]:
-        return kinds(self.estimate.spec)
-
-    def layer(self, number: int) -> LayerTime:
-        """Of layer `number`."""
-        now = self.estimate
-        plain = replace(now, recompute=frozenset())
-        then = replace(plain, workload=self.calibration.workload)
-        expected, measured_on = plain.layer(number), then.layer(number)
-        forward, backward = self.calibration.layers[str(self._kinds[number])]
-        if measured_on.forward:
-            forward *= expected.forward / measured_on.forward
-        else:  # the embedding only moves rows
-            forward *= now.workload.micro_tokens / self.calibration.workload.micro_tokens
-        backward *= expected.backward / measured_on.backward
-        if number in now.recompute:
-            backward += forward
-        update = now.summing + self.calibration.update / now.replicas
-        return LayerTime(forward, backward, update * now.weights(number))
 
 
 def calibrate(config: TrainConfig, spec: ModelSpec, workload: Workload) -> Calibration:
@@ -114,15 +76,15 @@ def calibrate(config: TrainConfig, spec: ModelSpec, workload: Workload) -> Calib
     if device.type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // config.model_topo.processes))
     torch.manual_seed(config.seed)
-    layers = {str(kind): _time_layer(kind, config, spec, workload, device) for kind in dict.fromkeys(kinds(spec))}
-    return Calibration(
-        device=device_name(),
-        dtype=str(training_dtype(config)),
-        model=_digest(spec),
-        workload=workload,
-        layers=layers,
-        update=_time_update(config, spec, device),
-    )
+    expected = LayerTimes(spec, config, workload, this_device())
+    layers = {}
+    for kind in dict.fromkeys(kinds(spec)):
+        forward, backward = _time_layer(kind, config, spec, workload, device)
+        estimate = expected.layer(kind)
+        layers[str(kind)] = (forward / estimate.forward, backward / estimate.backward)
+    replicas = config.model_topo.replicas if config.zero_optimization.stage else 1
+    update = _time_update(config, spec, device) / replicas / expected.update
+    return Calibration(device_name(), str(training_dtype(config)), _digest(spec), Factors(layers, update))
 
 
 def device_name() -> str:

@@ -21,12 +21,11 @@ from training.config.deepspeed_config import router_loss_weight
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader, build_loader
 from training.errors import ConfigError
+from training.metrics.devices import Device, parse_devices, this_device
 from training.plan.advice import advise
 from training.plan.calibration import Calibration, calibrate
-from training.plan.devices import Device, parse_devices, this_device
-from training.plan.parts import Basis
 from training.plan.picture import FILE, draw
-from training.plan.plan import Plan
+from training.plan.plan import Basis, Plan
 from training.plan.search import search
 from training.plan.tables import advice_table, facts, search_table, stages_table
 from training.plan.workload import Workload
@@ -90,8 +89,7 @@ def _on(config: TrainConfig, count: int | None, searches: bool) -> TrainConfig:
             f"--devices: {count} of them, but model_topo.process_topology.dims {topo.process_topology.dims} ask for "
             f"{topo.processes}; expected as many, or --search"
         )
-    grid = topo.process_topology.model_copy(update={"dims": [count, 1]})
-    return config.model_copy(update={"model_topo": topo.model_copy(update={"process_topology": grid})})
+    return config.model_copy(update={"model_topo": topo.spread(count, 1)})
 
 
 def _workload(config: TrainConfig, spec: ModelSpec, folder: Path, log: Console) -> Workload:

@@ -1,4 +1,5 @@
-"""How long each layer takes for a micro-batch: estimated from shapes, or measured (`training.plan.calibration`).
+"""How long each layer takes for a micro-batch: estimated from shapes, and corrected by what was measured
+(`training.plan.calibration`).
 
 A layer's products take 2 FLOPs a weight and token forward and twice that backward; attention adds 4 x heads x head_dim
 for each pair of query and key (`training.metrics.flops`). Of stacked experts those count that a token is sent to, of
@@ -11,9 +12,8 @@ work, in main memory where it is offloaded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 import torch
 
@@ -21,8 +21,8 @@ from models.positions import attention_kind
 from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
+from training.metrics.devices import Device
 from training.metrics.flops import layer_flops
-from training.plan.devices import Device
 from training.plan.optimizer_memory import StateBytes
 from training.plan.workload import Workload
 
@@ -50,26 +50,35 @@ class LayerTime:
         return micro_batches * (self.forward + self.backward) + self.update
 
 
-class Times(Protocol):
-    """Knows how long each layer takes."""
+@dataclass(frozen=True)
+class Factors:
+    """How many times as long as estimated things take on a device.
 
-    def layer(self, number: int) -> LayerTime: ...
+    Attributes:
+        layers: forward and backward, by the number of the first layer of each kind.
+        update: the optimizer's work.
+    """
+
+    layers: dict[str, tuple[float, float]] = field(default_factory=dict)
+    update: float = 1.0
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """The times of a model's layers by their shapes.
+class LayerTimes:
+    """The times of a model's layers.
 
     Args:
         device: that they run on.
         recompute: the layers that do.
+        factors: by which estimates are corrected.
     """
 
     spec: ModelSpec
     config: TrainConfig
     workload: Workload
     device: Device
-    recompute: frozenset[int]
+    recompute: frozenset[int] = frozenset()
+    factors: Factors = Factors()
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -77,48 +86,44 @@ class Estimate:
 
     def layer(self, number: int) -> LayerTime:
         """Of layer `number`, from 0, the embedding."""
-        product = self.flops(number) / self.device.flops(self.dtype)
-        weights = self.weights(number)
-        bandwidth = self.device.bandwidth
-        written = weights * (self.dtype.itemsize + GRADIENT) / bandwidth
-        update = weights * self.update
+        work, size, bandwidth = self.workload, self.dtype.itemsize, self.device.bandwidth
+        product = self._flops[number] / self.device.flops(self.dtype)
+        weights = sum(shape.numel() for shape in self.spec.shapes(number).values())
+        backward = weights * (size + GRADIENT) / bandwidth
         if number == self.spec.n_layers - 1:  # the loss takes the gradients along (models.lean_loss)
-            logits = self.workload.micro_tokens * self.workload.supervised * self.spec.config.vocab_size
-            return LayerTime(3 * product + logits * LOGIT / bandwidth, written, update)
-        forward = product + (weights * self.dtype.itemsize / bandwidth if number else 0.0)
+            logits = work.micro_tokens * work.supervised * self.spec.config.vocab_size
+            forward = 3 * product + logits * LOGIT / bandwidth
+        else:
+            read = weights if number else 2 * work.micro_tokens * self.spec.config.hidden_size
+            forward, backward = product + read * size / bandwidth, backward + 2 * product
+        slower = self.factors.layers.get(str(self._kinds[number]), (1.0, 1.0))
+        forward, backward = forward * slower[0], backward * slower[1]
         again = forward if number in self.recompute else 0.0
-        return LayerTime(forward, 2 * product + written + again, update)
+        return LayerTime(forward, backward + again, weights * (self._summing + self.factors.update * self.update))
 
     @cached_property
     def update(self) -> float:
-        """Seconds a parameter of the sum over the replicas and the optimizer."""
+        """Seconds a parameter of the optimizer, which is sharded over the replicas."""
         config, device = self.config, self.device
+        replicas = config.model_topo.replicas if config.zero_optimization.stage else 1
         if not config.zero_optimization.offloads:
-            return self.summing + UPDATE / self.replicas / device.bandwidth
+            return UPDATE / replicas / device.bandwidth
         moved = StateBytes.of(config).gradient + self.dtype.itemsize
-        return self.summing + (UPDATE / HOST + moved / device.link) / self.replicas
+        return (UPDATE / HOST + moved / device.link) / replicas
 
     @cached_property
-    def summing(self) -> float:
+    def _summing(self) -> float:
         """Seconds a parameter of a ring all-reduce of the gradients and an all-gather of the weights."""
         others = 1 - 1 / self.config.model_topo.replicas
         return others * (2 * StateBytes.of(self.config).gradient + self.dtype.itemsize) / self.device.link
 
-    def weights(self, number: int) -> int:
-        """Parameters of a layer."""
-        return sum(shape.numel() for shape in self.spec.shapes(number).values())
-
-    @property
-    def replicas(self) -> int:
-        """Over which the optimizer is sharded."""
-        return self.config.model_topo.replicas if self.config.zero_optimization.stage else 1
-
-    def flops(self, number: int) -> float:
-        """FLOPs of a layer's forward pass for one micro-batch."""
-        return self._flops[number]
+    @cached_property
+    def _kinds(self) -> list[int]:
+        return kinds(self.spec)
 
     @cached_property
     def _flops(self) -> list[float]:
+        """FLOPs of each layer's forward pass for one micro-batch."""
         work = self.workload
         document = max(1, round(work.attended))
         of_one = layer_flops(self.spec, [document], 1)

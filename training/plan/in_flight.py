@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
-from training.schedule.simulation import Schedule, Span, simulate
+from training.schedule.instructions import Meaning, Schedule
+from training.schedule.simulation import program
 
 
 class Moment(NamedTuple):
@@ -23,40 +23,38 @@ class Moment(NamedTuple):
 
 @cache
 def under_way(schedule: Schedule, ranks: int, micro_batches: int) -> tuple[tuple[Moment, ...], ...]:
-    """The worst moments of each rank.
+    """The worst moments of each rank; one that another equals or exceeds in every number is left out.
 
-    Moments that are worse than another in nothing are left out. The order of a rank's work does not depend on how long
-    anything takes, so the simulated step tells; more micro-batches than fill the pipeline change nothing.
+    More micro-batches than fill the pipeline change nothing.
     """
     if schedule == "1f1b" or ranks == 1:
         return tuple((Moment((min(micro_batches, ranks - rank),), (0,)),) for rank in range(ranks))
-    stages = 2 * ranks
-    step = simulate(schedule, [1.0] * stages, [1.0] * stages, min(micro_batches, 4 * ranks))
-    return tuple(_worst(_moments(rank, step.spans, (rank, stages - 1 - rank))) for rank in range(ranks))
+    moments = [_moments(schedule, rank, ranks, min(micro_batches, 4 * ranks)) for rank in range(ranks)]
+    return tuple(
+        tuple(sorted(moment for moment in of_rank if not any(_exceeds(other, moment) for other in of_rank)))
+        for of_rank in moments
+    )
 
 
-def _moments(rank: int, spans: Iterable[Span], stages: tuple[int, ...]) -> set[Moment]:
-    """All moments of a rank that holds these stages."""
+def _moments(schedule: Schedule, rank: int, ranks: int, micro_batches: int) -> set[Moment]:
+    """All moments of a rank."""
+    stages = (rank, 2 * ranks - 1 - rank)
     whole, waiting = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
     moments = set()
-    for span in sorted((span for span in spans if span.rank == rank), key=lambda span: span.begin):
-        if span.kind == "weights":
-            waiting[span.stage] -= 1
+    for work in program(schedule, rank, ranks, micro_batches):
+        if not isinstance(work, Meaning):
             continue
-        if span.kind == "backward":
-            whole[span.stage] -= 1
-            waiting[span.stage] += 1
+        if work.kind == "forward":
+            whole[work.stage] += 1
+        elif work.kind == "backward":
+            whole[work.stage] -= 1
+            waiting[work.stage] += 1
         else:
-            whole[span.stage] += 1
+            waiting[work.stage] -= 1
         moments.add(Moment(tuple(whole.values()), tuple(waiting.values())))
     return moments
 
 
-def _worst(moments: set[Moment]) -> tuple[Moment, ...]:
-    """Those that no other one is at least as bad as in everything."""
-
-    def covers(other: Moment, moment: Moment) -> bool:
-        counts = zip(other.whole + other.waiting, moment.whole + moment.waiting, strict=True)
-        return other != moment and all(more >= less for more, less in counts)
-
-    return tuple(sorted(moment for moment in moments if not any(covers(other, moment) for other in moments)))
+def _exceeds(other: Moment, moment: Moment) -> bool:
+    counts = zip(other.whole + other.waiting, moment.whole + moment.waiting, strict=True)
+    return other != moment and all(more >= less for more, less in counts)

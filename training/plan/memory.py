@@ -22,12 +22,12 @@ from models.lean_loss import CPU_CHUNK, GPU_CHUNK
 from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
+from training.metrics.devices import Device
 from training.plan.activation_memory import Saved, saved_by
 from training.plan.costs import kinds
-from training.plan.devices import Device
 from training.plan.in_flight import under_way
 from training.plan.optimizer_memory import StateBytes
-from training.plan.partition import Stretch
+from training.plan.partition import LayerRange
 from training.plan.workload import Workload
 
 BACKWARD = 3  # tensors as large as the largest saved one that a backward pass holds besides
@@ -73,22 +73,22 @@ class MemoryModel:
     recompute: frozenset[int]
     known: dict[tuple[object, ...], Saved] = field(default_factory=dict, repr=False, compare=False)
 
-    def rank(self, rank: int, stretches: Sequence[Stretch]) -> StageMemory:
-        """Of the rank that holds these layers: one stretch, or two where the pipeline is folded."""
-        held = sum(self._weights[end] - self._weights[begin] for begin, end in stretches)
-        if self.spec.tied and {0, self.spec.n_layers - 1} <= {layer for b, e in stretches for layer in (b, e - 1)}:
-            held -= self._tied  # both ends are one parameter
+    def rank(self, rank: int, ranges: Sequence[LayerRange]) -> StageMemory:
+        """Of the rank that holds these layers: one range, or two with the V schedule."""
+        held = sum(self._weights[end] - self._weights[begin] for begin, end in ranges)
+        if self.spec.tied and {0, self.spec.n_layers - 1} <= {layer for b, e in ranges for layer in (b, e - 1)}:
+            held -= self.spec.shapes(0)[self.spec.family.tie.embedding].numel()  # both ends are one parameter
         states = self._states
         activations = max(
             sum(
-                whole * self._kept(*stretch) + waiting * self._waiting(*stretch)
-                for whole, waiting, stretch in zip(*moment, stretches, strict=True)
+                whole * self._kept(*each) + waiting * self._waiting(*each)
+                for whole, waiting, each in zip(*moment, ranges, strict=True)
             )
             for moment in under_way(self.config.schedule, self.config.model_topo.stages, self._micro_batches)[rank]
         )
-        passing = max(self._passing(begin, end, states) for begin, end in stretches)
-        offloaded = self._largest_of_all * self._itemsize if states.host else 0
-        optimizer = int(held * states.optimizer) + self._adafactor(stretches)
+        passing = max(self._passing(begin, end, states) for begin, end in ranges)
+        offloaded = max(self._largest) * self._itemsize if states.host else 0
+        optimizer = int(held * states.optimizer) + self._adafactor(ranges)
         working = int(states.working * min(held, states.working_size))
         step = max(int(held * states.step) + working, self._bucket(states, held)) + offloaded
         host = int(held * states.host)
@@ -103,16 +103,16 @@ class MemoryModel:
             host=host,
         )
 
-    def fits(self, rank: int, stretches: Sequence[Stretch]) -> bool:
+    def fits(self, rank: int, ranges: Sequence[LayerRange]) -> bool:
         """Whether the device has the memory; always, where nothing is known about it."""
-        return self.device.memory is None or self.rank(rank, stretches).peak <= self.device.memory
+        return self.device.memory is None or self.rank(rank, ranges).peak <= self.device.memory
 
-    def fewest_recomputed(self, rank: int, stretches: Sequence[Stretch]) -> frozenset[int]:
+    def fewest_recomputed(self, rank: int, ranges: Sequence[LayerRange]) -> frozenset[int]:
         """The layers that a rank recomputes so that these fit: of its blocks as few as do, the first ones."""
-        blocks = [layer for begin, end in stretches for layer in range(begin, end) if 0 < layer <= self.spec.n_blocks]
+        blocks = [layer for begin, end in ranges for layer in range(begin, end) if 0 < layer <= self.spec.n_blocks]
 
         def fits(count: int) -> bool:
-            return replace(self, recompute=frozenset(blocks[:count])).fits(rank, stretches)
+            return replace(self, recompute=frozenset(blocks[:count])).fits(rank, ranges)
 
         return frozenset(blocks[: bisect_left(range(len(blocks)), True, key=fits)])  # all where that is not enough
 
@@ -145,14 +145,6 @@ class MemoryModel:
         return [max(s.numel() for s in self.spec.shapes(layer).values()) for layer in range(self.spec.n_layers)]
 
     @cached_property
-    def _largest_of_all(self) -> int:
-        return max(self._largest)
-
-    @cached_property
-    def _tied(self) -> int:
-        return self.spec.shapes(0)[self.spec.family.tie.embedding].numel()
-
-    @cached_property
     def _saved(self) -> list[Saved]:
         """What each layer keeps without recomputation."""
         dtype, work = training_dtype(self.config), self.workload
@@ -168,12 +160,10 @@ class MemoryModel:
     @cached_property
     def _inside(self) -> list[int]:
         """Bytes that the first so many layers keep of a micro-batch."""
-        return [0, *accumulate(self._of_layer(layer, saved) for layer, saved in enumerate(self._saved))]
-
-    def _of_layer(self, layer: int, saved: Saved) -> int:
-        if self._elsewhere and 0 < layer < self.spec.n_layers - 1:
-            return 0
-        return self._hidden if layer in self.recompute else saved.inside
+        kept = [self._hidden if layer in self.recompute else saved.inside for layer, saved in enumerate(self._saved)]
+        if self._elsewhere:
+            kept[1:-1] = [0] * self.spec.n_blocks
+        return [0, *accumulate(kept)]
 
     @property
     def _elsewhere(self) -> bool:
@@ -219,11 +209,11 @@ class MemoryModel:
         size = states.bucket_size if self.device.reserves else min(held, states.bucket_size)
         return int(size * states.bucket)
 
-    def _adafactor(self, stretches: Sequence[Stretch]) -> int:
+    def _adafactor(self, ranges: Sequence[LayerRange]) -> int:
         """Bytes of its rows and columns."""
         if self.config.optimizer.type != "Adafactor":
             return 0
-        layers = [layer for begin, end in stretches for layer in range(begin, end)]
+        layers = [layer for begin, end in ranges for layer in range(begin, end)]
         return 4 * sum(_rows_and_columns(shape) for layer in layers for shape in self.spec.shapes(layer).values())
 
 

@@ -1,19 +1,64 @@
-"""The plan of a run: its stages with their time and memory, and what comes of them."""
+"""The plan of a run: its stages with their time and memory, and what comes of them.
+
+With `parts: auto` the layers are divided so that the slowest stage is as fast as can be in the memory that there is.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from itertools import accumulate
 
+from models.spec import ModelSpec
+from training.config.deepspeed_config import training_dtype
+from training.config.keys import TrainConfig
+from training.metrics.devices import Device, this_device
 from training.metrics.flops import ModelFlops
-from training.plan.costs import LayerTime
-from training.plan.memory import StageMemory
-from training.plan.partition import Stretch
-from training.plan.parts import Basis, best_parts
-from training.schedule.simulation import Simulation, simulate
+from training.plan.activation_memory import Saved
+from training.plan.calibration import Calibration
+from training.plan.costs import Factors, LayerTime, LayerTimes
+from training.plan.memory import MemoryModel, StageMemory
+from training.plan.partition import Fits, LayerRange, best_split
+from training.plan.workload import Workload
+from training.schedule.simulation import simulate
 
 DAY = 86_400.0
+RESOLUTION = 1e-12  # seconds that count as one, so that sums of costs are exact
+TOLERANCE = 0.01  # how closely the least memory is looked for where nothing fits
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What a plan rests on.
+
+    Attributes:
+        workload: what the run is fed with.
+        calibration: what was measured; all is estimated where absent.
+        recompute: the layers that do; as the config says, and with `auto` all, where absent.
+        known: see `MemoryModel`.
+    """
+
+    config: TrainConfig
+    spec: ModelSpec
+    workload: Workload
+    device: Device
+    calibration: Calibration | None = None
+    recompute: frozenset[int] | None = None
+    known: dict[tuple[object, ...], Saved] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def recomputed(self) -> frozenset[int]:
+        return self.config.recomputed(self.spec.n_blocks) if self.recompute is None else self.recompute
+
+    @cached_property
+    def times(self) -> LayerTimes:
+        known = self.calibration
+        device, factors = (this_device(), known.factors) if known else (self.device, Factors())
+        return LayerTimes(self.spec, self.config, self.workload, device, self.recomputed, factors)
+
+    @cached_property
+    def memory(self) -> MemoryModel:
+        return MemoryModel(self.spec, self.config, self.workload, self.device, self.recomputed, self.known)
 
 
 @dataclass(frozen=True)
@@ -21,19 +66,21 @@ class StagePlan:
     """One rank of the pipeline.
 
     Attributes:
-        stretches: the layers that it holds, [begin, end); two with dualpipev.
+        ranges: the layers that it holds, [begin, end); two with dualpipev.
         parameters: their weights.
-        seconds: of work in a step, the optimizer's included.
+        micro_batch, update, seconds: of work for a micro-batch, of the optimizer, and of both in a step.
     """
 
-    stretches: tuple[Stretch, ...]
+    ranges: tuple[LayerRange, ...]
     parameters: int
     memory: StageMemory
+    micro_batch: float
+    update: float
     seconds: float
 
     @property
     def layers(self) -> list[int]:
-        return [layer for begin, end in self.stretches for layer in range(begin, end)]
+        return [layer for begin, end in self.ranges for layer in range(begin, end)]
 
 
 @dataclass(frozen=True)
@@ -58,23 +105,27 @@ class Plan:
         return cls(replace(basis, recompute=frozenset().union(*chosen)), plan.parts)
 
     @cached_property
-    def held(self) -> list[tuple[Stretch, ...]]:
-        """The stretches of layers of each rank."""
+    def _chunks(self) -> list[LayerRange]:
         ends = list(accumulate(self.parts))
-        chunks = list(zip([0, *ends], ends, strict=False))
-        ranks = range(self.basis.config.model_topo.stages)
-        return [(chunks[rank], chunks[-1 - rank]) if self.basis.config.folded else (chunks[rank],) for rank in ranks]
+        return list(zip([0, *ends], ends, strict=False))
+
+    @cached_property
+    def held(self) -> list[tuple[LayerRange, ...]]:
+        """The ranges of layers of each rank."""
+        outward = self._chunks[: self.basis.config.model_topo.stages]
+        return list(zip(outward, reversed(self._chunks), strict=False) if self.basis.config.folded else zip(outward))
 
     @cached_property
     def stages(self) -> list[StagePlan]:
         """By rank."""
-        memory = self.basis.memory
-        weights = [sum(s.numel() for s in self.basis.spec.shapes(n).values()) for n in range(self.basis.spec.n_layers)]
         found = []
         for rank, held in enumerate(self.held):
             layers = [layer for begin, end in held for layer in range(begin, end)]
-            seconds = sum(self._times[layer].of_step(self.micro_batches) for layer in layers)
-            found.append(StagePlan(held, sum(weights[n] for n in layers), memory.rank(rank, held), seconds))
+            weights = sum(shape.numel() for layer in layers for shape in self.basis.spec.shapes(layer).values())
+            micro_batch = sum(self._times[layer].forward + self._times[layer].backward for layer in layers)
+            update = sum(self._times[layer].update for layer in layers)
+            seconds = self.micro_batches * micro_batch + update
+            found.append(StagePlan(held, weights, self.basis.memory.rank(rank, held), micro_batch, update, seconds))
         return found
 
     @property
@@ -84,37 +135,25 @@ class Plan:
 
     @cached_property
     def _times(self) -> list[LayerTime]:
-        times = self.basis.times
-        return [times.layer(layer) for layer in range(self.basis.spec.n_layers)]
-
-    @cached_property
-    def _per_chunk(self) -> tuple[list[float], list[float]]:
-        """Seconds of each chunk's forward and backward pass of one micro-batch."""
-        ends = list(accumulate(self.parts))
-        held = [self._times[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-        return [sum(t.forward for t in times) for times in held], [sum(t.backward for t in times) for times in held]
-
-    @cached_property
-    def _simulation(self) -> Simulation:
-        """A step of as many micro-batches as fill the pipeline well; more only repeat its middle."""
-        config, work = self.basis.config, self.basis.workload
-        size = 2 if config.bf16.enabled or config.fp16.enabled else 4
-        message = work.micro_tokens * self.basis.spec.config.hidden_size * size
-        count = min(self.micro_batches, 8 * config.chunks)
-        schedule = config.schedule if config.folded else "1f1b"
-        return simulate(schedule, *self._per_chunk, count, message / self.basis.device.link)
+        return [self.basis.times.layer(layer) for layer in range(self.basis.spec.n_layers)]
 
     @cached_property
     def seconds(self) -> float:
-        """Of a step."""
-        simulation = self._simulation
-        config = self.basis.config
-        chunks = [sum(pair) for pair in zip(*self._per_chunk, strict=True)]
-        if config.folded:
-            chunks = [chunks[rank] + chunks[-1 - rank] for rank in range(config.model_topo.stages)]
-        rest = self.micro_batches - min(self.micro_batches, 8 * config.chunks)
-        update = max(sum(self._times[n].update for b, e in s.stretches for n in range(b, e)) for s in self.stages)
-        return simulation.seconds + rest * max(chunks) + update
+        """Of a step. As many micro-batches are simulated as fill the pipeline well; more only repeat its middle."""
+        config, work = self.basis.config, self.basis.workload
+        chunks = [self._times[begin:end] for begin, end in self._chunks]
+        step = simulate(
+            config.schedule if config.folded else "1f1b",
+            [sum(time.forward for time in times) for times in chunks],
+            [sum(time.backward for time in times) for times in chunks],
+            count := min(self.micro_batches, 8 * config.chunks),
+            work.micro_tokens
+            * self.basis.spec.config.hidden_size
+            * training_dtype(config).itemsize
+            / self.basis.device.link,
+        )
+        more = (self.micro_batches - count) * max(stage.micro_batch for stage in self.stages)
+        return step.seconds + more + max(stage.update for stage in self.stages)
 
     @property
     def bubble(self) -> float:
@@ -153,3 +192,41 @@ class Plan:
     def fits(self) -> bool:
         """Whether every rank has the memory; always, where nothing is known about it."""
         return self.basis.device.memory is None or self.peak <= self.basis.device.memory
+
+
+def best_parts(basis: Basis) -> list[int]:
+    """The best division; where none fits in memory, one that takes as little as there is."""
+    return fitting_parts(basis) or _least_parts(basis)
+
+
+def fitting_parts(basis: Basis) -> list[int] | None:
+    """The best division that fits in memory, if any does."""
+    if basis.device.memory is None:
+        return _split(basis, lambda rank, ranges: True)
+    return _split(basis, basis.memory.fits)
+
+
+def _least_parts(basis: Basis) -> list[int]:
+    """The best division within the least memory with which there is one."""
+    peak = cache(lambda rank, ranges: basis.memory.rank(rank, ranges).peak)
+
+    def within(memory: int) -> list[int] | None:
+        return _split(basis, lambda rank, ranges: peak(rank, ranges) <= memory)
+
+    assert basis.device.memory is not None, "without a limit every division fits"
+    low = high = basis.device.memory
+    found = None
+    while found is None:
+        low, high = high, high * 2
+        found = within(high)
+    while high - low > TOLERANCE * low:
+        middle = (low + high) // 2
+        leaner = within(middle)
+        found, low, high = (found, middle, high) if leaner is None else (leaner, low, middle)
+    return found
+
+
+def _split(basis: Basis, fits: Fits) -> list[int] | None:
+    count = basis.workload.micro_batches
+    costs = [round(basis.times.layer(layer).of_step(count) / RESOLUTION) for layer in range(basis.spec.n_layers)]
+    return best_split(costs, basis.config.model_topo.stages, fits, basis.config.folded)

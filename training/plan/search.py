@@ -6,9 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from training.config.keys import TrainConfig
-from training.plan.parts import Basis, fitting_parts
-from training.plan.plan import Plan
+from training.plan.plan import Basis, Plan, fitting_parts
 
 SHOWN = 5
 LARGEST = 16  # rows in a micro-batch
@@ -22,8 +20,8 @@ def search(basis: Basis, devices: int) -> list[Plan]:
 
 
 def _candidates(basis: Basis, devices: int) -> Iterator[Basis]:
-    config, work = basis.config, basis.workload
-    rows = work.rows * work.micro_batches * config.model_topo.replicas  # in a step
+    config, work, topo = basis.config, basis.workload, basis.config.model_topo
+    rows = work.rows * work.micro_batches * topo.replicas  # in a step
     for stages in (number for number in range(1, devices + 1) if devices % number == 0):
         replicas = devices // stages
         for size in (2**power for power in range(int(math.log2(LARGEST)) + 1)):
@@ -32,24 +30,15 @@ def _candidates(basis: Basis, devices: int) -> Iterator[Basis]:
             workload = replace(work, rows=size, micro_batches=max(1, math.ceil(rows / (size * replicas))))
             for schedule in ("1f1b", "dualpipev"):
                 for recompute in (False, True):
-                    found = _config(config, stages, replicas, size, schedule, recompute)
+                    changes = {
+                        "model_topo": topo.spread(stages, replicas),
+                        "train_micro_batch_size_per_gpu": size,
+                        "schedule": schedule,
+                        "use_grad_ckpt": recompute,
+                    }
+                    found = config.model_copy(update=changes)
                     if found.chunks > basis.spec.n_layers or workload.micro_batches < found.least_micro_batches:
                         continue
                     if schedule == "dualpipev" and not found.folded:
                         continue
                     yield replace(basis, config=found, workload=workload)
-
-
-def _config(config: TrainConfig, stages: int, replicas: int, size: int, schedule: str, recompute: bool) -> TrainConfig:
-    grid = config.model_topo.process_topology
-    dims = [stages if axis == "pipe" else replicas for axis in grid.axes]
-    topo = config.model_topo.model_copy(
-        update={"parts": None, "process_topology": grid.model_copy(update={"dims": dims})}
-    )
-    changes = {
-        "model_topo": topo,
-        "train_micro_batch_size_per_gpu": size,
-        "schedule": schedule,
-        "use_grad_ckpt": recompute,
-    }
-    return config.model_copy(update=changes)

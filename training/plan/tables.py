@@ -26,7 +26,7 @@ def stages_table(plan: Plan) -> Table:
         sizes = [memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.step, memory.peak]
         made.add_row(
             str(number),
-            layers_told(stage),
+            layer_ranges(stage),
             f"{stage.parameters:,}",
             *(f"{size / GB:.2f}" for size in [*sizes, *([memory.host] if offloaded else [])]),
             f"{stage.seconds / slowest:.0%}",
@@ -34,9 +34,9 @@ def stages_table(plan: Plan) -> Table:
     return made
 
 
-def layers_told(stage: StagePlan) -> str:
+def layer_ranges(stage: StagePlan) -> str:
     """The layers that a stage holds, such as 0..4."""
-    return " + ".join(f"{begin}..{end - 1}" if end - begin > 1 else str(begin) for begin, end in stage.stretches)
+    return " + ".join(f"{begin}..{end - 1}" if end - begin > 1 else str(begin) for begin, end in stage.ranges)
 
 
 def facts(plan: Plan) -> list[str]:
@@ -58,14 +58,16 @@ def facts(plan: Plan) -> list[str]:
     else:
         lines.append("times: in proportion only; --devices or --calibrate make seconds of them")
     if basis.calibration or device.known:
-        lines.append(f"speed: {plan.seconds:.2f} s a step, {plan.tokens_per_s:,.0f} tokens/s{_utilisation(plan)}")
+        mfu = "" if plan.mfu is None else f", {plan.mfu:.0%} MFU"
+        lines.append(f"speed: {plan.seconds:.2f} s a step, {plan.tokens_per_s:,.0f} tokens/s{mfu}")
         if plan.days is not None:
-            lines.append(f"the whole run: {work.steps} steps, {_duration(plan.days)}")
-    lines.append(memory_told(plan))
+            duration = f"{plan.days:.1f} days" if plan.days >= 1 else f"{plan.days * 24:.1f} hours"
+            lines.append(f"the whole run: {work.steps} steps, {duration}")
+    lines.append(memory_line(plan))
     return lines
 
 
-def memory_told(plan: Plan) -> str:
+def memory_line(plan: Plan) -> str:
     """Whether it fits."""
     memory = plan.basis.device.memory
     if memory is None:
@@ -110,11 +112,3 @@ def search_table(plans: Sequence[Plan]) -> Table:
             "" if plan.mfu is None else f"{plan.mfu:.0%}",
         )
     return made
-
-
-def _utilisation(plan: Plan) -> str:
-    return "" if plan.mfu is None else f", {plan.mfu:.0%} MFU"
-
-
-def _duration(days: float) -> str:
-    return f"{days:.1f} days" if days >= 1 else f"{days * 24:.1f} hours"

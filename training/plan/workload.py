@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from statistics import mean
 
-from data.loader import PAD_MULTIPLE, Loader
+from data.loader import Loader
 from training.config.keys import TrainConfig
 
 STEPS = 16  # of the first epoch, which stand for the others
@@ -59,17 +58,12 @@ class Workload:
         """As the first global batches are."""
         batches = [loader.batch(step) for step in range(min(STEPS, loader.steps_per_epoch))]
         lengths = [length for batch in batches for length in batch.lengths]
-        longest_rows = [
-            max((int(loader.data.lengths[row].sum()) for row in rows if row), default=1)
-            for batch in batches
-            for replica in batch.micro_batches
-            for rows in replica
-        ]
-        padded = [math.ceil(length / PAD_MULTIPLE) * PAD_MULTIPLE for length in longest_rows]
+        replicas = range(loader.replicas)
+        padded = [length for batch in batches for replica in replicas for _, length in loader.shapes(batch, replica)]
         return cls(
             rows=loader.micro_batch_size,
             length=mean(padded),
-            longest=max(padded),
+            longest=max(*padded, int(loader.data.lengths.max())),  # which may come later
             attended=sum(length**2 for length in lengths) / sum(lengths),
             supervised=sum(batch.supervised for batch in batches) / (sum(padded) * loader.micro_batch_size),
             micro_batches=round(mean(batch.n_micro_batches for batch in batches)),

@@ -94,7 +94,7 @@ class Figures:
         """
         layers = {kind: _by_layer(seconds, parts, layer_costs) for kind, seconds in self.passes.items()}
         ticks = [round(sum(seconds) * TICKS) for seconds in zip(*layers.values(), strict=True)]
-        split = best_split(ticks, self.ranks, lambda *_: True, folded=self.schedule == "dualpipev")
+        split = best_split(ticks, self.ranks, lambda *_: True, self.schedule == "dualpipev")
         if split is None:
             return None
         by_stage = {kind: [sum(seconds[b:e]) for b, e in _ranges(split)] for kind, seconds in layers.items()}

@@ -13,25 +13,19 @@ Schedule = Literal["1f1b", "dualpipev"]
 Kind = Literal["forward", "backward", "weights", "send", "receive", "data", "optimizer"]
 WORK = ("forward", "backward", "weights")  # what a step is for; a backward pass may leave the weights' part for later
 
-_KINDS: dict[str, Kind] = {
-    "LoadMicroBatch": "data",
-    "ForwardPass": "forward",
-    "BackwardPass": "backward",
-    "WeightPass": "weights",
-    "SendActivation": "send",
-    "RecvActivation": "receive",
-    "SendGrad": "send",
-    "RecvGrad": "receive",
-    "ReduceTiedGrads": "optimizer",
-    "ReduceGrads": "optimizer",
-    "OptimizerStep": "optimizer",
-}
-# What is sent or received, and over which border: the one behind the stage or the one before it.
-_MESSAGES: dict[str, tuple[Literal["activation", "gradient"], int]] = {
-    "SendActivation": ("activation", 0),
-    "RecvActivation": ("activation", -1),
-    "SendGrad": ("gradient", -1),
-    "RecvGrad": ("gradient", 0),
+# The kind of each instruction; of a message also what goes over which border: the one behind the stage or before it.
+_KINDS: dict[str, tuple[Kind, tuple[Literal["activation", "gradient"], int] | None]] = {
+    "LoadMicroBatch": ("data", None),
+    "ForwardPass": ("forward", None),
+    "BackwardPass": ("backward", None),
+    "WeightPass": ("weights", None),
+    "SendActivation": ("send", ("activation", 0)),
+    "RecvActivation": ("receive", ("activation", -1)),
+    "SendGrad": ("send", ("gradient", -1)),
+    "RecvGrad": ("receive", ("gradient", 0)),
+    "ReduceTiedGrads": ("optimizer", None),
+    "ReduceGrads": ("optimizer", None),
+    "OptimizerStep": ("optimizer", None),
 }
 
 
@@ -79,13 +73,13 @@ class Reading:
         """The meaning of the next instruction, by the name of its class; None for what only moves messages."""
         if name not in _KINDS:
             return None
-        kind = _KINDS[name]
+        kind, message = _KINDS[name]
         stage = self._rank if phase == 0 else 2 * self._ranks - 1 - self._rank
         micro_batch = self._seen[name, phase]
         self._seen[name, phase] += 1
-        if name not in _MESSAGES:
+        if message is None:
             return Meaning(kind, stage, None if kind == "optimizer" else micro_batch, None)
-        sent, side = _MESSAGES[name]
+        sent, side = message
         border = stage + side
         ends = frozenset({self._owner(border), self._owner(border + 1)})
         return Meaning(kind, stage, micro_batch, Message(sent, border, micro_batch, ends))

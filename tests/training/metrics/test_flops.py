@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from models.spec import ModelSpec
 from training.metrics import flops
-from training.metrics.flops import ModelFlops, Utilization, layer_flops, peak_flops
+from training.metrics.devices import peak_flops
+from training.metrics.flops import ModelFlops, Utilization, layer_flops
 
 BATCH, LENGTH = 2, 96
 

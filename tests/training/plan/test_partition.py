@@ -8,7 +8,7 @@ from itertools import accumulate, combinations
 
 import pytest
 
-from training.plan.partition import Stretch, best_split
+from training.plan.partition import LayerRange, best_split
 
 
 def divisions(layers: int, stages: int) -> Iterator[list[int]]:
@@ -17,7 +17,7 @@ def divisions(layers: int, stages: int) -> Iterator[list[int]]:
         yield [end - begin for begin, end in zip([0, *cuts], [*cuts, layers], strict=True)]
 
 
-def held(parts: list[int], ranks: int, folded: bool) -> list[tuple[Stretch, ...]]:
+def held(parts: list[int], ranks: int, folded: bool) -> list[tuple[LayerRange, ...]]:
     """What each rank holds."""
     ends = list(accumulate(parts))
     stages = list(zip([0, *ends], ends, strict=False))
@@ -27,8 +27,8 @@ def held(parts: list[int], ranks: int, folded: bool) -> list[tuple[Stretch, ...]
 def judge(parts: list[int], costs: list[int], ranks: int, folded: bool) -> tuple[int, int]:
     """The slowest rank, then how uneven the stages are."""
     ranks_held = held(parts, ranks, folded)
-    stages = [sum(costs[begin:end]) for stretches in ranks_held for begin, end in stretches]
-    slowest = max(sum(sum(costs[begin:end]) for begin, end in stretches) for stretches in ranks_held)
+    stages = [sum(costs[begin:end]) for ranges in ranks_held for begin, end in ranges]
+    slowest = max(sum(sum(costs[begin:end]) for begin, end in ranges) for ranges in ranks_held)
     return slowest, sum(stage**2 for stage in stages)
 
 
@@ -42,13 +42,13 @@ def test_no_division_is_better(seed: int, folded: bool) -> None:
     bytes_ = [draw.randint(1, 9) for _ in range(layers)]
     room = [draw.randint(8, 40) for _ in range(ranks)]
 
-    def fits(rank: int, stretches: tuple[Stretch, ...]) -> bool:
-        return sum(sum(bytes_[begin:end]) for begin, end in stretches) <= room[rank]
+    def fits(rank: int, ranges: tuple[LayerRange, ...]) -> bool:
+        return sum(sum(bytes_[begin:end]) for begin, end in ranges) <= room[rank]
 
     allowed = [
         parts
         for parts in divisions(layers, ranks * (2 if folded else 1))
-        if all(fits(rank, stretches) for rank, stretches in enumerate(held(parts, ranks, folded)))
+        if all(fits(rank, ranges) for rank, ranges in enumerate(held(parts, ranks, folded)))
     ]
     found = best_split(costs, ranks, fits, folded)
     if not allowed:
@@ -60,13 +60,13 @@ def test_no_division_is_better(seed: int, folded: bool) -> None:
 
 @pytest.mark.parametrize("folded", [False, True])
 def test_equal_layers_are_divided_evenly(folded: bool) -> None:
-    assert best_split([7] * 24, 4, lambda rank, stretches: True, folded) == ([3] * 8 if folded else [6] * 4)
+    assert best_split([7] * 24, 4, lambda rank, ranges: True, folded) == ([3] * 8 if folded else [6] * 4)
 
 
 @pytest.mark.parametrize(("layers", "ranks", "folded"), [(3, 4, False), (7, 4, True)])
 def test_fewer_layers_than_stages(layers: int, ranks: int, folded: bool) -> None:
-    assert best_split([1] * layers, ranks, lambda rank, stretches: True, folded) is None
+    assert best_split([1] * layers, ranks, lambda rank, ranges: True, folded) is None
 
 
 def test_a_rank_without_the_memory_for_an_even_share_gets_less() -> None:
-    assert best_split([1] * 8, 2, lambda rank, stretches: rank == 1 or stretches[0][1] <= 3) == [3, 5]
+    assert best_split([1] * 8, 2, lambda rank, ranges: rank == 1 or ranges[0][1] <= 3) == [3, 5]

@@ -20,17 +20,16 @@ from tests.conftest import BAICHUAN, CHATGLM, FAQ, TINY
 from tests.launching import error_lines, run
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
+from training.metrics.devices import GIB, USABLE, parse_devices, this_device
 from training.plan.activation_memory import saved_by
 from training.plan.advice import advise
 from training.plan.auto import choose, divide
 from training.plan.calibration import FILE, Calibration, calibrate
 from training.plan.command import plan_run
-from training.plan.devices import GIB, USABLE, parse_devices, this_device
 from training.plan.in_flight import under_way
 from training.plan.memory import MemoryModel
 from training.plan.optimizer_memory import StateBytes
-from training.plan.parts import Basis, best_parts
-from training.plan.plan import Plan
+from training.plan.plan import Basis, Plan, best_parts
 from training.plan.search import search
 from training.plan.workload import Workload
 from training.schedule.simulation import simulate
@@ -379,9 +378,10 @@ def test_measured_times_replace_estimates(tmp_path: Path) -> None:
     config = config_of(tmp_path, 2, fp16={"enabled": False}, max_seq_len=64, train_batch_size=4)
     workload = Workload.assumed(config)
     found = calibrate(config, spec, workload)
-    assert set(found.layers) == {"0", "1", "7"}
-    assert found.update > 0 and all(seconds > 0 for pair in found.layers.values() for seconds in pair)
-    slow_head = replace(found, layers=found.layers | {"7": (1.0, 1.0)})
+    factors = found.factors
+    assert set(factors.layers) == {"0", "1", "7"}
+    assert factors.update > 0 and all(factor > 0 for pair in factors.layers.values() for factor in pair)
+    slow_head = found._replace(factors=replace(factors, layers=factors.layers | {"7": (1e6, 1e6)}))
     slow_head.write(tmp_path / "run")
     read = Calibration.read(tmp_path / "run", config, spec)
     assert read is not None

@@ -34,7 +34,8 @@ def test_a_run_divides_by_measured_costs(make_checkpoint: Callable[..., Path], t
     )
     config = load_config(path)
     found = calibrate(config, ModelSpec.from_folder(model), Workload.assumed(config))
-    replace(found, layers=found.layers | {"5": (10.0, 10.0)}).write(tmp_path / "run")  # a very slow head
+    layers = found.factors.layers | {"5": (1e6, 1e6)}  # a very slow head
+    found._replace(factors=replace(found.factors, layers=layers)).write(tmp_path / "run")
     result = deepspeed(2, "train_ds.py", "--config", path)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     assert "in 2 stages of [5, 1]" in result.stdout
