@@ -27,8 +27,8 @@ from training.checkpoint.saving import Checkpointer
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader, build_loader, packing_told, report, start_stream
-from training.distributed.lifeline import Lifeline
 from training.distributed.processes import Place, agreed
+from training.distributed.rank_monitor import RankMonitor
 from training.distributed.signals import StopRequest
 from training.engine.trainer import Trainer
 from training.errors import ConfigError
@@ -63,8 +63,8 @@ class Inputs:
     save_path: Path
 
     @classmethod
-    def read(cls, config: TrainConfig, log: Console) -> Inputs:
-        """Read model config and records, make the run's folder."""
+    def read(cls, config: TrainConfig, log: Console, monitor: RankMonitor) -> Inputs:
+        """Read model config and records, make the run's folder and take its lease."""
         folder = resolve(config.model_path)
         spec = ModelSpec.from_folder(folder)
         config.parts_for(spec.n_layers)  # checked before the data are read, which takes longer
@@ -73,7 +73,9 @@ class Inputs:
         loader = build_loader(dataset, config, config.model_topo.replicas, config.dataloader_drop_last)
         evaluation_set = reader.read("evaluation data", config.eval_data_path) if config.eval_data_path else None
         reader.check_vocabulary(int(spec.config.vocab_size), dataset, *([evaluation_set] if evaluation_set else []))
-        return cls(folder, spec, dataset, loader, evaluation_set, make_run_folder(config.save_path))
+        save_path = make_run_folder(config.save_path)
+        monitor.hold(save_path)
+        return cls(folder, spec, dataset, loader, evaluation_set, save_path)
 
     def order(self, config: TrainConfig) -> DataOrder:
         """What decides which samples a step sees."""
@@ -88,26 +90,26 @@ class Inputs:
         )
 
     def start(
-        self, order: DataOrder, checkpoint: Path | None, total_steps: int, place: Place, lifeline: Lifeline
+        self, order: DataOrder, checkpoint: Path | None, total_steps: int, place: Place, monitor: RankMonitor
     ) -> None:
         """Tokenize the first records of a stream; any other set is there already."""
         if isinstance(self.dataset, Stream):
-            waiting = partial(lifeline.mark, "the data of the next step")
+            waiting = partial(monitor.mark, "the data of the next step")
             start_stream(self.dataset, order, checkpoint, total_steps, place.local_rank == 0, waiting)
 
 
-def run_job(config: TrainConfig, place: Place, lifeline: Lifeline, kind: type[Trainer]) -> None:
+def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[Trainer]) -> None:
     """Train, from the beginning or from the newest checkpoint.
 
     Args:
-        lifeline: by which the run ends everywhere when it fails somewhere.
+        monitor: by which the run ends everywhere when it fails somewhere.
         kind: how the model is spread: `PipelineTrainer` or `ZeroTrainer`.
     """
     reporting = place.rank == 0
     log = Log(quiet=not reporting, highlight=False)
     stop = StopRequest()
     with agreed():
-        inputs = Inputs.read(config, log)
+        inputs = Inputs.read(config, log, monitor)
     spec, loader, save_path = inputs.spec, inputs.loader, inputs.save_path
     division = divide(config, spec, kind.in_stages, None if isinstance(inputs.dataset, Stream) else loader)
     topology = division.topology
@@ -117,7 +119,7 @@ def run_job(config: TrainConfig, place: Place, lifeline: Lifeline, kind: type[Tr
     with agreed():
         if checkpoint:
             check_resumable(checkpoint, order, fixed_settings(config))
-        inputs.start(order, checkpoint, total_steps, place, lifeline)
+        inputs.start(order, checkpoint, total_steps, place, monitor)
     describe(config, inputs, division, total_steps, log)
     config = config.with_parts(topology.parts)  # what `auto` came to; the resolved config says so
     if reporting:
@@ -149,7 +151,7 @@ def run_job(config: TrainConfig, place: Place, lifeline: Lifeline, kind: type[Tr
             checkpointer=checkpointer,
             reporter=reporter,
             stop=stop,
-            lifeline=lifeline,
+            monitor=monitor,
             bad_steps=bad_steps,
             evaluation=evaluation,
             utilization=utilization,

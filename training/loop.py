@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from data.loader import Loader
 from training.bad_steps import BadSteps
 from training.checkpoint.saving import Checkpointer
-from training.distributed.lifeline import Lifeline
+from training.distributed.rank_monitor import RankMonitor
 from training.distributed.signals import StopRequest
 from training.engine.trainer import Trainer
 from training.evaluation import Evaluation
@@ -35,7 +35,7 @@ class Run:
     checkpointer: Checkpointer
     reporter: Reporter
     stop: StopRequest
-    lifeline: Lifeline
+    monitor: RankMonitor
     bad_steps: BadSteps
     evaluation: Evaluation | None
     utilization: Utilization
@@ -65,7 +65,7 @@ def train(run: Run) -> int:
         if due or best or stopping or last:
             with run.trainer.timings("checkpoint"):
                 run.checkpointer.save(step, found if best else None)
-            run.lifeline.mark(f"the checkpoint of step {step}")
+            run.monitor.mark(f"the checkpoint of step {step}")
         if stopping:
             return step
     return run.total_steps
@@ -74,7 +74,7 @@ def train(run: Run) -> int:
 def evaluate(run: Run, step: int) -> float:
     """Measure and report the evaluation loss."""
     assert run.evaluation is not None
-    found = run.evaluation.run(run.trainer, run.lifeline)
+    found = run.evaluation.run(run.trainer, run.monitor)
     run.reporter.report_evaluation(step, found)
     return found["eval_loss"]
 
@@ -88,7 +88,7 @@ def _step(run: Run, step: int) -> None:
         loss = run.trainer.train_step(run.loader, batch)
     seconds = time.monotonic() - begin
     grad_norm = float(run.trainer.engine.get_global_grad_norm() or 0.0)
-    run.lifeline.mark(f"step {step}")
+    run.monitor.mark(f"step {step}")
     run.reporter.report(
         StepMetrics(
             step=step,
