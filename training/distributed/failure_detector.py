@@ -27,7 +27,6 @@ TOGETHER = 2.0  # seconds from the first failure to the verdict
 LATE = 10.0  # the same, where all are errors of communication: what made them may come later
 ANSWER = 20.0  # seconds for a rank to say where it is
 HANDSHAKE = 10.0  # seconds for a connection's first line
-JOINING = 120.0  # seconds for all ranks to connect
 POLL = 0.1  # seconds between two looks at what came in
 LONGEST = 2**22  # bytes of a message; it may hold a traceback
 DIED = "died without an error: killed from outside, for example because memory ran out"
@@ -80,7 +79,6 @@ class FailureDetector:
 
     async def _watch(self, listener: socket.socket) -> None:
         await asyncio.start_server(self._serve, sock=listener, limit=LONGEST)
-        begin = time.monotonic()
         verdict = None
         while verdict is None and len(self._done) < len(self._names):
             await asyncio.sleep(POLL)
@@ -91,9 +89,6 @@ class FailureDetector:
                     verdict = self._first_to_fail()
             elif self._marked and now - self._marked[0] > self._timeout * 60:
                 verdict = await self._hanging(self._marked[1])
-            elif now - begin > JOINING:
-                for rank in set(range(len(self._names))) - set(self._connected):
-                    self._failed(rank, None)
         self._tell({"kind": "verdict", **asdict(verdict)} if verdict else {"kind": "end"})
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

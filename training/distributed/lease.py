@@ -36,8 +36,7 @@ from training.errors import ConfigError
 
 NAME = "pipetune-lease-"
 INTERVAL = 10.0  # seconds between two heartbeats
-EXPIRY = 6  # intervals without a heartbeat after which a holder counts as dead
-WATCH = 2  # intervals for which a lease is watched at least before it does
+EXPIRY, WATCH = 6, 2  # a holder is dead after so many intervals without a heartbeat, seen for at least so many
 
 
 class Holder(NamedTuple):
@@ -94,10 +93,8 @@ class Lease:
             found = _read(self._path)
             if found is None or found.holder != self._holder:
                 now = next((lease.holder for lease in _leases(self._folder)), "nobody")
-                raise ConfigError(
-                    f"save_path: {self._folder}: this run stood still and lost its lease, or somebody removed it; "
-                    f"held now by {now}; expected one run a folder"
-                )
+                lost = f"this run stood still and lost its lease, or somebody removed it; held now by {now}"
+                raise ConfigError(f"save_path: {self._folder}: {lost}; expected one run a folder")
 
     def release(self) -> None:
         """Let the next run have it."""
@@ -107,14 +104,13 @@ class Lease:
             self._path.unlink()
 
     def _beat(self) -> None:
-        while not self._ended.wait(self._interval):
-            with suppress(OSError):
-                try:
-                    self.check()
-                except ConfigError as error:
-                    self._lost(error)
-                    return
-                os.utime(self._file)  # to the file system's own time
+        try:
+            while not self._ended.wait(self._interval):
+                self.check()
+                with suppress(OSError):
+                    os.utime(self._file)  # to the file system's own time
+        except ConfigError as error:
+            self._lost(error)
 
     def _take(self) -> bool:
         """Try once; False where another start came in between."""
@@ -131,8 +127,8 @@ class Lease:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(self._file, fcntl.LOCK_EX)
             kernel = _kernel()
-        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        self._holder = Holder(socket.gethostname(), os.getpid(), since, kernel, secrets.token_hex(8))
+        now = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        self._holder = Holder(socket.gethostname(), os.getpid(), now, kernel, secrets.token_hex(8))
         os.write(self._file, json.dumps(self._holder).encode())
         if [lease for lease in _leases(self._folder) if lease.path != self._path] == found:
             for lease in found:
@@ -153,9 +149,9 @@ class Lease:
             "stop that one, or choose another save_path"
         )
         if lease.holder and lease.holder.kernel == _kernel():
-            if lease.locked:
-                raise alive
-            return True
+            if not lease.locked:
+                return True
+            raise alive
         with tempfile.TemporaryFile(dir=self._folder) as probe:
             age = (os.fstat(probe.fileno()).st_mtime_ns - lease.touched) / 1e9
         patience = max(EXPIRY * self._interval - age, WATCH * self._interval)
