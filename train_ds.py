@@ -18,7 +18,7 @@ from training.config.yaml_file import load_config
 from training.distributed.processes import Place
 
 if TYPE_CHECKING:
-    from training.distributed.lifeline import Lifeline
+    from training.distributed.rank_monitor import RankMonitor
 
 
 def main() -> None:
@@ -39,12 +39,12 @@ def plan(config: TrainConfig, arguments: Namespace) -> None:
     plan_run(config, arguments)
 
 
-def run(config: TrainConfig, place: Place, lifeline: Lifeline) -> None:
+def run(config: TrainConfig, place: Place, monitor: RankMonitor) -> None:
     """The whole job of one rank."""
     from training.engine.pipeline import PipelineTrainer
     from training.job import run_job
 
-    run_job(config, place, lifeline, PipelineTrainer)
+    run_job(config, place, monitor, PipelineTrainer)
 
 
 if __name__ == "__main__":

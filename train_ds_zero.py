@@ -16,7 +16,7 @@ from training.config.yaml_file import load_config
 from training.distributed.processes import Place
 
 if TYPE_CHECKING:
-    from training.distributed.lifeline import Lifeline
+    from training.distributed.rank_monitor import RankMonitor
 
 
 def main() -> None:
@@ -24,12 +24,12 @@ def main() -> None:
     open_door(arguments, lambda place: load_spread_config(arguments.config, arguments.overrides, place), run)
 
 
-def run(config: TrainConfig, place: Place, lifeline: Lifeline) -> None:
+def run(config: TrainConfig, place: Place, monitor: RankMonitor) -> None:
     """The whole job of one rank."""
     from training.engine.zero import ZeroTrainer
     from training.job import run_job
 
-    run_job(config, place, lifeline, ZeroTrainer)
+    run_job(config, place, monitor, ZeroTrainer)
 
 
 def load_spread_config(path: str, overrides: list[str], place: Place | None) -> TrainConfig:

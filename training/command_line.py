@@ -18,7 +18,7 @@ from training.distributed.processes import Place, exit_on_user_error
 from training.errors import ConfigError, keep_tracebacks_in
 
 if TYPE_CHECKING:
-    from training.distributed.lifeline import Lifeline
+    from training.distributed.rank_monitor import RankMonitor
 
 
 def parse_arguments(description: str) -> argparse.Namespace:
@@ -44,7 +44,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
 def open_door(
     arguments: argparse.Namespace,
     load: Callable[[Place | None], TrainConfig],
-    run: Callable[[TrainConfig, Place, Lifeline], None],
+    run: Callable[[TrainConfig, Place, RankMonitor], None],
     plan: Callable[[TrainConfig, argparse.Namespace], None] | None = None,
 ) -> None:
     """Inspect the data, plan, start the launcher, or be one rank of a run.
@@ -56,6 +56,8 @@ def open_door(
         plan: what `--plan` does, where the door can.
     """
     place = Place.from_environment()
+    if place is not None:
+        processes.end_with_launcher(place)
     with exit_on_user_error(place):
         config = load(place)
         keep_tracebacks_in(config.save_path)
@@ -69,12 +71,12 @@ def open_door(
         elif place is None:
             processes.launch(config.model_topo, sys.argv)
         else:
-            from training.distributed.lifeline import Lifeline
+            from training.distributed.rank_monitor import RankMonitor
 
-            # The watchdog must find a hang, and name the rank, before the process group gives up.
+            # The failure detector must find a hang, and name the rank, before the process group gives up.
             processes.start(place, config.model_topo, timedelta(minutes=max(30, 2 * config.timeout_minutes)))
-            with Lifeline(place, config.model_topo.stage_of(place.rank), config.timeout_minutes) as lifeline:
-                run(config, place, lifeline)
+            with RankMonitor(place, config.model_topo.stage_of(place.rank), config.timeout_minutes) as monitor:
+                run(config, place, monitor)
             processes.stop()
 
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from data.dataset import Dataset
 from training.config.keys import TrainConfig
 from training.data_setup import build_loader
-from training.distributed.lifeline import Lifeline
+from training.distributed.rank_monitor import RankMonitor
 from training.engine.trainer import Trainer
 
 
@@ -58,7 +58,7 @@ class Evaluation:
             return self._at_start
         return last or (self._interval > 0 and step % self._interval == 0)
 
-    def run(self, trainer: Trainer, lifeline: Lifeline) -> dict[str, float]:
+    def run(self, trainer: Trainer, monitor: RankMonitor) -> dict[str, float]:
         """`eval_loss`, `eval_perplexity` and, where there are several types, `eval_loss/<type>`."""
         losses: dict[str, tuple[float, int]] = {}
         batches = sum(loader.steps_per_epoch for loader in self._loaders.values())
@@ -70,7 +70,7 @@ class Evaluation:
                     total += trainer.eval_loss(loader, batch) * batch.supervised
                     tokens += batch.supervised
                     bar.update()
-                    lifeline.mark("a batch of an evaluation")
+                    monitor.mark("a batch of an evaluation")
                 losses[kind] = (total, int(tokens))
         return summary(losses)
 

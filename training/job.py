@@ -31,8 +31,8 @@ from training.config.changes import settings_of
 from training.config.deepspeed_config import router_loss_weight, training_dtype
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader, build_loader, packing_told, report, start_stream
-from training.distributed.lifeline import Lifeline
 from training.distributed.processes import Place, agreed
+from training.distributed.rank_monitor import RankMonitor
 from training.distributed.signals import StopRequest
 from training.engine.trainer import Trainer
 from training.errors import ConfigError
@@ -69,8 +69,8 @@ class Inputs:
     save_path: Path
 
     @classmethod
-    def read(cls, config: TrainConfig, log: Console) -> Inputs:
-        """Read model config and records, make the run's folder."""
+    def read(cls, config: TrainConfig, log: Console, monitor: RankMonitor) -> Inputs:
+        """Read model config and records, make the run's folder and take its lease."""
         folder = resolve(config.model_path)
         spec = ModelSpec.from_folder(folder)
         config.parts_for(spec.n_layers)  # checked before the data are read, which takes longer
@@ -84,7 +84,9 @@ class Inputs:
             evaluation = Evaluation(records, config, replicas, loader.steps_per_epoch, active=not log.quiet)
         check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), *sets)
         side_files = {} if log.quiet else read_side_files(folder)
-        return cls(folder, spec, dataset, loader, evaluation, side_files, make_run_folder(config.save_path))
+        save_path = make_run_folder(config.save_path)
+        monitor.hold(save_path)
+        return cls(folder, spec, dataset, loader, evaluation, side_files, save_path)
 
     def order(self, config: TrainConfig) -> DataOrder:
         """What decides which samples a step sees."""
@@ -98,10 +100,10 @@ class Inputs:
             stream_gb=config.stream_gb,
         )
 
-    def start(self, start: Start, place: Place, lifeline: Lifeline) -> None:
+    def start(self, start: Start, place: Place, monitor: RankMonitor) -> None:
         """Tokenize the first records of a stream; any other set is there already."""
         if isinstance(self.dataset, Stream):
-            waiting = partial(lifeline.mark, "the data of the next step")
+            waiting = partial(monitor.mark, "the data of the next step")
             start_stream(self.dataset, start.order, start.known, start.total_steps, place.local_rank == 0, waiting)
 
 
@@ -148,18 +150,18 @@ class Start:
         return self.known.step if self.known else 0
 
 
-def run_job(config: TrainConfig, place: Place, lifeline: Lifeline, kind: type[Trainer]) -> None:
+def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[Trainer]) -> None:
     """Train, from the beginning or from the newest checkpoint.
 
     Args:
-        lifeline: by which the run ends everywhere when it fails somewhere.
+        monitor: by which the run ends everywhere when it fails somewhere.
         kind: how the model is spread: `PipelineTrainer` or `ZeroTrainer`.
     """
     reporting = place.rank == 0
     log = Log(quiet=not reporting, highlight=False)
     stop = StopRequest()
     with agreed():
-        inputs = Inputs.read(config, log)
+        inputs = Inputs.read(config, log, monitor)
     spec, loader, save_path = inputs.spec, inputs.loader, inputs.save_path
     division = divide(config, spec, kind.in_stages, None if isinstance(inputs.dataset, Stream) else loader)
     topology = division.topology
@@ -173,7 +175,7 @@ def run_job(config: TrainConfig, place: Place, lifeline: Lifeline, kind: type[Tr
             finish(config, layers, checkpoint, inputs.folder, log)
         return
     with agreed():
-        inputs.start(start, place, lifeline)
+        inputs.start(start, place, monitor)
     describe(config, inputs, division, total_steps, log)
     record = CheckpointRecord(step=done, topology=topology, data=start.order, settings=settings_of(config))
     config = config.with_parts(topology.parts)  # what `auto` came to; the resolved config says so
@@ -201,7 +203,7 @@ def run_job(config: TrainConfig, place: Place, lifeline: Lifeline, kind: type[Tr
             checkpointer=checkpointer,
             reporter=reporter,
             stop=stop,
-            lifeline=lifeline,
+            monitor=monitor,
             bad_steps=BadSteps(config.max_bad_steps, config.fp16.enabled, inputs.dataset, log, reporting),
             evaluation=inputs.evaluation,
             utilization=Utilization(spec, training_dtype(config), place.world_size),

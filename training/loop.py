@@ -12,7 +12,7 @@ from data.loader import Loader
 from training.bad_steps import BadSteps
 from training.checkpoint.saving import Checkpointer
 from training.distributed.freed_memory import FreedMemory
-from training.distributed.lifeline import Lifeline
+from training.distributed.rank_monitor import RankMonitor
 from training.distributed.signals import StopRequest
 from training.engine.trainer import Trainer
 from training.evaluation import Evaluation
@@ -41,7 +41,7 @@ class Run:
     checkpointer: Checkpointer
     reporter: Reporter
     stop: StopRequest
-    lifeline: Lifeline
+    monitor: RankMonitor
     bad_steps: BadSteps
     evaluation: Evaluation | None
     utilization: Utilization
@@ -78,7 +78,7 @@ def train(run: Run) -> int:
         if due or stopping or last or (loss is not None and run.checkpointer.is_best(loss)):
             with run.trainer.timings("checkpoint"):
                 run.checkpointer.save(step, loss)
-            run.lifeline.mark(f"the checkpoint of step {step}")
+            run.monitor.mark(f"the checkpoint of step {step}")
         if stopping:
             return step
     return run.total_steps
@@ -87,7 +87,7 @@ def train(run: Run) -> int:
 def evaluate(run: Run, step: int) -> float:
     """Measure and report the evaluation loss."""
     assert run.evaluation is not None
-    found = run.evaluation.run(run.trainer, run.lifeline)
+    found = run.evaluation.run(run.trainer, run.monitor)
     run.reporter.report_evaluation(step, found)
     return found["eval_loss"]
 
@@ -101,7 +101,7 @@ def _step(run: Run, step: int) -> None:
         loss = run.trainer.train_step(run.loader, batch)
     seconds = time.monotonic() - begin
     grad_norm = float(run.trainer.engine.get_global_grad_norm() or 0.0)
-    run.lifeline.mark(f"step {step}")
+    run.monitor.mark(f"step {step}")
     run.reporter.report(
         StepMetrics(
             step=step,

@@ -2,7 +2,8 @@
 
 usage: FAULT=<kind>:<rank>:<step> faulty.py <arguments of train_ds.py>. At the beginning of the step that rank
 - raises: an error of a program, - mistake: an error that a user can mend, - dies: by SIGKILL, - freezes: by SIGSTOP,
-- hangs: waits in Python for what never comes, - fills: cannot write large files any more, as on a full disk.
+- hangs: waits in Python for what never comes, - fills: cannot write large files any more, as on a full disk,
+- waits: until the file that WAITS_FOR names is there.
 """
 
 from __future__ import annotations
@@ -43,7 +44,13 @@ def fills() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 
 
-FAULTS: dict[str, Callable[[], None]] = {each.__name__: each for each in (raises, mistake, dies, freezes, hangs, fills)}
+def waits() -> None:
+    while not os.path.exists(os.environ["WAITS_FOR"]):
+        time.sleep(0.05)
+
+
+KINDS = (raises, mistake, dies, freezes, hangs, fills, waits)
+FAULTS: dict[str, Callable[[], None]] = {each.__name__: each for each in KINDS}
 
 
 def main() -> None:

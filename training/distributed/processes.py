@@ -7,13 +7,16 @@ starts the deepspeed launcher itself, with as many processes as the config's `di
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 from training.config.sections import ModelTopo
@@ -23,6 +26,9 @@ from training.errors import EXIT_CODE, USER_ERRORS, ConfigError, RunRefused, end
 FEW, A_CORE = 16, 4  # processes that a machine without GPUs is taken to bear: so many, or so many for each core
 RANK_0_SPEAKS = 20.0  # seconds for rank 0 to find the same mistake as this rank
 LEAVING = 2.0  # seconds for rank 0 to say what all know
+LAUNCHER_GONE = signal.SIGRTMIN  # a process sends it to itself; one that does not handle it ends at once
+GRACE = 30.0  # seconds to save and leave when the launcher is gone; as many as DeepSpeed's gives after a signal
+RUNNERS = ("deepspeed.launcher.runner", "deepspeed", "deepspeed.pt", "ds")  # what starts DeepSpeed's launch.py
 
 Value = TypeVar("Value")
 
@@ -73,6 +79,34 @@ def launch(topology: ModelTopo, arguments: list[str]) -> None:
     os.execv(sys.executable, [*launcher, "--master_port", str(free_port()), *arguments])
 
 
+def end_with_launcher(place: Place) -> None:
+    """Let this process save and end when its launcher is gone, as nobody could stop it any more.
+
+    The launcher is the parent, and what runs DeepSpeed's launch.py; whatever stands above may end, as a shell does.
+    """
+    import psutil
+
+    launcher = psutil.Process(os.getppid())
+    links = [(psutil.Process(), launcher.pid)]
+    with suppress(psutil.Error):
+        runner = launcher.parent()
+        if runner and any(Path(word).name in RUNNERS for word in runner.cmdline()):
+            links.append((launcher, runner.pid))
+
+    def watch() -> None:
+        with suppress(psutil.Error):
+            while all(child.ppid() == parent for child, parent in links):
+                time.sleep(0.5)
+        if place.local_rank == 0:
+            with suppress(OSError):  # what it printed to may be gone as well
+                print("error: the launcher is gone; the run saves and ends", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), LAUNCHER_GONE)
+        time.sleep(GRACE)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
+
+
 def start(place: Place, topology: ModelTopo, patience: timedelta = timedelta(minutes=30)) -> None:
     """Join the other processes: NCCL where there are GPUs, gloo elsewhere.
 
@@ -94,21 +128,30 @@ def start(place: Place, topology: ModelTopo, patience: timedelta = timedelta(min
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_size))
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         freed_memory.keep()
+        if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
+    from training.distributed.meeting import open_store
+
     deepspeed.utils.logger.setLevel("WARNING")
+    # DeepSpeed makes its groups with the default timeout, which NCCL's processes would not outlive.
+    for default in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(torch.distributed.distributed_c10d, default, patience)
     if get_accelerator().device_name() == "cpu":
         # On a CPU DeepSpeed compiles a shared-memory collective at first use, for 100 s; gloo never calls it.
         vars(deepspeed.ops)["__compatible_ops__"] = {}
     else:
         get_accelerator().set_device(place.local_rank)
     try:
+        store = open_store(place)
         deepspeed.init_distributed(verbose=False, timeout=patience)
-    except torch.distributed.DistNetworkError as error:
+        del store  # the process group has found it by its port, and keeps it
+    except (torch.distributed.DistNetworkError, OSError) as error:
         raise ConfigError(
-            f"the processes cannot meet: {str(error).splitlines()[0]}; where another run uses the port, "
-            "choose one with --master_port"
+            f"the processes cannot meet at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: "
+            f"{str(error).splitlines()[0]}; where another run uses the port, choose one with --master_port"
         ) from None
 
 

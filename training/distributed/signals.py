@@ -2,7 +2,8 @@
 
 A launcher passes a signal on by others (Ctrl-C arrives as SIGINT and, from the launcher, as SIGTERM), so whatever comes
 within a second of the first is the same request. The ranks hear of it at different steps; `StopRequest.agreed` lets
-them stop after the same one. It costs one number summed over the ranks a step.
+them stop after the same one. It costs one number summed over the ranks a step. A launcher that is gone is a request
+too (`training.distributed.processes`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from types import FrameType
 
 import torch
 from deepspeed.accelerator import get_accelerator
+
+from training.distributed.processes import LAUNCHER_GONE
 
 SAME_REQUEST = 1.0  # seconds
 
@@ -28,7 +31,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: int | None = None
         self._since = 0.0
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, LAUNCHER_GONE):
             signal.signal(number, self._take)
 
     @property
@@ -48,7 +51,7 @@ class StopRequest:
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self.signal is not None and now - self._since >= SAME_REQUEST:
+        if self.signal is not None and number != LAUNCHER_GONE and now - self._since >= SAME_REQUEST:
             os._exit(128 + number)
         if self.signal is None:
             self.signal, self._since = number, now

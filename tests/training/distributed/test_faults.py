@@ -17,6 +17,7 @@ from data.tokenize import load_tokenizer
 from tests.conftest import FAQ
 from tests.launching import deepspeed, error_lines, metrics, topology, write_config
 from tests.ranks import Ranks
+from training.distributed.lease import NAME
 
 pytestmark = pytest.mark.launched
 
@@ -35,11 +36,11 @@ def model(make_checkpoint: Callable[..., Path]) -> Path:
 # Kind and rank of the fault; the rank that the error names and what else it says; the exit code.
 FAULTS = {
     "raises": ("raises:1:3", "rank 1 (stage 1, host", "ValueError: the third step breaks", 1),
-    "dies": ("dies:1:3", "rank 1 (stage 1, host", "gone without a word", 1),
+    "dies": ("dies:1:3", "rank 1 (stage 1, host", "died without an error", 1),
     "hangs": ("hangs:1:3", "rank 1 (stage 1, host", "faulty.py:", 1),
     "mistake": ("mistake:1:3", "rank 1 (stage 1, host", "data.json: record 7: gone", 2),
     "rank 0 raises": ("raises:0:3", "rank 0 (stage 0, host", "ValueError: the third step breaks", 1),
-    "rank 0 dies": ("dies:0:3", "rank 0 (stage 0, host", "gone without a word", 1),
+    "rank 0 dies": ("dies:0:3", "rank 0 (stage 0, host", "died without an error", 1),
     "freezes": ("freezes:1:3", "rank 1 (stage 1, host", "does not answer", 1),
     "rank 0 hangs": ("hangs:0:3", "rank 0 (stage 0, host", "faulty.py:", 1),
 }
@@ -80,6 +81,7 @@ def test_first_error_is_named_and_comes_last(
     if "dies" not in name:
         assert result.returncode == code
     assert len(metrics(tmp_path / "run")) == 2
+    assert not list((tmp_path / "run").glob(f"{NAME}*")) or name == "rank 0 dies"
 
 
 @pytest.mark.slow

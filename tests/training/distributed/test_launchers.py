@@ -1,0 +1,118 @@
+"""What becomes of a run whose launcher is killed, and of a second start while it trains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import FAQ
+from tests.launching import (
+    DEEPSPEED,
+    IDLE,
+    TORCHRUN,
+    Launch,
+    error_lines,
+    eventually,
+    metrics,
+    run,
+    start,
+    topology,
+    write_config,
+)
+from training.checkpoint.folder import RECORD, step_folders
+from training.distributed.lease import NAME
+from training.distributed.processes import free_port
+
+pytestmark = pytest.mark.launched
+
+SAMPLES = 80
+STEPS = 10
+WAITS_IN = 3  # the step in which rank 0 waits for the test
+
+
+@pytest.fixture
+def config(make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a run whose rank 0 waits for a file, `go`, in step WAITS_IN."""
+    monkeypatch.setenv("FAULT", f"waits:0:{WAITS_IN}")
+    monkeypatch.setenv("WAITS_FOR", str(tmp_path / "go"))
+    records = json.loads(FAQ.read_text(encoding="utf-8"))[:SAMPLES]
+    (tmp_path / "data.json").write_text(json.dumps(records), encoding="utf-8")
+    return write_config(
+        tmp_path / "run.yml",
+        model_path=str(make_checkpoint("llama")),
+        data_path=str(tmp_path / "data.json"),
+        model_topo=topology((2, 1)),
+        save_interval=2,
+    )
+
+
+def words(launcher: str, config: Path) -> list[str | Path]:
+    command = [*TORCHRUN, "--nproc_per_node", "2"] if launcher == "agent" else [*DEEPSPEED, "--num_gpus", "2"]
+    return [*command, "--master_port", str(free_port()), "tests/workers/faulty.py", "--config", config]
+
+
+def steps_done(config: Path) -> int:
+    folder = config.with_suffix("")
+    return len(metrics(folder)) if (folder / "metrics.jsonl").is_file() else 0
+
+
+def family(launch: Launch) -> dict[str, list[psutil.Process]]:
+    """The processes of a run, by what they are; under torchrun the first one is the agent."""
+    first, *others = launch.family()
+    found: dict[str, list[psutil.Process]] = {"runner": [first], "agent": [first], "launch.py": [], "rank": []}
+    for each in others:
+        found["launch.py" if "deepspeed.launcher.launch" in each.cmdline() else "rank"].append(each)
+    return found
+
+
+@pytest.mark.parametrize(
+    "killed",
+    ["runner", pytest.param("launch.py", marks=pytest.mark.slow), pytest.param("agent", marks=pytest.mark.slow)],
+)
+def test_ranks_save_and_end_when_their_launcher_is_killed(killed: str, config: Path) -> None:
+    launch = start(*words(killed, config))
+    try:
+        launch.until(lambda: steps_done(config) == WAITS_IN - 1)
+        running = family(launch)
+        assert len(running["rank"]) == 2
+        connections = [each for rank in running["rank"] for each in rank.net_connections()]
+        assert {each.laddr.ip for each in connections if each.status == "LISTEN"} == {"127.0.0.1"}
+        for each in running[killed]:
+            each.kill()
+    finally:
+        (config.parent / "go").touch()
+    _, alive = psutil.wait_procs(running["rank"] + running["launch.py"], timeout=IDLE)
+    assert alive == []
+    launch.end()
+    assert launch.stderr.count("error: the launcher is gone") == 1
+    run_folder = config.with_suffix("")
+    newest = step_folders(run_folder)[0]
+    assert (newest / RECORD).is_file()
+    assert newest.name == f"step-{steps_done(config):06d}"
+    assert steps_done(config) < STEPS
+    assert list(run_folder.glob(f"{NAME}*")) == []
+
+
+def test_of_two_starts_one_trains(config: Path) -> None:
+    """The other one leaves in one line and changes nothing."""
+    both = [start(*words("runner", config)) for _ in range(2)]
+    try:
+        eventually(lambda: any(launch.poll() is not None for launch in both))
+    finally:
+        (config.parent / "go").touch()
+    refused, trained = (launch.end() for launch in sorted(both, key=lambda launch: launch.poll() is None))
+    assert refused.returncode == 2, refused.stdout + refused.stderr + trained.stderr
+    (line,) = error_lines(refused)
+    assert f"save_path: {config.with_suffix('')}: is being trained by process" in line
+    assert "Traceback" not in refused.stderr
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    run_folder = config.with_suffix("")
+    assert [each["step"] for each in metrics(run_folder)] == list(range(1, STEPS + 1))
+    again = run(*words("runner", config))
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert len(metrics(run_folder)) == STEPS
+    assert list(run_folder.glob(f"{NAME}*")) == []

@@ -1,0 +1,89 @@
+"""Where the ranks of a run meet."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+from training.distributed.meeting import listen
+from training.distributed.processes import Place, free_port
+
+ALONE = Place(0, 2, 0, 2)
+TWO_MACHINES = Place(0, 4, 0, 2)
+
+STARTED = """
+import sys
+from datetime import timedelta
+import psutil, torch
+from training.config.sections import ModelTopo
+from training.distributed.processes import Place, start
+from training.errors import ConfigError
+topology = ModelTopo(process_topology={"axes": ["pipe", "data"], "dims": [1, 1]})
+try:
+    start(Place.from_environment(), topology, timedelta(minutes=77))
+except ConfigError as error:
+    sys.exit(f"error: {error}")
+group = torch.distributed.new_group([0])
+print(group._get_backend(torch.device("cpu")).options._timeout)
+print({each.laddr.ip for each in psutil.Process().net_connections() if each.status == "LISTEN"})
+"""
+
+
+def started(address: str, port: int) -> subprocess.CompletedProcess[str]:
+    """What a run of one process says about itself."""
+    meeting = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    environment = os.environ | meeting | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", STARTED], env=environment, capture_output=True, text=True, cwd=ROOT, check=False
+    )
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+def test_one_machine_listens_at_its_own_address_only(
+    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", address)
+    with listen(ALONE) as listener:
+        assert listener.getsockname()[0] in ("127.0.0.1", "::1")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("address", "place"), [("127.0.0.1", TWO_MACHINES), ("192.0.2.1", ALONE)])
+def test_an_address_that_others_cannot_reach_is_told(
+    address: str, place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A host's own name often stands for a loopback address in its /etc/hosts; a container has its host's address."""
+    monkeypatch.setenv("MASTER_ADDR", address)
+    with listen(place) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
+        assert f"port {listener.getsockname()[1]} is open at every address" in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(OSError) as caught:
+        listen(ALONE, other.getsockname()[1])
+    assert caught.value.errno == errno.EADDRINUSE
+
+
+def test_all_groups_have_the_runs_timeout_and_all_ports_its_address() -> None:
+    result = started("127.0.0.1", free_port())
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-2:] == ["1:17:00", "{'127.0.0.1'}"]
+
+
+def test_ranks_that_cannot_meet_say_so_in_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = started("127.0.0.1", other.getsockname()[1])
+    unknown = started("no-such-host.invalid", free_port())
+    for result, why in ((taken, "Address already in use"), (unknown, "no-such-host.invalid")):
+        assert result.returncode == 1
+        lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1 and "the processes cannot meet at " in lines[0] and why in lines[0]
+        assert "Traceback" not in result.stderr

@@ -1,0 +1,165 @@
+"""Notices that a rank died, failed or hangs, finds out which came first, and tells all ranks.
+
+A thread in rank 0's process holds one TCP connection to each rank (`training.distributed.rank_monitor`). Where one
+closes before its rank is done, the rank died: the kernel closes it, whatever ended the process and however slow the
+machine. A host that vanishes is found by TCP's keepalive within half a minute. When one rank fails, others soon fail
+after it because they were talking to it, so reports are collected for a moment: an error that is not about
+communication counts before a silent death, and that before errors of communication. A run that makes no progress for
+`timeout_minutes` is asked where each rank is: the one at fault does not answer, or is the one that does not wait.
+
+A message is a line of JSON, but for a connection's first, which has to bring the run's secret within HANDSHAKE. Whoever
+does not know it, or says nothing, is disconnected and holds nobody up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+TOGETHER = 2.0  # seconds from the first failure to the verdict
+LATE = 10.0  # the same, where all are errors of communication: what made them may come later
+ANSWER = 20.0  # seconds for a rank to say where it is
+HANDSHAKE = 10.0  # seconds for a connection's first line
+POLL = 0.1  # seconds between two looks at what came in
+LONGEST = 2**22  # bytes of a message; it may hold a traceback
+DIED = "died without an error: killed from outside, for example because memory ran out"
+
+
+@dataclass(frozen=True)
+class Report:
+    """A rank's failure, where it is at the moment, or the verdict over the run.
+
+    Attributes:
+        text: one line.
+        trace: what is printed before it.
+        waiting: whether the rank waits for others, or failed while it talked to them: likely because of them.
+        code: the exit code to leave with.
+        speaker: of a verdict, the rank that prints it.
+    """
+
+    text: str
+    trace: str = ""
+    waiting: bool = False
+    code: int = 1
+    speaker: int = 0
+
+
+class FailureDetector:
+    """Watches the ranks of a run in a thread of its own, from now on.
+
+    Args:
+        names: of the ranks, for people.
+        timeout_minutes: how long the run may go without a `mark`, once there was one.
+        listener: where the ranks connect.
+        secret: without it nobody can join.
+    """
+
+    def __init__(self, names: list[str], timeout_minutes: float, listener: socket.socket, secret: str) -> None:
+        self._names = names
+        self._timeout = timeout_minutes
+        self._secret = secret.encode()
+        self._connected: dict[int, asyncio.StreamWriter] = {}
+        self._done: set[int] = set()
+        self._failures: dict[int, Report | None] = {}  # by rank, in the order they came; None for a silent death
+        self._first_failure = 0.0
+        self._marked: tuple[float, str] | None = None
+        self._places: dict[int, Report] = {}
+        threading.Thread(target=asyncio.run, args=(self._watch(listener),), name="detector", daemon=True).start()
+
+    def mark(self, what: str) -> None:
+        """Note that the run has got somewhere."""
+        self._marked = (time.monotonic(), what)
+
+    async def _watch(self, listener: socket.socket) -> None:
+        await asyncio.start_server(self._serve, sock=listener, limit=LONGEST)
+        verdict = None
+        while verdict is None and len(self._done) < len(self._names):
+            await asyncio.sleep(POLL)
+            now = time.monotonic()
+            if self._failures:
+                certain = any(failure is None or not failure.waiting for failure in self._failures.values())
+                if now - self._first_failure > (TOGETHER if certain else LATE):
+                    verdict = self._first_to_fail()
+            elif self._marked and now - self._marked[0] > self._timeout * 60:
+                verdict = await self._hanging(self._marked[1])
+        self._tell({"kind": "verdict", **asdict(verdict)} if verdict else {"kind": "end"})
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Listen to one connection as long as it stands."""
+        try:
+            secret, number = (await asyncio.wait_for(reader.readline(), HANDSHAKE)).split()
+            if not hmac.compare_digest(secret, self._secret):
+                raise ValueError
+        except (asyncio.TimeoutError, ValueError, OSError):
+            writer.close()
+            return
+        keep_alive(writer.get_extra_info("socket"))
+        rank = int(number)
+        self._connected[rank] = writer
+        with suppress(OSError):
+            while (line := await reader.readline()).endswith(b"\n"):
+                self._take(rank, **json.loads(line))
+        del self._connected[rank]
+        self._failed(rank, None)
+
+    def _take(self, rank: int, kind: str, **fields: Any) -> None:
+        if kind == "done":
+            self._done.add(rank)
+        elif kind == "place":
+            self._places[rank] = Report(**fields)
+        else:
+            self._failed(rank, Report(**fields))
+
+    def _failed(self, rank: int, failure: Report | None) -> None:
+        if rank not in self._done and rank not in self._failures:
+            self._first_failure = self._first_failure or time.monotonic()
+            self._failures[rank] = failure
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        """Send to all ranks; to rank 0 last, as its process may end at once, and this thread with it."""
+        for rank in sorted(self._connected, reverse=True):
+            self._connected[rank].write(json.dumps(message).encode() + b"\n")
+
+    def _speaker(self, rank: int) -> int:
+        """Who speaks about a rank: the last of the others, as a launcher ends its processes in their order."""
+        return max((each for each in self._connected if each != rank), default=rank)
+
+    def _first_to_fail(self) -> Report:
+        """Which of the failures made the others."""
+        rank, failure = min(self._failures.items(), key=lambda item: 1 if item[1] is None else 2 * item[1].waiting)
+        if failure is None:
+            return Report(f"{self._names[rank]} {DIED}", speaker=self._speaker(rank))
+        shared = not failure.trace and len(self._names) > 1 and list(self._failures.values()).count(failure)
+        text = failure.text if shared == len(self._names) else f"{self._names[rank]}: {failure.text}"
+        return replace(failure, text=text, speaker=self._speaker(rank))
+
+    async def _hanging(self, last: str) -> Report:
+        """Ask every rank where it is; the one that holds the others up."""
+        self._tell({"kind": "where"})
+        deadline = time.monotonic() + ANSWER
+        while len(self._places) < len(self._names) and time.monotonic() < deadline:
+            await asyncio.sleep(POLL)
+        after = f"nothing moved for {self._timeout:g} minutes (timeout_minutes) after {last}"
+        if silent := [rank for rank in range(len(self._names)) if rank not in self._places]:
+            told = " and ".join(self._names[rank] for rank in silent)
+            return Report(f"{told} hangs and does not answer: {after}", speaker=self._speaker(silent[0]))
+        busy = [rank for rank, place in sorted(self._places.items()) if not place.waiting]
+        suspects = busy or sorted(self._places)
+        told = " and ".join(f"{self._names[rank]} in {self._places[rank].text}" for rank in suspects)
+        trace = "".join(f"{self._names[rank]}:\n{self._places[rank].trace}" for rank in suspects)
+        verb = "hangs" if busy else "all wait, for each other or for their GPUs"
+        return Report(f"{told}: {verb}; {after}", trace, speaker=self._speaker(suspects[0]))
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let the kernel ask the other host every 5 s whether it is there, after 10 s of silence, three times."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)

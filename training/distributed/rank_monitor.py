@@ -1,0 +1,168 @@
+"""A rank's connection to the failure detector: by it a run ends everywhere when it has failed somewhere.
+
+Each rank keeps one connection to the detector in rank 0's process (`training.distributed.failure_detector`), served by
+a thread. The main thread marks progress on it and reports what made it fail; when a process dies, it closes. The
+detector answers with a verdict, the same for all. Every rank leaves then, from this thread, as the main thread may be
+waiting for a rank that is no more. The one that speaks leaves last, so its line is the last of the run but for the
+launcher's own. Rank 0 holds the lease of the run's folder as well, and gives it back however the run ends.
+
+Costs nothing while all is well: no message is sent between joining and leaving.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from training.distributed.failure_detector import DIED, FailureDetector, Report, keep_alive
+from training.distributed.lease import Lease
+from training.distributed.meeting import listen
+from training.distributed.processes import Place, agreed, gather
+from training.errors import ConfigError, RunRefused, ending
+
+COMMUNICATION = ("torch/distributed/", "deepspeed/comm/")  # where a rank waits for others
+LAST_WORDS = 2.5  # seconds; by then the launcher has noticed that the other ranks left, and has said so
+CONNECT = 60.0  # seconds to reach the detector
+
+
+class RankMonitor:
+    """`with RankMonitor(place, stage, minutes) as monitor:` around all that a rank does together with others.
+
+    Args:
+        stage: of the pipeline, from 0.
+        timeout_minutes: how long the run may go without a `mark`, once there was one.
+
+    Raises:
+        RunRefused: some rank cannot reach the detector.
+    """
+
+    def __init__(self, place: Place, stage: int, timeout_minutes: float) -> None:
+        self._place = place
+        self._lease: Lease | None = None
+        self._detector: FailureDetector | None = None
+        listener = listen(place) if place.rank == 0 else None
+        name = f"rank {place.rank} (stage {stage}, host {socket.gethostname()})"
+        # Names, port and secret go round in the process group; without the secret nobody can join.
+        told = gather((name, listener.getsockname()[1] if listener else 0, secrets.token_hex()))
+        self._first = told[0][0]
+        if listener:
+            self._detector = FailureDetector([each for each, _, _ in told], timeout_minutes, listener, told[0][2])
+        with agreed():
+            self._connection = _connect(told[0][1])
+        self._connection.sendall(f"{told[0][2]} {place.rank}\n".encode())
+        self._thread = threading.Thread(target=self._listen, name="monitor", daemon=True)
+        self._thread.start()
+
+    def hold(self, folder: Path) -> None:
+        """Take the lease of the run's folder; rank 0 does it for all, and keeps it to the end.
+
+        Raises:
+            ConfigError: another run has it.
+        """
+        if self._place.rank == 0:
+            self._lease = Lease(folder, self._report)
+
+    def mark(self, what: str) -> None:
+        """Note that the run has got somewhere; rank 0's word counts, as each step needs all ranks.
+
+        Raises:
+            ConfigError: another run has taken over the folder.
+        """
+        if self._detector:
+            self._detector.mark(what)
+        if self._lease:
+            self._lease.check()
+
+    def __enter__(self) -> RankMonitor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, (RunRefused, SystemExit)):  # all ranks leave, and know why
+            self._send("done")
+        else:
+            self._report(error)
+        self._thread.join()  # ends when all are done, or in `_leave`
+        if self._lease:
+            self._lease.release()
+
+    def _report(self, error: BaseException) -> None:
+        self._send("failed", **asdict(failure_of(error)))
+
+    def _send(self, kind: str, **fields: Any) -> None:
+        with suppress(OSError):  # where the detector is gone, the thread hears of it as well
+            self._connection.sendall(json.dumps({"kind": kind, **fields}).encode() + b"\n")
+
+    def _listen(self) -> None:
+        with suppress(OSError), self._connection.makefile("rb") as lines:
+            for line in lines:
+                message = json.loads(line)
+                kind = message.pop("kind")
+                if kind == "end":
+                    return
+                if kind == "where":
+                    self._send("place", **asdict(whereabouts(self._place.local_rank)))
+                else:
+                    self._leave(Report(**message))
+        self._leave(Report(f"{self._first} {DIED}", speaker=self._place.world_size - 1))
+
+    def _leave(self, verdict: Report) -> None:
+        if self._lease:
+            self._lease.release()
+        if verdict.speaker == self._place.rank:
+            time.sleep(LAST_WORDS)
+            print(f"{verdict.trace}error: {verdict.text}", file=sys.stderr, flush=True)
+        os._exit(verdict.code)
+
+
+def failure_of(error: BaseException) -> Report:
+    """What the detector is told of an exception."""
+    innermost = traceback.extract_tb(error.__traceback__)[-1].filename if error.__traceback__ else ""
+    code, text = ending(error)
+    return Report(text, waiting=any(part in innermost for part in COMMUNICATION), code=code)
+
+
+def whereabouts(device: int) -> Report:
+    """Where the main thread is, and whether this process waits for other ranks.
+
+    It does where some thread is inside communication, or where the GPU has not finished what it was given: NCCL's
+    kernels wait there, while Python waits for some number of theirs. A GPU that computes for ever looks the same.
+    """
+    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
+    stacks = {ident: "".join(traceback.format_stack(frame)) for ident, frame in frames.items()}
+    waiting = any(part in stack for stack in stacks.values() for part in COMMUNICATION)
+    if torch.cuda.is_initialized():
+        waiting = waiting or not torch.cuda.default_stream(device).query()
+    main = threading.main_thread().ident or 0
+    code = frames[main].f_code
+    return Report(
+        f"{Path(code.co_filename).name}:{frames[main].f_lineno} in {code.co_name}", stacks[main], waiting=waiting
+    )
+
+
+def _connect(port: int) -> socket.socket:
+    address = os.environ["MASTER_ADDR"]
+    try:
+        connection = socket.create_connection((address, port), CONNECT)
+    except OSError as error:
+        raise ConfigError(
+            f"{socket.gethostname()} cannot reach rank 0 at {address}:{port}: {error}; "
+            "expected all ports open between the machines of a run"
+        ) from None
+    connection.settimeout(None)
+    keep_alive(connection)
+    return connection
