@@ -50,7 +50,8 @@ def attend(
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     # The kernel counts what is to the left of a token, without the token itself.
     left = -1 if document_window is None else document_window - 1
-    output = varlen_attn(
+    kernel: Any = varlen_attn  # its signature differs between the versions of torch
+    output: Tensor = kernel(
         *(tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)),
         cu_seq_lens_q,
         cu_seq_lens_q,

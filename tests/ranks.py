@@ -35,7 +35,7 @@ class Ranks:
         """
         path = folder / f"{worker}-{processes}.cases"
         path.write_text(json.dumps(cases))
-        launch, notes, number = self._sets.pop(processes, None) or self._start(processes)
+        launch, notes, number = self._sets.pop(processes) if processes in self._sets else self._start(processes)
         (notes / "new").write_text(f"{worker}\n{path}")
         (notes / "new").rename(notes / str(number))
         try:

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.workers.zero import KINDS
 from training.config.keys import TrainConfig
-from training.distributed.lifeline import Lifeline
+from training.distributed.rank_monitor import RankMonitor
 from training.distributed.processes import Place
 from training.errors import USER_ERRORS, RunRefused
 from training.job import run_job
@@ -54,8 +54,8 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     patched = patch.object(Reporter, "report", reported), patch.object(LearningRate, "set", set_and_forget)
     with patched[0], patched[1], contextlib.redirect_stdout(told):
         try:
-            with Lifeline(place, config.model_topo.stage_of(place.rank), config.timeout_minutes) as lifeline:
-                ended(lambda: run_job(config, place, lifeline, KINDS[case["kind"]]), outcome)
+            with RankMonitor(place, config.model_topo.stage_of(place.rank), config.timeout_minutes) as monitor:
+                ended(lambda: run_job(config, place, monitor, KINDS[case["kind"]]), outcome)
         finally:
             hook.remove()
     outcome["told"] = told.getvalue()

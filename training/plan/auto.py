@@ -37,7 +37,9 @@ def divide(config: TrainConfig, spec: ModelSpec, in_stages: bool = True, loader:
     automatic = config.use_grad_ckpt == "auto"
     if in_stages and (automatic or parts is None):
         device = min(gather(this_device()), key=lambda device: device.memory or math.inf)
-        return gather(choose(config, spec, device, loader) if torch.distributed.get_rank() == 0 else None)[0]
+        chosen = gather(choose(config, spec, device, loader) if torch.distributed.get_rank() == 0 else None)[0]
+        assert chosen is not None
+        return chosen
     report = ["gradient checkpointing: auto, all blocks, as it is not known how ZeRO divides the memory"]
     return Division(
         _topology(config, parts if in_stages and parts else []),

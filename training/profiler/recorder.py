@@ -118,16 +118,16 @@ class Recorder:
 
         def run(*arguments: Any, **named: Any) -> Any:
             meaning = self._read(name, named.get("phase", 0))
-            messages = (meaning.message,) if meaning and meaning.message else ()
+            messages: tuple[Message, ...] = (meaning.message,) if meaning and meaning.message else ()
             posted = None
-            if messages and self._batched:  # CommitP2P waits for all that were queued before it
+            if meaning and messages and self._batched:  # CommitP2P waits for all that were queued before it
                 self._queued.append(meaning)
                 meaning = None
             elif name == "LaunchP2P":
                 self._launched = self._clock.mark()
             elif name == "CommitP2P" and self._queued:
                 kinds = {each.kind for each in self._queued}
-                messages = tuple(each.message for each in self._queued)
+                messages = tuple(each.message for each in self._queued if each.message)
                 meaning = self._queued[0]._replace(kind=kinds.pop() if len(kinds) == 1 else "exchange")
                 posted, self._launched, self._queued = self._launched, None, []
             if meaning is None:

@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Literal, NamedTuple
 
 Schedule = Literal["1f1b", "dualpipev"]
-Kind = Literal["forward", "backward", "weights", "send", "receive", "data", "optimizer"]
+Kind = Literal["forward", "backward", "weights", "send", "receive", "exchange", "data", "optimizer"]
 WORK = ("forward", "backward", "weights")  # what a step is for; a backward pass may leave the weights' part for later
 
 # The kind of each instruction; of a message also what goes over which border: the one behind the stage or before it.

@@ -39,7 +39,7 @@ class Line:
     def has_heard(self) -> bool:
         self.socket.setblocking(False)
         try:
-            return bool(self._lines.peek())  # type: ignore[attr-defined]
+            return bool(self._lines.peek())
         finally:
             self.socket.settimeout(PATIENCE)
 
