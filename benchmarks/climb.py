@@ -88,7 +88,7 @@ def work(way: str, folder: Path) -> None:
     with patch.object(freed_memory, "keep", keep), joined(config):
         torch.set_num_threads(1)
         spec = ModelSpec.from_folder(model)
-        trainer = PipelineTrainer.build(config, spec, model, divide(config, spec), total_steps=ROUNDS + 1)
+        trainer = PipelineTrainer.build(config, spec, model, divide(config, spec))
         freed = freed_memory.FreedMemory(kept=way == "bounded")
 
         def peak() -> dict[str, int]:
