@@ -14,8 +14,8 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -110,7 +110,8 @@ def _time_layer(
     positions = (torch.arange(length, device=device) % math.ceil(workload.attended)).repeat(workload.rows, 1)
     ids = torch.randint(spec.config.vocab_size, positions.shape, device=device)
     hidden = torch.randn(*positions.shape, spec.config.hidden_size, device=device, dtype=dtype, requires_grad=True)
-    stream = (ids, positions) if isinstance(module, Embedding) else (hidden, positions, *_router_sums(spec, device))
+    sums = (torch.zeros(2, spec.config.num_experts, device=device),) if spec.family.router else ()
+    stream = (ids, positions) if isinstance(module, Embedding) else (hidden, positions, *sums)
     supervised = max(1, round(ids.numel() * workload.supervised))
 
     def forward() -> Tensor:
@@ -151,20 +152,14 @@ def _time_update(config: TrainConfig, spec: ModelSpec, device: torch.device) -> 
 def _sum_in_fp32(module: nn.Module) -> None:
     """Add 16-bit gradients up in fp32 as they arrive, as the run's optimizer does."""
 
-    def adder(total: Tensor) -> Callable[[Tensor], None]:
-        def add(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            total.add_(parameter.grad.float())
-            parameter.grad = None
-
-        return add
+    def add(total: Tensor, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        total.add_(parameter.grad.float())
+        parameter.grad = None
 
     for parameter in module.parameters():
-        parameter.register_post_accumulate_grad_hook(adder(torch.zeros_like(parameter, dtype=torch.float32)))
-
-
-def _router_sums(spec: ModelSpec, device: torch.device) -> tuple[Tensor, ...]:
-    return (torch.zeros(2, spec.config.num_experts, device=device),) if spec.family.router else ()
+        total = torch.zeros_like(parameter, dtype=torch.float32)
+        parameter.register_post_accumulate_grad_hook(partial(add, total))
 
 
 def _now(device: torch.device) -> float:
