@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -83,6 +84,10 @@ def left_over(folder: Path) -> list[Path]:
     return [path for path in (folder / "cache" / "builds").iterdir() if path.is_dir()]
 
 
+def printed(launch: Launch, text: str) -> bool:
+    return launch.stdout == text
+
+
 def start(folder: Path, tokenizer: Path, data: Path, count: int, small: int = 0) -> list[Launch]:
     """Processes that want the same samples at the same moment."""
     job = {
@@ -96,7 +101,7 @@ def start(folder: Path, tokenizer: Path, data: Path, count: int, small: int = 0)
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
     launches = [Launch(sys.executable, WORKER, folder / "job.json") for _ in range(count)]
     for launch in launches:
-        launch.until(lambda launch=launch: launch.stdout == "ready\n")
+        launch.until(partial(printed, launch, "ready\n"))
     (folder / "go").touch()
     return launches
 

@@ -125,6 +125,10 @@ def test_conversion_holds_two_layers_at_most(
     shutil.rmtree(tmp_path)
 
 
+def more_written(folder: Path, size: float) -> bool:
+    return written(folder) > size
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["hg_to_pp", pytest.param("pp_to_hg", marks=pytest.mark.longest)])
 def test_killed_process_leaves_no_model_and_the_next_one_cleans_up(command: str, large: Large, tmp_path: Path) -> None:
@@ -137,7 +141,8 @@ def test_killed_process_leaves_no_model_and_the_next_one_cleans_up(command: str,
     arguments = ("--input-path", source, "--save-path", target)
     for share in (0.0, 0.3, 0.9):
         launch = start(sys.executable, "convert_model.py", command, *arguments)
-        launch.until(lambda share=share: written(tmp_path) > share * 600 * 10**6, pause=0.002)
+        enough = share * 600 * 10**6
+        launch.until(partial(more_written, tmp_path, enough), pause=0.002)
         launch.kill()
         assert launch.poll() == -signal.SIGKILL, "it ended before it could be killed"
         assert not target.exists()

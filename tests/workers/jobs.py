@@ -24,8 +24,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.workers.zero import KINDS
 from training.config.keys import TrainConfig
-from training.distributed.rank_monitor import RankMonitor
 from training.distributed.processes import Place
+from training.distributed.rank_monitor import RankMonitor
 from training.errors import USER_ERRORS, RunRefused
 from training.job import run_job
 from training.metrics.reporter import Reporter, StepMetrics
