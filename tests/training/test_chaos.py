@@ -1,11 +1,21 @@
-"""Kills random ranks of a run at random moments, also inside a save, until it is through; nothing may be lost by it."""
+"""One run through many accidents ends bit-equal to the run that nobody disturbed, and nothing of the user's is touched.
+
+Kills of a rank, of the launcher and of all processes, SIGTERM inside a save, a second start, a full disk and a file
+that cannot be read come in a random order that is the same each time. The save folder lies on a small file system of
+its own where the test may mount one, so that the disk is really full; elsewhere that accident is left out.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import random
-from collections.abc import Callable
-from contextlib import suppress
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -15,79 +25,231 @@ from safetensors.torch import load_file
 
 from models.checkpoint.export import pp_to_hg
 from tests.conftest import FAQ
-from tests.launching import Launch, topology, write_config
-from tests.training.checkpoint.test_resume import finished, losses, started, steps_done
+from tests.launching import DEEPSPEED, Launch, error_lines, start_deepspeed, topology, write_config
+from tests.training.checkpoint.test_resume import finished, losses
 from training.checkpoint.folder import RECORD, step_folders
+from training.distributed.processes import free_port
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
-KILLS = 20
-STEPS = 130  # 13 epochs of 80 records in batches of 8
+DISK = 64  # MB of the run's file system: a dozen checkpoints
+# Root without these two cannot read what nobody may: CAP_DAC_OVERRIDE (1) and CAP_DAC_READ_SEARCH (2), given up by
+# PR_CAPBSET_DROP (24) before the command takes this process over.
+OBEYING_FILE_MODES = """
+import ctypes, os, sys
+for capability in (1, 2):
+    ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
-def test_many_kills_change_no_bit(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("accidents", [9, pytest.param(50, marks=pytest.mark.longest)])
+def test_accidents_change_no_bit(accidents: int, make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     records = tmp_path / "records.json"
     records.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:80]), encoding="utf-8")
-    dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-    keys = {
-        "model_path": str(make_checkpoint("bloom", **dropout)),
-        "data_path": str(records),
-        "n_epoches": 13,
-        "train_batch_size": 8,
-        "save_interval": 3,
-        "bf16": {"enabled": True},
-        "model_topo": topology((2, 1)),
-        "optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3}},
-    }
-    straight = write_config(tmp_path / "2x1-straight.yml", **keys)
-    killed = write_config(tmp_path / "2x1-killed.yml", **keys)
-    finished(straight)
-    generator = random.Random(11)
-    inside = sum(kill_once(killed, generator, inside_save=number % 2 == 0) for number in range(KILLS))
-    assert inside >= KILLS // 4, "too few kills hit a save"
-    assert steps_done(killed) < STEPS, "the run was through before the last kill"
-    finished(killed)
+    model = make_checkpoint("bloom", hidden_dropout=0.1, attention_dropout=0.1)
+    with small_disk(tmp_path / "disk") as (disk, may_fill):
+        keys = {
+            "model_path": str(model),
+            "data_path": str(records),
+            "max_steps": 8 * accidents,
+            "train_batch_size": 8,
+            "save_interval": 3,
+            "bf16": {"enabled": True},
+            "model_topo": topology((2, 1)),
+            "optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3}},
+        }
+        straight = write_config(tmp_path / "2x1-straight.yml", **keys)
+        config = write_config(tmp_path / "2x1-disturbed.yml", save_path=str(disk / "run"), **keys)
+        finished(straight)
+        run = DisturbedRun(config, disk / "run", random.Random(11))
+        untouched = belongings(run.folder, model, records)
+        kinds = [kind for kind in ACCIDENTS if may_fill or kind is not disk_full]
+        chosen = [kinds[number % len(kinds)] for number in range(accidents)]
+        run.generator.shuffle(chosen)
+        for accident in chosen:
+            accident(run)
+            assert digests(untouched) == untouched, accident.__name__
+        assert run.steps_done() < 8 * accidents, "the run was through before the last accident"
+        run.finish()
 
-    expected = losses(straight)
-    assert len(expected) == STEPS
-    assert losses(killed) == expected
-    for config in (straight, killed):
-        pp_to_hg(config.with_suffix(""), config.with_suffix(".hf"))
-    weights = [load_file(config.with_suffix(".hf") / "model.safetensors") for config in (straight, killed)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-def kill_once(config: Path, generator: random.Random, inside_save: bool) -> bool:
-    """Start the run, kill a rank or two with SIGKILL, and wait until all is over; whether that interrupted a save."""
-    folder = config.with_suffix("")
-    launch = started(config)
-    before = steps_done(config)
-    goal = before + generator.randrange(1, 7)
-    launch.until(lambda: not unfinished(folder))  # what the kill before this one left is set aside first
-    chosen = generator.choice([[0], [1], [0, 1]])
-    launch.until(lambda: all(ranks(launch, rank) for rank in chosen), pause=0.1)
-    victims = [worker for rank in chosen for worker in ranks(launch, rank)]
-    launch.until(lambda: unfinished(folder) if inside_save else steps_done(config) >= goal, pause=0.0005)
-    for worker in victims:
-        with suppress(psutil.NoSuchProcess):
-            worker.kill()
-    interrupted = bool(unfinished(folder))
-    launch.end()
-    return interrupted
+        assert run.losses() == losses(straight)
+        assert digests(untouched) == untouched
+        for folder, name in ((straight.with_suffix(""), "straight"), (run.folder, "disturbed")):
+            pp_to_hg(folder, tmp_path / name)
+        weights = [load_file(tmp_path / name / "model.safetensors") for name in ("straight", "disturbed")]
+        assert weights[0].keys() == weights[1].keys()
+        assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def unfinished(folder: Path) -> list[Path]:
-    """Checkpoints that are being written."""
-    return [path for path in step_folders(folder) if not (path / RECORD).is_file()]
+class DisturbedRun:
+    """The run that meets the accidents.
+
+    Attributes:
+        folder: its save_path.
+        generator: of what happens when.
+    """
+
+    def __init__(self, config: Path, folder: Path, generator: random.Random) -> None:
+        self.folder, self.generator = folder, generator
+        self.words = ("--num_gpus", "2", "train_ds.py", "--config", config)
+
+    def start(self) -> Launch:
+        """Start it, bound by file modes as any user is."""
+        port = ("--master_port", str(free_port()))
+        return Launch(sys.executable, "-c", OBEYING_FILE_MODES, *DEEPSPEED, *port, *self.words)
+
+    def finish(self) -> None:
+        done = self.start().end()
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+    def losses(self) -> list[tuple[int, float]]:
+        lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [(line["step"], line["loss"]) for line in map(json.loads, lines)]
+
+    def steps_done(self) -> int:
+        path = self.folder / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+    def whole(self) -> list[Path]:
+        """Its checkpoints, newest first."""
+        return [folder for folder in step_folders(self.folder) if (folder / RECORD).is_file()]
+
+    def unfinished(self) -> set[Path]:
+        """Checkpoints that are being written, or were left half-written."""
+        return set(self.folder.glob(".step-*.partial-*"))
+
+    def advance(self, launch: Launch, inside_save: bool = False) -> None:
+        """Let the run do a few steps, or begin a save."""
+        left_before, goal = self.unfinished(), self.steps_done() + self.generator.randrange(1, 6)
+        launch.until(lambda: self.steps_done() >= goal, pause=0.0005)
+        if inside_save:
+            launch.until(lambda: self.unfinished() - left_before, pause=0.0005)
 
 
-def ranks(launch: Launch, rank: int) -> list[psutil.Process]:
-    """The process of a rank."""
-    return [member for member in launch.family() if f"--local_rank={rank}" in _words(member)]
+def ranks_of(launch: Launch) -> list[psutil.Process]:
+    """The processes that train, by rank."""
+    found = {}
+    for member in launch.family():
+        for word in words(member):
+            if word.startswith("--local_rank="):
+                found[word] = member
+    return [found[word] for word in sorted(found)]
 
 
-def _words(process: psutil.Process) -> list[str]:
+def words(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
     except psutil.Error:
         return []
+
+
+def rank_killed(run: DisturbedRun) -> None:
+    launch = run.start()
+    run.advance(launch, inside_save=run.generator.random() < 0.5)
+    run.generator.choice(ranks_of(launch)).kill()
+    assert launch.end().returncode != 0
+
+
+def launcher_killed(run: DisturbedRun) -> None:
+    """The runner, or the process between it and the ranks: the ranks end with it."""
+    launch = run.start()
+    run.advance(launch, inside_save=run.generator.random() < 0.5)
+    family = launch.family()
+    between = [member for member in family if "deepspeed.launcher.launch" in words(member)]
+    run.generator.choice([family[0], *between[:1]]).kill()
+    psutil.wait_procs(family)
+
+
+def all_killed(run: DisturbedRun) -> None:
+    launch = run.start()
+    run.advance(launch, inside_save=run.generator.random() < 0.5)
+    launch.kill()
+
+
+def stopped_in_a_save(run: DisturbedRun) -> None:
+    launch = run.start()
+    run.advance(launch, inside_save=True)
+    os.killpg(launch.pid, signal.SIGTERM)
+    assert launch.end().returncode != 0
+
+
+def second_start(run: DisturbedRun) -> None:
+    launch = run.start()
+    run.advance(launch)
+    second = start_deepspeed(2, *run.words[2:]).end()
+    errors = error_lines(second)
+    assert second.returncode != 0 and len(errors) == 1 and "is being trained by" in errors[0], second.stdout
+    assert launch.poll() is None, launch.stdout + launch.stderr
+    launch.kill()
+
+
+def disk_full(run: DisturbedRun) -> None:
+    """A checkpoint cannot be written, the run goes on, and space comes back."""
+    launch = run.start()
+    run.advance(launch)
+    filler = run.folder.parent / "filler"
+    with open(filler, "wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(b"\0" * 2**16)
+    launch.until(lambda: "could not be saved" in launch.stdout)
+    filler.unlink()
+    run.advance(launch)
+    launch.kill()
+
+
+def unreadable_file(run: DisturbedRun) -> None:
+    """A start that cannot read a checkpoint's file ends in one line that names it; the checkpoint stays what it was."""
+    if not run.whole():
+        launch = run.start()
+        launch.until(run.whole)
+        launch.kill()
+    newest = run.whole()[0]
+    file = run.generator.choice(sorted(path for path in newest.iterdir() if path.is_file()))
+    before, mode = {path.name for path in run.folder.iterdir()}, file.stat().st_mode
+    file.chmod(0)
+    done = run.start().end()
+    file.chmod(mode)
+    errors = error_lines(done)
+    assert done.returncode != 0 and len(errors) == 1, done.stdout + done.stderr
+    assert file.name in errors[0] and "Permission denied" in errors[0], errors
+    assert newest.is_dir() and before <= {path.name for path in run.folder.iterdir()}
+
+
+ACCIDENTS: tuple[Callable[[DisturbedRun], None], ...] = (
+    rank_killed,
+    launcher_killed,
+    all_killed,
+    stopped_in_a_save,
+    second_start,
+    disk_full,
+    unreadable_file,
+)
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[tuple[Path, bool]]:
+    """A file system of `DISK` MB and whether it is one; a plain folder where the machine does not let us mount."""
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK}m", "none", str(folder)], capture_output=True, check=False
+    )
+    try:
+        yield folder, mounted.returncode == 0
+    finally:
+        if mounted.returncode == 0:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def belongings(run_folder: Path, model: Path, records: Path) -> dict[Path, str]:
+    """What the user has: the model, the records, and files of theirs beside the run's own."""
+    mine = run_folder / "mine"
+    mine.mkdir(parents=True)
+    for path in (mine / "notes.txt", run_folder / "notes.md", run_folder.parent / "step-000003"):
+        path.write_text("not Pipetune's", encoding="utf-8")
+    theirs = [*mine.iterdir(), run_folder / "notes.md", run_folder.parent / "step-000003", records, *model.iterdir()]
+    return digests(dict.fromkeys(theirs, ""))
+
+
+def digests(files: dict[Path, str]) -> dict[Path, str]:
+    return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

@@ -1,0 +1,28 @@
+"""docs/architecture.md names files that exist, and its reading path is one for an evening."""
+
+from __future__ import annotations
+
+import re
+
+from tests.conftest import ROOT
+
+FILES, LINES = 30, 4500
+TEXT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def test_every_file_that_is_named_is_there() -> None:
+    named = re.findall(r"`((?:data|models|training)/[\w/]+(?:\.py|/))`", TEXT)
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_every_room_is_named() -> None:
+    for wing in ("data", "models", "training"):
+        rooms = [path.parent.name for path in (ROOT / wing).glob("*/__init__.py")]
+        assert [room for room in rooms if f"`{room}/`" not in TEXT] == []
+
+
+def test_reading_path_fits_an_evening() -> None:
+    path = re.findall(r"^\| `([\w/]+\.py)` \|", TEXT, re.MULTILINE)
+    assert 0 < len(path) <= FILES
+    assert sum(len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in path) <= LINES
