@@ -9,7 +9,7 @@
   share one parameter. DeepSpeed's own TiedLayerSpec builds one module a key, so a head that also has a norm loses it
   when both ends share a rank, and the head writes no layer file of its own.
 
-`FoldedModel` is the same for the schedule DualPipeV: a V of twice as many chunks, of which each stage holds two.
+`VScheduleModel` is the same for the schedule DualPipeV: a V of twice as many chunks, of which each stage holds two.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PipelineModel(PipelineModule):
         spec: the architecture.
         states: where the weights come from.
         topology: the grid of processes, with the axes `pipe` and `data`.
-        parts: layers per stage; one entry a stage (for a `FoldedModel` two), summing to `spec.n_layers`.
+        parts: layers per stage; one entry a stage (for a `VScheduleModel` two), summing to `spec.n_layers`.
         dtype: the dtype to train in.
         blocks: how the blocks are computed.
         z_loss_weight: see `models.loss.token_loss`.
@@ -161,7 +161,7 @@ class PipelineModel(PipelineModule):
         return tied
 
 
-class FoldedModel(DualPipeVModule, PipelineModel):
+class VScheduleModel(DualPipeVModule, PipelineModel):
     """The two chunks of a stage that DualPipeV asks for: of 2P chunks, stage s of P holds the s-th and the s-th last.
 
     So embedding and head lie on the first stage, and the ends of a tied model share one parameter. DeepSpeed runs one

@@ -242,7 +242,7 @@ def begin(config: TrainConfig, inputs: Inputs, reporting: bool) -> None:
 def describe(config: TrainConfig, inputs: Inputs, division: Division, total_steps: int, log: Console) -> None:
     """Choose the attention and say what is about to run."""
     spec = inputs.spec
-    log.print(f"model: {spec.family.name}, {spec.n_layers} layers {division.topology.told}")
+    log.print(f"model: {spec.family.name}, {spec.n_layers} layers {division.topology.description}")
     for line in division.report:
         log.print(line)
     attention = choose_attention(config.use_flash_attn, training_dtype(config), spec.attention)

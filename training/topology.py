@@ -26,31 +26,31 @@ class Topology(BaseModel):
     parts: list[int]
 
     @property
-    def folded(self) -> bool:
+    def v_schedule(self) -> bool:
         """Whether each stage holds two chunks (`schedule: dualpipev`)."""
         return len(self.parts) > self.stages
 
     def stage_of(self, layer: int) -> int:
         """The stage that holds a layer: of chunks 0 to 2P - 1, stage s of P has s and 2P - 1 - s."""
         chunk = sum(layer >= bound for bound in accumulate(self.parts[:-1]))
-        return min(chunk, len(self.parts) - 1 - chunk) if self.folded else chunk
+        return min(chunk, len(self.parts) - 1 - chunk) if self.v_schedule else chunk
 
     def layers(self, stage: int, n_layers: int) -> list[int]:
         """The layers that a stage holds, of a model of `n_layers`."""
         return [layer for layer in range(n_layers) if self.stage_of(layer) == stage]
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """For the log."""
         if not self.parts:
             return f"under ZeRO stage {self.zero_stage}"
-        return f"in {self.stages} stages of {self.parts}{', folded' if self.folded else ''}"
+        return f"in {self.stages} stages of {self.parts}{', V schedule' if self.v_schedule else ''}"
 
     @property
-    def told_in_full(self) -> str:
+    def full_description(self) -> str:
         """For the log, where two of them are compared."""
         zero = f", ZeRO stage {self.zero_stage}" if self.parts else ""
-        return f"{self.told}{zero}, {self.replicas} {'replica' if self.replicas == 1 else 'replicas'}"
+        return f"{self.description}{zero}, {self.replicas} {'replica' if self.replicas == 1 else 'replicas'}"
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,8 @@ def resume(
     changed = record.topology != topology
     if changed:
         log.print(
-            f"{folder.name} was saved {record.topology.told_in_full}; dividing its weights and optimizer states anew: "
-            f"{topology.told_in_full}; dropout, if any, draws other numbers"
+            f"{folder.name} was saved {record.topology.full_description}; dividing its weights and optimizer states "
+            f"anew: {topology.full_description}; dropout, if any, draws other numbers"
         )
     trainer = kind.build(config.model_copy(update={"from_scratch": False}), spec, folder, division)
     rank = torch.distributed.get_rank()

@@ -188,7 +188,7 @@ class TrainConfig(BaseModel):
             )
         parts, chunks = self.model_topo.parts, self.chunks
         if parts is not None and len(parts) != chunks:
-            what = f"{chunks} chunks, two a stage with dualpipev" if self.folded else f"{chunks} stages"
+            what = f"{chunks} chunks, two a stage with dualpipev" if self.v_schedule else f"{chunks} stages"
             raise ValueError(f"model_topo.parts: expected one entry for each of {what}, found {parts}")
         steps = (self.model_extra or {}).get("gradient_accumulation_steps", self.train_batch_size // unit)
         if steps != self.train_batch_size // unit:
@@ -199,19 +199,19 @@ class TrainConfig(BaseModel):
         return self
 
     @property
-    def folded(self) -> bool:
+    def v_schedule(self) -> bool:
         """Whether each stage holds two chunks of the layers. With one stage there is nothing to wait for."""
         return self.schedule == "dualpipev" and self.model_topo.stages > 1
 
     @property
     def chunks(self) -> int:
         """Into how many the layers are divided."""
-        return self.model_topo.stages * (2 if self.folded else 1)
+        return self.model_topo.stages * (2 if self.v_schedule else 1)
 
     @property
     def least_micro_batches(self) -> int:
         """How many micro-batches a step needs for each replica; 0 where the schedule does not ask."""
-        return self.chunks if self.folded else 0
+        return self.chunks if self.v_schedule else 0
 
     def check_pipeline(self) -> None:
         """Refuse what only train_ds_zero.py can do.
@@ -252,7 +252,7 @@ class TrainConfig(BaseModel):
         """
         chunks, parts = self.chunks, self.model_topo.parts
         if chunks > n_layers:
-            of_two = " of two chunks (schedule: dualpipev)" if self.folded else ""
+            of_two = " of two chunks (schedule: dualpipev)" if self.v_schedule else ""
             raise ConfigError(
                 f"model_topo.process_topology.dims: {self.model_topo.stages} stages{of_two} for a model of "
                 f"{n_layers} layers"

@@ -1,6 +1,6 @@
 """The schedule DualPipeV (`schedule: dualpipev`): a V of chunks that fills the pipeline's bubble.
 
-The layers are cut into 2P chunks. Stage s of P holds the s-th and the s-th last one (`models.pipeline.FoldedModel`), so
+The layers are cut into 2P chunks. Stage s of P holds the s-th and the s-th last one (`VScheduleModel`), so
 micro-batches run down the stages and up again, and the first stage has the loss. A stage begins with the second chunk
 of one micro-batch while others are still in the first, and so waits less. What waiting is left is filled with the
 gradients of weights, which no other stage needs (`training.schedule.zero_bubble`).
@@ -25,7 +25,7 @@ from training.engine.stage_engine import StageEngine
 from training.schedule.zero_bubble import FilledSchedule, LaunchP2P, WeightPass
 
 
-class FoldedEngine(DualPipeVEngine, StageEngine):
+class VScheduleEngine(DualPipeVEngine, StageEngine):
     """A stage with two chunks. What DualPipeVEngine does with one of them is a StageEngine's."""
 
     _p2p_ops: list[Any]

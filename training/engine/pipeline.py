@@ -14,10 +14,10 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from data.loader import GlobalBatch, Loader
 from models.documents import Documents
-from models.pipeline import FoldedModel, PipelineModel
+from models.pipeline import PipelineModel, VScheduleModel
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
-from training.engine.dualpipev import FoldedEngine
+from training.engine.dualpipev import VScheduleEngine
 from training.engine.prefetch import Sent, ahead
 from training.engine.stage_engine import StageEngine
 from training.engine.timings import Timings
@@ -42,7 +42,9 @@ class PipelineTrainer:
         grid, topology = config.model_topo.process_topology, division.topology
         processes = ProcessTopology(axes=list(grid.axes), dims=list(grid.dims))
         layers = topology.layers(processes.get_coord(torch.distributed.get_rank()).pipe, spec.n_layers)
-        model_class, engine_class = (FoldedModel, FoldedEngine) if topology.folded else (PipelineModel, StageEngine)
+        model_class, engine_class = (
+            (VScheduleModel, VScheduleEngine) if topology.v_schedule else (PipelineModel, StageEngine)
+        )
         make_model = partial(model_class, spec=spec, topology=processes, parts=topology.parts)
         engine = build_engine(config, spec, folder, layers, make_model, division.recompute)
         return cls(engine_class.adopt(engine))

@@ -92,7 +92,7 @@ def _shorter(basis: Basis, length: int) -> Basis:
 def _more_stages(basis: Basis) -> list[Advice]:
     """The fewest stages with which the run fits as it is, if there are such."""
     topo = basis.config.model_topo
-    for stages in range(topo.stages + 1, basis.spec.n_layers // (2 if basis.config.folded else 1) + 1):
+    for stages in range(topo.stages + 1, basis.spec.n_layers // (2 if basis.config.v_schedule else 1) + 1):
         spread = topo.spread(stages, topo.replicas)
         changed = replace(basis, config=basis.config.model_copy(update={"model_topo": spread}))
         if fitting_parts(changed):

@@ -113,7 +113,9 @@ class Plan:
     def held(self) -> list[tuple[LayerRange, ...]]:
         """The ranges of layers of each rank."""
         outward = self._chunks[: self.basis.config.model_topo.stages]
-        return list(zip(outward, reversed(self._chunks), strict=False) if self.basis.config.folded else zip(outward))
+        return list(
+            zip(outward, reversed(self._chunks), strict=False) if self.basis.config.v_schedule else zip(outward)
+        )
 
     @cached_property
     def stages(self) -> list[StagePlan]:
@@ -143,7 +145,7 @@ class Plan:
         config, work = self.basis.config, self.basis.workload
         chunks = [self._times[begin:end] for begin, end in self._chunks]
         step = simulate(
-            config.schedule if config.folded else "1f1b",
+            config.schedule if config.v_schedule else "1f1b",
             [sum(time.forward for time in times) for times in chunks],
             [sum(time.backward for time in times) for times in chunks],
             count := min(self.micro_batches, 8 * config.chunks),
@@ -229,4 +231,4 @@ def _least_parts(basis: Basis) -> list[int]:
 def _split(basis: Basis, fits: Fits) -> list[int] | None:
     count = basis.workload.micro_batches
     costs = [round(basis.times.layer(layer).of_step(count) / RESOLUTION) for layer in range(basis.spec.n_layers)]
-    return best_split(costs, basis.config.model_topo.stages, fits, basis.config.folded)
+    return best_split(costs, basis.config.model_topo.stages, fits, basis.config.v_schedule)

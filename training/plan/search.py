@@ -39,6 +39,6 @@ def _candidates(basis: Basis, devices: int) -> Iterator[Basis]:
                     found = config.model_copy(update=changes)
                     if found.chunks > basis.spec.n_layers or workload.micro_batches < found.least_micro_batches:
                         continue
-                    if schedule == "dualpipev" and not found.folded:
+                    if schedule == "dualpipev" and not found.v_schedule:
                         continue
                     yield replace(basis, config=found, workload=workload)

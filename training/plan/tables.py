@@ -15,8 +15,8 @@ GB = 1e9
 def stages_table(plan: Plan) -> Table:
     """Layers, parameters, memory and time of each stage."""
     offloaded = any(stage.memory.host for stage in plan.stages)
-    folded = ", folded" if plan.basis.config.folded else ""
-    made = Table(title=f"{len(plan.stages)} stages of {plan.parts}{folded}, memory in GB")
+    shape = ", V schedule" if plan.basis.config.v_schedule else ""
+    made = Table(title=f"{len(plan.stages)} stages of {plan.parts}{shape}, memory in GB")
     headings = ["stage", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "step", "peak"]
     for heading in [*headings, *(["main memory"] if offloaded else []), "time"]:
         made.add_column(heading, justify="right")

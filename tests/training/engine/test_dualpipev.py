@@ -100,7 +100,7 @@ def test_each_backward_pass_is_completed_once_and_soon(stages: int, micro_batche
 def test_a_stage_holds_two_chunks() -> None:
     folded = Topology(stages=2, replicas=1, zero_stage=1, parts=[1, 2, 3, 4])
     assert [folded.layers(stage, 10) for stage in (0, 1)] == [[0, 6, 7, 8, 9], [1, 2, 3, 4, 5]]
-    assert folded.told == "in 2 stages of [1, 2, 3, 4], folded"
+    assert folded.description == "in 2 stages of [1, 2, 3, 4], V schedule"
 
 
 def test_parts_count_chunks() -> None:

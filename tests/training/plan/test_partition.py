@@ -17,24 +17,24 @@ def divisions(layers: int, stages: int) -> Iterator[list[int]]:
         yield [end - begin for begin, end in zip([0, *cuts], [*cuts, layers], strict=True)]
 
 
-def held(parts: list[int], ranks: int, folded: bool) -> list[tuple[LayerRange, ...]]:
+def held(parts: list[int], ranks: int, v_schedule: bool) -> list[tuple[LayerRange, ...]]:
     """What each rank holds."""
     ends = list(accumulate(parts))
     stages = list(zip([0, *ends], ends, strict=False))
-    return [(stages[rank], stages[-1 - rank]) if folded else (stages[rank],) for rank in range(ranks)]
+    return [(stages[rank], stages[-1 - rank]) if v_schedule else (stages[rank],) for rank in range(ranks)]
 
 
-def judge(parts: list[int], costs: list[int], ranks: int, folded: bool) -> tuple[int, int]:
+def judge(parts: list[int], costs: list[int], ranks: int, v_schedule: bool) -> tuple[int, int]:
     """The slowest rank, then how uneven the stages are."""
-    ranks_held = held(parts, ranks, folded)
+    ranks_held = held(parts, ranks, v_schedule)
     stages = [sum(costs[begin:end]) for ranges in ranks_held for begin, end in ranges]
     slowest = max(sum(sum(costs[begin:end]) for begin, end in ranges) for ranges in ranks_held)
     return slowest, sum(stage**2 for stage in stages)
 
 
-@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("v_schedule", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-def test_no_division_is_better(seed: int, folded: bool) -> None:
+def test_no_division_is_better(seed: int, v_schedule: bool) -> None:
     draw = random.Random(seed)
     ranks = draw.randint(1, 3)
     layers = draw.randint(2 * ranks, 11)
@@ -47,25 +47,27 @@ def test_no_division_is_better(seed: int, folded: bool) -> None:
 
     allowed = [
         parts
-        for parts in divisions(layers, ranks * (2 if folded else 1))
-        if all(fits(rank, ranges) for rank, ranges in enumerate(held(parts, ranks, folded)))
+        for parts in divisions(layers, ranks * (2 if v_schedule else 1))
+        if all(fits(rank, ranges) for rank, ranges in enumerate(held(parts, ranks, v_schedule)))
     ]
-    found = best_split(costs, ranks, fits, folded)
+    found = best_split(costs, ranks, fits, v_schedule)
     if not allowed:
         assert found is None
     else:
         assert found in allowed
-        assert judge(found, costs, ranks, folded) == min(judge(parts, costs, ranks, folded) for parts in allowed)
+        assert judge(found, costs, ranks, v_schedule) == min(
+            judge(parts, costs, ranks, v_schedule) for parts in allowed
+        )
 
 
-@pytest.mark.parametrize("folded", [False, True])
-def test_equal_layers_are_divided_evenly(folded: bool) -> None:
-    assert best_split([7] * 24, 4, lambda rank, ranges: True, folded) == ([3] * 8 if folded else [6] * 4)
+@pytest.mark.parametrize("v_schedule", [False, True])
+def test_equal_layers_are_divided_evenly(v_schedule: bool) -> None:
+    assert best_split([7] * 24, 4, lambda rank, ranges: True, v_schedule) == ([3] * 8 if v_schedule else [6] * 4)
 
 
-@pytest.mark.parametrize(("layers", "ranks", "folded"), [(3, 4, False), (7, 4, True)])
-def test_fewer_layers_than_stages(layers: int, ranks: int, folded: bool) -> None:
-    assert best_split([1] * layers, ranks, lambda rank, ranges: True, folded) is None
+@pytest.mark.parametrize(("layers", "ranks", "v_schedule"), [(3, 4, False), (7, 4, True)])
+def test_fewer_layers_than_stages(layers: int, ranks: int, v_schedule: bool) -> None:
+    assert best_split([1] * layers, ranks, lambda rank, ranges: True, v_schedule) is None
 
 
 def test_a_rank_without_the_memory_for_an_even_share_gets_less() -> None:
