@@ -372,7 +372,7 @@ MOMENTS = {
     "side-files": ("models.checkpoint.convert.shutil.copyfile", 2),
     "reading-back": ("models.checkpoint.verify.sync", 2),
     "publishing": ("pathlib.Path.rename", 1),
-    "between-old-and-new": ("pathlib.Path.rename", 2),
+    "between-old-and-new": ("pathlib.Path.rename", 4),
 }
 
 
@@ -396,7 +396,8 @@ def test_killed_conversion_leaves_no_model_and_the_next_one_cleans_up(
     assert "old.txt" not in contents(target)
 
 
-def test_folder_moved_aside_by_a_killed_process_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rename", [2, 4], ids=["trying", "replacing"])
+def test_folder_moved_aside_by_a_killed_process_comes_back(rename: int, tmp_path: Path) -> None:
     target = published(tmp_path / "target", precious="mine")
     before = contents(tmp_path)
 
@@ -404,7 +405,7 @@ def test_folder_moved_aside_by_a_killed_process_comes_back(tmp_path: Path) -> No
         with publish_folder(target, overwrite=True) as folder:
             (folder / "fresh.txt").write_text("new")
 
-    assert killed_at("pathlib.Path.rename", 2, publish) == signal.SIGKILL
+    assert killed_at("pathlib.Path.rename", rename, publish) == signal.SIGKILL
     assert not target.exists()
     with pytest.raises(KeyError), publish_folder(target, overwrite=True):
         raise KeyError
