@@ -97,13 +97,13 @@ class FailureDetector:
             secret, number = (await asyncio.wait_for(reader.readline(), HANDSHAKE)).split()
             if not hmac.compare_digest(secret, self._secret):
                 raise ValueError
-        except (asyncio.TimeoutError, ValueError, OSError):
+        except (asyncio.TimeoutError, asyncio.CancelledError, ValueError, OSError):
             writer.close()
             return
         keep_alive(writer.get_extra_info("socket"))
         rank = int(number)
         self._connected[rank] = writer
-        with suppress(OSError):
+        with suppress(OSError, asyncio.CancelledError):  # the latter when the watch is over
             while (line := await reader.readline()).endswith(b"\n"):
                 self._take(rank, **json.loads(line))
         del self._connected[rank]
