@@ -16,10 +16,10 @@ import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # whoever only replaces a small file does without torch
+    from torch import Tensor
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -94,4 +94,6 @@ def checksum(tensor: Tensor) -> int:
 def _bytes_of(tensor: Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
+    import torch
+
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data

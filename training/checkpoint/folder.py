@@ -19,7 +19,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from data.streaming.windows import Made
 from models.checkpoint.layout import LATEST
@@ -112,6 +112,11 @@ class Best(BaseModel):
     step: int
     eval_loss: float
     records: str = ""
+
+    @field_validator("eval_loss", mode="before")
+    @classmethod
+    def _null_is_no_number(cls, value: object) -> object:
+        return math.nan if value is None else value  # as JSON has it of an earlier version
 
     @classmethod
     def read(cls, save_path: Path, step: int, records: str) -> Best | None:

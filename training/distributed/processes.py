@@ -145,7 +145,7 @@ def start(place: Place, topology: ModelTopo, patience: timedelta = timedelta(min
     else:
         get_accelerator().set_device(place.local_rank)
     try:
-        store = open_store(place)
+        store = open_store(place.rank, place.world_size, place.local_size)
         deepspeed.init_distributed(verbose=False, timeout=patience)
         del store  # the process group has found it by its port, and keeps it
     except (torch.distributed.DistNetworkError, OSError) as error:

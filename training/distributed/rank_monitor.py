@@ -53,7 +53,7 @@ class RankMonitor:
         self._place = place
         self._lease: Lease | None = None
         self._detector: FailureDetector | None = None
-        listener = listen(place) if place.rank == 0 else None
+        listener = listen(place.world_size, place.local_size) if place.rank == 0 else None
         name = f"rank {place.rank} (stage {stage}, host {socket.gethostname()})"
         # Names, port and secret go round in the process group; without the secret nobody can join.
         told = gather((name, listener.getsockname()[1] if listener else 0, secrets.token_hex()))

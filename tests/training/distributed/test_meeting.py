@@ -12,10 +12,10 @@ import pytest
 
 from tests.conftest import ROOT
 from training.distributed.meeting import listen
-from training.distributed.processes import Place, free_port
+from training.distributed.processes import free_port
 
-ALONE = Place(0, 2, 0, 2)
-TWO_MACHINES = Place(0, 4, 0, 2)
+ALONE = (1, 1)
+TWO_MACHINES = (2, 1)
 
 STARTED = """
 import sys
@@ -49,18 +49,18 @@ def test_one_machine_listens_at_its_own_address_only(
     address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", address)
-    with listen(ALONE) as listener:
+    with listen(*ALONE) as listener:
         assert listener.getsockname()[0] in ("127.0.0.1", "::1")
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("address", "place"), [("127.0.0.1", TWO_MACHINES), ("192.0.2.1", ALONE)])
+@pytest.mark.parametrize(("address", "ranks"), [("127.0.0.1", TWO_MACHINES), ("192.0.2.1", ALONE)])
 def test_an_address_that_others_cannot_reach_is_told(
-    address: str, place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    address: str, ranks: tuple[int, int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A host's own name often stands for a loopback address in its /etc/hosts; a container has its host's address."""
     monkeypatch.setenv("MASTER_ADDR", address)
-    with listen(place) as listener:
+    with listen(*ranks) as listener:
         assert listener.getsockname()[0] == "0.0.0.0"
         assert f"port {listener.getsockname()[1]} is open at every address" in capsys.readouterr().err
 
@@ -68,7 +68,7 @@ def test_an_address_that_others_cannot_reach_is_told(
 def test_a_port_in_use_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(OSError) as caught:
-        listen(ALONE, other.getsockname()[1])
+        listen(*ALONE, other.getsockname()[1])
     assert caught.value.errno == errno.EADDRINUSE
 
 
