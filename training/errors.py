@@ -41,20 +41,30 @@ def keep_tracebacks_in(folder: str) -> None:
 
 
 def ending(error: BaseException) -> tuple[int, str]:
-    """The exit code and the line, safe for a terminal, with which an error ends a program."""
+    """The exit code and the line, safe for a terminal, with which an error ends a program; writes the traceback."""
+    code, line, report = description(error)
+    return code, with_traceback(line, report)
+
+
+def description(error: BaseException) -> tuple[int, str, str]:
+    """The exit code, the line, and the traceback where the error is none that a user can mend."""
     if isinstance(error, (*USER_ERRORS, RunRefused)):
-        return EXIT_CODE, "\n".join(safe_line(str(line)) for line in error.args)
+        return EXIT_CODE, "\n".join(safe_line(str(line)) for line in error.args), ""
     if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED, "interrupted"
+        return INTERRUPTED, "interrupted", ""
     if TOO_MANY_FILES in str(error):
-        return EXIT_CODE, f"{safe_line(str(error))}: the limit of open files is too low; raise it with ulimit -n"
+        return EXIT_CODE, f"{safe_line(str(error))}: the limit of open files is too low; raise it with ulimit -n", ""
     first = next(iter(str(error).strip().splitlines()), "")
     told = safe_line(f"{type(error).__name__}: {first}" if first else type(error).__name__)
-    return 1, f"{told}; {_written(''.join(traceback.format_exception(error)))}"
+    return 1, told, "".join(traceback.format_exception(error))
+
+
+def with_traceback(line: str, report: str) -> str:
+    """The line with the file in which a traceback now is, where there is one."""
+    return f"{line}; {_written(report)}" if report else line
 
 
 def _written(report: str) -> str:
-    """Where a traceback went."""
     for folder in (_traceback_folder, None):  # None: the system's temporary folder
         with suppress(OSError):
             if folder is None or os.path.isdir(folder):

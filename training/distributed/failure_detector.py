@@ -38,7 +38,7 @@ class Report:
 
     Attributes:
         text: one line.
-        trace: what is printed before it.
+        trace: the stack of what is no user's mistake; of a verdict its speaker writes it to a file.
         waiting: whether the rank waits for others, or failed while it talked to them: likely because of them.
         code: the exit code to leave with.
         speaker: of a verdict, the rank that prints it.

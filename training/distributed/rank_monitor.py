@@ -31,7 +31,7 @@ from training.distributed.failure_detector import DIED, FailureDetector, Report,
 from training.distributed.lease import Lease
 from training.distributed.meeting import listen
 from training.distributed.processes import Place, agreed, gather
-from training.errors import ConfigError, RunRefused, ending
+from training.errors import ConfigError, RunRefused, description, with_traceback
 
 COMMUNICATION = ("torch/distributed/", "deepspeed/comm/")  # where a rank waits for others
 LAST_WORDS = 2.5  # seconds; by then the launcher has noticed that the other ranks left, and has said so
@@ -125,15 +125,15 @@ class RankMonitor:
             self._lease.release()
         if verdict.speaker == self._place.rank:
             time.sleep(LAST_WORDS)
-            print(f"{verdict.trace}error: {verdict.text}", file=sys.stderr, flush=True)
+            print(f"error: {with_traceback(verdict.text, verdict.trace)}", file=sys.stderr, flush=True)
         os._exit(verdict.code)
 
 
 def failure_of(error: BaseException) -> Report:
     """What the detector is told of an exception."""
     innermost = traceback.extract_tb(error.__traceback__)[-1].filename if error.__traceback__ else ""
-    code, text = ending(error)
-    return Report(text, waiting=any(part in innermost for part in COMMUNICATION), code=code)
+    code, text, trace = description(error)
+    return Report(text, trace, waiting=any(part in innermost for part in COMMUNICATION), code=code)
 
 
 def whereabouts(device: int) -> Report:
