@@ -43,7 +43,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("accidents", [9, pytest.param(50, marks=pytest.mark.longest)])
+@pytest.mark.parametrize("accidents", [7, pytest.param(50, marks=pytest.mark.longest)])
 def test_accidents_change_no_bit(accidents: int, make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     records = tmp_path / "records.json"
     records.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:80]), encoding="utf-8")
