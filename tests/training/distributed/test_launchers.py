@@ -97,8 +97,9 @@ def test_ranks_save_and_end_when_their_launcher_is_killed(killed: str, config: P
     assert list(run_folder.glob(f"{NAME}*")) == []
 
 
-def test_of_two_starts_one_trains(config: Path) -> None:
-    """The other one leaves in one line and changes nothing."""
+@pytest.mark.parametrize("time", [1, *(pytest.param(time, marks=pytest.mark.longest) for time in range(2, 21))])
+def test_of_two_starts_one_trains(time: int, config: Path) -> None:
+    """The other one leaves in one line and changes nothing, each time."""
     both = [start(*words("runner", config)) for _ in range(2)]
     try:
         eventually(lambda: any(launch.poll() is not None for launch in both))
