@@ -71,7 +71,7 @@ def family(launch: Launch) -> dict[str, list[psutil.Process]]:
 
 @pytest.mark.parametrize(
     "killed",
-    ["runner", pytest.param("launch.py", marks=pytest.mark.slow), pytest.param("agent", marks=pytest.mark.slow)],
+    ["runner", pytest.param("launch.py", marks=pytest.mark.slow), pytest.param("agent", marks=pytest.mark.longest)],
 )
 def test_ranks_save_and_end_when_their_launcher_is_killed(killed: str, config: Path) -> None:
     launch = start(*words(killed, config))
@@ -97,6 +97,7 @@ def test_ranks_save_and_end_when_their_launcher_is_killed(killed: str, config: P
     assert list(run_folder.glob(f"{NAME}*")) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("time", [1, *(pytest.param(time, marks=pytest.mark.longest) for time in range(2, 21))])
 def test_of_two_starts_one_trains(time: int, config: Path) -> None:
     """The other one leaves in one line and changes nothing, each time."""

@@ -127,6 +127,20 @@ CASES += [Case("mixtral", f"folded_{variant}", (2, 1)) for variant in ROUTED]
 CASES += [Case("tied", "bf16", dims) for dims in ((1, 2), (2, 2))]
 CASES += [Case("tied", "bf16_without_zero", (1, 2)), Case("tied", "bf16_offload", (2, 2))]
 CASES = list(dict.fromkeys(CASES))
+# Every kind of layer and every way to cut the model in each `make test`; all families in `make test-all`.
+EACH_KIND = ("tied", "bloom", "mixtral", "gemma2", "baichuan2-13b", "chatglm3", "deep")
+
+
+def in_every_run(case: Case) -> bool:
+    """Whether `make test` has it."""
+    if case.model in ("tied", "mixtral"):
+        return True
+    return case.model in EACH_KIND and (case.model == "deep" or case.dims == (2, 1))
+
+
+UNDER_TEST = [
+    pytest.param(case, id=case.name, marks=() if in_every_run(case) else pytest.mark.longest) for case in CASES
+]
 
 
 class Outcome(NamedTuple):
@@ -245,7 +259,7 @@ def reference(
     return Outcome(total.item(), gradients)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", UNDER_TEST)
 def test_every_gradient_equals_one_process(
     case: Case, outcomes: dict[str, Outcome], references: Callable[[Case], Outcome]
 ) -> None:

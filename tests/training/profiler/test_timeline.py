@@ -267,7 +267,7 @@ class TestRun:
         ratios = [figures.simulated(micro_batches=8).seconds / figures.seconds for figures in steps]
         assert any(0.6 < ratio < 1.1 for ratio in ratios), ratios
 
-    @pytest.mark.slow
+    @pytest.mark.longest
     def test_a_run_that_goes_on_records_the_steps_that_are_left(
         self, finished: Finished, train: Callable[..., Finished]
     ) -> None:
@@ -294,7 +294,7 @@ def test_dualpipev_has_a_timeline(train: Callable[..., Finished]) -> None:
 
 
 @pytest.mark.launched
-@pytest.mark.slow
+@pytest.mark.longest
 def test_zero_has_a_timeline(train: Callable[..., Finished]) -> None:
     run = train(
         "zero",
