@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from models.checkpoint.export import pp_to_hg
 from tests.conftest import FAQ
 from tests.disks import fill, small_disk
-from tests.launching import DEEPSPEED, Launch, error_lines, start_deepspeed, topology, write_config
+from tests.launching import DEEPSPEED, Launch, error_lines, topology, write_config
 from tests.training.checkpoint.test_resume import finished, losses
 from training.checkpoint.folder import RECORD, step_folders
 from training.distributed.processes import free_port
@@ -91,12 +91,12 @@ class DisturbedRun:
 
     def __init__(self, config: Path, folder: Path, generator: random.Random) -> None:
         self.folder, self.generator = folder, generator
-        self.words = ("--num_gpus", "2", "train_ds.py", "--config", config)
+        self.config = config
 
-    def start(self) -> Launch:
+    def start(self, script: str = "train_ds.py", **environment: str) -> Launch:
         """Start it, bound by file modes as any user is."""
-        port = ("--master_port", str(free_port()))
-        return Launch(sys.executable, "-c", OBEYING_FILE_MODES, *DEEPSPEED, *port, *self.words)
+        words = ("--num_gpus", "2", "--master_port", str(free_port()), script, "--config", self.config)
+        return Launch(sys.executable, "-c", OBEYING_FILE_MODES, *DEEPSPEED, *words, environment=environment)
 
     def finish(self) -> None:
         done = self.start().end()
@@ -178,12 +178,17 @@ def stopped_in_a_save(run: DisturbedRun) -> None:
 
 
 def second_start(run: DisturbedRun) -> None:
-    launch = run.start()
-    run.advance(launch)
-    second = start_deepspeed(2, *run.words[2:]).end()
+    """The first one waits in a step meanwhile: a start takes as long as many steps."""
+    go = run.config.with_name("go")
+    go.unlink(missing_ok=True)
+    before, fault = run.leases(), f"waits:0:{run.generator.randrange(2, 7)}"
+    launch = run.start("tests/workers/faulty.py", FAULT=fault, WAITS_FOR=str(go))
+    launch.until(lambda: run.leases() - before)
+    second = run.start().end()
     errors = error_lines(second)
     assert second.returncode != 0 and len(errors) == 1 and "is being trained by" in errors[0], second.stdout
-    assert launch.poll() is None, launch.stdout + launch.stderr
+    go.touch()
+    run.advance(launch)
     launch.kill()
 
 
