@@ -62,8 +62,9 @@ def saved_by(spec: ModelSpec, layer: int, rows: int, length: int, dtype: torch.d
         flash: attention without scores in memory, whatever the family's usual kernel does.
     """
     spec = _apart(spec, flash)
+    positions = spec.positions() if 0 < layer < spec.n_layers - 1 else None
     arguments = {}
-    if positions := spec.positions() if 0 < layer < spec.n_layers - 1 else None:
+    if positions is not None:
         short = torch.zeros(rows, SHORT, spec.config.hidden_size)
         kinds = positions.arguments(short, torch.arange(SHORT).repeat(rows, 1), None)
     with FakeTensorMode(), local_torch_dtype(dtype):

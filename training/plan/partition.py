@@ -32,8 +32,9 @@ def layer_ranges(parts: Sequence[int]) -> list[LayerRange]:
 def held_layers(parts: Sequence[int], ranks: int) -> list[tuple[LayerRange, ...]]:
     """The ranges of layers of each rank: one, or two where there are twice as many stages."""
     ranges = layer_ranges(parts)
-    folded = zip(ranges, reversed(ranges), strict=True) if len(ranges) > ranks else zip(ranges, strict=True)
-    return list(folded)[:ranks]
+    if len(ranges) == ranks:
+        return [(each,) for each in ranges]
+    return list(zip(ranges[:ranks], reversed(ranges), strict=False))
 
 
 def best_split(costs: Sequence[int], ranks: int, fits: Fits, v_schedule: bool = False) -> list[int] | None:
