@@ -51,7 +51,7 @@ class ModelFlops:
             window=config.sliding_window if windowed else 0,
         )
 
-    def of_batch(self, lengths: Iterable[int], supervised: int) -> float:
+    def of_batch(self, lengths: Iterable[float], supervised: float) -> float:
         """FLOPs of a step.
 
         Args:
