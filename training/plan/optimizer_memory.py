@@ -65,7 +65,7 @@ class StateBytes:
         size = int(more.get("reduce_bucket_size", BUCKET))
         if stage == 0 and dtype == torch.float32:
             return cls(weight, 4.0, states, 0.0, working, piece, 0.0, 0.0, size)
-        summed = ((config.model_extra or {}).get("data_types") or {}).get("grad_accum_dtype", "fp32")
+        summed = (config.data_types or {}).get("grad_accum_dtype", "fp32")
         gradient = weight if dtype != torch.bfloat16 or stage == 0 or summed != "fp32" else 4.0
         if config.zero_optimization.offloads:
             return cls(weight, gradient, 0.0, 0.0, 0.0, 0, (4 + states + 4 + weight) / replicas, weight, size)
