@@ -64,7 +64,7 @@ class RankMonitor:
         if listener:
             self._detector = FailureDetector([each for each, _, _ in told], timeout_minutes, listener, told[0][2])
         with agreed():
-            self._connection = _connect(told[0][1], f"{told[0][2]} {place.rank}\n")
+            self._connection = connect(told[0][1], f"{told[0][2]} {place.rank}\n")
         self._thread = threading.Thread(target=self._listen, name="monitor", daemon=True)
         self._thread.start()
 
@@ -196,7 +196,7 @@ def taken_over(folder: Path, successor: str) -> ConfigError:
     return ConfigError(f"save_path: {folder}: {lost}; expected one run a folder")
 
 
-def _connect(port: int, first_line: str) -> socket.socket:
+def connect(port: int, first_line: str) -> socket.socket:
     address = os.environ["MASTER_ADDR"]
     try:
         connection = socket.create_connection((address, port), CONNECT)
