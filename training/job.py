@@ -57,7 +57,6 @@ class Inputs:
         dataset: the records to train on; a stream of them is not started yet.
         evaluation: on the records to evaluate on, if any.
         side_files: of the model, on rank 0.
-        save_path: the run's folder.
     """
 
     folder: Path
@@ -66,7 +65,6 @@ class Inputs:
     loader: Loader
     evaluation: Evaluation | None
     side_files: dict[str, bytes]
-    save_path: Path
 
     @classmethod
     def read(cls, config: TrainConfig, log: Console, monitor: RankMonitor) -> Inputs:
@@ -84,9 +82,8 @@ class Inputs:
             evaluation = Evaluation(records, config, replicas, loader.steps_per_epoch, active=not log.quiet)
         check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), *sets)
         side_files = {} if log.quiet else read_side_files(folder)
-        save_path = Path(config.save_path)
-        monitor.hold(save_path)
-        return cls(folder, spec, dataset, loader, evaluation, side_files, save_path)
+        monitor.hold(Path(config.save_path))
+        return cls(folder, spec, dataset, loader, evaluation, side_files)
 
     def start(self, start: Start, place: Place, monitor: RankMonitor) -> None:
         """Tokenize what the first batch of a stream needs; any other set is there already."""
@@ -137,7 +134,7 @@ class Start:
             stream_gb=config.stream_gb,
         )
         total_steps = config.max_steps or config.n_epoches * inputs.loader.steps_per_epoch
-        checkpoint = find_checkpoint(config, inputs.save_path, log)
+        checkpoint = find_checkpoint(config, Path(config.save_path), log)
         known = CheckpointRecord.read(checkpoint) if checkpoint else None
         changes: list[str] = []
         with agreed():
@@ -168,7 +165,7 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
     stop = StopRequest()
     with agreed():
         inputs = Inputs.read(config, log, monitor)
-    spec, loader, save_path = inputs.spec, inputs.loader, inputs.save_path
+    spec, loader, save_path = inputs.spec, inputs.loader, Path(config.save_path)
     division = divide(config, spec, kind.in_stages, None if isinstance(inputs.dataset, Stream) else loader)
     topology = division.topology
     start = Start.find(config, inputs, log)
@@ -234,11 +231,12 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
 
 def begin(config: TrainConfig, inputs: Inputs, reporting: bool) -> None:
     """Note the config in the run's folder, and see that its export will have a place there."""
-    with agreed(), writing(inputs.save_path):
+    save_path = Path(config.save_path)
+    with agreed(), writing(save_path):
         if reporting:
-            replace_text(inputs.save_path / "config.yml", yaml.safe_dump(config.dump(), sort_keys=False))
+            replace_text(save_path / "config.yml", yaml.safe_dump(config.dump(), sort_keys=False))
         if reporting and config.export_hf:
-            try_publishing(inputs.save_path / EXPORTED, True, [inputs.folder])
+            try_publishing(save_path / EXPORTED, True, [inputs.folder])
 
 
 def describe(config: TrainConfig, inputs: Inputs, division: Division, total_steps: int, log: Console) -> None:
@@ -260,7 +258,7 @@ def describe(config: TrainConfig, inputs: Inputs, division: Division, total_step
         packing = packing_told(inputs.loader, len(known))
         what = "this window" if streamed else "an epoch"
         evaluated_on = inputs.evaluation.dataset if inputs.evaluation else None
-        report(known, evaluated_on, config.max_seq_len, log, inputs.save_path, packing, what)
+        report(known, evaluated_on, config.max_seq_len, log, Path(config.save_path), packing, what)
     an_epoch = f", {inputs.loader.steps_per_epoch} an epoch" if not streamed else ""
     what = "rows" if config.packing == "dataset" else "samples"
     log.print(f"steps: {total_steps} of {config.train_batch_size} {what}{an_epoch}")

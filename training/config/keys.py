@@ -215,25 +215,18 @@ class TrainConfig(Section):
         """How many micro-batches a step needs for each replica; 0 where the schedule does not ask."""
         return self.chunks if self.v_schedule else 0
 
-    def check_pipeline(self) -> None:
-        """Refuse what only train_ds_zero.py can do.
+    def check_door(self, in_stages: bool) -> None:
+        """Refuse what only the other of the two training doors can do.
 
         Raises:
-            ConfigError: a stage of ZeRO that shards what a pipeline needs whole.
+            ConfigError: in a pipeline a stage of ZeRO that shards what it needs whole, or without one several stages.
         """
-        if self.zero_optimization.stage > 1:
+        if in_stages and self.zero_optimization.stage > 1:
             raise ConfigError(
                 f"zero_optimization.stage: {self.zero_optimization.stage} cannot be combined with a pipeline; "
                 "expected 0 or 1, or train_ds_zero.py"
             )
-
-    def check_zero(self) -> None:
-        """Refuse what only train_ds.py can do.
-
-        Raises:
-            ConfigError: there is more than one stage.
-        """
-        if self.model_topo.stages > 1:
+        if not in_stages and self.model_topo.stages > 1:
             raise ConfigError(
                 f"model_topo.process_topology.dims: {self.model_topo.process_topology.dims} asks for "
                 f"{self.model_topo.stages} stages; ZeRO has no pipeline: expected 1 for pipe, or no model_topo"

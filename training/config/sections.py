@@ -240,11 +240,11 @@ class ModelTopo(Section):
 
     @property
     def stages(self) -> int:
-        return self._size("pipe")
+        return self._sizes["pipe"]
 
     @property
     def replicas(self) -> int:
-        return self._size("data")
+        return self._sizes["data"]
 
     @property
     def processes(self) -> int:
@@ -261,5 +261,6 @@ class ModelTopo(Section):
         grid = self.process_topology.model_copy(update={"dims": dims})
         return self.model_copy(update={"parts": None, "process_topology": grid})
 
-    def _size(self, axis: Literal["pipe", "data"]) -> int:
-        return self.process_topology.dims[self.process_topology.axes.index(axis)]
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return dict(zip(self.process_topology.axes, self.process_topology.dims, strict=True))

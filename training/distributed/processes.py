@@ -60,18 +60,17 @@ def launch(topology: ModelTopo, arguments: list[str]) -> None:
     import torch
 
     gpus = torch.cuda.device_count()
-    if 0 < gpus < topology.processes:
+    cores = len(os.sched_getaffinity(0))
+    most = gpus or max(FEW, A_CORE * cores)
+    if topology.processes > most:
+        has = f"no GPU and {cores} cores; expected at most {most}"
+        if gpus:
+            has = f"{gpus} GPUs; start several machines with deepspeed --hostfile"
         raise ConfigError(
             f"model_topo.process_topology.dims: {topology.process_topology.dims} ask for {topology.processes} "
-            f"processes, but this machine has {gpus} GPUs; start several machines with deepspeed --hostfile"
+            f"processes, but this machine has {has}"
         )
     if gpus == 0:
-        cores = len(os.sched_getaffinity(0))
-        if topology.processes > max(FEW, A_CORE * cores):
-            raise ConfigError(
-                f"model_topo.process_topology.dims: {topology.process_topology.dims} ask for {topology.processes} "
-                f"processes, but this machine has no GPU and {cores} cores; expected at most {max(FEW, A_CORE * cores)}"
-            )
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(topology.processes)]
     os.execv(sys.executable, [*launcher, "--master_port", str(free_port()), *arguments])

@@ -321,9 +321,9 @@ def test_a_missing_key_is_named_and_so_is_a_file_without_keys(tmp_path: Path) ->
 
 
 def test_sharding_what_a_pipeline_needs_whole_is_refused() -> None:
-    TrainConfig.model_validate(REQUIRED | {"zero_optimization": {"stage": 1}}).check_pipeline()
+    TrainConfig.model_validate(REQUIRED | {"zero_optimization": {"stage": 1}}).check_door(in_stages=True)
     config = TrainConfig.model_validate(REQUIRED | {"zero_optimization": {"stage": 2}})
     with pytest.raises(
         ConfigError, match=r"zero_optimization\.stage: 2 cannot be combined with a pipeline; expected 0"
     ):
-        config.check_pipeline()
+        config.check_door(in_stages=True)
