@@ -47,7 +47,7 @@ class StateBytes:
     def of(cls, config: TrainConfig) -> StateBytes:
         dtype, zero = training_dtype(config), config.zero_optimization
         weight, replicas = float(dtype.itemsize), config.model_topo.replicas
-        summed = ((config.model_extra or {}).get("data_types") or {}).get("grad_accum_dtype", "fp32")
+        summed = (config.data_types or {}).get("grad_accum_dtype", "fp32")
         gradient = weight if dtype != torch.bfloat16 or zero.stage == 0 or summed != "fp32" else 4.0
         states = _states(config.optimizer)
         size = int((zero.model_extra or {}).get("reduce_bucket_size", BUCKET))

@@ -18,7 +18,7 @@ from data.tokenize import load_tokenizer
 from tests.conftest import FAQ
 from tests.launching import deepspeed, error_lines, metrics, topology, write_config
 from tests.ranks import Ranks
-from training.distributed.lease import NAME
+from training.distributed.rank_monitor import LEASE
 
 pytestmark = pytest.mark.launched
 
@@ -83,7 +83,7 @@ def test_first_error_is_named_and_comes_last(
     if "dies" not in name:
         assert result.returncode == code
     assert len(metrics(tmp_path / "run")) == 2
-    assert not list((tmp_path / "run").glob(f"{NAME}*")) or name == "rank 0 dies"
+    assert not list((tmp_path / "run").glob(f"{LEASE}-*")) or name == "rank 0 dies"
 
 
 @pytest.mark.slow

@@ -24,8 +24,8 @@ from tests.launching import (
     write_config,
 )
 from training.checkpoint.folder import RECORD, step_folders
-from training.distributed.lease import NAME
 from training.distributed.processes import free_port
+from training.distributed.rank_monitor import LEASE
 
 pytestmark = pytest.mark.launched
 
@@ -94,7 +94,7 @@ def test_ranks_save_and_end_when_their_launcher_is_killed(killed: str, config: P
     assert (newest / RECORD).is_file()
     assert newest.name == f"step-{steps_done(config):06d}"
     assert steps_done(config) < STEPS
-    assert list(run_folder.glob(f"{NAME}*")) == []
+    assert list(run_folder.glob(f"{LEASE}-*")) == []
 
 
 @pytest.mark.slow
@@ -117,4 +117,4 @@ def test_of_two_starts_one_trains(time: int, config: Path) -> None:
     again = run(*words("runner", config))
     assert again.returncode == 0, again.stdout + again.stderr
     assert len(metrics(run_folder)) == STEPS
-    assert list(run_folder.glob(f"{NAME}*")) == []
+    assert list(run_folder.glob(f"{LEASE}-*")) == []

@@ -229,7 +229,7 @@ def test_a_config_with_stages_is_refused() -> None:
     keys = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 8}
     staged = TrainConfig.model_validate(keys | {"model_topo": topology((2, 1))})
     with pytest.raises(ConfigError, match=r"^model_topo.process_topology.dims: \[2, 1\] asks for 2 stages"):
-        staged.check_zero()
+        staged.check_door(in_stages=False)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the kernels")
