@@ -22,7 +22,7 @@ from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.metrics.devices import Device
-from training.metrics.flops import layer_flops
+from training.metrics.flops import ModelFlops
 from training.plan.optimizer_memory import StateBytes
 from training.plan.workload import Workload
 
@@ -126,7 +126,7 @@ class LayerTimes:
         """FLOPs of each layer's forward pass for one micro-batch."""
         work = self.workload
         document = max(1, round(work.attended))
-        of_one = layer_flops(self.spec, [document], 1)
+        of_one = ModelFlops(self.spec).by_layer([document], 1)
         *layers, head = (flops / 3 for flops in of_one)  # forward, and twice that backward
         return [*(flops * work.micro_tokens / document for flops in layers), head * work.micro_tokens * work.supervised]
 

@@ -173,10 +173,10 @@ class Plan:
         config, work = self.basis.config, self.basis.workload
         if not self.basis.device.known or not (config.bf16.enabled or config.fp16.enabled):
             return None
-        flops = ModelFlops.of(self.basis.spec)
-        pairs = flops.pair * work.attended + flops.windowed_pair * min(work.attended, flops.window)
         padded = work.micro_tokens * work.micro_batches * config.model_topo.replicas
-        total = work.tokens * (flops.token + pairs) + padded * work.supervised * flops.supervised
+        documents = work.tokens / work.attended
+        flops = ModelFlops(self.basis.spec).by_layer([work.attended], padded * work.supervised / documents)
+        total = documents * sum(flops)
         return total / self.seconds / (self.basis.device.half * config.model_topo.processes)
 
     @property

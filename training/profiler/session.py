@@ -23,7 +23,7 @@ from models.spec import ModelSpec
 from training.atomic_files import replace_text
 from training.distributed.processes import gather
 from training.engine.trainer import Trainer
-from training.metrics.flops import layer_flops
+from training.metrics.flops import ModelFlops
 from training.profiler.chart import draw
 from training.profiler.figures import Figures
 from training.profiler.recorder import Clock, Record, Recorder
@@ -126,7 +126,7 @@ class Timeline:
         above = slowest * figures.ranks / sum(figures.by_rank) - 1
         stage = f"stage {figures.by_rank.index(slowest)} is the slowest, {slowest * 1000:.3g} ms a micro-batch"
         lengths = [length for batch in self._batches for length in batch.lengths]
-        costs = layer_flops(self._spec, lengths, sum(batch.supervised for batch in self._batches))
+        costs = ModelFlops(self._spec).by_layer(lengths, sum(batch.supervised for batch in self._batches))
         better = figures.better_parts(self._parts, costs, self._batches[-1].n_micro_batches)
         advice = "no other parts would be much faster"
         if better:
