@@ -9,7 +9,6 @@ Cost: a forward pass for each sample, about a third of a training step on as man
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from tqdm import tqdm
 
@@ -60,25 +59,18 @@ class Evaluation:
 
     def run(self, trainer: Trainer, monitor: RankMonitor) -> dict[str, float]:
         """`eval_loss`, `eval_perplexity` and, where there are several types, `eval_loss/<type>`."""
-        losses: dict[str, tuple[float, int]] = {}
+        losses, tokens = dict.fromkeys(self._loaders, 0.0), dict.fromkeys(self._loaders, 0)
         batches = sum(loader.steps_per_epoch for loader in self._loaders.values())
         with tqdm(total=batches, desc="evaluation", disable=None if self._active else True, leave=False) as bar:
             for kind, loader in self._loaders.items():
-                total = tokens = 0.0
                 for position in range(loader.steps_per_epoch):
                     batch = loader.batch(position)
-                    total += trainer.eval_loss(loader, batch) * batch.supervised
-                    tokens += batch.supervised
+                    losses[kind] += trainer.eval_loss(loader, batch) * batch.supervised
+                    tokens[kind] += batch.supervised
                     bar.update()
                     monitor.mark("a batch of an evaluation")
-                losses[kind] = (total, int(tokens))
-        return summary(losses)
-
-
-def summary(losses: Mapping[str, tuple[float, int]]) -> dict[str, float]:
-    """The means from each type's summed loss and number of tokens."""
-    mean = sum(total for total, _ in losses.values()) / sum(tokens for _, tokens in losses.values())
-    made = {"eval_loss": mean, "eval_perplexity": math.exp(min(mean, 700.0))}
-    if len(losses) > 1:
-        made |= {f"eval_loss/{kind}": total / tokens for kind, (total, tokens) in losses.items()}
-    return made
+        mean = sum(losses.values()) / sum(tokens.values())
+        found = {"eval_loss": mean, "eval_perplexity": math.exp(min(mean, 700.0))}
+        if len(losses) > 1:
+            found |= {f"eval_loss/{kind}": losses[kind] / tokens[kind] for kind in losses}
+        return found

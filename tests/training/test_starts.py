@@ -24,7 +24,7 @@ from tests.conftest import FAQ
 from tests.launching import metrics, topology
 from tests.ranks import Ranks
 from training.checkpoint.folder import BEST, RECORD, CheckpointRecord, step_folder
-from training.checkpoint.saved_shards import SavedOptimizer
+from training.checkpoint.saved_slices import SavedOptimizer
 from training.config.sections import Scheduler
 from training.optimizer.lr_schedules import lr_ratio
 

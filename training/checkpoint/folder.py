@@ -22,8 +22,6 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from data.streaming.windows import Made
-from models.checkpoint.layout import LATEST
-from models.checkpoint.parallel import sync
 from models.checkpoint.publish import workplace
 from models.errors import GONE, CheckpointError, reading
 from training.atomic_files import replace_text
@@ -194,22 +192,10 @@ def file_record(path: Path) -> FileRecord:
     return FileRecord(size=size, crc32=checksum)
 
 
-def point_latest(save_path: Path, folder: Path) -> None:
-    """Let `latest` name a checkpoint that is whole."""
-    sync(save_path)  # which lists the checkpoint
-    replace_text(save_path / LATEST, folder.name)
-
-
 def set_aside(folder: Path) -> None:
     """Give a damaged checkpoint a name under which it counts no more; nothing is lost."""
     names = chain([f"{folder.name}.damaged"], (f"{folder.name}.damaged-{number}" for number in count(2)))
     folder.rename(next(path for path in map(folder.with_name, names) if not os.path.lexists(path)))
-
-
-def remove(folder: Path) -> None:
-    """Remove a checkpoint, under a hidden name, so that a crash meanwhile leaves nothing that looks whole."""
-    with workplace(folder) as place:
-        folder.rename(place)
 
 
 def prune(save_path: Path, keep_last: int, keep: set[str]) -> None:
@@ -221,7 +207,8 @@ def prune(save_path: Path, keep_last: int, keep: set[str]) -> None:
     whole = [folder for folder in step_folders(save_path) if _has_record(folder)]
     for folder in whole[keep_last:]:
         if folder.name not in keep and _is_own(folder):
-            remove(folder)
+            with workplace(folder) as place:  # a crash meanwhile leaves nothing that looks whole
+                folder.rename(place)
 
 
 def _is_own(folder: Path) -> bool:

@@ -1,37 +1,40 @@
 """Taking up a checkpoint, whatever topology it was saved on: stages, parts, replicas, ZeRO stage, offload.
 
 The weights come from the layer files, which do not depend on the topology. What the optimizer keeps (fp32 weights,
-moments) lies in DeepSpeed's files, cut in the way of the run that wrote them. Each rank knows which ranges of which
-weights it updates (`training.checkpoint.live_shards`), and what the files hold (`training.checkpoint.saved_shards`),
-and copies what is its own, bit for bit. The settings of the optimizer are those of the run's own config: none come from
-the files. Nothing is converted: no folder is written that could be left over, and no rank talks to another.
+moments) lies in DeepSpeed's files, cut in the way of the run that wrote them. Each rank knows which slices of the
+weights it updates and which the files hold (`training.checkpoint.saved_slices`), and copies what is its own, bit for
+bit. The settings of the optimizer are those of the run's own config: none come from the files. Nothing is converted: no
+folder is written that could be left over, and no rank talks to another.
 
 Cost: each rank reads its share of the state once, from mapped files, and holds nothing but what it will train with.
 163M parameters in bf16 from [2, 1] to [1, 2] on two cores, 2 GB of state in the system's cache: 0.7 to 1.9 s, where
 DeepSpeed's own way takes 4.4 s, as it reads into memory first. A rank opens the files of all replicas of the stages it
 needs, so from many replicas to many there are many small reads.
 
-Why not what DeepSpeed has: it reads only the topology that it wrote, a pipeline in bf16 without ZeRO not even then, and
-takes settings and schedule from the files. Its universal checkpoint writes the whole state once more (84 GB for 7B
-parameters under AdamW), its converter knows no optimizer but Adam and no run without ZeRO, and both unpickle.
+docs/design-notes.md says why DeepSpeed's own ways do not do.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
 from tqdm import tqdm
 
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 from training.checkpoint.folder import CheckpointRecord
-from training.checkpoint.live_shards import Slice, slices_of
-from training.checkpoint.saved_shards import MASTER, SavedOptimizer, SavedSlice
+from training.checkpoint.saved_slices import SavedOptimizer, Slice
 
 
 def take_over(engine: DeepSpeedEngine, folder: Path, record: CheckpointRecord, spec: ModelSpec) -> None:
@@ -70,31 +73,77 @@ def _saved_name(name: str, record: CheckpointRecord, spec: ModelSpec) -> str:
 
 
 @torch.no_grad()
-def _copy(source: SavedSlice, piece: Slice, optimizer: torch.optim.Optimizer) -> int:
+def _copy(source: Slice, target: Slice, optimizer: torch.optim.Optimizer) -> int:
     """Copy what two ranges of a weight have in common; how many elements that is."""
-    begin = max(source.offset, piece.offset)
-    numel = min(source.offset + source.numel, piece.offset + piece.numel) - begin
+    begin = max(source.offset, target.offset)
+    numel = min(source.offset + source.numel, target.offset + target.numel) - begin
     if numel <= 0:
         return 0
-    state = optimizer.state[piece.owner]
-    for name, values in source.states.items():
-        if values.numel() != source.numel:  # a row or a column of Adafactor, which has whole weights
-            state[name] = values.to(piece.owner.device, copy=True)
+    _range(target.master, target, begin, numel).copy_(_range(source.master, source, begin, numel))
+    kept = {name: values for name, values in source.state.items() if isinstance(values, Tensor) and values.dim()}
+    for name, values in kept.items():
+        if values.numel() < source.master.numel():  # a row or a column of Adafactor, which has whole weights
+            target.state[name] = values.to(target.master.device, copy=True)
             continue
-        if name != MASTER and name not in state:
-            state[name] = torch.zeros_like(piece.owner)
-        target = piece.owner if name == MASTER else state[name]
-        begin_here = piece.start + begin - piece.offset
-        target.view(-1)[begin_here : begin_here + numel].copy_(values[begin - source.offset :][:numel])
-    if len(source.states) > 1:
-        _set_step(state, source.step, piece, optimizer)
+        if name not in target.state:
+            target.state[name] = torch.zeros_like(target.master)
+        _range(target.state[name], target, begin, numel).copy_(_range(values, source, begin, numel))
+    if kept:
+        _set_step(source, target, optimizer)
     return numel
 
 
-def _set_step(state: dict[str, Any], step: float | None, piece: Slice, optimizer: torch.optim.Optimizer) -> None:
+def _range(values: Tensor, piece: Slice, begin: int, numel: int) -> Tensor:
+    """Of a tensor that is laid out as a slice's master, those elements that are a weight's from `begin` on."""
+    return values.view(-1)[piece.start + begin - piece.offset :][:numel]
+
+
+def _set_step(source: Slice, target: Slice, optimizer: torch.optim.Optimizer) -> None:
     """Set the number of updates as the optimizer counts them: DeepSpeed's in an integer, torch's in a tensor."""
+    step = source.state.get("step")
     if type(optimizer).__module__.startswith("deepspeed."):
-        state["step"] = int(step or 0)  # its Lion counts for nothing
+        target.state["step"] = int(step or 0)  # its Lion counts for nothing
     elif step is not None:
-        device = piece.owner.device if optimizer.defaults.get("fused") else "cpu"
-        state["step"] = torch.tensor(step, dtype=torch.float32, device=device)
+        device = target.master.device if optimizer.defaults.get("fused") else "cpu"
+        target.state["step"] = torch.tensor(float(step), dtype=torch.float32, device=device)
+
+
+def slices_of(engine: DeepSpeedEngine) -> list[Slice]:
+    """What this rank updates, in the order of the optimizer's own numbering."""
+    optimizer = engine.optimizer
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return list(_of_stage_3(optimizer))
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return list(_of_ranges(optimizer, optimizer.bit16_groups))
+    if isinstance(optimizer, BF16_Optimizer):
+        return list(_of_ranges(optimizer, optimizer.bf16_groups))
+    masters = [group["params"] for group in optimizer.param_groups]
+    weights = optimizer.fp16_groups if isinstance(optimizer, FP16_UnfusedOptimizer) else masters
+    return [
+        Slice(engine.param_names[weight], 0, weight.numel(), master, 0, engine.basic_optimizer.state[master])
+        for of_group, members in zip(masters, weights, strict=True)
+        for master, weight in zip(of_group, members, strict=True)
+    ]
+
+
+def _of_ranges(optimizer: Any, weights: list[list[Tensor]]) -> Iterator[Slice]:
+    for group, members in zip(optimizer.param_groups, weights, strict=True):
+        (master,) = group["params"]
+        state = optimizer.optimizer.state[master]
+        for weight in members:
+            place: Any = weight
+            if place._hp_mapping is not None:  # else another replica has it
+                here, there = place._hp_mapping.hp_fragment_address, place._hp_mapping.lp_fragment_address
+                yield Slice(optimizer.param_names[weight], there.start, here.numel, master, here.start, state)
+
+
+def _of_stage_3(optimizer: Any) -> Iterator[Slice]:
+    for master, members in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
+        start = 0
+        for weight in members:
+            share = weight.partition_numel()  # padded, the same on every rank
+            offset = share * optimizer._get_param_partition_rank(weight)
+            numel = max(0, min(share, weight.ds_numel - offset))
+            state = optimizer.optimizer.state[master]
+            yield Slice(optimizer.param_names[weight], offset, numel, master, start, state)
+            start += share

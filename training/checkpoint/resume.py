@@ -18,7 +18,7 @@ from rich.console import Console
 from models.checkpoint.layout import resolve
 from models.checkpoint.publish import writing
 from models.spec import ModelSpec
-from training.checkpoint.deepspeed_files import CheckpointFiles
+from training.checkpoint.deepspeed_files import read_mapped
 from training.checkpoint.folder import CheckpointRecord, DataOrder, fault, set_aside, step_folders
 from training.checkpoint.resharding import take_over
 from training.checkpoint.saving import random_file, restore_random_states
@@ -105,7 +105,7 @@ def resume(
         if changed:
             torch.manual_seed(config.seed + rank + record.step * 2**20)  # no rank draws what it drew at the run's start
         else:
-            restore_random_states(CheckpointFiles().load(str(folder / random_file(rank))))
+            restore_random_states(read_mapped(folder / random_file(rank)))
     return trainer
 
 

@@ -12,6 +12,7 @@ import math
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from operator import methodcaller
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,13 +21,14 @@ from deepspeed.accelerator import get_accelerator
 from rich.console import Console
 
 from models.checkpoint.convert import copy_side_files
-from models.checkpoint.parallel import in_parallel, sync_files
+from models.checkpoint.layout import LATEST
+from models.checkpoint.parallel import sync
 from models.checkpoint.publish import sweep, workplace, writing
 from models.errors import CheckpointError
-from training.checkpoint import folder as checkpoint_folder
+from training.atomic_files import replace_text
 from training.checkpoint.deepspeed_files import CheckpointFiles
-from training.checkpoint.folder import BEST, Best, CheckpointRecord, FileRecord, file_record, step_folder
-from training.checkpoint.live_shards import slices_of
+from training.checkpoint.folder import BEST, Best, CheckpointRecord, FileRecord, prune, set_aside, step_folder
+from training.checkpoint.resharding import slices_of
 from training.config.keys import TrainConfig
 from training.distributed.processes import agreed, gather
 from training.engine.trainer import Trainer
@@ -131,16 +133,15 @@ class Checkpointer:
             self._save_state(new)
             self._files.save(random_states(), str(new / random_file(rank)))
             self.trainer.write_layers(new, self._files.save)
+            for name, content in self.side_files.items():
+                self._files.write(new / name, methodcaller("write", content))
             written: dict[str, FileRecord] = {}
             with agreed(), writing(folder):
-                if rank == 0:
-                    for name, content in self.side_files.items():
-                        (new / name).write_bytes(content)
                 written = self._files.written()
-            others = gather(written)
+            files = {name: record for records in gather(written) for name, record in records.items()}
             with agreed(), writing(folder):
                 if rank == 0:
-                    self._finish(new, folder, step, {name: file for files in others for name, file in files.items()})
+                    self._finish(new, folder, step, files)
 
     def _save_state(self, folder: Path) -> None:
         """DeepSpeed's part. Without ZeRO it numbers the weights and keeps no names, so they go along."""
@@ -149,23 +150,20 @@ class Checkpointer:
         names = {} if sharded else {"parameter_names": [piece.name for piece in slices_of(engine)]}
         engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=names, save_latest=False)
 
-    def _finish(self, new: Path, folder: Path, step: int, written: dict[str, FileRecord]) -> None:
-        """Rank 0's part once all files are there: everything to the disk, the record last, then `latest`."""
-        present = {path.relative_to(new).as_posix(): path for path in new.rglob("*") if path.is_file()}
-        others = {name: path for name, path in present.items() if name not in written}
-        files = written | dict(zip(others, in_parallel(file_record, others.values()), strict=True))
-        sync_files(new)
+    def _finish(self, new: Path, folder: Path, step: int, files: dict[str, FileRecord]) -> None:
+        """Rank 0's part once all files are on the disk: the record, the name that counts, then `latest`."""
         self.record.model_copy(update={"step": step, "files": files}).write(new)
         if folder.exists():
-            checkpoint_folder.set_aside(folder)
+            set_aside(folder)
         new.rename(folder)
-        checkpoint_folder.point_latest(self.save_path, folder)
+        sync(self.save_path)  # which lists the checkpoint
+        replace_text(self.save_path / LATEST, folder.name)
 
     def _tidy_up(self) -> None:
         """Remove earlier checkpoints; the new one counts whether that works or not."""
         try:
             best = {self.best.checkpoint} if self.best else set()
-            checkpoint_folder.prune(self.save_path, self.config.keep_last, best)
+            prune(self.save_path, self.config.keep_last, best)
         except (OSError, CheckpointError) as error:
             self.log.print(f"warning: an earlier checkpoint stays: {' '.join(str(error).split())}")
 

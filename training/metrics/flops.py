@@ -9,8 +9,8 @@ nothing. Shapes come from the meta device: a few milliseconds a layer, once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Collection
 
 import torch
 
@@ -19,67 +19,31 @@ from models.spec import ModelSpec
 from training.metrics.devices import peak_flops
 
 
-@dataclass(frozen=True)
 class ModelFlops:
-    """FLOPs of a model's forward and backward pass.
+    """FLOPs of a model's layers, forward and backward together."""
 
-    Attributes:
-        token: for each token, without attention scores and head.
-        supervised: for each token that bears loss: the head.
-        pair: for each query and key, summed over the blocks with full attention.
-        windowed_pair: the same over the blocks with a sliding window.
-        window: how many keys a query sees there.
-    """
-
-    token: float
-    supervised: float
-    pair: float
-    windowed_pair: float
-    window: int
-
-    @classmethod
-    def of(cls, spec: ModelSpec) -> ModelFlops:
-        """Count by the shapes of the model's weights."""
+    def __init__(self, spec: ModelSpec) -> None:
         config = spec.config
-        per_block = _flops_per_pair(spec)
-        windowed = sum(attention_kind(config, block) == SLIDING for block in range(spec.n_blocks))
-        return cls(
-            token=6 * sum(_multiplied(spec, layer) for layer in range(1, spec.n_layers - 1)),
-            supervised=6 * _multiplied(spec, spec.n_layers - 1),
-            pair=per_block * (spec.n_blocks - windowed),
-            windowed_pair=per_block * windowed,
-            window=config.sliding_window if windowed else 0,
-        )
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._pair = 12.0 * config.num_attention_heads * head_dim
+        _, *self._blocks, self._head = (6 * _multiplied(spec, layer) for layer in range(spec.n_layers))
+        kinds = [attention_kind(config, block) for block in range(spec.n_blocks)]
+        self._windows = [config.sliding_window if kind == SLIDING else math.inf for kind in kinds]
 
-    def of_batch(self, lengths: Iterable[float], supervised: float) -> float:
-        """FLOPs of a step.
+    def by_layer(self, lengths: Collection[float], supervised: float) -> list[float]:
+        """FLOPs of each layer for samples of these lengths; nothing for the embedding.
 
         Args:
-            lengths: of the batch's samples, in tokens.
+            lengths: in tokens, without padding.
             supervised: tokens that bear loss, over all samples.
         """
-        total = self.supervised * supervised
-        for length in lengths:
-            attention = self.pair * length + self.windowed_pair * min(length, self.window)
-            total += length * (self.token + attention)
-        return total
-
-
-def layer_flops(spec: ModelSpec, lengths: Sequence[int], supervised: int) -> list[float]:
-    """FLOPs of each layer, forward and backward, for samples of these lengths; nothing for the embedding.
-
-    Args:
-        supervised: tokens that bear loss, over all samples.
-    """
-    tokens, per_pair = sum(lengths), _flops_per_pair(spec)
-    pairs = sum(length**2 for length in lengths)
-    flops = [0.0]
-    for block in range(spec.n_blocks):
-        seen = pairs
-        if attention_kind(spec.config, block) == SLIDING:
-            seen = sum(length * min(length, spec.config.sliding_window) for length in lengths)
-        flops.append(6 * _multiplied(spec, block + 1) * tokens + per_pair * seen)
-    return [*flops, 6 * _multiplied(spec, spec.n_layers - 1) * supervised]
+        tokens = sum(lengths)
+        pairs = {window: sum(length * min(length, window) for length in lengths) for window in set(self._windows)}
+        blocks = [
+            weights * tokens + self._pair * pairs[window]
+            for weights, window in zip(self._blocks, self._windows, strict=True)
+        ]
+        return [0.0, *blocks, self._head * supervised]
 
 
 class Utilization:
@@ -95,20 +59,13 @@ class Utilization:
         known = torch.cuda.is_available() and dtype in (torch.bfloat16, torch.float16)
         peak = peak_flops(torch.cuda.get_device_name()) if known else None
         self._peak = peak * processes if peak else None
-        self._flops = ModelFlops.of(spec) if peak else None
+        self._flops = ModelFlops(spec)
 
-    def __call__(self, lengths: Iterable[int], supervised: int, seconds: float) -> float | None:
+    def __call__(self, lengths: Collection[int], supervised: int, seconds: float) -> float | None:
         """MFU of a step that took `seconds` for samples of these lengths; None where the device is not known."""
-        if self._flops is None or self._peak is None:
+        if self._peak is None:
             return None
-        return self._flops.of_batch(lengths, supervised) / seconds / self._peak
-
-
-def _flops_per_pair(spec: ModelSpec) -> float:
-    """FLOPs of a block for each pair of query and key."""
-    config = spec.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 12.0 * config.num_attention_heads * head_dim
+        return sum(self._flops.by_layer(lengths, supervised)) / seconds / self._peak
 
 
 def _multiplied(spec: ModelSpec, layer: int) -> float:

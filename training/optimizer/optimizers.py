@@ -13,6 +13,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.lion import DeepSpeedCPULion
+from lion_pytorch import Lion
 from torch import Tensor, nn
 
 from training.config.keys import TrainConfig
@@ -91,8 +94,6 @@ def parameter_groups(
 
 
 def _lion(groups: Any, **params: Any) -> torch.optim.Optimizer:
-    from lion_pytorch import Lion
-
     lion = Lion(groups, **params)
     lion.update_fn = _in_pieces(lion.update_fn)
     optimizer: torch.optim.Optimizer = lion
@@ -114,20 +115,6 @@ def _in_pieces(update: Callable[..., None]) -> Callable[..., None]:
     return in_pieces
 
 
-def _cpu_adam(groups: Any, **params: Any) -> torch.optim.Optimizer:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **params)
-    return optimizer
-
-
-def _cpu_lion(groups: Any, **params: Any) -> torch.optim.Optimizer:
-    from deepspeed.ops.lion import DeepSpeedCPULion
-
-    optimizer: torch.optim.Optimizer = DeepSpeedCPULion(groups, **params)
-    return optimizer
-
-
 _Builder = Callable[..., torch.optim.Optimizer]
 _BUILDERS: dict[str, _Builder] = {
     "AdamW": partial(torch.optim.AdamW, fused=True),
@@ -136,4 +123,7 @@ _BUILDERS: dict[str, _Builder] = {
     "Adafactor": torch.optim.Adafactor,
     "SGD": torch.optim.SGD,
 }
-_CPU_OFFLOAD_BUILDERS: dict[str, _Builder] = {"AdamW": _cpu_adam, "Lion": _cpu_lion}
+_CPU_OFFLOAD_BUILDERS: dict[str, _Builder] = {
+    "AdamW": partial(DeepSpeedCPUAdam, adamw_mode=True),
+    "Lion": DeepSpeedCPULion,
+}

@@ -19,7 +19,7 @@ from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.metrics.devices import Device, this_device
-from training.metrics.flops import layer_flops
+from training.metrics.flops import ModelFlops
 from training.plan.basis import Basis, Factors
 from training.plan.optimizer_memory import StateBytes
 from training.plan.workload import Workload
@@ -100,5 +100,6 @@ def kinds(spec: ModelSpec) -> list[int]:
 def _forward_flops(spec: ModelSpec, work: Workload) -> list[float]:
     """FLOPs of each layer's forward pass for one micro-batch."""
     document = max(1, round(work.attended))
-    *layers, head = (flops / 3 for flops in layer_flops(spec, [document], 1))  # forward, and twice that backward
+    of_one = ModelFlops(spec).by_layer([document], 1)
+    *layers, head = (flops / 3 for flops in of_one)  # forward, and twice that backward
     return [*(flops * work.micro_tokens / document for flops in layers), head * work.micro_tokens * work.supervised]

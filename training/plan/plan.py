@@ -126,8 +126,9 @@ class Plan:
             return None
         padded = work.micro_tokens * work.micro_batches * config.model_topo.replicas
         documents = work.tokens / work.attended
-        flops = ModelFlops.of(self.basis.spec).of_batch([work.attended], padded * work.supervised / documents)
-        return documents * flops / self.seconds / (self.basis.device.half * config.model_topo.processes)
+        flops = ModelFlops(self.basis.spec).by_layer([work.attended], padded * work.supervised / documents)
+        total = documents * sum(flops)
+        return total / self.seconds / (self.basis.device.half * config.model_topo.processes)
 
     @property
     def days(self) -> float | None:

@@ -24,7 +24,7 @@ from models.spec import ModelSpec
 from training.atomic_files import replace_text
 from training.distributed.processes import gather
 from training.engine.trainer import Trainer
-from training.metrics.flops import layer_flops
+from training.metrics.flops import ModelFlops
 from training.plan.partition import held_layers
 from training.profiler.drawing import draw, trace
 from training.profiler.figures import Figures
@@ -117,7 +117,7 @@ class Timeline:
         above = slowest * figures.ranks / sum(figures.by_rank) - 1
         stage = f"stage {figures.by_rank.index(slowest)} is the slowest, {slowest * 1000:.3g} ms a micro-batch"
         lengths = [length for batch in self._batches for length in batch.lengths]
-        costs = layer_flops(self.spec, lengths, sum(batch.supervised for batch in self._batches))
+        costs = ModelFlops(self.spec).by_layer(lengths, sum(batch.supervised for batch in self._batches))
         better = figures.better_parts(self.parts, costs, self._batches[-1].n_micro_batches)
         advice = "no other parts would be much faster"
         if better:

@@ -25,7 +25,7 @@ from tests.launching import deepspeed, metrics, topology, write_config
 from tests.ranks import Ranks
 from tests.workers.topology import SAVED_AT, STEPS
 from training.checkpoint.folder import CheckpointRecord, step_folder
-from training.checkpoint.saved_shards import SavedOptimizer
+from training.checkpoint.saved_slices import SavedOptimizer
 from training.topology import Topology
 
 pytestmark = pytest.mark.launched

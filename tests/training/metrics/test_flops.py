@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from models.spec import ModelSpec
 from training.metrics import flops
 from training.metrics.devices import peak_flops
-from training.metrics.flops import ModelFlops, Utilization, layer_flops
+from training.metrics.flops import ModelFlops, Utilization
 
 BATCH, LENGTH = 2, 96
 
@@ -43,7 +43,7 @@ def counted(folder: Path) -> float:
 def test_flops_are_those_that_torch_counts(name: str, make_checkpoint: Callable[..., Path]) -> None:
     model_type, changes = MODELS[name]
     folder = make_checkpoint(model_type, **changes)
-    found = ModelFlops.of(ModelSpec.from_folder(folder)).of_batch([LENGTH] * BATCH, BATCH * LENGTH)
+    found = sum(ModelFlops(ModelSpec.from_folder(folder)).by_layer([LENGTH] * BATCH, BATCH * LENGTH))
     assert found == pytest.approx(counted(folder), rel=0.02)
 
 
@@ -53,42 +53,33 @@ def test_a_known_model_by_hand(tmp_path: Path) -> None:
         '{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, '
         '"num_attention_heads": 32, "vocab_size": 32000}'
     )
-    found = ModelFlops.of(ModelSpec.from_folder(tmp_path))
-    assert found.token == 6 * 32 * (4 * 4096**2 + 3 * 4096 * 11008)
-    assert found.supervised == 6 * 32000 * 4096
-    assert found.pair == 12 * 32 * 4096
-    assert found.windowed_pair == 0
-    assert found.of_batch([2048], 2048) == 2048 * (6 * 6_607_077_376 + 12 * 32 * 4096 * 2048)
+    embedding, *blocks, head = ModelFlops(ModelSpec.from_folder(tmp_path)).by_layer([2048], 2048)
+    assert embedding == 0
+    assert head == 2048 * 6 * 32000 * 4096
+    assert blocks == [2048 * (6 * (4 * 4096**2 + 3 * 4096 * 11008) + 12 * 4096 * 2048)] * 32
+    assert sum(blocks) + head == 2048 * (6 * 6_607_077_376 + 12 * 32 * 4096 * 2048)
 
 
 def test_only_what_is_needed_counts(make_checkpoint: Callable[..., Path]) -> None:
     """Samples in a batch attend to themselves; the head is needed for supervised tokens; a window limits the keys."""
-    model = ModelFlops.of(ModelSpec.from_folder(make_checkpoint("llama")))
-    assert model.of_batch([10, 20], 0) == 30 * model.token + (10**2 + 20**2) * model.pair
-    assert model.of_batch([30], 7) - model.of_batch([30], 0) == 7 * model.supervised
-    gemma = ModelFlops.of(ModelSpec.from_folder(make_checkpoint("gemma2", sliding_window=8)))
-    assert gemma.pair > 0
-    assert gemma.windowed_pair > 0
-    assert gemma.of_batch([100], 0) == pytest.approx(100 * (gemma.token + 100 * gemma.pair + 8 * gemma.windowed_pair))
-
-
-@pytest.mark.parametrize(("model_type", "changes"), [("llama", {}), ("gemma2", {"sliding_window": 8}), ("mixtral", {})])
-def test_the_layers_add_up_to_the_model(
-    model_type: str, changes: dict[str, Any], make_checkpoint: Callable[..., Path]
-) -> None:
-    spec = ModelSpec.from_folder(make_checkpoint(model_type, **changes))
-    by_layer = layer_flops(spec, [10, 90], 40)
-    assert len(by_layer) == spec.n_layers
-    assert by_layer[0] == 0
-    assert by_layer[-1] == ModelFlops.of(spec).supervised * 40
-    assert sum(by_layer) == pytest.approx(ModelFlops.of(spec).of_batch([10, 90], 40))
+    model = ModelFlops(ModelSpec.from_folder(make_checkpoint("llama")))
+    long, two, short = (model.by_layer(lengths, 0)[1] for lengths in ([30], [10, 20], [10]))
+    pair = (long - two) / (30**2 - 10**2 - 20**2)
+    assert pair == 12 * 64  # heads x head_dim
+    assert two - 20**2 * pair - short == 2 * (short - 10**2 * pair)  # 20 tokens and 10
+    assert model.by_layer([30], 7)[-1] == 7 * model.by_layer([30], 1)[-1]
+    assert model.by_layer([30], 7)[:-1] == model.by_layer([30], 0)[:-1]
+    gemma = ModelFlops(ModelSpec.from_folder(make_checkpoint("gemma2", sliding_window=8)))
+    windowed, full = (gemma.by_layer([100], 0)[block] for block in (1, 2))
+    assert full - windowed == pair * 100 * (100 - 8)
 
 
 def test_of_the_experts_only_the_chosen_ones_count(make_checkpoint: Callable[..., Path]) -> None:
     sizes = {"num_local_experts": 8, "num_experts_per_tok": 2}
-    few = ModelFlops.of(ModelSpec.from_folder(make_checkpoint("mixtral", **sizes)))
-    more = ModelFlops.of(ModelSpec.from_folder(make_checkpoint("mixtral", **sizes | {"num_experts_per_tok": 3})))
-    assert more.token - few.token == 6 * 3 * (3 * 64 * 96)  # one expert more in each of three blocks
+    few = ModelFlops(ModelSpec.from_folder(make_checkpoint("mixtral", **sizes)))
+    more = ModelFlops(ModelSpec.from_folder(make_checkpoint("mixtral", **sizes | {"num_experts_per_tok": 3})))
+    found = zip(few.by_layer([1], 0), more.by_layer([1], 0), strict=True)
+    assert [many - some for some, many in found] == [0, *[6 * (3 * 64 * 96)] * 3, 0]  # one expert more in each block
 
 
 @pytest.mark.parametrize(
@@ -140,7 +131,7 @@ def test_utilization_is_a_share_of_all_devices_peak(
     make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = ModelSpec.from_folder(make_checkpoint("llama"))
-    needed = ModelFlops.of(spec).of_batch([100, 50], 20)
+    needed = sum(ModelFlops(spec).by_layer([100, 50], 20))
     monkeypatch.setattr(flops.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(flops.torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
     mfu = Utilization(spec, torch.bfloat16, processes=8)([100, 50], 20, seconds=0.5)

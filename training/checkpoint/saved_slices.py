@@ -1,7 +1,11 @@
-"""What DeepSpeed's checkpoint files hold of the optimizer's state, weight by weight.
+"""What a checkpoint's files hold of the optimizer's state, as slices of the weights.
 
-The counterpart of `training.checkpoint.live_shards` on disk. The files are mapped into memory and not read: a slice
-costs nothing until somebody copies from it, and then no more than itself. They are read with `weights_only`.
+DeepSpeed has five optimizers, and each cuts the weights in its own way: ZeRO 1 and 2 and the bf16 optimizer join those
+of a group into one vector and give each replica a range of it; ZeRO 3 gives each rank a range of every weight; without
+ZeRO they stay whole. Here all of them are lists of slices; `training.checkpoint.resharding` lists an engine's own.
+
+The files are mapped into memory and not read: a slice costs nothing until somebody copies from it, and then no more
+than itself.
 """
 
 from __future__ import annotations
@@ -21,26 +25,26 @@ from models.errors import CheckpointError
 from training.checkpoint.deepspeed_files import read_mapped
 from training.topology import Topology
 
-MASTER = "fp32"  # the weight itself, beside the optimizer's own names such as exp_avg
-
 
 @dataclass(frozen=True)
-class SavedSlice:
-    """A range of a weight's elements with its state.
+class Slice:
+    """A range of a weight's elements with what an optimizer keeps of them.
 
     Attributes:
         name: `<layer>.<name>` of the weight.
         offset: where the range begins in the flattened weight.
         numel: how many elements it has.
-        states: by name, flat where a state has an element for each of the weight's, else as it was.
-        step: how often the optimizer updated it; None where the optimizer does not count.
+        master: the tensor that holds the range in fp32: this weight, or several that were joined.
+        start: where the range begins in the flattened master.
+        state: the optimizer's, of the whole master.
     """
 
     name: str
     offset: int
     numel: int
-    states: dict[str, Tensor]
-    step: float | None
+    master: Tensor
+    start: int
+    state: dict[str, Any]
 
 
 class SavedOptimizer:
@@ -62,7 +66,7 @@ class SavedOptimizer:
         """The stage of the pipeline that had a weight; 0 under plain ZeRO."""
         return self.topology.stage_of(_layer(name))
 
-    def slices(self, stage: int) -> Iterator[SavedSlice]:
+    def slices(self, stage: int) -> Iterator[Slice]:
         """Everything that the replicas of a stage kept.
 
         Raises:
@@ -84,33 +88,32 @@ class SavedOptimizer:
                 f"{type(error).__name__}: {error}"
             ) from None
 
-    def _of_ranges(self, shards: list[Path]) -> Iterator[SavedSlice]:
-        """ZeRO 1 and 2 and the bf16 optimizer: each replica has the next range of the weights that were joined."""
+    def _of_ranges(self, shards: list[Path]) -> Iterator[Slice]:
         seen: Counter[str] = Counter()
         for path in shards:
             saved = read_mapped(path)["optimizer_state_dict"]
             masters, places = saved["single_partition_of_fp32_groups"], saved["param_slice_mappings"]
             for number, (master, weights) in enumerate(zip(masters, places, strict=True)):
-                state = _State(saved["base_optimizer_state"], number, master)
+                state = saved["base_optimizer_state"]["state"].get(number, {})
                 for name, place in weights.items():
-                    yield state.slice(name, seen[name], place.start, place.numel)
+                    yield Slice(name, seen[name], place.numel, master, place.start, state)
                     seen[name] += place.numel
 
-    def _of_stage_3(self, shards: list[Path]) -> Iterator[SavedSlice]:
-        """ZeRO 3: each rank has a range of every weight, padded to the same length."""
+    def _of_stage_3(self, shards: list[Path]) -> Iterator[Slice]:
         shapes = read_mapped(self._model_file(0))["param_shapes"]
         for rank, path in enumerate(shards):
             saved = read_mapped(path)["optimizer_state_dict"]
             for number, (master, weights) in enumerate(zip(saved["fp32_flat_groups"], shapes, strict=True)):
-                state = _State(saved["optimizer_state_dict"], number, master)
+                state = saved["optimizer_state_dict"]["state"].get(number, {})
                 start = 0
                 for name, shape in weights.items():
-                    share = math.ceil(shape.numel() / len(shards))
+                    share = math.ceil(shape.numel() / len(shards))  # padded, the same on every rank
                     offset = share * rank
-                    yield state.slice(name, offset, start, max(0, min(share, shape.numel() - offset)))
+                    numel = max(0, min(share, shape.numel() - offset))
+                    yield Slice(name, offset, numel, master, start, state)
                     start += share
 
-    def _of_whole(self, path: Path) -> Iterator[SavedSlice]:
+    def _of_whole(self, path: Path) -> Iterator[Slice]:
         """Without ZeRO: weight by weight, under the names that `training.checkpoint.saving` adds."""
         file = read_mapped(path)
         saved, names = file["optimizer"], file["parameter_names"]
@@ -119,7 +122,7 @@ class SavedOptimizer:
         else:
             masters = self._weights(names)
         for number, (name, master) in enumerate(zip(names, masters, strict=True)):
-            yield _State(saved, number, master).slice(name, 0, 0, master.numel())
+            yield Slice(name, 0, master.numel(), master, 0, saved["state"].get(number, {}))
 
     def _weights(self, names: list[str]) -> list[Tensor]:
         """The weights themselves, from the layer files."""
@@ -129,37 +132,17 @@ class SavedOptimizer:
     def _shards(self, stage: int) -> list[Path]:
         """The optimizer's files of a stage, one a replica; none where DeepSpeed put all into the model's file."""
         for prefix in ("", "bf16_"):
-            names = [
-                f"{prefix}zero_pp_rank_{replica}_mp_rank_{stage:02d}_optim_states.pt"
+            paths = [
+                self.folder / f"{prefix}zero_pp_rank_{replica}_mp_rank_{stage:02d}_optim_states.pt"
                 for replica in range(self.topology.replicas)
             ]
-            if (self.folder / names[0]).is_file():
-                return [self.folder / name for name in names]
+            if paths[0].is_file():
+                return paths
         return []
 
     def _model_file(self, stage: int) -> Path:
         prefix = "zero_pp_rank_0_" if self.topology.zero_stage == 3 else ""
         return self.folder / f"{prefix}mp_rank_{stage:02d}_model_states.pt"
-
-
-class _State:
-    """What the optimizer keeps under one number: a weight, or a vector of several."""
-
-    def __init__(self, saved: dict[str, Any], number: int, master: Tensor) -> None:
-        kept = saved["state"].get(number, {})
-        step = kept.get("step")
-        self._step = None if step is None else float(step)
-        self._states = {name: state for name, state in kept.items() if isinstance(state, Tensor) and state.dim()}
-        self._master = master
-
-    def slice(self, name: str, offset: int, start: int, numel: int) -> SavedSlice:
-        """The elements from `start` on, which are those of a weight from `offset` on."""
-        states = {
-            # The states may have padding at their end that the weights lost; Adafactor's have fewer elements.
-            key: state.view(-1)[start : start + numel] if state.numel() >= self._master.numel() else state
-            for key, state in ((MASTER, self._master), *self._states.items())
-        }
-        return SavedSlice(name, offset, numel, states, self._step)
 
 
 def _layer(name: str) -> int:
