@@ -173,5 +173,5 @@ def _least_parts(basis: Basis) -> list[int]:
 
 
 def _split(basis: Basis, fits: Fits) -> list[int] | None:
-    costs = [round(time.of_step(basis.workload.micro_batches) / RESOLUTION) for time in layer_times(basis)]
+    costs = [round(time.of_step(basis.micro_batches) / RESOLUTION) for time in layer_times(basis)]
     return best_split(costs, basis.config.model_topo.stages, fits, basis.config.v_schedule)

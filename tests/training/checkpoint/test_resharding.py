@@ -58,7 +58,7 @@ SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
 ADAFACTOR = {"optimizer": {"type": "Adafactor", "params": {"lr": 1.0e-2}}}
 OTHER_RATES = {"optimizer": {"type": "AdamW", "params": {"lr": 5.0e-3, "weight_decay": 0.5}, "no_wd_kws": ["norm"]}}
 OTHER_DIMS = ((4, 1), (2, 1), (1, 2))
-FOLDED = {"schedule": "dualpipev"}
+DUALPIPEV = {"schedule": "dualpipev"}
 OFFLOAD = {
     "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
     "zero_force_ds_cpu_optimizer": False,
@@ -71,8 +71,8 @@ SOURCES = [
     Case("zero-3", (1, 2), 3, kind="zero"),
     Case("2x1-lion", (2, 1), keys=LION),
     Case("2x1-plain", (2, 1), 0),
-    Case("folded", (2, 1), keys=FOLDED),
-    Case("folded-bf16", (2, 1), parts=[2, 1, 1, 1], keys=FOLDED | BF16),
+    Case("dualpipev", (2, 1), keys=DUALPIPEV),
+    Case("dualpipev-bf16", (2, 1), parts=[2, 1, 1, 1], keys=DUALPIPEV | BF16),
     Case("1x2-plain-bf16", (1, 2), 0, keys=BF16),
     Case("zero-0-bf16", (1, 2), 0, keys=BF16, kind="zero"),
     Case("2x2", (2, 2)),
@@ -91,13 +91,13 @@ TAKEN_UP = [
     Case("zero-3-to-2x1", (2, 1), source="zero-3"),
     Case("lion-to-1x2", (1, 2), source="2x1-lion", keys=LION),
     Case("plain-to-1x2", (1, 2), source="2x1-plain", tier="slow"),
-    Case("4x1-to-folded", (2, 1), source="4x1", keys=FOLDED),
-    Case("folded-to-2x1", (2, 1), source="folded"),
-    Case("folded-to-1x2", (1, 2), source="folded", tier="slow"),
-    Case("folded-parts", (2, 1), parts=[1, 1, 2, 1], source="folded", keys=FOLDED, tier="longest"),
-    Case("2x2-to-folded", (2, 1), source="2x2", keys=FOLDED, tier="longest"),
-    Case("folded-to-zero-3", (1, 2), 3, source="folded", kind="zero", tier="longest"),
-    Case("folded-bf16-to-2x1", (2, 1), source="folded-bf16", keys=BF16, tier="slow"),
+    Case("4x1-to-dualpipev", (2, 1), source="4x1", keys=DUALPIPEV),
+    Case("dualpipev-to-2x1", (2, 1), source="dualpipev"),
+    Case("dualpipev-to-1x2", (1, 2), source="dualpipev", tier="slow"),
+    Case("dualpipev-parts", (2, 1), parts=[1, 1, 2, 1], source="dualpipev", keys=DUALPIPEV, tier="longest"),
+    Case("2x2-to-dualpipev", (2, 1), source="2x2", keys=DUALPIPEV, tier="longest"),
+    Case("dualpipev-to-zero-3", (1, 2), 3, source="dualpipev", kind="zero", tier="longest"),
+    Case("dualpipev-bf16-to-2x1", (2, 1), source="dualpipev-bf16", keys=BF16, tier="slow"),
     Case("1x1-to-plain", (2, 1), 0, source="1x1", tier="longest"),
     Case("bf16-to-2x2", (2, 2), source="4x1-bf16", keys=BF16),
     Case("bf16-to-zero-3", (1, 2), 3, source="4x1-bf16", keys=BF16, kind="zero", tier="slow"),
@@ -139,11 +139,11 @@ def folder(
     (folder / "samples.json").write_text(json.dumps(samples))
     asked = {item.callspec.id for item in request.session.items if hasattr(item, "callspec")}
     taken_up = [case for case in TAKEN_UP if case.name in asked]
-    needed = {case.source for case in taken_up} | {"4x1", "1x2-plain-bf16", "folded"}
+    needed = {case.source for case in taken_up} | {"4x1", "1x2-plain-bf16", "dualpipev"}
     runs = [case for case in SOURCES if case.name in needed] + taken_up
     runs.append(TAKEN_UP[0]._replace(name=FORGETFUL))
     runs.append(Case("plain-bf16-again", (1, 2), 0, source="1x2-plain-bf16", keys=BF16))
-    runs.append(Case("folded-again", (2, 1), source="folded", keys=FOLDED))
+    runs.append(Case("dualpipev-again", (2, 1), source="dualpipev", keys=DUALPIPEV))
     runs += [Case(f"other-rates-{dims[0]}x{dims[1]}", dims, source="4x1", keys=OTHER_RATES) for dims in OTHER_DIMS]
     for processes in (1, 4, 2):
         described = [describe(case, models[case.model], folder) for case in runs if case.processes == processes]
@@ -231,8 +231,8 @@ def test_the_settings_of_the_optimizer_are_those_of_the_new_config(folder: Path)
     assert abs(same["losses"][1] / before["losses"][SAVED_AT + 1] - 1) > 1e-3
 
 
-def test_folded_stages_go_on_to_the_last_bit(folder: Path) -> None:
-    losses = [outcome(name, folder)["losses"] for name in ("folded", "folded-again")]
+def test_dualpipev_stages_go_on_to_the_last_bit(folder: Path) -> None:
+    losses = [outcome(name, folder)["losses"] for name in ("dualpipev", "dualpipev-again")]
     assert losses[1] == losses[0][SAVED_AT:]
 
 
