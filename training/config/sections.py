@@ -164,16 +164,23 @@ class FP16(Section):
     fp16_master_weights_and_grads: bool | None = None
 
 
+class OptimizerOffload(BaseModel):
+    """Where the optimizer's states lie. Those on a disk (`nvme`) could not be taken up from a checkpoint."""
+
+    model_config = ConfigDict(extra="allow")
+    device: Literal["none", "cpu"] = "none"
+
+
 class Zero(BaseModel):
     """`zero_optimization`: passed to DeepSpeed; stage 1 shards the optimizer over the replicas of a stage."""
 
     model_config = ConfigDict(extra="allow")
     stage: int = Field(default=1, ge=0, le=3)
-    offload_optimizer: dict[str, Any] | None = None
+    offload_optimizer: OptimizerOffload | None = None
 
     @property
     def offloads(self) -> bool:
-        return (self.offload_optimizer or {}).get("device", "none") != "none"
+        return self.offload_optimizer is not None and self.offload_optimizer.device != "none"
 
 
 class ZLoss(Section):

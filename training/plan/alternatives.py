@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
+from training.config.sections import OptimizerOffload
 from training.plan.basis import Basis
 from training.plan.plan import Plan, fitting_parts
 
 SHORTEST = 128  # tokens in a row that are advised
+OFFLOAD = OptimizerOffload(device="cpu")
 SHOWN = 5  # of the fastest plans
 SIZES = (1, 2, 4, 8, 16)  # rows in a micro-batch that are tried
 
@@ -66,7 +68,7 @@ def _changes(basis: Basis) -> Iterator[tuple[str, Basis]]:
     if not config.use_grad_ckpt:
         yield "use_grad_ckpt: true", basis.changed(use_grad_ckpt=True)
     if not zero.offloads and zero.stage:
-        yield "zero_optimization.offload_optimizer: {device: cpu}", with_zero(offload_optimizer={"device": "cpu"})
+        yield "zero_optimization.offload_optimizer: {device: cpu}", with_zero(offload_optimizer=OFFLOAD)
     if config.optimizer.type in ("AdamW", "Adam"):
         yield "optimizer.type: Lion", basis.changed(optimizer=config.optimizer.model_copy(update={"type": "Lion"}))
     length = config.max_seq_len // 2

@@ -124,13 +124,18 @@ def test_what_a_precision_takes_is_what_deepspeed_takes(section: type[Section], 
     [
         ({"reduce_bucket_siz": 5}, "reduce_bucket_siz: DeepSpeed does not have it; did you mean reduce_bucket_size?"),
         ({"reduce_bucket_size": "x"}, "reduce_bucket_size: Input should be a valid integer"),
-        ({"offload_optimizer": {"device": "tape"}}, "offload_optimizer.device: Input should be 'none', "),
+        ({"offload_param": {"device": "tape"}}, "offload_param.device: Input should be 'none', "),
     ],
 )
 def test_what_deepspeed_refuses_of_zero_is_told_before_a_model_is_built(section: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_device(TrainConfig.model_validate(REQUIRED | {"zero_optimization": section}))
     assert str(caught.value).startswith(f"zero_optimization.{reason}")
+
+
+def test_states_on_a_disk_which_a_resume_could_not_take_up_are_refused(tmp_path: Path) -> None:
+    line = refusal(write(tmp_path, "zero_optimization: {offload_optimizer: {device: nvme, nvme_path: /tmp}}"))
+    assert "zero_optimization.offload_optimizer.device" in line and "'none' or 'cpu'" in line
 
 
 def test_every_key_that_is_not_passed_on_is_refused(tmp_path: Path) -> None:
