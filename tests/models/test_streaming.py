@@ -229,13 +229,19 @@ def test_shard_that_is_promised_has_to_be_there(shard_a_layer: tuple[Path, dict[
 def test_a_file_is_open_as_long_as_it_is_read(shard_a_layer: tuple[Path, dict[int, str]], tmp_path: Path) -> None:
     """A tensor that was read outlives its file, and nothing stays open."""
     path = tmp_path / "good" / shard_a_layer[1][0]
-    before = os.listdir("/proc/self/fd")
     file = SafetensorsFile(path)
     name = next(iter(file))
     tensor, expected = file.read(name), load_file(path)[name]
+    assert open_handles(path)
     del file
     gc.collect()
     torch.testing.assert_close(tensor, expected, atol=0, rtol=0)
     del tensor
     gc.collect()
-    assert os.listdir("/proc/self/fd") == before
+    assert not open_handles(path)
+
+
+def open_handles(path: Path) -> list[str]:
+    """This process's descriptors of a file."""
+    folder = Path("/proc/self/fd")
+    return [each for each in os.listdir(folder) if os.path.realpath(folder / each) == str(path.resolve())]
