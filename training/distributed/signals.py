@@ -30,6 +30,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        signal.setitimer(signal.ITIMER_REAL, 0)  # of a run before in this process
         for number in (*REQUESTS, LAUNCHER_GONE):
             signal.signal(number, self._take)
 

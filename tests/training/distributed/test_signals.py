@@ -32,3 +32,20 @@ def test_only_a_later_signal_ends_a_rank_at_once(same_request: float, code: int,
     result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.stdout.endswith(f"{128 + (known or signal.SIGINT)}\n"), result.stderr
     assert result.returncode == code
+
+
+TWO_RUNS = """
+import os, signal, time
+from training.distributed import signals
+signals.SAME_REQUEST = 0.2
+for run in range(2):
+    stop = signals.StopRequest()
+    time.sleep(0.5 * run)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.exit_code == 128 + signal.SIGTERM
+"""
+
+
+def test_each_run_of_a_process_has_its_own_request() -> None:
+    result = subprocess.run([sys.executable, "-c", TWO_RUNS], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
