@@ -81,10 +81,9 @@ def draw(run_folder: Path, output: Path | None = None) -> Path:
     for stage in range(max(map(len, peaks)) - 1):
         _line(memory, peaks, stage, scale=1 / GIB, label=f"stage {stage}")
     for panel in (lr, throughput, memory):
-        highest = panel.dataLim.ymax  # infinite where nothing is drawn
-        panel.set_ylim(0, 1.1 * highest if 0 < highest < math.inf else 1)
+        panel.set_ylim(bottom=0)
     for panel in (loss, memory):
-        if len(panel.lines) > (1 if panel is loss else 0):
+        if panel.lines:
             panel.legend(fontsize="small", ncols=2)
     for panel in (loss, lr, throughput, memory):
         panel.set_xlabel("step")

@@ -62,17 +62,14 @@ def saved_by(spec: ModelSpec, layer: int, rows: int, length: int, dtype: torch.d
         flash: attention without scores in memory, whatever the family's usual kernel does.
     """
     spec = _apart(spec, flash)
-    positions = spec.positions() if 0 < layer < spec.n_layers - 1 else None
-    arguments = {}
-    if positions is not None:
-        short = torch.zeros(rows, SHORT, spec.config.hidden_size)
-        kinds = positions.arguments(short, torch.arange(SHORT).repeat(rows, 1), None)
+    positions = spec.positions()
+    short = torch.zeros(rows, SHORT, spec.config.hidden_size)
+    kinds = positions.arguments(short, torch.arange(SHORT).repeat(rows, 1), None)
     with FakeTensorMode(), local_torch_dtype(dtype):
         module = spec.build(layer, positions)
         hidden = torch.empty(rows, length, spec.config.hidden_size, requires_grad=True)
         ids = torch.empty(rows, length, dtype=torch.int64)
-        if isinstance(module, Block):
-            arguments = _resized(kinds[module.kind], length, dtype)
+        arguments = _resized(kinds[module.kind], length, dtype) if isinstance(module, Block) else {}
         kept: list[Tensor] = []
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
@@ -153,11 +150,8 @@ def under_way(schedule: Schedule, ranks: int, micro_batches: int) -> list[list[M
 
     More micro-batches than fill the pipeline change nothing.
     """
-    worst = []
-    for rank in range(ranks):
-        moments = _moments(schedule, rank, ranks, min(micro_batches, 4 * ranks))
-        worst.append([moment for moment in moments if not any(_exceeds(other, moment) for other in moments)])
-    return worst
+    all_moments = [_moments(schedule, rank, ranks, min(micro_batches, 4 * ranks)) for rank in range(ranks)]
+    return [[one for one in moments if not any(_exceeds(other, one) for other in moments)] for moments in all_moments]
 
 
 def _moments(schedule: Schedule, rank: int, ranks: int, micro_batches: int) -> set[Moment]:

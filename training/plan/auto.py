@@ -1,8 +1,7 @@
 """What `parts: auto` and `use_grad_ckpt: auto` come to: decided once a run, by rank 0 for all, and handed down.
 
-The layers are divided so that the slowest stage is as fast as can be (`training.plan.partition`). Of each stage as few
-blocks recompute as fit into the memory of the smallest device; the rest keep what they have and save the time. On a CPU
-none recomputes.
+The layers are divided by `training.plan.partition`. Of each stage as few blocks recompute as fit into the memory of the
+smallest device; the rest keep what they have and save the time. On a CPU none recomputes.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.distributed.processes import gather
 from training.metrics.devices import Device, this_device
-from training.plan.basis import Basis, Calibration
+from training.plan.basis import Basis, Calibration, Workload
 from training.plan.plan import Plan
-from training.plan.workload import Workload
 from training.topology import Division, Topology
 
 

@@ -12,55 +12,117 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
 from pydantic import BaseModel
 
+from data.loader import Loader
 from models.spec import ModelSpec
 from training.atomic_files import replace_text
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.metrics.devices import Device
 from training.plan.activation_memory import Saved
-from training.plan.workload import Workload
 from training.schedule.instructions import Schedule
 
 FILE = "calibration.json"
+STEPS = 16  # of the first epoch, which stand for the others
 
 
-class Factors(BaseModel):
-    """How many times as long as estimated things take on a device.
+@dataclass(frozen=True)
+class Workload:
+    """The micro-batches of a step.
 
     Attributes:
-        layers: forward and backward, by the number of the first layer of each kind.
-        update: the optimizer's work.
+        rows: in a micro-batch.
+        length: tokens in a row, padding included; the mean.
+        longest: the most tokens in a row.
+        attended: how many tokens the document of a token has, in the mean: what the quadratic term goes with.
+        supervised: the share of tokens that bear loss.
+        micro_batches: of one replica in a step.
+        tokens: in a step, without padding, over all replicas.
+        steps: of the whole run; None where the data are not known.
+        source: where this is known from, in words.
     """
 
-    layers: dict[str, tuple[float, float]] = {}
-    update: float = 1.0
+    rows: int
+    length: float
+    longest: int
+    attended: float
+    supervised: float
+    micro_batches: int
+    tokens: float
+    steps: int | None
+    source: str
+
+    @classmethod
+    def assumed(cls, config: TrainConfig) -> Workload:
+        """As if every sample had `max_seq_len` tokens, all supervised."""
+        rows, length = config.train_micro_batch_size_per_gpu, config.max_seq_len
+        return cls(
+            rows=rows,
+            length=length,
+            longest=length,
+            attended=length,
+            supervised=1.0,
+            micro_batches=config.train_batch_size // (rows * config.model_topo.replicas),
+            tokens=config.train_batch_size * length,
+            steps=config.max_steps,
+            source=f"assumed: every sample has max_seq_len, {length}, tokens, all supervised",
+        )
+
+    @classmethod
+    def measured(cls, loader: Loader, config: TrainConfig) -> Workload:
+        """As the first global batches are."""
+        batches = [loader.batch(step) for step in range(min(STEPS, loader.steps_per_epoch))]
+        lengths = [length for batch in batches for length in batch.lengths]
+        replicas = range(loader.replicas)
+        padded = [length for batch in batches for replica in replicas for _, length in loader.shapes(batch, replica)]
+        return cls(
+            rows=loader.micro_batch_size,
+            length=mean(padded),
+            longest=max(*padded, int(loader.data.lengths.max())),  # which may come later
+            attended=sum(length**2 for length in lengths) / sum(lengths),
+            supervised=sum(batch.supervised for batch in batches) / (sum(padded) * loader.micro_batch_size),
+            micro_batches=round(mean(batch.n_micro_batches for batch in batches)),
+            tokens=mean(batch.tokens for batch in batches),
+            steps=config.max_steps or config.n_epoches * loader.steps_per_epoch,
+            source=f"the first {len(batches)} batches of data_path",
+        )
+
+    @property
+    def micro_tokens(self) -> float:
+        """Tokens in a micro-batch, padding included."""
+        return self.rows * self.length
 
 
 class Calibration(BaseModel):
-    """How this machine's times differ from estimates.
+    """How many times as long as estimated things take on this machine.
 
     Attributes:
-        device: they were measured on.
+        device: that was measured.
         dtype: of the run.
         model: digest of config.json.
+        layers: of forward and backward, by the number of the first layer of each kind.
+        update: of the optimizer's work.
     """
 
     device: str
     dtype: str
     model: str
-    factors: Factors
+    layers: dict[str, tuple[float, float]]
+    update: float
 
     @classmethod
-    def of(cls, config: TrainConfig, spec: ModelSpec, factors: Factors) -> Calibration:
+    def of(
+        cls, config: TrainConfig, spec: ModelSpec, layers: dict[str, tuple[float, float]], update: float
+    ) -> Calibration:
         """As measured by this process."""
         digest = hashlib.sha256(json.dumps(spec.raw, sort_keys=True).encode()).hexdigest()
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-        return cls(device=device, dtype=str(training_dtype(config)), model=digest, factors=factors)
+        return cls(device=device, dtype=str(training_dtype(config)), model=digest, layers=layers, update=update)
 
     @classmethod
     def read(cls, folder: Path, config: TrainConfig, spec: ModelSpec) -> Calibration | None:
@@ -69,7 +131,7 @@ class Calibration(BaseModel):
             found = cls.model_validate_json((folder / FILE).read_bytes())
         except (OSError, ValueError):
             return None
-        return found if found == cls.of(config, spec, found.factors) else None
+        return found if found == cls.of(config, spec, found.layers, found.update) else None
 
     def write(self, folder: Path) -> Path:
         """Into the run's folder, whole or not at all."""

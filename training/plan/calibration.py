@@ -25,10 +25,9 @@ from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.metrics.devices import this_device
 from training.optimizer.optimizers import build_optimizer
-from training.plan.basis import Basis, Calibration, Factors
+from training.plan.basis import Basis, Calibration, Workload
 from training.plan.costs import kinds, layer_times, update_time
 from training.plan.optimizer_memory import StateBytes
-from training.plan.workload import Workload
 
 WARM_UP, REPEATS = 2, 5
 
@@ -40,12 +39,12 @@ def calibrate(config: TrainConfig, spec: ModelSpec, workload: Workload) -> Calib
         torch.set_num_threads(max(1, torch.get_num_threads() // config.model_topo.processes))
     torch.manual_seed(config.seed)
     estimates = layer_times(Basis(config, spec, workload, this_device(), recompute=frozenset()))
-    layers = {}
+    layers: dict[str, tuple[float, float]] = {}
     for kind in dict.fromkeys(kinds(spec)):
         forward, backward = _time_layer(kind, config, spec, workload, device)
         layers[str(kind)] = (forward / estimates[kind].forward, backward / estimates[kind].backward)
     update = _time_update(config, spec, device) / update_time(config, this_device())
-    return Calibration.of(config, spec, Factors(layers=layers, update=update))
+    return Calibration.of(config, spec, layers, update)
 
 
 def _time_layer(

@@ -20,9 +20,8 @@ from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.metrics.devices import Device, this_device
 from training.metrics.flops import ModelFlops
-from training.plan.basis import Basis, Factors
+from training.plan.basis import Basis, Workload
 from training.plan.optimizer_memory import StateBytes
-from training.plan.workload import Workload
 
 GRADIENT = 12  # bytes that are read and written to add a gradient to the sum in fp32
 LOGIT = 36  # bytes that are read and written from a logit to its gradient, in nine passes (`models.lean_loss`)
@@ -51,14 +50,13 @@ class LayerTime:
 def layer_times(basis: Basis) -> list[LayerTime]:
     """The times of all layers, the embedding first."""
     config, spec, work = basis.config, basis.spec, basis.workload
-    device, factors = basis.device, Factors()
-    if basis.calibration:  # which speaks of the device that it was measured on
-        device, factors = this_device(), basis.calibration.factors
+    measured = basis.calibration
+    device = this_device() if measured else basis.device  # a calibration speaks of the device that it was measured on
     dtype = training_dtype(config)
     # A ring all-reduce of the gradients and an all-gather of the weights.
     sent = (1 - 1 / config.model_topo.replicas) * (2 * StateBytes.of(config).gradient + dtype.itemsize)
     sharing = config.model_topo.replicas if config.zero_optimization.stage else 1
-    update = sent / device.link + factors.update * update_time(config, device) / sharing
+    update = sent / device.link + (measured.update if measured else 1.0) * update_time(config, device) / sharing
     times = []
     for number, (kind, flops) in enumerate(zip(kinds(spec), _forward_flops(spec, work), strict=True)):
         product = flops / device.flops(dtype)
@@ -71,7 +69,7 @@ def layer_times(basis: Basis) -> list[LayerTime]:
             read = weights if number else 2 * work.micro_tokens * spec.config.hidden_size
             forward = product + read * dtype.itemsize / device.bandwidth
             backward += 2 * product
-        slower = factors.layers.get(str(kind), (1.0, 1.0))
+        slower = measured.layers[str(kind)] if measured else (1.0, 1.0)
         forward *= slower[0]
         again = forward if number in basis.recomputed else 0.0
         times.append(LayerTime(forward, backward * slower[1] + again, weights * update))

@@ -16,15 +16,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-import torch
-
 from models.lean_loss import CPU_CHUNK, GPU_CHUNK
 from training.config.deepspeed_config import training_dtype
+from training.optimizer.optimizers import PIECE
 from training.plan.activation_memory import Saved, saved_by, under_way
 from training.plan.basis import Basis
 from training.plan.costs import kinds
 from training.plan.optimizer_memory import StateBytes
-from training.plan.partition import LayerRange
+from training.plan.partition import LayerRange, layers_of
 
 BACKWARD = 3  # tensors as large as the largest saved one that a backward pass holds besides
 
@@ -86,8 +85,8 @@ class MemoryModel:
         )
         passing = max(self._passing(begin, end) for begin, end in ranges)
         offloaded = max(self._largest) * self._itemsize if states.host else 0
-        optimizer = int(held * states.optimizer) + self._adafactor(ranges)
-        working = int(states.working * min(held, states.working_size))
+        optimizer = int(held * states.optimizer)
+        working = int(states.working * min(held, PIECE))
         bucket = int(states.bucket * (states.bucket_size if self._device.reserves else min(held, states.bucket_size)))
         host = int(held * states.host)
         if self._device.memory is None and not self._device.reserves:  # on a CPU all of it is main memory
@@ -107,7 +106,7 @@ class MemoryModel:
 
     def fewest_recomputed(self, rank: int, ranges: Sequence[LayerRange]) -> frozenset[int]:
         """The layers that a rank recomputes so that these fit: of its blocks as few as do, the first ones."""
-        blocks = [layer for begin, end in ranges for layer in range(begin, end) if 0 < layer <= self._spec.n_blocks]
+        blocks = [layer for layer in layers_of(ranges) if 0 < layer <= self._spec.n_blocks]
 
         def fits(count: int) -> bool:
             return MemoryModel(replace(self._basis, recompute=frozenset(blocks[:count]))).fits(rank, ranges)
@@ -170,16 +169,3 @@ class MemoryModel:
             copies += 1
         rounded = shape.numel() * self._itemsize if self._itemsize == 2 else 0  # when the backward pass hands it on
         return max(int(chunk * copies), rounded) + 4 * shape.numel() + tokens * shape[1] * (self._itemsize + 4)
-
-    def _adafactor(self, ranges: Sequence[LayerRange]) -> int:
-        """Bytes of its rows and columns."""
-        if self._config.optimizer.type != "Adafactor":
-            return 0
-        layers = [layer for begin, end in ranges for layer in range(begin, end)]
-        return 4 * sum(_rows_and_columns(shape) for layer in layers for shape in self._spec.shapes(layer).values())
-
-
-def _rows_and_columns(shape: torch.Size) -> int:
-    if len(shape) < 2:
-        return shape.numel()
-    return shape.numel() // shape[-1] + shape.numel() // shape[-2]

@@ -12,8 +12,6 @@ import torch
 
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
-from training.config.sections import Optimizer
-from training.optimizer.optimizers import PIECE
 
 BUCKET = 500_000_000  # elements; DeepSpeed's default `reduce_bucket_size`
 
@@ -27,8 +25,8 @@ class StateBytes:
         gradient: from the first backward pass to the step.
         optimizer: master weight and states.
         bucket_size: elements of the buffer in which gradients are summed before the step.
-        working: what an update takes for itself, for each of at most `working_size` elements.
-        step: on top of these, while the optimizer works: copies of the gradient.
+        working: what Lion's update takes for itself, of a piece at a time.
+        step: on top of these, while the optimizer works: copies of the gradient, with SGD's decay added.
         host: in main memory.
         bucket: bytes of an element of the buffer; 0 where there is none.
     """
@@ -37,8 +35,7 @@ class StateBytes:
     gradient: float
     optimizer: float
     bucket_size: int
-    working: float
-    working_size: int
+    working: float = 0.0
     step: float = 0.0
     host: float = 0.0
     bucket: float = 0.0
@@ -49,31 +46,23 @@ class StateBytes:
         weight, replicas = float(dtype.itemsize), config.model_topo.replicas
         summed = (config.data_types or {}).get("grad_accum_dtype", "fp32")
         gradient = weight if dtype != torch.bfloat16 or zero.stage == 0 or summed != "fp32" else 4.0
-        states = _states(config.optimizer)
+        optimizer = config.optimizer.type
+        momentum = 4.0 if config.optimizer.params.get("momentum") else 0.0
+        # Adafactor's rows and columns are about a thousandth of the weights.
+        states = {"AdamW": 8.0, "Adam": 8.0, "Lion": 4.0, "Adafactor": 0.0, "SGD": momentum}[optimizer]
         size = int((zero.model_extra or {}).get("reduce_bucket_size", BUCKET))
-        sharded = cls(weight, gradient, (4 + states) / replicas, size, *_working(config.optimizer))
+        decayed = 4.0 if optimizer == "SGD" and config.optimizer.params.get("weight_decay") else 0.0
+        working = 8.0 if optimizer == "Lion" else 0.0
+        sharded = cls(weight, gradient, (4 + states) / replicas, size, working, decayed)
         if dtype == torch.float32 and zero.stage == 0:  # a weight is its own master
             return replace(sharded, optimizer=states)
         if zero.offloads:  # with a copy of the gradient; it still passes through the bucket
             host = (4 + states + 4 + weight) / replicas
-            return replace(sharded, optimizer=0.0, working=0.0, host=host, bucket=weight)
+            return replace(sharded, optimizer=0.0, working=0.0, step=0.0, host=host, bucket=weight)
         if gradient > weight:  # bf16, whose sums are fp32 already
             return sharded
         if dtype == torch.bfloat16 and zero.stage == 0:  # the sharded gradient in fp32
-            return replace(sharded, step=4.0 / replicas)
+            return replace(sharded, step=decayed + 4.0 / replicas)
         # The sharded gradient joined, in 16 bits and in fp32, or in fp32 alone; before the step, the bucket.
         copies = 4.0 if dtype == torch.float32 else weight + 4.0
-        return replace(sharded, step=copies / replicas, bucket=weight)
-
-
-def _states(optimizer: Optimizer) -> float:
-    """Bytes that an optimizer keeps for a parameter."""
-    momentum = 4.0 if optimizer.params.get("momentum") else 0.0
-    return {"AdamW": 8.0, "Adam": 8.0, "Lion": 4.0, "Adafactor": 0.0, "SGD": momentum}[optimizer.type]
-
-
-def _working(optimizer: Optimizer) -> tuple[float, int]:
-    """Bytes that an update takes for itself, for each of so many elements at most."""
-    if optimizer.type == "Lion":
-        return 8.0, PIECE
-    return (4.0, 2**62) if optimizer.type == "SGD" and optimizer.params.get("weight_decay") else (0.0, 0)
+        return replace(sharded, step=decayed + copies / replicas, bucket=weight)

@@ -15,8 +15,8 @@ there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from itertools import accumulate, pairwise
 
 LayerRange = tuple[int, int]  # [begin, end)
@@ -27,6 +27,11 @@ FIRST_GROWTH = 4  # of the limit, first by a part in so many and then by twice a
 def layer_ranges(parts: Sequence[int]) -> list[LayerRange]:
     """The layers of each stage, from the layers per stage."""
     return list(pairwise([0, *accumulate(parts)]))
+
+
+def layers_of(ranges: Iterable[LayerRange]) -> list[int]:
+    """The layers in these ranges."""
+    return [layer for begin, end in ranges for layer in range(begin, end)]
 
 
 def held_layers(parts: Sequence[int], ranks: int) -> list[tuple[LayerRange, ...]]:
@@ -48,73 +53,63 @@ def best_split(costs: Sequence[int], ranks: int, fits: Fits, v_schedule: bool = 
     """
     if len(costs) < ranks * (2 if v_schedule else 1):
         return None
-    search = _Search(costs, ranks, fits, v_schedule)
+    search = partial(_best, [0, *accumulate(costs)], ranks, cache(fits), v_schedule)
     limit = -(-sum(costs) // ranks)  # no division is faster
     growth = limit // FIRST_GROWTH + 1
-    while (found := search.best(limit, even=False)) is None and limit < sum(costs):
+    while (found := search(limit)) is None and limit < sum(costs):
         limit, growth = min(sum(costs), limit + growth), 2 * growth
-    most_even = search.best(found[0], even=True) if found else None
+    most_even = search(found[0], even=True) if found else None
     return most_even[1] if most_even else None
 
 
-class _Search:
-    def __init__(self, costs: Sequence[int], ranks: int, fits: Fits, v_schedule: bool) -> None:
-        self.layers = len(costs)
-        self.ranks = ranks
-        self.total = [0, *accumulate(costs)]
-        self.fits = cache(fits)
-        self.v_schedule = v_schedule
+def _best(
+    total: Sequence[int], ranks: int, fits: Fits, v_schedule: bool, limit: int, even: bool = False
+) -> tuple[int, list[int]] | None:
+    """The best division in which no rank exceeds the limit, after its value.
 
-    def _cost(self, begin: int, end: int) -> int:
-        return self.total[end] - self.total[begin]
+    Args:
+        total: costs of the first so many layers.
+        even: by the sum of the stages' squares instead of by the slowest rank.
+    """
 
-    def _takes(self, rank: int, begin: int, x: int, y: int, end: int, limit: int) -> bool:
-        if self._cost(begin, x) + self._cost(y, end) > limit:
-            return False
-        return self.fits(rank, ((begin, x), (y, end)) if self.v_schedule else ((begin, x),))
+    def cost(begin: int, end: int) -> int:
+        return total[end] - total[begin]
 
-    def _first_ends(self, begin: int, end: int, others: int) -> range:
+    def first_ends(begin: int, end: int, others: int) -> range:
         """Where the first layers that a rank takes of [begin, end) may end, when so many ranks follow."""
-        if self.v_schedule:
+        if v_schedule:
             return range(begin + 1, end - 2 * others)
         return range(begin + 1, end - others + 1) if others else range(end, end + 1)
 
-    def _last_begins(self, x: int, end: int, others: int) -> range:
+    def last_begins(x: int, end: int, others: int) -> range:
         """Where the last ones may begin; at the end where there is one stage a rank."""
-        if not self.v_schedule:
+        if not v_schedule:
             return range(end, end + 1)
         return range(x + 2 * others, end) if others else range(x, x + 1)
 
-    def best(self, limit: int, even: bool) -> tuple[int, list[int]] | None:
-        """The best division in which no rank exceeds the limit, after its value.
-
-        Args:
-            even: by the sum of the stages' squares instead of by the slowest rank.
-        """
-
-        @cache
-        def search(rank: int, begin: int, end: int) -> tuple[int, list[int]] | None:
-            others = self.ranks - rank - 1
-            best: tuple[int, list[int]] | None = None
-            for x in self._first_ends(begin, end, others):
-                if self._cost(begin, x) > limit:
+    @cache
+    def search(rank: int, begin: int, end: int) -> tuple[int, list[int]] | None:
+        others = ranks - rank - 1
+        best: tuple[int, list[int]] | None = None
+        for x in first_ends(begin, end, others):
+            if cost(begin, x) > limit:
+                break
+            for y in reversed(last_begins(x, end, others)):
+                left, right = cost(begin, x), cost(y, end)
+                if left + right > limit or not fits(rank, ((begin, x), (y, end)) if v_schedule else ((begin, x),)):
                     break
-                for y in reversed(self._last_begins(x, end, others)):
-                    if not self._takes(rank, begin, x, y, end, limit):
-                        break
-                    if self._cost(x, y) > others * limit:
+                if cost(x, y) > others * limit:
+                    continue
+                value = left**2 + right**2 if even else left + right
+                inner: list[int] = []
+                if others:
+                    rest = search(rank + 1, x, y)
+                    if rest is None:
                         continue
-                    left, right = self._cost(begin, x), self._cost(y, end)
-                    value = left**2 + right**2 if even else left + right
-                    inner: list[int] = []
-                    if others:
-                        rest = search(rank + 1, x, y)
-                        if rest is None:
-                            continue
-                        value = value + rest[0] if even else max(value, rest[0])
-                        inner = rest[1]
-                    if best is None or value < best[0] + (not self.v_schedule):
-                        best = value, [x - begin, *inner, *([end - y] if self.v_schedule else [])]
-            return best
+                    value = value + rest[0] if even else max(value, rest[0])
+                    inner = rest[1]
+                if best is None or value < best[0] + (not v_schedule):
+                    best = value, [x - begin, *inner, *([end - y] if v_schedule else [])]
+        return best
 
-        return search(0, 0, self.layers)
+    return search(0, 0, len(total) - 1)

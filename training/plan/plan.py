@@ -1,10 +1,8 @@
-"""The plan of a run: its stages with their time and memory, and what comes of them.
-
-With `parts: auto` the layers are divided so that the slowest stage is as fast as can be in the memory that there is.
-"""
+"""The plan of a run: its stages with their time and memory, and what comes of them."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -14,7 +12,7 @@ from training.metrics.flops import ModelFlops
 from training.plan.basis import Basis
 from training.plan.costs import LayerTime, layer_times
 from training.plan.memory import MemoryModel, StageMemory
-from training.plan.partition import Fits, LayerRange, best_split, held_layers, layer_ranges
+from training.plan.partition import Fits, LayerRange, best_split, held_layers, layer_ranges, layers_of
 from training.schedule.simulation import simulate
 
 DAY = 86_400.0
@@ -30,19 +28,17 @@ class StagePlan:
     Attributes:
         ranges: the layers that it holds, [begin, end); two with dualpipev.
         parameters: their weights.
-        micro_batch, update, seconds: of work for a micro-batch, of the optimizer, and of both in a step.
+        seconds: of its work in a step.
     """
 
     ranges: tuple[LayerRange, ...]
     parameters: int
     memory: StageMemory
-    micro_batch: float
-    update: float
     seconds: float
 
     @property
     def layers(self) -> list[int]:
-        return [layer for begin, end in self.ranges for layer in range(begin, end)]
+        return layers_of(self.ranges)
 
 
 @dataclass(frozen=True)
@@ -79,12 +75,10 @@ class Plan:
         """By rank."""
         found = []
         for rank, held in enumerate(self.held):
-            layers = [layer for begin, end in held for layer in range(begin, end)]
+            layers = layers_of(held)
             weights = sum(shape.numel() for layer in layers for shape in self.basis.spec.shapes(layer).values())
-            micro_batch = sum(self._times[layer].forward + self._times[layer].backward for layer in layers)
-            update = sum(self._times[layer].update for layer in layers)
-            seconds = self.basis.micro_batches * micro_batch + update
-            found.append(StagePlan(held, weights, self.memory.rank(rank, held), micro_batch, update, seconds))
+            seconds = sum(self._times[layer].of_step(self.basis.micro_batches) for layer in layers)
+            found.append(StagePlan(held, weights, self.memory.rank(rank, held), seconds))
         return found
 
     @cached_property
@@ -105,8 +99,10 @@ class Plan:
             simulated,
             hidden / basis.device.link,
         )
-        more = (basis.micro_batches - simulated) * max(stage.micro_batch for stage in self.stages)
-        return step.seconds + more + max(stage.update for stage in self.stages)
+        by_rank = [[self._times[layer] for layer in stage.layers] for stage in self.stages]
+        micro_batch = max(sum(time.forward + time.backward for time in times) for times in by_rank)
+        update = max(sum(time.update for time in times) for times in by_rank)
+        return step.seconds + (basis.micro_batches - simulated) * micro_batch + update
 
     @property
     def bubble(self) -> float:
@@ -148,28 +144,22 @@ class Plan:
 
 
 def best_parts(basis: Basis) -> list[int]:
-    """The best division; where none fits in memory, one that takes as little as there is."""
-    return fitting_parts(basis) or _least_parts(basis)
-
-
-def fitting_parts(basis: Basis) -> list[int] | None:
-    """The best division that fits in memory, if any does."""
-    return _split(basis, MemoryModel(basis).fits)
-
-
-def _least_parts(basis: Basis) -> list[int]:
-    """The best division within the least memory with which there is one."""
-    memory, limit = MemoryModel(basis), basis.device.memory
-    assert limit is not None, "without a limit every division fits"
+    """The best division; where none fits in memory, the best within the least memory with which there is one."""
+    memory, limit = MemoryModel(basis), basis.device.memory or math.inf
     peak = cache(lambda rank, ranges: memory.rank(rank, ranges).peak)
 
     @cache
     def within(steps: int) -> list[int] | None:
         return _split(basis, lambda rank, ranges: peak(rank, ranges) <= limit * TOLERANCE**steps)
 
-    least = within(bisect_left(range(MOST_STEPS), True, key=lambda steps: within(steps) is not None))
+    least = within(0) or within(bisect_left(range(MOST_STEPS), True, key=lambda steps: within(steps) is not None))
     assert least is not None
     return least
+
+
+def fitting_parts(basis: Basis) -> list[int] | None:
+    """The best division that fits in memory, if any does."""
+    return _split(basis, MemoryModel(basis).fits)
 
 
 def _split(basis: Basis, fits: Fits) -> list[int] | None:

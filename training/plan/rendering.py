@@ -13,7 +13,6 @@ from training.plan.plan import Plan
 GB = 1e9
 PICTURE = "plan.png"
 DPI = 120
-SHOWN_PARTS = 16  # in the picture's title
 
 
 def stages_table(plan: Plan) -> Table:
@@ -127,8 +126,7 @@ def draw(plan: Plan, path: Path) -> Path:
         above.axhline(limit / GB, color="black", linewidth=0.8, linestyle="--", label=plan.basis.device.name)
     above.set_ylabel("peak memory, GB")
     above.legend(fontsize="small")
-    parts = [*map(str, plan.parts[:SHOWN_PARTS]), *(["..."] if len(plan.parts) > SHOWN_PARTS else [])]
-    above.set_title(f"{plan.basis.spec.family.name}, parts [{', '.join(parts)}]", fontsize="medium")
+    above.set_title(f"{plan.basis.spec.family.name}, parts {plan.parts}", fontsize="medium", wrap=True)
     slowest = max(stage.seconds for stage in plan.stages)
     below.bar(stages, [stage.seconds / slowest for stage in plan.stages], color="tab:gray")
     below.set_ylabel("time, of the slowest stage")

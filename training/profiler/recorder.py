@@ -56,8 +56,9 @@ class Recorder:
         self._offset = offset
 
     @contextmanager
-    def step(self, engine: DeepSpeedEngine) -> Iterator[None]:
-        """Record what the engine does in the block."""
+    def step(self, engine: DeepSpeedEngine) -> Iterator[list[Record]]:
+        """Record what the engine does in the block; the list is filled, in common time, when that is over."""
+        records: list[Record] = []
         self._noted: list[tuple[Meaning, tuple[Message, ...], Any, Any, Any]] = []
         self._queued: list[Meaning] = []  # messages that were handed over and not waited for yet
         self._launched: Any = None  # the mark of when they were started, where that was before the waiting
@@ -75,17 +76,12 @@ class Recorder:
             torch.cuda.synchronize()
             self._first, self._began = self._mark(), time.perf_counter()
         try:
-            yield
+            yield records
         finally:
             vars(engine).update(unwatched)
-
-    def take(self) -> list[Record]:
-        """The spans of the step, which is over, in common time."""
-        records = []
         for (kind, stage, micro_batch, _), messages, *marks in self._noted:
             posted, begin, end = map(self._seconds, marks)
             records.append(Record(Span(self._rank, kind, micro_batch, begin, end, stage), messages, posted))
-        return records
 
     def _watched(self, name: str, execute: Callable[..., Any]) -> Callable[..., Any]:
         """An instruction's call that notes its span, if it has one."""

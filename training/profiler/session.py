@@ -68,9 +68,8 @@ class Timeline:
         engine = self.trainer.engine
         if self._recorder is None:
             self._recorder = Recorder(torch.distributed.get_rank(), engine.device, _clock_offset())
-        with self._recorder.step(engine):
+        with self._recorder.step(engine) as self._records[number]:
             yield
-        self._records[number] = self._recorder.take()
         self._batches.append(batch)
 
     def finish(self) -> None:

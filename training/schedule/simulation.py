@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
 
 from training.schedule.instructions import WORK, Message, Schedule, read_schedule
 from training.schedule.walk import Program, Simulation, walk
@@ -49,9 +47,18 @@ def simulate(
 
 def program(schedule: Schedule, rank: int, ranks: int, micro_batches: int) -> Program:
     """A rank's work and exchanges in order."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed prints that it found nothing better
+    from deepspeed.runtime.pipe.schedule import TrainSchedule
+
+    from training.schedule.zero_bubble import FilledSchedule
+
     queued: list[Message] = []
     one_by_one = schedule == "1f1b"
-    for instruction, meaning in read_schedule(_schedules()[schedule](micro_batches, ranks, rank)):
+    instructions = TrainSchedule if one_by_one else FilledSchedule
+    for instruction, meaning in read_schedule(instructions(micro_batches, ranks, rank)):
         if meaning and meaning.kind in WORK:
             yield meaning
         elif meaning and meaning.message:
@@ -61,16 +68,3 @@ def program(schedule: Schedule, rank: int, ranks: int, micro_batches: int) -> Pr
             queued = []
         if one_by_one or instruction.name == "CommitP2P":
             yield None
-
-
-@cache
-def _schedules() -> dict[Schedule, Any]:
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed prints that it found nothing better
-    from deepspeed.runtime.pipe.schedule import TrainSchedule
-
-    from training.schedule.zero_bubble import FilledSchedule
-
-    return {"1f1b": TrainSchedule, "dualpipev": FilledSchedule}

@@ -24,14 +24,13 @@ from training.metrics.devices import GIB, USABLE, parse_devices, this_device
 from training.plan.activation_memory import saved_by, under_way
 from training.plan.alternatives import advise, search
 from training.plan.auto import choose, divide
-from training.plan.basis import FILE, Basis, Calibration
+from training.plan.basis import FILE, Basis, Calibration, Workload
 from training.plan.calibration import calibrate
 from training.plan.command import plan_run
 from training.plan.costs import layer_times
 from training.plan.memory import MemoryModel
 from training.plan.optimizer_memory import StateBytes
 from training.plan.plan import Plan, best_parts
-from training.plan.workload import Workload
 from training.schedule.simulation import simulate
 from training.schedule.zero_bubble import LEFT
 
@@ -379,10 +378,9 @@ def test_measured_times_replace_estimates(tmp_path: Path) -> None:
     config = config_of(tmp_path, 2, fp16={"enabled": False}, max_seq_len=64, train_batch_size=4)
     workload = Workload.assumed(config)
     found = calibrate(config, spec, workload)
-    factors = found.factors
-    assert set(factors.layers) == {"0", "1", "7"}
-    assert factors.update > 0 and all(factor > 0 for pair in factors.layers.values() for factor in pair)
-    factors.layers["7"] = (1e6, 1e6)  # a very slow head
+    assert set(found.layers) == {"0", "1", "7"}
+    assert found.update > 0 and all(factor > 0 for pair in found.layers.values() for factor in pair)
+    found.layers["7"] = (1e6, 1e6)  # a very slow head
     found.write(tmp_path / "run")
     read = Calibration.read(tmp_path / "run", config, spec)
     assert read is not None

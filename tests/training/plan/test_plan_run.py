@@ -13,8 +13,8 @@ from models.spec import ModelSpec
 from tests.conftest import FAQ
 from tests.launching import deepspeed, metrics, topology, write_config
 from training.config.yaml_file import load_config
+from training.plan.basis import Workload
 from training.plan.calibration import calibrate
-from training.plan.workload import Workload
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
@@ -33,7 +33,7 @@ def test_a_run_divides_by_measured_costs(make_checkpoint: Callable[..., Path], t
     )
     config = load_config(path)
     found = calibrate(config, ModelSpec.from_folder(model), Workload.assumed(config))
-    found.factors.layers["5"] = (1e6, 1e6)  # a very slow head
+    found.layers["5"] = (1e6, 1e6)  # a very slow head
     found.write(tmp_path / "run")
     result = deepspeed(2, "train_ds.py", "--config", path)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
