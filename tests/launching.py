@@ -133,9 +133,10 @@ class Launch:
     def _files(self) -> set[tuple[Any, int]]:
         found: set[tuple[Any, int]] = set()
         for folder in self._folders:
-            for path in folder.rglob("*"):
-                with suppress(OSError):  # removed meanwhile
-                    found.add((path, path.stat().st_size))
+            for parent, _, names in os.walk(folder):  # which passes over what is removed meanwhile
+                for path in (os.path.join(parent, name) for name in names):
+                    with suppress(OSError):
+                        found.add((path, os.stat(path).st_size))
         return found
 
     def _text(self, number: int) -> str:
