@@ -134,9 +134,9 @@ class Launch:
         found: set[tuple[Any, int]] = set()
         for folder in self._folders:
             for parent, _, names in os.walk(folder):  # which passes over what is removed meanwhile
-                for path in (os.path.join(parent, name) for name in names):
+                for path in (Path(parent, name) for name in names):
                     with suppress(OSError):
-                        found.add((path, os.stat(path).st_size))
+                        found.add((path, path.stat().st_size))
         return found
 
     def _text(self, number: int) -> str:
