@@ -26,7 +26,7 @@ def main() -> None:
 
     def load(place: Place | None) -> TrainConfig:
         config = load_config(arguments.config, arguments.overrides)
-        config.check_pipeline()
+        config.check_door(in_stages=True)
         return config
 
     open_door(arguments, load, run, plan)

@@ -38,7 +38,7 @@ def load_spread_config(path: str, overrides: list[str], place: Place | None) -> 
     if "model_topo" not in config.model_fields_set:
         processes = place.world_size if place else gpus()
         config = load_config(path, [*overrides, f"model_topo.process_topology.dims=[1, {processes}]"])
-    config.check_zero()
+    config.check_door(in_stages=False)
     return config
 
 

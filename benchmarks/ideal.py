@@ -84,7 +84,7 @@ SHAPES = (Shape("equal halves", "", MODEL, LENGTH), Shape("large head", "_large_
 SETTINGS = (
     Setting("one_thread", "one process, one thread", stages=1, threads=1),
     Setting("pipeline", "two stages, one thread each", stages=STAGES, threads=1),
-    Setting("folded", "the same with dualpipev", stages=STAGES, threads=1, schedule="dualpipev"),
+    Setting("dualpipev", "the same with dualpipev", stages=STAGES, threads=1, schedule="dualpipev"),
     Setting("copy", "two processes with a model each: one", stages=1, threads=1),
     Setting("other_copy", "two processes with a model each: the other", stages=1, threads=1, beside=True),
     Setting("two_threads", "one process, two threads", stages=1, threads=2),
@@ -109,7 +109,7 @@ def measure(folder: Path) -> dict[str, Any]:
         speeds = {setting.key: turns.speed(setting.key) for setting in SETTINGS}
         figures["tokens_per_s"][shape.name] = speeds | {"ideal": ideal * speeds["one_thread"]}
         figures[f"pipeline_vs_ideal{shape.suffix}"] = turns.ratio("pipeline", "one_thread") / ideal
-        figures[f"dualpipev_vs_ideal{shape.suffix}"] = turns.ratio("folded", "one_thread") / ideal
+        figures[f"dualpipev_vs_ideal{shape.suffix}"] = turns.ratio("dualpipev", "one_thread") / ideal
         copies = (turns.ratio(name, "one_thread") for name in ("copy", "other_copy"))
         figures[f"two_copies_vs_twice{shape.suffix}"] = sum(copies) / 2
     return figures

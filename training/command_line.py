@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from training.config.keys import TrainConfig
 from training.distributed import processes
-from training.distributed.processes import Place, exit_on_user_error
-from training.errors import ConfigError, keep_tracebacks_in
+from training.distributed.processes import Place
+from training.errors import ConfigError, keep_tracebacks_in, one_line_at_the_end
 
 if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor
@@ -58,7 +58,7 @@ def open_door(
     place = Place.from_environment()
     if place is not None:
         processes.end_with_launcher(place)
-    with exit_on_user_error(place):
+    with one_line_at_the_end(place.rank if place else None):
         config = load(place)
         keep_tracebacks_in(config.save_path)
         if arguments.plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy
@@ -23,7 +23,6 @@ from data.sample_set import SampleSet
 from data.streaming.loader import StreamLoader
 from data.streaming.stream import Stream, open_stream
 from data.tokenize import load_tokenizer
-from training.checkpoint.folder import CheckpointRecord, DataOrder
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 
@@ -92,32 +91,6 @@ class RecordReader:
                 "read from its beginning for each: smaller files are faster, and shuffled better"
             )
         return stream
-
-
-def start_stream(
-    stream: Stream,
-    order: DataOrder,
-    known: CheckpointRecord | None,
-    total_steps: int,
-    keeps: bool,
-    waiting: Callable[[], object],
-) -> None:
-    """Tokenize what the first batch needs, after a checkpoint or from the beginning.
-
-    Args:
-        order: of the run; what becomes known of the stream goes there, and so into each checkpoint.
-        known: what the checkpoint that the run goes on from says, if there is one.
-        keeps: whether this process makes windows ahead and removes old ones.
-        waiting: called every second while the run waits for data; not now, as a start may take its time.
-    """
-    if known:
-        stream.resume(known.data.windows)
-    order.windows = stream.windows.made
-    done, batch_size = known.step if known else 0, order.train_batch_size
-    stream.until = total_steps * batch_size if keeps else 0
-    if done < total_steps:
-        stream.take(done * batch_size, batch_size)
-    stream.waiting = waiting
 
 
 def report(

@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from data.errors import DataError
 from data.terminal import guard_logging, safe_line
@@ -29,6 +31,8 @@ class RunRefused(Exception):
 # Each argument of one is a line; several are for several bad records.
 USER_ERRORS = (ConfigError, DataError, CheckpointError)
 EXIT_CODE, INTERRUPTED = 2, 130
+RANK_0_SPEAKS = 20.0  # seconds for rank 0 to find the same mistake as another rank
+LEAVING = 2.0  # seconds for rank 0 to say what all know
 TOO_MANY_FILES = "Too many open files"  # as the C library says it, and torch after it
 
 _traceback_folder: str | None = None
@@ -76,12 +80,30 @@ def _written(report: str) -> str:
 
 
 @contextmanager
-def one_line_at_the_end() -> Iterator[None]:
-    """What a door does around everything: an error becomes one line on standard error, and the exit code."""
+def one_line_at_the_end(rank: int | None = None) -> Iterator[None]:
+    """What a door does around everything: an error becomes one line on standard error, and the exit code.
+
+    Args:
+        rank: of this process in a run, if it is one. What all ranks know one says, and a rank ends here, without
+            Python's own teardown: threads of the process group may still be under way, and would now and then abort a
+            run that is done ("terminate called without an active exception").
+    """
+    code: Any = 0
     guard_logging()
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
         code, line = ending(error)
-        print(f"error: {line}", file=sys.stderr, flush=True)
+        if rank and code == EXIT_CODE:
+            # A launcher ends all ranks as soon as one has left: the one that speaks must be the first.
+            time.sleep(LEAVING if isinstance(error, RunRefused) else RANK_0_SPEAKS)
+        if not rank or not isinstance(error, (RunRefused, KeyboardInterrupt)):
+            print(f"error: {line}", file=sys.stderr, flush=True)
+    except SystemExit as leaving:
+        code = leaving.code
+    if rank is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code or 0)
+    if code:
         sys.exit(code)

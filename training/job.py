@@ -30,7 +30,7 @@ from training.checkpoint.saving import Checkpointer, read_side_files
 from training.config.changes import settings_of
 from training.config.deepspeed_config import router_loss_weight, training_dtype
 from training.config.keys import TrainConfig
-from training.data_setup import RecordReader, build_loader, packing_told, report, start_stream
+from training.data_setup import RecordReader, build_loader, packing_told, report
 from training.distributed.processes import Place, agreed
 from training.distributed.rank_monitor import RankMonitor
 from training.distributed.signals import StopRequest
@@ -57,7 +57,6 @@ class Inputs:
         dataset: the records to train on; a stream of them is not started yet.
         evaluation: on the records to evaluate on, if any.
         side_files: of the model, on rank 0.
-        save_path: the run's folder.
     """
 
     folder: Path
@@ -66,7 +65,6 @@ class Inputs:
     loader: Loader
     evaluation: Evaluation | None
     side_files: dict[str, bytes]
-    save_path: Path
 
     @classmethod
     def read(cls, config: TrainConfig, log: Console, monitor: RankMonitor) -> Inputs:
@@ -84,27 +82,23 @@ class Inputs:
             evaluation = Evaluation(records, config, replicas, loader.steps_per_epoch, active=not log.quiet)
         check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), *sets)
         side_files = {} if log.quiet else read_side_files(folder)
-        save_path = make_run_folder(config.save_path)
-        monitor.hold(save_path)
-        return cls(folder, spec, dataset, loader, evaluation, side_files, save_path)
-
-    def order(self, config: TrainConfig) -> DataOrder:
-        """What decides which samples a step sees."""
-        return DataOrder(
-            samples=len(self.dataset),
-            fingerprint=self.dataset.fingerprint(),
-            seed=config.seed,
-            train_batch_size=config.train_batch_size,
-            dataloader_drop_last=config.dataloader_drop_last,
-            packed_epoch=self.loader.row_length if config.packing == "dataset" else 0,
-            stream_gb=config.stream_gb,
-        )
+        monitor.hold(Path(config.save_path))
+        return cls(folder, spec, dataset, loader, evaluation, side_files)
 
     def start(self, start: Start, place: Place, monitor: RankMonitor) -> None:
-        """Tokenize the first records of a stream; any other set is there already."""
-        if isinstance(self.dataset, Stream):
-            waiting = partial(monitor.mark, "the data of the next step")
-            start_stream(self.dataset, start.order, start.known, start.total_steps, place.local_rank == 0, waiting)
+        """Tokenize what the first batch of a stream needs; any other set is there already."""
+        stream = self.dataset
+        if not isinstance(stream, Stream):
+            return
+        if start.known:
+            stream.resume(start.known.data.windows)
+        start.order.windows = stream.windows.made  # what becomes known of the stream goes into each checkpoint
+        size = start.order.train_batch_size
+        if place.local_rank == 0:  # on each host one makes windows ahead, and removes old ones
+            stream.until = start.total_steps * size
+        if start.done < start.total_steps:
+            stream.take(start.done * size, size)
+        stream.waiting = partial(monitor.mark, "the data of the next step")  # from now on; a start may take its time
 
 
 @dataclass(frozen=True)
@@ -130,8 +124,17 @@ class Start:
         Raises:
             RunRefused: on every rank, where something differs that must agree.
         """
-        order, total_steps = inputs.order(config), config.max_steps or config.n_epoches * inputs.loader.steps_per_epoch
-        checkpoint = find_checkpoint(config, inputs.save_path, log)
+        order = DataOrder(
+            samples=len(inputs.dataset),
+            fingerprint=inputs.dataset.fingerprint(),
+            seed=config.seed,
+            train_batch_size=config.train_batch_size,
+            dataloader_drop_last=config.dataloader_drop_last,
+            packed_epoch=inputs.loader.row_length if config.packing == "dataset" else 0,
+            stream_gb=config.stream_gb,
+        )
+        total_steps = config.max_steps or config.n_epoches * inputs.loader.steps_per_epoch
+        checkpoint = find_checkpoint(config, Path(config.save_path), log)
         known = CheckpointRecord.read(checkpoint) if checkpoint else None
         changes: list[str] = []
         with agreed():
@@ -162,7 +165,7 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
     stop = StopRequest()
     with agreed():
         inputs = Inputs.read(config, log, monitor)
-    spec, loader, save_path = inputs.spec, inputs.loader, inputs.save_path
+    spec, loader, save_path = inputs.spec, inputs.loader, Path(config.save_path)
     division = divide(config, spec, kind.in_stages, None if isinstance(inputs.dataset, Stream) else loader)
     topology = division.topology
     start = Start.find(config, inputs, log)
@@ -227,16 +230,13 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
 
 
 def begin(config: TrainConfig, inputs: Inputs, reporting: bool) -> None:
-    """Note the config in the run's folder, and see that its export will have a place there.
-
-    Raises:
-        RunRefused: on every rank, where the one or the other cannot be.
-    """
-    with agreed(), writing(inputs.save_path):
+    """Note the config in the run's folder, and see that its export will have a place there."""
+    save_path = Path(config.save_path)
+    with agreed(), writing(save_path):
         if reporting:
-            replace_text(inputs.save_path / "config.yml", yaml.safe_dump(config.dump(), sort_keys=False))
+            replace_text(save_path / "config.yml", yaml.safe_dump(config.dump(), sort_keys=False))
         if reporting and config.export_hf:
-            try_publishing(inputs.save_path / EXPORTED, True, [inputs.folder])
+            try_publishing(save_path / EXPORTED, True, [inputs.folder])
 
 
 def describe(config: TrainConfig, inputs: Inputs, division: Division, total_steps: int, log: Console) -> None:
@@ -258,7 +258,7 @@ def describe(config: TrainConfig, inputs: Inputs, division: Division, total_step
         packing = packing_told(inputs.loader, len(known))
         what = "this window" if streamed else "an epoch"
         evaluated_on = inputs.evaluation.dataset if inputs.evaluation else None
-        report(known, evaluated_on, config.max_seq_len, log, inputs.save_path, packing, what)
+        report(known, evaluated_on, config.max_seq_len, log, Path(config.save_path), packing, what)
     an_epoch = f", {inputs.loader.steps_per_epoch} an epoch" if not streamed else ""
     what = "rows" if config.packing == "dataset" else "samples"
     log.print(f"steps: {total_steps} of {config.train_batch_size} {what}{an_epoch}")
@@ -285,13 +285,3 @@ def finish(config: TrainConfig, layers: Sequence[int], saved: Path, model_folder
         target = Path(config.save_path) / EXPORTED
         export_run(saved, target, layers, model_folder)
         log.print(f"exported: {target}")
-
-
-def make_run_folder(save_path: str) -> Path:
-    """The run's folder, made where it does not exist."""
-    folder = Path(save_path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"save_path: {folder}: cannot be made: {error.strerror}; expected a folder") from None
-    return folder

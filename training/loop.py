@@ -67,7 +67,7 @@ def train(run: Run) -> int:
     for step in range(run.done + 1, run.total_steps + 1):
         _step(run, step)
         freed_memory.bound()
-        if run.timeline and step == run.timeline.last:
+        if run.timeline and step == run.timeline.steps[1]:
             run.timeline.finish()
         stopping, due = run.stop.agreed(run.checkpointer.due(step))
         last = step == run.total_steps

@@ -1,12 +1,9 @@
 """One process builds a cache, and all others that want the same one wait for it.
 
-Any number of processes, on one host or on several with a shared folder, call `open_cache`. Whoever takes the lock
-builds. The lock is filelock's lease: its holder touches the lock file every 20 s, and the others take it over when they
-have seen no touch for a minute, or at once when its holder was a process of their own host that is no more. A process
-that is killed between making the file and writing who it is leaves an empty one, which filelock takes for held as long
-as it is there: who has seen it empty for 10 s removes it (`Unwritten`). If two should ever build at the same time, the
-cache that is renamed first counts. Beside the lock lies a note that says who builds, how far it is, and in the end what
-went wrong: those who waited fail with the same words.
+Any number of processes, on one host or on several with a shared folder, call `open_cache`. Whoever gets the recipe's
+lease (`data.lease`) builds; a builder that dies loses it. If two should ever build at the same time, the cache that is
+renamed first counts. Beside the lease lies a note that says how far its holder is, and in the end what went wrong:
+those who waited fail with the same words.
 
 Small files are tokenized right here; for larger ones a process of its own is started (`data.cache.builder`).
 """
@@ -15,9 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,7 +21,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import SoftFileLease, Timeout
 from rich.console import Console
 from tqdm import tqdm
 
@@ -35,10 +29,9 @@ from data.cache.recipe import Recipe
 from data.cache.store import Cache
 from data.cache.tokenizing import Tell
 from data.errors import DataError
+from data.lease import Held, Lease
 
 SMALL = 2**20  # bytes that are tokenized before another process has started
-LEASE = 60.0  # seconds without a sign of life
-UNWRITTEN = 10.0  # seconds that an empty lock file may stand
 POLL = 0.2  # seconds
 NOTING = 1.0  # seconds between two notes
 ROOT = Path(__file__).parents[2]
@@ -59,63 +52,52 @@ def open_cache(recipe: Recipe, folder: Path, log: Console, active: bool) -> Path
     """
     cache = Cache(folder)
     identity = recipe.identity()
-    lock = cache.builds / f"{identity}.lock"
-    lease, unwritten = SoftFileLease(lock, lease_duration=LEASE), Unwritten(lock)
+    lease = Lease(cache.builds, f"{identity}.lease", lambda _: None)
     note = Note(cache.builds / f"{identity}.note")
     waited_for = None
-    with Bar(active) as bar:
-        while True:
-            if (found := cache.find(recipe)) is not None:
+    try:
+        with Bar(active) as bar:
+            while (found := cache.find(recipe)) is None:
+                try:
+                    note.builder = lease.take().token
+                    break
+                except Held as held:
+                    told = note.read()
+                    if held.holder and told.get("builder") == held.holder.token and "progress" in told:
+                        if waited_for != told["builder"]:
+                            waited_for = told["builder"]
+                            who = f"process {held.holder.pid} on {held.holder.host}"
+                            log.print(f"data: {who} tokenizes these records; waiting for it")
+                        bar.tell(**told["progress"])
+                    time.sleep(POLL)
+            else:
                 return found
             try:
-                with lease.acquire(timeout=POLL, poll_interval=POLL):
-                    if (found := cache.find(recipe)) is not None:
-                        return found
-                    told = note.read()
-                    if waited_for is None or told.get("builder") != waited_for or "progress" in told:
-                        return _build(cache, recipe, identity, folder, note, bar)
-            except Timeout:
-                unwritten.remove()
+                if (found := cache.find(recipe)) is not None:
+                    return found
                 told = note.read()
-                if "progress" in told:
-                    if told["builder"] != waited_for:
-                        waited_for = told["builder"]
-                        who = f"process {told['pid']} on {told['host']}"
-                        log.print(f"data: {who} tokenizes these records; waiting for it")
-                    bar.tell(**told["progress"])
-                continue
-            except OSError as error:
-                raise DataError(f"{cache.builds}: cannot be written: {error.strerror}") from None
-            if "error" in told:
-                raise DataError(*told["error"].split("\n"))
-            return Path(told["path"])
-
-
-class Unwritten:
-    """A lock file in which nobody has written who made it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._seen: tuple[int, int] | None = None
-        self._since = 0.0
-
-    def remove(self) -> None:
-        """Remove it when it has been the same empty file for long enough."""
-        with suppress(OSError):  # it is gone
-            found = self._path.stat()
-            this = (found.st_ino, found.st_ctime_ns)
-            if found.st_size or this != self._seen:
-                self._seen, self._since = this, time.monotonic()
-            elif time.monotonic() - self._since > UNWRITTEN:
-                self._path.unlink()
+                if waited_for is None or told.get("builder") != waited_for or "progress" in told:
+                    return _build(cache, recipe, identity, folder, note, bar)
+            finally:
+                lease.release()
+    except OSError as error:
+        raise DataError(f"{cache.builds}: cannot be written: {error.strerror}") from None
+    if "error" in told:
+        raise DataError(*told["error"].split("\n"))
+    return Path(told["path"])
 
 
 class Note:
-    """Who builds and how far it is (`progress`), then where the cache is (`path`) or what went wrong (`error`)."""
+    """What a builder says: how far it is (`progress`), then where the cache is (`path`) or what went wrong (`error`).
+
+    Attributes:
+        builder: the token of this process's lease.
+    """
+
+    builder = ""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._builder = secrets.token_hex(8)
 
     def read(self) -> dict[str, Any]:
         """What the last builder wrote; empty where there is nothing to read."""
@@ -125,10 +107,9 @@ class Note:
         return {}
 
     def write(self, **more: Any) -> None:
-        """Say something about this process, the builder."""
-        told = {"builder": self._builder, "pid": os.getpid(), "host": socket.gethostname()} | more
+        """Say something as the builder."""
         with suppress(OSError):  # only others are interested
-            write_whole(self._path, json.dumps(told))
+            write_whole(self._path, json.dumps({"builder": self.builder} | more))
 
 
 class Bar:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
+from weakref import finalize
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -59,10 +61,10 @@ class TensorInfo:
 
 
 class SafetensorsFile:
-    """One safetensors file, open for reading.
+    """One safetensors file, open for reading as long as this object lives.
 
     Raises:
-        CheckpointError: the file is truncated, damaged, or holds a dtype that torch does not have.
+        CheckpointError: the file cannot be read, is truncated, damaged, or holds a dtype that torch does not have.
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,10 +74,13 @@ class SafetensorsFile:
         try:
             with safe_open(path, framework="pt"):  # the library checks the header and the file's length
                 pass
-            self._file = open(path, "rb")
-            length = int.from_bytes(self._file.read(8), "little")
-            header = json.loads(self._file.read(length))
-        except (SafetensorError, OSError, ValueError) as error:
+            self._file = os.open(path, os.O_RDONLY)
+            finalize(self, os.close, self._file)
+            length = int.from_bytes(os.pread(self._file, 8, 0), "little")
+            header = json.loads(os.pread(self._file, length, 8))
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+        except (SafetensorError, ValueError) as error:
             raise CheckpointError(f"{path}: damaged or truncated: {error}") from None
         header.pop("__metadata__", None)
         for name, entry in header.items():
@@ -102,7 +107,7 @@ class SafetensorsFile:
             return torch.empty(info.shape, dtype=info.dtype)
         begin = self._places[name]
         aligned = begin - begin % mmap.ALLOCATIONGRANULARITY
-        mapped = mmap.mmap(self._file.fileno(), begin + info.nbytes - aligned, offset=aligned, access=mmap.ACCESS_COPY)
+        mapped = mmap.mmap(self._file, begin + info.nbytes - aligned, offset=aligned, access=mmap.ACCESS_COPY)
         mapped.madvise(mmap.MADV_WILLNEED)
         return torch.frombuffer(mapped, dtype=info.dtype, count=prod(info.shape), offset=begin - aligned).reshape(
             info.shape

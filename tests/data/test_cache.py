@@ -24,6 +24,7 @@ from data.cache.store import Cache, default_folder
 from data.cache.tokenizing import SAMPLES
 from data.dataset import Dataset, load_dataset
 from data.errors import DataError
+from data.lease import Lease
 from tests.conftest import ROOT
 from tests.launching import IDLE, Launch, eventually
 
@@ -290,14 +291,14 @@ def wait_for_build(folder: Path, launch: Launch) -> Path:
     return found
 
 
-def test_the_lock_of_a_killed_process_is_broken(tmp_path: Path, tokenizer_folder: Path, load: Load) -> None:
+def test_the_lease_of_a_killed_process_is_free(tmp_path: Path, tokenizer_folder: Path, load: Load) -> None:
     data = write(tmp_path / "a.jsonl", records(20_000))
     (killed,) = start(tmp_path, tokenizer_folder, data, count=1)
     partial = wait_for_build(tmp_path, killed)
     os.killpg(killed.pid, signal.SIGKILL)  # the builder and its workers too
     killed.end()
     assert partial.exists()  # it was killed in the middle
-    assert list((tmp_path / "cache" / "builds").glob("*.lock"))
+    assert list((tmp_path / "cache" / "builds").glob("*.lease-*"))
     assert not caches(tmp_path)
     dataset = load(data)
     assert len(dataset.samples) == 20_000
@@ -305,21 +306,24 @@ def test_the_lock_of_a_killed_process_is_broken(tmp_path: Path, tokenizer_folder
     assert not left_over(tmp_path)
 
 
-def test_a_lock_that_was_never_written_is_removed(tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process was killed between making the file and saying in it who it is."""
-    monkeypatch.setattr(building, "UNWRITTEN", 0.5)
+@pytest.mark.parametrize("content", ["", json.dumps(["node9", 17, "2020-01-01", "another kernel", "token"])])
+def test_a_lease_of_somebody_silent_is_taken_over(
+    content: str, tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process was killed before it could say in the file who it is, or a machine is gone."""
+    monkeypatch.setattr(building, "Lease", partial(Lease, interval=0.05))
     data = write(tmp_path / "a.jsonl", records(50))
     built = load(data).folder
     shutil.rmtree(built)
     (note,) = (tmp_path / "cache" / "builds").glob("*.note")
-    lock = note.with_suffix(".lock")
-    lock.touch()
+    left = note.with_suffix(".lease-000007")
+    left.write_text(content)
     again = Thread(target=load, args=[data], daemon=True)
     again.start()
     again.join(IDLE)
     assert not again.is_alive(), "it waits for nobody"
     assert caches(tmp_path) == [built]
-    assert not lock.exists()
+    assert not left.exists()
 
 
 def test_a_killed_builder_is_one_line_and_its_workers_leave(tmp_path: Path, tokenizer_folder: Path) -> None:

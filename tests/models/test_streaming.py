@@ -4,7 +4,9 @@ leaves nothing: with real processes and a checkpoint that is many times larger t
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -15,9 +17,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from models.checkpoint.safetensors_files import SafetensorsFile
 from models.checkpoint.source import HuggingFaceSource
 from models.spec import ModelSpec
 from tests.launching import run, start
@@ -221,3 +224,18 @@ def test_shard_that_is_promised_has_to_be_there(shard_a_layer: tuple[Path, dict[
     assert str(folder / shards[2]) in error_line(lambda: HuggingFaceSource(folder, ModelSpec.from_folder(folder)))
     index = json.loads((folder / SAFETENSORS_INDEX).read_text())
     assert set(index["weight_map"].values()) == set(shards.values())
+
+
+def test_a_file_is_open_as_long_as_it_is_read(shard_a_layer: tuple[Path, dict[int, str]], tmp_path: Path) -> None:
+    """A tensor that was read outlives its file, and nothing stays open."""
+    path = tmp_path / "good" / shard_a_layer[1][0]
+    before = os.listdir("/proc/self/fd")
+    file = SafetensorsFile(path)
+    name = next(iter(file))
+    tensor, expected = file.read(name), load_file(path)[name]
+    del file
+    gc.collect()
+    torch.testing.assert_close(tensor, expected, atol=0, rtol=0)
+    del tensor
+    gc.collect()
+    assert os.listdir("/proc/self/fd") == before

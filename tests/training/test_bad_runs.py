@@ -81,7 +81,7 @@ def test_unknown_key_with_the_nearest_name(tmp_path: Path, model: Path) -> None:
     assert_refused(deepspeed(2, "train_ds.py", "--config", path), "run.yml", "modle_path", "model_path?")
 
 
-@pytest.mark.slow
+@pytest.mark.longest
 def test_dims_that_do_not_match_the_processes(tmp_path: Path, model: Path) -> None:
     path = config(tmp_path, model, model_topo=topology((4, 1)))
     assert_refused(deepspeed(2, "train_ds.py", "--config", path), "dims", "[4, 1]", "2 were started")
@@ -102,6 +102,7 @@ def test_a_wrong_record_names_file_number_and_field(tmp_path: Path, model: Path)
     assert_refused(result, "data.json", "record 2", "rounds[1][0]", "ask, ans", "'answer'")
 
 
+@pytest.mark.slow
 def test_a_layer_that_only_the_second_stage_misses(tmp_path: Path, pipeline_model: Path) -> None:
     (pipeline_model / "layer_04-model_states.pt").unlink()
     path = config(tmp_path, pipeline_model)
@@ -116,7 +117,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, pipeline_model:
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.longest
 def test_torchrun_tells_it_once_too(tmp_path: Path, model: Path) -> None:
     shutil.copytree(model, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\x08")
@@ -150,7 +151,7 @@ QUICK = ("data file", "processes without end")
 
 @pytest.mark.parametrize(
     ("keys", "words"),
-    [pytest.param(*MISTAKES[name], id=name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in MISTAKES],
+    [pytest.param(*MISTAKES[name], id=name, marks=() if name in QUICK else pytest.mark.longest) for name in MISTAKES],
 )
 def test_mistakes_found_by_a_run_that_starts_itself(
     tmp_path: Path, model: Path, keys: dict[str, Any], words: tuple[str, ...]
@@ -159,6 +160,7 @@ def test_mistakes_found_by_a_run_that_starts_itself(
     assert_refused(run(sys.executable, "train_ds.py", "--config", path), *words)
 
 
+@pytest.mark.slow
 def test_inspect_needs_no_launcher(tmp_path: Path, model: Path) -> None:
     path = config(tmp_path, model)
     result = run(sys.executable, "train_ds.py", "--config", path, "--inspect", "2")

@@ -12,10 +12,8 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -25,7 +23,8 @@ from safetensors.torch import load_file
 
 from models.checkpoint.export import pp_to_hg
 from tests.conftest import FAQ
-from tests.launching import DEEPSPEED, Launch, error_lines, start_deepspeed, topology, write_config
+from tests.disks import fill, small_disk
+from tests.launching import DEEPSPEED, Launch, error_lines, topology, write_config
 from tests.training.checkpoint.test_resume import finished, losses
 from training.checkpoint.folder import RECORD, step_folders
 from training.distributed.processes import free_port
@@ -48,7 +47,7 @@ def test_accidents_change_no_bit(accidents: int, make_checkpoint: Callable[..., 
     records = tmp_path / "records.json"
     records.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:80]), encoding="utf-8")
     model = make_checkpoint("bloom", hidden_dropout=0.1, attention_dropout=0.1)
-    with small_disk(tmp_path / "disk") as (disk, may_fill):
+    with small_disk(tmp_path / "disk", DISK) as (disk, may_fill):
         keys = {
             "model_path": str(model),
             "data_path": str(records),
@@ -92,12 +91,12 @@ class DisturbedRun:
 
     def __init__(self, config: Path, folder: Path, generator: random.Random) -> None:
         self.folder, self.generator = folder, generator
-        self.words = ("--num_gpus", "2", "train_ds.py", "--config", config)
+        self.config = config
 
-    def start(self) -> Launch:
+    def start(self, script: str = "train_ds.py", **environment: str) -> Launch:
         """Start it, bound by file modes as any user is."""
-        port = ("--master_port", str(free_port()))
-        return Launch(sys.executable, "-c", OBEYING_FILE_MODES, *DEEPSPEED, *port, *self.words)
+        words = ("--num_gpus", "2", "--master_port", str(free_port()), script, "--config", self.config)
+        return Launch(sys.executable, "-c", OBEYING_FILE_MODES, *DEEPSPEED, *words, environment=environment)
 
     def finish(self) -> None:
         done = self.start().end()
@@ -179,12 +178,17 @@ def stopped_in_a_save(run: DisturbedRun) -> None:
 
 
 def second_start(run: DisturbedRun) -> None:
-    launch = run.start()
-    run.advance(launch)
-    second = start_deepspeed(2, *run.words[2:]).end()
+    """The first one waits in a step meanwhile: a start takes as long as many steps."""
+    go = run.config.with_name("go")
+    go.unlink(missing_ok=True)
+    before, fault = run.leases(), f"waits:0:{run.generator.randrange(2, 7)}"
+    launch = run.start("tests/workers/faulty.py", FAULT=fault, WAITS_FOR=str(go))
+    launch.until(lambda: run.leases() - before)
+    second = run.start().end()
     errors = error_lines(second)
     assert second.returncode != 0 and len(errors) == 1 and "is being trained by" in errors[0], second.stdout
-    assert launch.poll() is None, launch.stdout + launch.stderr
+    go.touch()
+    run.advance(launch)
     launch.kill()
 
 
@@ -192,10 +196,7 @@ def disk_full(run: DisturbedRun) -> None:
     """A checkpoint cannot be written, the run goes on, and space comes back."""
     launch = run.start()
     run.advance(launch)
-    filler = run.folder.parent / "filler"
-    with open(filler, "wb", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(b"\0" * 2**16)
+    filler = fill(run.folder.parent)
     launch.until(lambda: "could not be saved" in launch.stdout)
     filler.unlink()
     run.advance(launch)
@@ -229,20 +230,6 @@ ACCIDENTS: tuple[Callable[[DisturbedRun], None], ...] = (
     disk_full,
     unreadable_file,
 )
-
-
-@contextmanager
-def small_disk(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """A file system of `DISK` MB and whether it is one; a plain folder where the machine does not let us mount."""
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={DISK}m", "none", str(folder)], capture_output=True, check=False
-    )
-    try:
-        yield folder, mounted.returncode == 0
-    finally:
-        if mounted.returncode == 0:
-            subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def belongings(run_folder: Path, model: Path, records: Path) -> dict[Path, str]:

@@ -10,6 +10,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from tests.models.helpers import assert_same_bits, joined, read_weights, side_fi
 pytestmark = pytest.mark.launched
 
 PARTS = {(1, 1): [5], (2, 1): [2, 3], (1, 2): [5], (2, 2): [3, 2], (4, 1): [2, 1, 1, 1]}
-DIMS = list(PARTS)
+EVERYWHERE = [pytest.param(dims, marks=() if dims in ((1, 1), (2, 1)) else pytest.mark.slow) for dims in PARTS]
+Runs = Callable[[tuple[int, int]], Path]
 STEPS = 6  # two epochs of 20 records in batches of 8
 
 
@@ -52,10 +54,11 @@ def tied(make_checkpoint: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path, records: Path, tied: Path) -> dict[tuple[int, int], Path]:
-    """The same training on every topology, each through another way of starting it where there is one."""
-    runs = {}
-    for dims, parts in PARTS.items():
+def runs(folder: Path, records: Path, tied: Path) -> Runs:
+    """The same training on any topology, each through another way of starting it where there is one."""
+
+    @cache
+    def train(dims: tuple[int, int]) -> Path:
         path = write_config(
             folder / f"run{dims[0]}x{dims[1]}.yml",
             model_path=str(tied),
@@ -63,7 +66,7 @@ def runs(folder: Path, records: Path, tied: Path) -> dict[tuple[int, int], Path]
             n_epoches=2,
             gradient_clipping=0.5,
             export_hf=True,
-            model_topo=topology(dims, parts),
+            model_topo=topology(dims, PARTS[dims]),
         )
         command = ("train_ds.py", "--config", path)
         processes = dims[0] * dims[1]
@@ -74,28 +77,29 @@ def runs(folder: Path, records: Path, tied: Path) -> dict[tuple[int, int], Path]
         else:
             result = deepspeed(processes, *command)
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-        runs[dims] = path.with_suffix("")
-    return runs
+        return path.with_suffix("")
+
+    return train
 
 
-@pytest.mark.parametrize("dims", DIMS[1:], ids=str)
-def test_losses_agree_over_all_steps(dims: tuple[int, int], runs: dict[tuple[int, int], Path]) -> None:
-    one_process = [line["loss"] for line in metrics(runs[1, 1])]
-    found = [line["loss"] for line in metrics(runs[dims])]
+@pytest.mark.parametrize("dims", EVERYWHERE[1:], ids=str)
+def test_losses_agree_over_all_steps(dims: tuple[int, int], runs: Runs) -> None:
+    one_process = [line["loss"] for line in metrics(runs((1, 1)))]
+    found = [line["loss"] for line in metrics(runs(dims))]
     assert len(found) == STEPS
     torch.testing.assert_close(torch.tensor(found), torch.tensor(one_process), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("dims", DIMS[1:], ids=str)
-def test_gradient_norms_agree(dims: tuple[int, int], runs: dict[tuple[int, int], Path]) -> None:
-    one_process = [line["grad_norm"] for line in metrics(runs[1, 1])]
-    found = [line["grad_norm"] for line in metrics(runs[dims])]
+@pytest.mark.parametrize("dims", EVERYWHERE[1:], ids=str)
+def test_gradient_norms_agree(dims: tuple[int, int], runs: Runs) -> None:
+    one_process = [line["grad_norm"] for line in metrics(runs((1, 1)))]
+    found = [line["grad_norm"] for line in metrics(runs(dims))]
     assert min(one_process) > 0.5, "nothing was clipped"
     torch.testing.assert_close(torch.tensor(found), torch.tensor(one_process), atol=0, rtol=1e-4)
 
 
-def test_metrics_describe_the_steps(runs: dict[tuple[int, int], Path]) -> None:
-    lines = metrics(runs[2, 2])
+def test_metrics_describe_the_steps(runs: Runs) -> None:
+    lines = metrics(runs((2, 1)))
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert [line["epoch"] for line in lines] == [1, 1, 1, 2, 2, 2]
     assert [line["samples"] for line in lines] == [8, 8, 4] * 2
@@ -103,29 +107,25 @@ def test_metrics_describe_the_steps(runs: dict[tuple[int, int], Path]) -> None:
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-def test_a_run_is_a_valid_input_of_pp_to_hg(
-    dims: tuple[int, int], runs: dict[tuple[int, int], Path], tied: Path, tmp_path: Path
-) -> None:
-    pp_to_hg(runs[dims], tmp_path / "hg")
+@pytest.mark.parametrize("dims", EVERYWHERE, ids=str)
+def test_a_run_is_a_valid_input_of_pp_to_hg(dims: tuple[int, int], runs: Runs, tied: Path, tmp_path: Path) -> None:
+    pp_to_hg(runs(dims), tmp_path / "hg")
     assert load_file(tmp_path / "hg" / "model.safetensors").keys() == load_file(tied / "model.safetensors").keys()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "hg" / name).read_bytes() == (tied / name).read_bytes()
     ids = torch.arange(3, 43).view(2, 20)
     with torch.no_grad():
-        trained = load_model(runs[dims])(ids)
+        trained = load_model(runs(dims))(ids)
         exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hg", dtype=torch.float32)(ids).logits
         untrained = load_model(tied)(ids)
     torch.testing.assert_close(exported, trained, atol=1e-5, rtol=0)
     assert (trained - untrained).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-def test_the_run_exports_what_pp_to_hg_would(
-    dims: tuple[int, int], runs: dict[tuple[int, int], Path], tmp_path: Path
-) -> None:
-    pp_to_hg(runs[dims], tmp_path / "hg")
-    exported = runs[dims] / "hf"
+@pytest.mark.parametrize("dims", EVERYWHERE, ids=str)
+def test_the_run_exports_what_pp_to_hg_would(dims: tuple[int, int], runs: Runs, tmp_path: Path) -> None:
+    pp_to_hg(runs(dims), tmp_path / "hg")
+    exported = runs(dims) / "hf"
     files = read_weights(exported)
     assert len(files) == dims[0] * dims[1], "each rank its own"
     assert_same_bits(joined(files), joined(read_weights(tmp_path / "hg")))
@@ -133,28 +133,28 @@ def test_the_run_exports_what_pp_to_hg_would(
     AutoModelForCausalLM.from_pretrained(exported)
 
 
-def test_the_weights_after_training_agree(runs: dict[tuple[int, int], Path], tmp_path: Path) -> None:
-    for dims in DIMS:
-        pp_to_hg(runs[dims], tmp_path / str(dims))
-    expected = load_file(tmp_path / "(1, 1)" / "model.safetensors")
-    for dims in DIMS[1:]:
-        for name, tensor in load_file(tmp_path / str(dims) / "model.safetensors").items():
-            torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=0)
+@pytest.mark.parametrize("dims", EVERYWHERE[1:], ids=str)
+def test_the_weights_after_training_agree(dims: tuple[int, int], runs: Runs, tmp_path: Path) -> None:
+    found, expected = (joined(read_weights(runs(each) / "hf")) for each in (dims, (1, 1)))
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=0)
 
 
-def test_round_trip_after_training_is_bit_for_bit(runs: dict[tuple[int, int], Path], tmp_path: Path) -> None:
-    pp_to_hg(runs[4, 1], tmp_path / "hg")
+def test_round_trip_after_training_is_bit_for_bit(runs: Runs, tmp_path: Path) -> None:
+    pp_to_hg(runs((2, 1)), tmp_path / "hg")
     hg_to_pp(tmp_path / "hg", tmp_path / "pp")
     pp_to_hg(tmp_path / "pp", tmp_path / "hg2")
     first = (tmp_path / "hg" / "model.safetensors").read_bytes()
     assert (tmp_path / "hg2" / "model.safetensors").read_bytes() == first
 
 
-def test_the_resolved_config_runs_again(runs: dict[tuple[int, int], Path], tmp_path: Path) -> None:
-    again = ("train_ds.py", "--config", runs[2, 1] / "config.yml", f"save_path={tmp_path / 'again'}")
+@pytest.mark.slow
+def test_the_resolved_config_runs_again(runs: Runs, tmp_path: Path) -> None:
+    again = ("train_ds.py", "--config", runs((2, 1)) / "config.yml", f"save_path={tmp_path / 'again'}")
     result = deepspeed(2, *again)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert [line["loss"] for line in metrics(tmp_path / "again")] == [line["loss"] for line in metrics(runs[2, 1])]
+    assert [line["loss"] for line in metrics(tmp_path / "again")] == [line["loss"] for line in metrics(runs((2, 1)))]
 
 
 OPTIONS: dict[str, Any] = {

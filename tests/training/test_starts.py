@@ -81,7 +81,7 @@ EXACT: dict[str, tuple[dict[str, Any], str, str]] = {
     "sgd": (DATA | SGD, "llama", "pipeline"),
     "adafactor": (PIPE | ADAFACTOR, "llama", "pipeline"),
     "moe": (PIPE | ROUTER, "mixtral", "pipeline"),
-    "folded-dropout": (PIPE | {"schedule": "dualpipev"}, "bloom", "pipeline"),
+    "dualpipev-dropout": (PIPE | {"schedule": "dualpipev"}, "bloom", "pipeline"),
     "zero-1-dropout": (DATA, "bloom", "zero"),
     "zero-2-dropout": (DATA | {"zero_optimization": {"stage": 2}}, "bloom", "zero"),
     "zero-3-dropout": (DATA | {"zero_optimization": {"stage": 3}} | BF16, "bloom", "zero"),

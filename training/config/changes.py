@@ -9,74 +9,71 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class MustAgree:
-    """A start with another value is refused.
+class Rule(NamedTuple):
+    """What a start may do with a key.
 
     Attributes:
-        by: what is compared in place of the value, if anything.
-    """
-
-    by: str = ""
-
-
-@dataclass(frozen=True)
-class Free:
-    """A start may have another value.
-
-    Attributes:
-        changes: what that changes, which is said; empty where it is nothing of what is trained.
+        free: whether it may have another value; else it is refused.
+        told: of a free key what another value changes, which is said; empty where that is nothing of what is trained.
+            Of one that must agree what is compared in place of the value, if anything.
         but: what has to agree all the same.
     """
 
-    changes: str = ""
+    free: bool
+    told: str = ""
     but: str = ""
+
+    @property
+    def counts(self) -> bool:
+        """Whether the value itself is compared."""
+        return bool(self.told) == self.free
 
 
 NEXT = "counts from the next step on"
+NEW_SCHEDULE = "the learning rate is that of the new schedule from the next step on"
 ROUNDING = "sums are rounded in another order"
 MICRO_BATCHES = f"{ROUNDING}; a router loss is that of other micro-batches"
 
-_RULES: list[tuple[MustAgree | Free, str]] = [
-    (MustAgree("its config.json and tokenizer; the weights are those of the checkpoint"), "model_path"),
-    (MustAgree("the samples that come of it"), "data_path prompt_format on_bad_record"),
-    (MustAgree("the samples, and the rows of packed epochs, that come of it"), "max_seq_len"),
-    (MustAgree(), "stream_gb train_batch_size dataloader_drop_last seed"),
+_RULES: list[tuple[Rule, str]] = [
+    (Rule(False, "its config.json and tokenizer; the weights are those of the checkpoint"), "model_path"),
+    (Rule(False, "the samples that come of it"), "data_path prompt_format on_bad_record"),
+    (Rule(False, "the samples, and the rows of packed epochs, that come of it"), "max_seq_len"),
+    (Rule(False), "stream_gb train_batch_size dataloader_drop_last seed"),
     # Of the parameters of an optimizer, all but these four may decide which states there are.
-    (MustAgree(), "optimizer.type optimizer.no_wd_kws optimizer.params bf16 fp16 data_types"),
-    (Free(NEXT), " ".join(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay"))),
-    (Free(NEXT), "gradient_clipping aux_max_z_loss aux_router_loss"),
-    (Free("the learning rate is that of the new schedule from the next step on"), "scheduler n_epoches max_steps"),
-    (Free(MICRO_BATCHES), "train_micro_batch_size_per_gpu"),
-    (Free(MICRO_BATCHES, but="`dataset` stays `dataset`, in rows of the same length"), "packing pack_len"),
-    (Free(f"{ROUNDING}, and dropout draws other numbers"), "model_topo schedule"),
-    (Free(ROUNDING), "zero_optimization zero_force_ds_cpu_optimizer use_flash_attn compile communication_data_type"),
-    (Free("where the records differ, the best checkpoint is looked for anew"), "eval_data_path"),
-    (Free(), "save_path from_scratch cache_dir resume save_interval save_minutes keep_last on_save_error export_hf"),
-    (Free(), "timeout_minutes max_bad_steps eval_interval eval_at_start tensorboard wandb profile_steps"),
-    (Free(), "steps_per_print use_grad_ckpt offload_activations zero_allow_untested_optimizer"),
-    (Free(), "gradient_accumulation_steps"),
+    (Rule(False), "optimizer.type optimizer.no_wd_kws optimizer.params bf16 fp16 data_types"),
+    (Rule(True, NEXT), " ".join(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay"))),
+    (Rule(True, NEXT), "gradient_clipping aux_max_z_loss aux_router_loss"),
+    (Rule(True, NEW_SCHEDULE), "scheduler n_epoches max_steps"),
+    (Rule(True, MICRO_BATCHES), "train_micro_batch_size_per_gpu"),
+    (Rule(True, MICRO_BATCHES, but="`dataset` stays `dataset`, in rows of the same length"), "packing pack_len"),
+    (Rule(True, f"{ROUNDING}, and dropout draws other numbers"), "model_topo schedule"),
+    (Rule(True, ROUNDING), "zero_optimization zero_force_ds_cpu_optimizer use_flash_attn compile"),
+    (Rule(True, ROUNDING), "communication_data_type"),
+    (Rule(True, "where the records differ, the best checkpoint is looked for anew"), "eval_data_path"),
+    (Rule(True), "save_path from_scratch cache_dir resume save_interval save_minutes keep_last on_save_error"),
+    (Rule(True), "export_hf timeout_minutes max_bad_steps eval_interval eval_at_start tensorboard wandb profile_steps"),
+    (Rule(True), "steps_per_print use_grad_ckpt offload_activations zero_allow_untested_optimizer"),
+    (Rule(True), "gradient_accumulation_steps"),
 ]
 CHANGES = {key: rule for rule, keys in _RULES for key in keys.split()}
 
 
-def rule_of(key: str) -> MustAgree | Free:
+def rule_of(key: str) -> Rule:
     """The rule of a key such as `optimizer.params.lr`: its own, or that of the section around it."""
     while key and key not in CHANGES:
         key = key.rpartition(".")[0]
-    return CHANGES.get(key, MustAgree())  # a key of a later version
+    return CHANGES.get(key, Rule(free=False))  # a key of a later version
 
 
 def settings_of(config: TrainConfig) -> dict[str, Any]:
     """The values of a config that a later start is compared with, by key."""
-    return {key: value for key, value in _leaves(config.dump()) if _counts(rule_of(key))}
+    return {key: value for key, value in _leaves(config.dump()) if rule_of(key).counts}
 
 
 def compare(then: Mapping[str, Any], now: Mapping[str, Any], where: object) -> list[str]:
@@ -94,10 +91,10 @@ def compare(then: Mapping[str, Any], now: Mapping[str, Any], where: object) -> l
         if before == after:
             continue
         rule = rule_of(key)
-        if isinstance(rule, MustAgree):
+        if not rule.free:
             raise differs(key, after, before, where)
-        if rule.changes:
-            by_effect[rule.changes].append(f"{key} {_shown(before)} -> {_shown(after)}")
+        if rule.told:
+            by_effect[rule.told].append(f"{key} {_shown(before)} -> {_shown(after)}")
     return [f"changed since the checkpoint: {', '.join(keys)}: {effect}" for effect, keys in by_effect.items()]
 
 
@@ -105,10 +102,6 @@ def differs(key: str, now: object, then: object, where: object) -> ConfigError:
     """The refusal of another value."""
     told = f"{key}: {_shown(now)}, but {where} was trained with {_shown(then)}; expected {_shown(then)}"
     return ConfigError(f"{told}, or another save_path")
-
-
-def _counts(rule: MustAgree | Free) -> bool:
-    return not rule.by if isinstance(rule, MustAgree) else bool(rule.changes)
 
 
 def _shown(value: object) -> str:

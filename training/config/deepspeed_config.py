@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from pydantic import ValidationError
 
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
+from training.config.sections import nearest
 from training.errors import ConfigError
 
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
@@ -31,8 +31,7 @@ def check_device(config: TrainConfig) -> None:
     except ValidationError as error:
         first = error.errors()[0]
         *sections, name = ["zero_optimization", *map(str, first["loc"])]
-        near = difflib.get_close_matches(name, DeepSpeedZeroConfig.model_fields, n=1, cutoff=0.0)
-        unknown = f"DeepSpeed does not have it; did you mean {near[0]}?"
+        unknown = f"DeepSpeed does not have it; did you mean {nearest(name, DeepSpeedZeroConfig.model_fields)}?"
         told = unknown if first["type"] == "extra_forbidden" else f"{first['msg']}, found {first['input']!r}"
         raise ConfigError(f"{'.'.join([*sections, name])}: {told}") from None
     if get_accelerator().device_name() == "cpu":
@@ -94,10 +93,9 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
     }
     for name, precision in (("bf16", config.bf16), ("fp16", config.fp16)):
         if precision.enabled:
-            resolved[name] = precision.model_dump()
+            resolved[name] = precision.model_dump(exclude_none=True)
     if config.bf16.enabled:
         resolved["bf16"] |= {"immediate_grad_update": True, "check_grad_overflow": True}
         if config.zero_optimization.stage:
             resolved["data_types"] = {"grad_accum_dtype": "fp32"}
-    extra = {key: value for key, value in (config.model_extra or {}).items() if key != "gradient_accumulation_steps"}
-    return resolved | extra
+    return resolved | config.model_dump(include={"communication_data_type", "data_types"}, exclude_none=True)

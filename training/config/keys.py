@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from data.files.reading import OnBadRecord
 from data.packing import Packing
@@ -21,6 +21,7 @@ from training.config.sections import (
     Optimizer,
     RouterLoss,
     Scheduler,
+    Section,
     TensorBoard,
     WandB,
     Zero,
@@ -29,9 +30,7 @@ from training.config.sections import (
 from training.errors import ConfigError
 from training.schedule.instructions import Schedule
 
-# DeepSpeed's top-level keys that are passed on as they are (docs: deepspeed.ai/docs/config-json).
-DEEPSPEED_KEYS = frozenset({"communication_data_type", "data_types", "gradient_accumulation_steps"})
-# Others, which would be without effect there, or change what is trained in ways that nobody has tested.
+# DeepSpeed's keys that would be without effect in a pipeline, or change what is trained in ways that nobody has tested.
 NOT_PASSED_ON = frozenset(
     "activation_checkpointing aio amp checkpoint comms_logger csv_monitor disable_allgather dump_state flops_profiler "
     "gradient_predivide_factor memory_breakdown pipeline prescale_gradients sparse_gradients torch_autocast "
@@ -41,14 +40,11 @@ LARGEST = 10**12  # of a number of steps, samples and the like
 LONGEST = 2**24  # tokens: of a sample or a row
 YEAR = 366 * 24 * 60  # minutes
 
-
 ALIASES = {"n_epochs": "n_epoches"}  # other spellings of our own keys
 
 
-class TrainConfig(BaseModel):
-    """A whole run. Keys that are not listed here are DeepSpeed's."""
-
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+class TrainConfig(Section):
+    """A whole run."""
 
     # Folder of the model to start from, in either layout.
     model_path: str
@@ -102,6 +98,12 @@ class TrainConfig(BaseModel):
     zero_allow_untested_optimizer: bool = True
     # Under offload, take DeepSpeed's own CPU optimizers, faster than torch's once they are compiled.
     zero_force_ds_cpu_optimizer: bool = True
+
+    # DeepSpeed's own, passed on as they are (deepspeed.ai/docs/config-json).
+    communication_data_type: str | None = None
+    data_types: dict[str, Any] | None = None
+    # Computed; where it is given it must agree with the batch sizes.
+    gradient_accumulation_steps: int | None = None
 
     # Continue from the newest whole checkpoint in save_path (auto), from the one in this folder, or start anew (none);
     # dims, parts and the ZeRO stage may be others than it was saved with.
@@ -190,8 +192,8 @@ class TrainConfig(BaseModel):
         if parts is not None and len(parts) != chunks:
             what = f"{chunks} chunks, two a stage with dualpipev" if self.v_schedule else f"{chunks} stages"
             raise ValueError(f"model_topo.parts: expected one entry for each of {what}, found {parts}")
-        steps = (self.model_extra or {}).get("gradient_accumulation_steps", self.train_batch_size // unit)
-        if steps != self.train_batch_size // unit:
+        steps = self.gradient_accumulation_steps
+        if steps not in (None, self.train_batch_size // unit):
             raise ValueError(
                 f"gradient_accumulation_steps: {steps} contradicts train_batch_size {self.train_batch_size}; "
                 f"expected {self.train_batch_size // unit}, or leave it out"
@@ -213,25 +215,18 @@ class TrainConfig(BaseModel):
         """How many micro-batches a step needs for each replica; 0 where the schedule does not ask."""
         return self.chunks if self.v_schedule else 0
 
-    def check_pipeline(self) -> None:
-        """Refuse what only train_ds_zero.py can do.
+    def check_door(self, in_stages: bool) -> None:
+        """Refuse what only the other of the two training doors can do.
 
         Raises:
-            ConfigError: a stage of ZeRO that shards what a pipeline needs whole.
+            ConfigError: in a pipeline a stage of ZeRO that shards what it needs whole, or without one several stages.
         """
-        if self.zero_optimization.stage > 1:
+        if in_stages and self.zero_optimization.stage > 1:
             raise ConfigError(
                 f"zero_optimization.stage: {self.zero_optimization.stage} cannot be combined with a pipeline; "
                 "expected 0 or 1, or train_ds_zero.py"
             )
-
-    def check_zero(self) -> None:
-        """Refuse what only train_ds.py can do.
-
-        Raises:
-            ConfigError: there is more than one stage.
-        """
-        if self.model_topo.stages > 1:
+        if not in_stages and self.model_topo.stages > 1:
             raise ConfigError(
                 f"model_topo.process_topology.dims: {self.model_topo.process_topology.dims} asks for "
                 f"{self.model_topo.stages} stages; ZeRO has no pipeline: expected 1 for pipe, or no model_topo"

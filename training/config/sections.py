@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable
 from math import isfinite, prod
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy
 from pydantic import (
@@ -14,6 +15,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    PositiveInt,
     Tag,
     ValidationInfo,
     field_validator,
@@ -23,8 +25,15 @@ from pydantic import (
 from data.files.sources import Source
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """Keys that belong together; others are refused."""
+
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """Which of the names that there are is most like one that there is not."""
+    return difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
 
 
 def _listed(value: Any) -> Any:
@@ -41,22 +50,17 @@ _Entry = Annotated[
 DataPath = Annotated[list[_Entry], BeforeValidator(_listed)]
 
 
-class Optimizer(_Section):
+class Optimizer(Section):
     """`optimizer`: the update rule."""
 
     type: Literal["AdamW", "Adam", "Lion", "Adafactor", "SGD"] = "AdamW"
     # Passed to the optimizer's constructor: lr, betas, eps, weight_decay, ...
     params: dict[str, Any] = {}
     # Regular expressions; parameters whose name matches one get no weight decay.
-    no_wd_kws: list[str] = []
+    no_wd_kws: list[re.Pattern[str]] = []
 
     @model_validator(mode="after")
     def _check(self) -> Optimizer:
-        for pattern in self.no_wd_kws:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"no_wd_kws: {pattern!r} is not a regular expression: {error}") from None
         numbers = ["lr", "weight_decay", "momentum"]
         if self.type != "Adafactor":  # whose eps is a pair
             numbers.append("eps")
@@ -67,7 +71,7 @@ class Optimizer(_Section):
         return self
 
 
-class WarmUp(_Section):
+class WarmUp(Section):
     """The warm-up that every schedule begins with; ratios are of the optimizer's lr."""
 
     # Steps until the full learning rate.
@@ -113,7 +117,7 @@ _SCHEDULER_PARAMS: dict[str, type[WarmUp]] = {
 }
 
 
-class Scheduler(_Section):
+class Scheduler(Section):
     """`scheduler`: the learning rate over the run; total_num_steps is computed from the data."""
 
     type: Literal["WarmupCosineLR", "linear", "constant", "WSD"] = "WarmupCosineLR"
@@ -131,40 +135,40 @@ class Scheduler(_Section):
         section = _SCHEDULER_PARAMS[kind]
         if isinstance(params, dict):
             for name in (name for name in params if name not in section.model_fields):
-                near = difflib.get_close_matches(str(name), section.model_fields, n=1, cutoff=0.0)
-                raise ValueError(f"{name}: {kind} does not have it; did you mean {near[0]}?")
+                near = nearest(name, section.model_fields)
+                raise ValueError(f"{name}: {kind} does not have it; did you mean {near}?")
         return section.model_validate(params)
 
 
-class HalfPrecision(BaseModel):
-    """`bf16` and `fp16`: `enabled` and what else DeepSpeed `takes` there."""
+class BF16(Section):
+    """`bf16`, passed to DeepSpeed, which decides what is absent."""
+
+    enabled: bool = False
+    immediate_grad_update: bool | None = None
+    check_grad_overflow: bool | None = None
+    bf16_master_weights_and_grads: bool | None = None
+    bf16_optimizer_states: bool | None = None
+
+
+class FP16(Section):
+    """`fp16`, passed to DeepSpeed, which decides what is absent."""
+
+    enabled: bool = False
+    auto_cast: bool | None = None
+    loss_scale: float | None = None
+    initial_scale_power: int | None = None
+    loss_scale_window: int | None = None
+    hysteresis: int | None = None
+    consecutive_hysteresis: bool | None = None
+    min_loss_scale: int | None = None
+    fp16_master_weights_and_grads: bool | None = None
+
+
+class OptimizerOffload(BaseModel):
+    """Where the optimizer's states lie. Those on a disk (`nvme`) could not be taken up from a checkpoint."""
 
     model_config = ConfigDict(extra="allow")
-    takes: ClassVar[tuple[str, ...]]
-    enabled: bool = False
-
-    @model_validator(mode="after")
-    def _check(self) -> HalfPrecision:
-        names = ("enabled", *self.takes)
-        for name in (self.model_extra or {}).keys() - set(self.takes):
-            near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
-            raise ValueError(f"{name}: DeepSpeed does not have it; did you mean {near[0]}?")
-        return self
-
-
-class BF16(HalfPrecision):
-    """`bf16`."""
-
-    takes = ("immediate_grad_update", "check_grad_overflow", "bf16_master_weights_and_grads", "bf16_optimizer_states")
-
-
-class FP16(HalfPrecision):
-    """`fp16`."""
-
-    takes = tuple(
-        "auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale "
-        "fp16_master_weights_and_grads".split()
-    )
+    device: Literal["none", "cpu"] = "none"
 
 
 class Zero(BaseModel):
@@ -172,20 +176,20 @@ class Zero(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     stage: int = Field(default=1, ge=0, le=3)
-    offload_optimizer: dict[str, Any] | None = None
+    offload_optimizer: OptimizerOffload | None = None
 
     @property
     def offloads(self) -> bool:
-        return (self.offload_optimizer or {}).get("device", "none") != "none"
+        return self.offload_optimizer is not None and self.offload_optimizer.device != "none"
 
 
-class ZLoss(_Section):
+class ZLoss(Section):
     """`aux_max_z_loss`: adds weight * mean of (max log-softmax)^2, which keeps logits from drifting."""
 
     weight: float = Field(default=0.0, ge=0)
 
 
-class RouterLoss(_Section):
+class RouterLoss(Section):
     """`aux_router_loss`: the load-balancing loss of mixture-of-experts models."""
 
     # As transformers would with the model's config.json where absent: its router_aux_loss_coef if it says
@@ -193,13 +197,13 @@ class RouterLoss(_Section):
     weight: float | None = Field(default=None, ge=0)
 
 
-class TensorBoard(_Section):
+class TensorBoard(Section):
     """`tensorboard`: curves in save_path/tensorboard."""
 
     enabled: bool = True
 
 
-class WandB(_Section):
+class WandB(Section):
     """`wandb`: curves on Weights & Biases, where its package is installed and a key is set."""
 
     enabled: bool = False
@@ -207,34 +211,32 @@ class WandB(_Section):
     name: str | None = None
 
 
-class EveryNth(_Section):
+class EveryNth(Section):
     """`use_grad_ckpt: {every: n}`: every n-th block recomputes."""
 
     every: int = Field(ge=1)
 
 
-class ProcessTopology(_Section):
+class ProcessTopology(Section):
     """`model_topo.process_topology`: the grid of processes."""
 
     axes: list[Literal["pipe", "data"]] = ["pipe", "data"]
     # One size per axis: [8, 2] is 16 processes, two replicas of an 8-stage pipeline.
-    dims: list[int] = [1, 1]
+    dims: list[PositiveInt] = Field(default=[1, 1], min_length=2, max_length=2)
 
     @model_validator(mode="after")
     def _check(self) -> ProcessTopology:
         if sorted(self.axes) != ["data", "pipe"]:
             raise ValueError(f"axes: expected pipe and data, found {self.axes}")
-        if len(self.dims) != len(self.axes) or any(dim < 1 for dim in self.dims):
-            raise ValueError(f"dims: expected {len(self.axes)} numbers of at least 1, found {self.dims}")
         return self
 
 
-class ModelTopo(_Section):
+class ModelTopo(Section):
     """`model_topo`: how the model is spread."""
 
     process_topology: ProcessTopology = ProcessTopology()
     # Layers per stage (embedding + blocks + head); where absent or `auto`, what makes the slowest stage fastest.
-    parts: list[int] | None = None
+    parts: list[PositiveInt] | None = None
 
     @field_validator("parts", mode="before")
     @classmethod
@@ -245,11 +247,11 @@ class ModelTopo(_Section):
 
     @property
     def stages(self) -> int:
-        return self._size("pipe")
+        return self._sizes["pipe"]
 
     @property
     def replicas(self) -> int:
-        return self._size("data")
+        return self._sizes["data"]
 
     @property
     def processes(self) -> int:
@@ -266,13 +268,6 @@ class ModelTopo(_Section):
         grid = self.process_topology.model_copy(update={"dims": dims})
         return self.model_copy(update={"parts": None, "process_topology": grid})
 
-    def _size(self, axis: Literal["pipe", "data"]) -> int:
-        return self.process_topology.dims[self.process_topology.axes.index(axis)]
-
-    @model_validator(mode="after")
-    def _check(self) -> ModelTopo:
-        if self.parts is None:
-            return self
-        if any(part < 1 for part in self.parts):
-            raise ValueError(f"parts: expected at least one layer a stage, found {self.parts}")
-        return self
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return dict(zip(self.process_topology.axes, self.process_topology.dims, strict=True))

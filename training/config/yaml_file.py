@@ -1,24 +1,24 @@
 """Reading the YAML file of a run: overrides from the command line, and one line for whatever is wrong.
 
-A key is either Pipetune's, checked in `training.config.keys`, or DeepSpeed's own, passed through as it is; anything
-else is refused with the nearest name. `key.sub=value` words on the command line override the file.
+A key that `training.config.keys` does not have is refused with the nearest name. `key.sub=value` words on the command
+line override the file.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from data.files.paths import read_small
 from data.terminal import is_safe_line
-from training.config.keys import ALIASES, DEEPSPEED_KEYS, NOT_PASSED_ON, TrainConfig
+from training.config.keys import ALIASES, NOT_PASSED_ON, TrainConfig
+from training.config.sections import nearest
 from training.errors import ConfigError
 
 MOST_VALUES = 100_000  # in a config, its aliases and merge keys followed
@@ -33,7 +33,6 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
     raw = _read_yaml(Path(path))
     for word in overrides or []:
         _override(raw, word)
-    _refuse_unknown(raw, str(path))
     try:
         return TrainConfig.model_validate(raw)
     except ValidationError as error:
@@ -133,26 +132,25 @@ def _override(raw: dict[str, Any], word: str) -> None:
         raise ConfigError(f"command line: {key}: {text!r} is not a YAML value") from None
 
 
-def _refuse_unknown(raw: dict[str, Any], where: str) -> None:
-    own = set(TrainConfig.model_fields)
-    for key in raw:
-        if key in NOT_PASSED_ON:
-            raise ConfigError(f"{where}: {key}: DeepSpeed's, not tested in a pipeline and not passed on; leave it out")
-        if key not in own and key not in DEEPSPEED_KEYS:
-            near = difflib.get_close_matches(str(key), [*own, *DEEPSPEED_KEYS], n=1, cutoff=0.0)
-            raise ConfigError(f"{where}: unknown key {key}; did you mean {near[0]}?")
-
-
 def _explain(error: ValidationError) -> str:
-    first = error.errors()[0]
-    steps = [str(step) for step in first["loc"]]
+    unknown = ("extra_forbidden", "invalid_key")
+    first = min(error.errors(), key=lambda each: each["type"] not in unknown)  # a misspelt key may be missing as well
+    steps = [str(step) for step in first["loc"] if step != "[key]"]
     if steps and "data_path" in steps[0]:  # after the entry's number stands its form
         del steps[2:3]
     place = ".".join(steps)
+    if first["type"] in unknown:
+        if place in NOT_PASSED_ON:
+            return f"{place}: DeepSpeed's, not tested in a pipeline and not passed on; leave it out"
+        *sections, name = steps
+        around: Any = TrainConfig
+        for step in sections:
+            if step in around.model_fields:  # else it is a place in a list
+                around = _section_in(around.model_fields[step].annotation)
+        near = nearest(name, around.model_fields)
+        return f"unknown key {place}; did you mean {'.'.join([*sections, near])}?"
     if first["type"] == "missing":
         return f"{place}: missing"
-    if first["type"] == "extra_forbidden":
-        return f"unknown key {place}{_nearest_in_section(steps)}"
     if first["type"] == "value_error":
         reason = str(first["ctx"]["error"])
         if reason.startswith("expected"):
@@ -162,11 +160,8 @@ def _explain(error: ValidationError) -> str:
     return f"{place}: {message}, found {first['input']!r}"
 
 
-def _nearest_in_section(steps: list[str]) -> str:
-    section: Any = TrainConfig
-    for step in steps[:-1]:
-        annotation = section.model_fields[step].annotation
-        options = [annotation, *getattr(annotation, "__args__", ())]
-        section = next(option for option in options if isinstance(option, type) and issubclass(option, BaseModel))
-    near = difflib.get_close_matches(steps[-1], section.model_fields, n=1, cutoff=0.0)
-    return f"; did you mean {'.'.join([*steps[:-1], *near])}?"
+def _section_in(annotation: Any) -> Any:
+    """The section that a field's type names, if it names one."""
+    if hasattr(annotation, "model_fields"):
+        return annotation
+    return next(filter(None, map(_section_in, get_args(annotation))), None)

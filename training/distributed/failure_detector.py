@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 TOGETHER = 2.0  # seconds from the first failure to the verdict
-LATE = 10.0  # the same, where all are errors of communication: what made them may come later
+LATE = 30.0  # the same, where all are errors of communication: what made them may come later, as a host's vanishing
 ANSWER = 20.0  # seconds for a rank to say where it is
 HANDSHAKE = 10.0  # seconds for a connection's first line
 POLL = 0.1  # seconds between two looks at what came in

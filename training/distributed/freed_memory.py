@@ -14,7 +14,8 @@ measure is the largest of all steps after a release. Where the C library is anot
 from __future__ import annotations
 
 import ctypes
-import os
+
+import psutil
 
 GROWTH = 1.2
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
@@ -38,6 +39,7 @@ class FreedMemory:
     def __init__(self, kept: bool) -> None:
         library = ctypes.CDLL(None)
         self._release = library.malloc_trim if kept and hasattr(library, "gnu_get_libc_version") else None
+        self._process = psutil.Process()
         self._largest = 0  # bytes that a step took which began with an empty heap
         self._empty = True
         if self._release:
@@ -47,15 +49,9 @@ class FreedMemory:
         """A step is over: give back what is free where it has become too much."""
         if self._release is None:
             return
-        resident = resident_memory()
+        resident = self._process.memory_info().rss
         if self._empty:
             self._largest = max(self._largest, resident)
         self._empty = resident > GROWTH * self._largest
         if self._empty:
             self._release(0)
-
-
-def resident_memory() -> int:
-    """Bytes of main memory that this process has now."""
-    with open("/proc/self/statm", encoding="ascii") as pages:
-        return int(pages.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -21,11 +21,9 @@ from typing import Any, TypeVar
 
 from training.config.sections import ModelTopo
 from training.distributed import freed_memory
-from training.errors import EXIT_CODE, USER_ERRORS, ConfigError, RunRefused, ending, guard_logging
+from training.errors import USER_ERRORS, ConfigError, RunRefused, ending
 
 FEW, A_CORE = 16, 4  # processes that a machine without GPUs is taken to bear: so many, or so many for each core
-RANK_0_SPEAKS = 20.0  # seconds for rank 0 to find the same mistake as this rank
-LEAVING = 2.0  # seconds for rank 0 to say what all know
 LAUNCHER_GONE = signal.SIGRTMIN  # a process sends it to itself; one that does not handle it ends at once
 GRACE = 30.0  # seconds to save and leave when the launcher is gone; as many as DeepSpeed's gives after a signal
 RUNNERS = ("deepspeed.launcher.runner", "deepspeed", "deepspeed.pt", "ds")  # what starts DeepSpeed's launch.py
@@ -62,18 +60,17 @@ def launch(topology: ModelTopo, arguments: list[str]) -> None:
     import torch
 
     gpus = torch.cuda.device_count()
-    if 0 < gpus < topology.processes:
+    cores = len(os.sched_getaffinity(0))
+    most = gpus or max(FEW, A_CORE * cores)
+    if topology.processes > most:
+        has = f"no GPU and {cores} cores; expected at most {most}"
+        if gpus:
+            has = f"{gpus} GPUs; start several machines with deepspeed --hostfile"
         raise ConfigError(
             f"model_topo.process_topology.dims: {topology.process_topology.dims} ask for {topology.processes} "
-            f"processes, but this machine has {gpus} GPUs; start several machines with deepspeed --hostfile"
+            f"processes, but this machine has {has}"
         )
     if gpus == 0:
-        cores = len(os.sched_getaffinity(0))
-        if topology.processes > max(FEW, A_CORE * cores):
-            raise ConfigError(
-                f"model_topo.process_topology.dims: {topology.process_topology.dims} ask for {topology.processes} "
-                f"processes, but this machine has no GPU and {cores} cores; expected at most {max(FEW, A_CORE * cores)}"
-            )
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(topology.processes)]
     os.execv(sys.executable, [*launcher, "--master_port", str(free_port()), *arguments])
@@ -187,34 +184,6 @@ def agreed() -> Iterator[None]:
     first = next((text for text in gather(failure) if text is not None), None)
     if first is not None:
         raise RunRefused(*first.split("\n"))
-
-
-@contextmanager
-def exit_on_user_error(place: Place | None = None) -> Iterator[None]:
-    """Turn an error into one line on one rank's standard error; a mistake of the user's is exit code 2 on all.
-
-    A rank ends here, without Python's own teardown: threads of the process group may still be under way and would now
-    and then abort a run that is done ("terminate called without an active exception").
-    """
-    code: Any = 0
-    guard_logging()
-    try:
-        yield
-    except (Exception, KeyboardInterrupt) as error:
-        code, line = ending(error)
-        if place is not None and place.rank > 0 and code == EXIT_CODE:
-            # A launcher ends all ranks as soon as one has left: the one that speaks must be the first.
-            time.sleep(LEAVING if isinstance(error, RunRefused) else RANK_0_SPEAKS)
-        if place is None or place.rank == 0 or not isinstance(error, (RunRefused, KeyboardInterrupt)):
-            print(f"error: {line}", file=sys.stderr, flush=True)
-    except SystemExit as leaving:
-        code = leaving.code
-    if place is not None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code or 0)
-    if code:
-        sys.exit(code)
 
 
 def free_port() -> int:

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -27,13 +28,15 @@ from typing import Any
 
 import torch
 
+from data.lease import Held, Lease
 from training.distributed.failure_detector import DIED, FailureDetector, Report, keep_alive
-from training.distributed.lease import Lease
 from training.distributed.meeting import listen
 from training.distributed.processes import Place, agreed, gather
 from training.errors import ConfigError, RunRefused, description, with_traceback
 
 COMMUNICATION = ("torch/distributed/", "deepspeed/comm/")  # where a rank waits for others
+LEASE = "pipetune-lease"  # of a run's folder
+LOOK = 0.1  # seconds between two looks at a lease whose holder may be dead
 LAST_WORDS = 2.5  # seconds; by then the launcher has noticed that the other ranks left, and has said so
 CONNECT = 60.0  # seconds to reach the detector
 
@@ -61,19 +64,23 @@ class RankMonitor:
         if listener:
             self._detector = FailureDetector([each for each, _, _ in told], timeout_minutes, listener, told[0][2])
         with agreed():
-            self._connection = _connect(told[0][1])
-        self._connection.sendall(f"{told[0][2]} {place.rank}\n".encode())
+            self._connection = connect(told[0][1], f"{told[0][2]} {place.rank}\n")
         self._thread = threading.Thread(target=self._listen, name="monitor", daemon=True)
         self._thread.start()
 
     def hold(self, folder: Path) -> None:
-        """Take the lease of the run's folder; rank 0 does it for all, and keeps it to the end.
+        """Make the run's folder, and take its lease, which rank 0 does for all and keeps to the end.
 
         Raises:
-            ConfigError: another run has it.
+            ConfigError: another run has it, or it cannot be made or written.
         """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"save_path: {folder}: cannot be made: {error.strerror}; expected a folder") from None
         if self._place.rank == 0:
-            self._lease = Lease(folder, self._report)
+            self._lease = take_folder(folder, self._report)
+            self._folder = folder
 
     def mark(self, what: str) -> None:
         """Note that the run has got somewhere; rank 0's word counts, as each step needs all ranks.
@@ -83,8 +90,8 @@ class RankMonitor:
         """
         if self._detector:
             self._detector.mark(what)
-        if self._lease:
-            self._lease.check()
+        if self._lease and (successor := self._lease.successor()):
+            raise taken_over(self._folder, successor)
 
     def __enter__(self) -> RankMonitor:
         return self
@@ -154,10 +161,46 @@ def whereabouts(device: int) -> Report:
     )
 
 
-def _connect(port: int) -> socket.socket:
+def take_folder(folder: Path, lost: Callable[[ConfigError], object]) -> Lease:
+    """The lease of a run's folder.
+
+    Args:
+        lost: told by another thread when another run has taken over.
+
+    Raises:
+        ConfigError: another run has it, or the folder cannot be written.
+    """
+    lease = Lease(folder, LEASE, lambda successor: lost(taken_over(folder, successor)))
+    waits = False
+    while True:
+        try:
+            lease.take()
+            return lease
+        except Held as held:
+            if held.patience == 0:
+                raise ConfigError(
+                    f"save_path: {folder}: is being trained by {held.holder}; expected one run a folder: "
+                    "stop that one, or choose another save_path"
+                ) from None
+            if held.holder and not waits:
+                print(f"save_path: waiting up to {held.patience:.0f} s for a heartbeat of {held.holder}", flush=True)
+                waits = True
+            time.sleep(LOOK)
+        except OSError as error:
+            raise ConfigError(f"save_path: {folder}: cannot be written: {error.strerror}") from None
+
+
+def taken_over(folder: Path, successor: str) -> ConfigError:
+    """Why a run whose folder another one writes to must end."""
+    lost = f"this run stood still and lost its lease, or somebody removed it; held now by {successor}"
+    return ConfigError(f"save_path: {folder}: {lost}; expected one run a folder")
+
+
+def connect(port: int, first_line: str) -> socket.socket:
     address = os.environ["MASTER_ADDR"]
     try:
         connection = socket.create_connection((address, port), CONNECT)
+        connection.sendall(first_line.encode())
     except OSError as error:
         raise ConfigError(
             f"{socket.gethostname()} cannot reach rank 0 at {address}:{port}: {error}; "

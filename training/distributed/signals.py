@@ -1,16 +1,15 @@
-"""SIGTERM and SIGINT: save after the step that is under way, and leave; a second one leaves at once.
+"""SIGTERM and SIGINT: save after the step that is under way, and leave; a later one ends the process at once.
 
 A launcher passes a signal on by others (Ctrl-C arrives as SIGINT and, from the launcher, as SIGTERM), so whatever comes
-within a second of the first is the same request. The ranks hear of it at different steps; `StopRequest.agreed` lets
-them stop after the same one. It costs one number summed over the ranks a step. A launcher that is gone is a request
-too (`training.distributed.processes`).
+within SAME_REQUEST of the first is the same request. The kernel drops it and ends the process by a later one, so it
+does not matter for how long Python comes to no signal. The ranks hear of a request at different steps;
+`StopRequest.agreed` lets them stop after the same one, for one sum over the ranks a step. A launcher that is gone is a
+request too (`training.distributed.processes`).
 """
 
 from __future__ import annotations
 
-import os
 import signal
-import time
 from types import FrameType
 
 import torch
@@ -18,7 +17,8 @@ from deepspeed.accelerator import get_accelerator
 
 from training.distributed.processes import LAUNCHER_GONE
 
-SAME_REQUEST = 1.0  # seconds
+REQUESTS = (signal.SIGTERM, signal.SIGINT)
+SAME_REQUEST = 5.0  # seconds
 
 
 class StopRequest:
@@ -30,8 +30,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self._since = 0.0
-        for number in (signal.SIGTERM, signal.SIGINT, LAUNCHER_GONE):
+        for number in (*REQUESTS, LAUNCHER_GONE):
             signal.signal(number, self._take)
 
     @property
@@ -50,8 +49,12 @@ class StopRequest:
         return bool(number), bool(anybody)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.signal is not None and number != LAUNCHER_GONE and now - self._since >= SAME_REQUEST:
-            os._exit(128 + number)
-        if self.signal is None:
-            self.signal, self._since = number, now
+        self.signal = self.signal or number
+        _answer_by(signal.SIG_IGN)
+        signal.signal(signal.SIGALRM, lambda *_: _answer_by(signal.SIG_DFL))
+        signal.setitimer(signal.ITIMER_REAL, SAME_REQUEST)
+
+
+def _answer_by(action: signal.Handlers) -> None:
+    for number in REQUESTS:
+        signal.signal(number, action)

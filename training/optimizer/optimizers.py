@@ -8,7 +8,6 @@ for Adafactor, which needs each weight in its own shape: fp32 without ZeRO.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -84,12 +83,11 @@ def parameter_groups(
         tied_names: the names of a weight that may lie on two stages, where it must be treated alike: each of them goes
             by both.
     """
-    patterns = [re.compile(pattern) for pattern in optimizer.no_wd_kws]
     decayed: list[nn.Parameter] = []
     exempt: list[nn.Parameter] = []
     for name, parameter in parameters:
         names = tied_names if tied_names and name in tied_names else (name,)
-        matches = any(pattern.search(each) for pattern in patterns for each in names)
+        matches = any(pattern.search(each) for pattern in optimizer.no_wd_kws for each in names)
         (exempt if matches else decayed).append(parameter)
     groups: list[dict[str, Any]] = [{"params": decayed}, {"params": exempt, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]

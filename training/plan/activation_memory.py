@@ -1,17 +1,20 @@
-"""What autograd keeps of a layer between its forward and its backward pass.
+"""What autograd keeps of a layer between its forward and its backward pass, and for how many micro-batches at once.
 
-Nothing is derived by hand: the layer runs once on fake tensors, which have shapes and no numbers, and each tensor that
+Nothing is derived by hand. A layer runs once on fake tensors, which have shapes and no numbers, and each tensor that
 autograd saves is counted by its storage. So every family is right by construction, residuals in fp32 included. Masks
 and angles are made for a short row and enlarged to the length asked for. Experts stand for each other: each token is
-sent to the first ones. Costs 0.1 s a kind of layer and no memory.
+sent to the first ones. How many micro-batches are under way is counted along the schedule. Costs 0.1 s a kind of layer
+and no memory.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,11 +24,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_utils import local_torch_dtype
 
 from models.attention import TORCH
 from models.layers import Block
 from models.spec import ModelSpec
 from models.weight_gradients import linear_layers
+from training.schedule.instructions import Meaning, Schedule
+from training.schedule.simulation import program
 
 SHORT = 23  # the length of the row that masks and angles are made for: no other dimension of a model is a prime like it
 EXPERTS = "planned"  # what transformers knows `_any_experts` by
@@ -61,49 +67,48 @@ def saved_by(spec: ModelSpec, layer: int, rows: int, length: int, dtype: torch.d
     if positions is not None:
         short = torch.zeros(rows, SHORT, spec.config.hidden_size)
         kinds = positions.arguments(short, torch.arange(SHORT).repeat(rows, 1), None)
-    with FakeTensorMode(), _default_dtype(dtype):
+    with FakeTensorMode(), local_torch_dtype(dtype):
         module = spec.build(layer, positions)
         hidden = torch.empty(rows, length, spec.config.hidden_size, requires_grad=True)
         ids = torch.empty(rows, length, dtype=torch.int64)
         if isinstance(module, Block):
             arguments = _resized(kinds[module.kind], length, dtype)
-        weights = {tensor.untyped_storage()._cdata for tensor in module.state_dict(keep_vars=True).values()}
-        given = {
-            tensor.untyped_storage()._cdata: tensor for tensor in tree_leaves(arguments) if isinstance(tensor, Tensor)
-        }
-        kept: dict[int, Tensor] = {}
-        inputs: dict[int, int] = {}
-        outputs: list[int] = []
-
-        def note(linear: nn.Module, arguments: tuple[Tensor], output: Tensor) -> None:
-            storage = arguments[0].untyped_storage()
-            inputs[storage._cdata] = storage.nbytes()
-            outputs.append(output.nbytes)
+        kept: list[Tensor] = []
+        inputs: list[Tensor] = []
+        outputs: list[Tensor] = []
 
         def keep(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()._cdata
-            if storage not in weights and storage not in given:
-                kept[storage] = tensor
+            kept.append(tensor)
             return tensor
+
+        def note(linear: nn.Module, arguments: tuple[Tensor], output: Tensor) -> None:
+            inputs.append(arguments[0])
+            outputs.append(output)
 
         for linear in linear_layers(module):
             linear.register_forward_hook(note)
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             if isinstance(module, Block):
-                output, added = module._run(hidden, ids, arguments)
+                module._run(hidden, ids, arguments)
             elif layer == 0:
-                output, added = module((ids, ids)), None
+                module((ids, ids))
             else:
-                output, added = module.norm(hidden), None
-        sizes = [tensor.untyped_storage().nbytes() for tensor in kept.values()]
-        shared = sum(tensor.untyped_storage().nbytes() for tensor in given.values())
-        del output, added
+                module.norm(hidden)
+        given = _storages(tree_leaves(arguments))
+        there = given | _storages(module.state_dict(keep_vars=True).values())
+        inside = [size for storage, size in _storages(kept).items() if storage not in there]
     return Saved(
-        inside=sum(sizes),
-        arguments=shared,
-        largest=max(sizes, default=0),
-        waiting=sum(inputs.values()) + sum(outputs),
+        inside=sum(inside),
+        arguments=sum(given.values()),
+        largest=max(inside, default=0),
+        waiting=sum(_storages(inputs).values()) + sum(output.nbytes for output in outputs),
     )
+
+
+def _storages(values: Iterable[Any]) -> dict[int, int]:
+    """Bytes of what lies under the tensors among some values, each storage once."""
+    storages = [value.untyped_storage() for value in values if isinstance(value, Tensor)]
+    return {storage._cdata: storage.nbytes() for storage in storages}
 
 
 def _apart(spec: ModelSpec, flash: bool) -> ModelSpec:
@@ -113,16 +118,6 @@ def _apart(spec: ModelSpec, flash: bool) -> ModelSpec:
     apart = ModelSpec(spec.family, config, spec.raw, spec.fields)
     apart.set_attention(TORCH if flash else spec.attention[0])
     return apart
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _resized(arguments: dict[str, Any], length: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -145,3 +140,40 @@ def _any_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _any_experts)
+
+
+# Of each stage of a rank: how many micro-batches have activations there, as their backward pass is not over, and of how
+# many only the gradients of weights are to come (`training.schedule.zero_bubble`).
+Moment = tuple[tuple[int, int], ...]
+
+
+@cache
+def under_way(schedule: Schedule, ranks: int, micro_batches: int) -> list[list[Moment]]:
+    """The worst moments of each rank; one that another equals or exceeds in every number is left out.
+
+    More micro-batches than fill the pipeline change nothing.
+    """
+    worst = []
+    for rank in range(ranks):
+        moments = _moments(schedule, rank, ranks, min(micro_batches, 4 * ranks))
+        worst.append([moment for moment in moments if not any(_exceeds(other, moment) for other in moments)])
+    return worst
+
+
+def _moments(schedule: Schedule, rank: int, ranks: int, micro_batches: int) -> set[Moment]:
+    """All moments of a rank."""
+    stages, complete = ((rank, 2 * ranks - 1 - rank), "weights") if schedule == "dualpipev" else ((rank,), "backward")
+    done: Counter[tuple[str, int]] = Counter()
+    moments = set()
+    for work in program(schedule, rank, ranks, micro_batches):
+        if isinstance(work, Meaning):
+            done[work.kind, work.stage] += 1
+            whole = [done["forward", stage] - done["backward", stage] for stage in stages]
+            waiting = [done["backward", stage] - done[complete, stage] for stage in stages]
+            moments.add(tuple(zip(whole, waiting, strict=True)))
+    return moments
+
+
+def _exceeds(other: Moment, moment: Moment) -> bool:
+    counts = zip(chain(*other), chain(*moment), strict=True)
+    return other != moment and all(more >= less for more, less in counts)

@@ -17,8 +17,8 @@ from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.distributed.processes import gather
 from training.metrics.devices import Device, this_device
-from training.plan.calibration import Calibration
-from training.plan.plan import Basis, Plan
+from training.plan.basis import Basis, Calibration
+from training.plan.plan import Plan
 from training.plan.workload import Workload
 from training.topology import Division, Topology
 

@@ -21,13 +21,12 @@ from training.config.deepspeed_config import router_loss_weight
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader, build_loader
 from training.errors import ConfigError
-from training.metrics.devices import Device, parse_devices, this_device
-from training.plan.advice import advise
-from training.plan.calibration import Calibration, calibrate
-from training.plan.picture import FILE, draw
-from training.plan.plan import Basis, Plan
-from training.plan.search import search
-from training.plan.tables import advice_table, facts, search_table, stages_table
+from training.metrics.devices import parse_devices, this_device
+from training.plan.alternatives import advise, search
+from training.plan.basis import Basis, Calibration
+from training.plan.calibration import calibrate
+from training.plan.plan import Plan
+from training.plan.rendering import PICTURE, advice_table, draw, facts, search_table, stages_table
 from training.plan.workload import Workload
 
 DOES_NOT_FIT = 1
@@ -56,11 +55,11 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     counts = arguments.calibrate or not arguments.devices
     calibration = Calibration.read(save_path, config, spec) if counts else None
     basis = Basis(config, spec, workload, device, calibration)
-    log.print(
-        f"model: {spec.family.name}, {spec.n_layers} layers; {_told(device, count or config.model_topo.processes)}"
-    )
+    processes = count or config.model_topo.processes
+    on = f"{processes} x {device.name}" if device.memory else f"{processes} processes on a {device.name}"
+    log.print(f"model: {spec.family.name}, {spec.n_layers} layers; {on}")
     if arguments.search:
-        best = search(basis, count or config.model_topo.processes)
+        best = search(basis, processes)
         if not best:
             log.print("nothing fits, whatever the dims and the micro-batch")
             sys.exit(DOES_NOT_FIT)
@@ -74,7 +73,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     if not plan.fits:
         log.print(advice_table(advise(basis), plan))
     save_path.mkdir(parents=True, exist_ok=True)
-    log.print(f"drawn: {draw(plan, save_path / FILE)}")
+    log.print(f"drawn: {draw(plan, save_path / PICTURE)}")
     if not plan.fits:
         sys.exit(DOES_NOT_FIT)
 
@@ -104,9 +103,3 @@ def _workload(config: TrainConfig, spec: ModelSpec, folder: Path, log: Console) 
     except (DataError, CheckpointError, OSError, ValueError) as error:
         log.print(f"data_path is not used: {' '.join(str(error).split())[:REASON]}")
         return Workload.assumed(config)
-
-
-def _told(device: Device, processes: int) -> str:
-    if device.memory is None:
-        return f"{processes} processes on a {device.name}"
-    return f"{processes} x {device.name}"

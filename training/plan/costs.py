@@ -12,17 +12,15 @@ work, in main memory where it is offloaded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
-
-import torch
+from dataclasses import dataclass
 
 from models.positions import attention_kind
 from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
-from training.metrics.devices import Device
+from training.metrics.devices import Device, this_device
 from training.metrics.flops import ModelFlops
+from training.plan.basis import Basis, Factors
 from training.plan.optimizer_memory import StateBytes
 from training.plan.workload import Workload
 
@@ -50,85 +48,42 @@ class LayerTime:
         return micro_batches * (self.forward + self.backward) + self.update
 
 
-@dataclass(frozen=True)
-class Factors:
-    """How many times as long as estimated things take on a device.
-
-    Attributes:
-        layers: forward and backward, by the number of the first layer of each kind.
-        update: the optimizer's work.
-    """
-
-    layers: dict[str, tuple[float, float]] = field(default_factory=dict)
-    update: float = 1.0
-
-
-@dataclass(frozen=True)
-class LayerTimes:
-    """The times of a model's layers.
-
-    Args:
-        device: that they run on.
-        recompute: the layers that do.
-        factors: by which estimates are corrected.
-    """
-
-    spec: ModelSpec
-    config: TrainConfig
-    workload: Workload
-    device: Device
-    recompute: frozenset[int] = frozenset()
-    factors: Factors = Factors()
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        return training_dtype(self.config)
-
-    def layer(self, number: int) -> LayerTime:
-        """Of layer `number`, from 0, the embedding."""
-        work, size, bandwidth = self.workload, self.dtype.itemsize, self.device.bandwidth
-        product = self._flops[number] / self.device.flops(self.dtype)
-        weights = sum(shape.numel() for shape in self.spec.shapes(number).values())
-        backward = weights * (size + GRADIENT) / bandwidth
-        if number == self.spec.n_layers - 1:  # the loss takes the gradients along (models.lean_loss)
-            logits = work.micro_tokens * work.supervised * self.spec.config.vocab_size
-            forward = 3 * product + logits * LOGIT / bandwidth
+def layer_times(basis: Basis) -> list[LayerTime]:
+    """The times of all layers, the embedding first."""
+    config, spec, work = basis.config, basis.spec, basis.workload
+    device, factors = basis.device, Factors()
+    if basis.calibration:  # which speaks of the device that it was measured on
+        device, factors = this_device(), basis.calibration.factors
+    dtype = training_dtype(config)
+    # A ring all-reduce of the gradients and an all-gather of the weights.
+    sent = (1 - 1 / config.model_topo.replicas) * (2 * StateBytes.of(config).gradient + dtype.itemsize)
+    sharing = config.model_topo.replicas if config.zero_optimization.stage else 1
+    update = sent / device.link + factors.update * update_time(config, device) / sharing
+    times = []
+    for number, (kind, flops) in enumerate(zip(kinds(spec), _forward_flops(spec, work), strict=True)):
+        product = flops / device.flops(dtype)
+        weights = sum(shape.numel() for shape in spec.shapes(number).values())
+        backward = weights * (dtype.itemsize + GRADIENT) / device.bandwidth
+        if number == spec.n_layers - 1:  # the loss takes the gradients along (models.lean_loss)
+            logits = work.micro_tokens * work.supervised * spec.config.vocab_size
+            forward = 3 * product + logits * LOGIT / device.bandwidth
         else:
-            read = weights if number else 2 * work.micro_tokens * self.spec.config.hidden_size
-            forward, backward = product + read * size / bandwidth, backward + 2 * product
-        slower = self.factors.layers.get(str(self._kinds[number]), (1.0, 1.0))
-        forward, backward = forward * slower[0], backward * slower[1]
-        again = forward if number in self.recompute else 0.0
-        return LayerTime(forward, backward + again, weights * (self._summing + self.factors.update * self.update))
+            read = weights if number else 2 * work.micro_tokens * spec.config.hidden_size
+            forward = product + read * dtype.itemsize / device.bandwidth
+            backward += 2 * product
+        slower = factors.layers.get(str(kind), (1.0, 1.0))
+        forward *= slower[0]
+        again = forward if number in basis.recomputed else 0.0
+        times.append(LayerTime(forward, backward * slower[1] + again, weights * update))
+    return times
 
-    @cached_property
-    def update(self) -> float:
-        """Seconds a parameter of the optimizer, which is sharded over the replicas."""
-        config, device = self.config, self.device
-        replicas = config.model_topo.replicas if config.zero_optimization.stage else 1
-        if not config.zero_optimization.offloads:
-            return UPDATE / replicas / device.bandwidth
-        moved = StateBytes.of(config).gradient + self.dtype.itemsize
-        return (UPDATE / HOST + moved / device.link) / replicas
 
-    @cached_property
-    def _summing(self) -> float:
-        """Seconds a parameter of a ring all-reduce of the gradients and an all-gather of the weights."""
-        others = 1 - 1 / self.config.model_topo.replicas
-        return others * (2 * StateBytes.of(self.config).gradient + self.dtype.itemsize) / self.device.link
-
-    @cached_property
-    def _kinds(self) -> list[int]:
-        return kinds(self.spec)
-
-    @cached_property
-    def _flops(self) -> list[float]:
-        """FLOPs of each layer's forward pass for one micro-batch."""
-        work = self.workload
-        document = max(1, round(work.attended))
-        of_one = ModelFlops(self.spec).by_layer([document], 1)
-        *layers, head = (flops / 3 for flops in of_one)  # forward, and twice that backward
-        return [*(flops * work.micro_tokens / document for flops in layers), head * work.micro_tokens * work.supervised]
+def update_time(config: TrainConfig, device: Device) -> float:
+    """Seconds of the optimizer for a parameter, before it is sharded over the replicas."""
+    if not config.zero_optimization.offloads:
+        return UPDATE / device.bandwidth
+    moved = StateBytes.of(config).gradient + training_dtype(config).itemsize
+    return UPDATE / HOST + moved / device.link
 
 
 def kinds(spec: ModelSpec) -> list[int]:
@@ -140,3 +95,11 @@ def kinds(spec: ModelSpec) -> list[int]:
         kind = attention_kind(spec.config, number - 1) if is_block else number
         alike.append(first.setdefault((kind, tuple(spec.shapes(number).items())), number))
     return alike
+
+
+def _forward_flops(spec: ModelSpec, work: Workload) -> list[float]:
+    """FLOPs of each layer's forward pass for one micro-batch."""
+    document = max(1, round(work.attended))
+    of_one = ModelFlops(spec).by_layer([document], 1)
+    *layers, head = (flops / 3 for flops in of_one)  # forward, and twice that backward
+    return [*(flops * work.micro_tokens / document for flops in layers), head * work.micro_tokens * work.supervised]

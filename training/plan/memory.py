@@ -12,23 +12,19 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
 import torch
 
 from models.lean_loss import CPU_CHUNK, GPU_CHUNK
-from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
-from training.config.keys import TrainConfig
-from training.metrics.devices import Device
-from training.plan.activation_memory import Saved, saved_by
+from training.plan.activation_memory import Saved, saved_by, under_way
+from training.plan.basis import Basis
 from training.plan.costs import kinds
-from training.plan.in_flight import under_way
 from training.plan.optimizer_memory import StateBytes
 from training.plan.partition import LayerRange
-from training.plan.workload import Workload
 
 BACKWARD = 3  # tensors as large as the largest saved one that a backward pass holds besides
 
@@ -56,165 +52,131 @@ class StageMemory:
         return self.weights + self.gradients + self.optimizer + max(self.activations, self.step)
 
 
-@dataclass(frozen=True)
 class MemoryModel:
-    """What the stages of a run take on a device.
+    """What the stages of a run take on a device; of the workload the longest rows count."""
 
-    Args:
-        workload: its longest rows count.
-        recompute: the layers that do.
-        known: what layers were found to keep, shared by the models that are made of this one.
-    """
-
-    spec: ModelSpec
-    config: TrainConfig
-    workload: Workload
-    device: Device
-    recompute: frozenset[int]
-    known: dict[tuple[object, ...], Saved] = field(default_factory=dict, repr=False, compare=False)
+    def __init__(self, basis: Basis) -> None:
+        self._basis = basis
+        self._config, self._spec, self._device = basis.config, basis.spec, basis.device
+        self._states = StateBytes.of(self._config)
+        self._itemsize = training_dtype(self._config).itemsize
+        self._tokens = basis.workload.rows * basis.workload.longest
+        self._hidden = self._tokens * self._spec.config.hidden_size * self._itemsize  # bytes of hidden states
+        # Whether what blocks keep waits in another memory than the device's.
+        self._elsewhere = self._config.offload_activations and self._device.reserves
+        layers = range(self._spec.n_layers)
+        sizes = [[shape.numel() for shape in self._spec.shapes(layer).values()] for layer in layers]
+        self._largest = [max(each) for each in sizes]  # elements of each layer's largest weight
+        self._weights = [0, *accumulate(sum(each) for each in sizes)]  # parameters of the first so many layers
 
     def rank(self, rank: int, ranges: Sequence[LayerRange]) -> StageMemory:
         """Of the rank that holds these layers: one range, or two with the V schedule."""
+        spec, states = self._spec, self._states
         held = sum(self._weights[end] - self._weights[begin] for begin, end in ranges)
-        if self.spec.tied and {0, self.spec.n_layers - 1} <= {layer for b, e in ranges for layer in (b, e - 1)}:
-            held -= self.spec.shapes(0)[self.spec.family.tie.embedding].numel()  # both ends are one parameter
-        states = self._states
+        if spec.tied and {0, spec.n_layers - 1} <= {layer for b, e in ranges for layer in (b, e - 1)}:
+            held -= spec.shapes(0)[spec.family.tie.embedding].numel()  # both ends are one parameter
+        kept = [(self._kept(*each), self._waiting(*each)) for each in ranges]
+        moments = under_way(self._basis.schedule, self._config.model_topo.stages, self._basis.micro_batches)[rank]
         activations = max(
             sum(
-                whole * self._kept(*each) + waiting * self._waiting(*each)
-                for whole, waiting, each in zip(*moment, ranges, strict=True)
+                whole * of_whole + waiting * of_waiting
+                for (whole, waiting), (of_whole, of_waiting) in zip(moment, kept, strict=True)
             )
-            for moment in under_way(self.config.schedule, self.config.model_topo.stages, self._micro_batches)[rank]
+            for moment in moments
         )
-        passing = max(self._passing(begin, end, states) for begin, end in ranges)
+        passing = max(self._passing(begin, end) for begin, end in ranges)
         offloaded = max(self._largest) * self._itemsize if states.host else 0
         optimizer = int(held * states.optimizer) + self._adafactor(ranges)
         working = int(states.working * min(held, states.working_size))
-        step = max(int(held * states.step) + working, self._bucket(states, held)) + offloaded
+        bucket = int(states.bucket * (states.bucket_size if self._device.reserves else min(held, states.bucket_size)))
         host = int(held * states.host)
-        if self.device.memory is None and not self.device.reserves:  # on a CPU all of it is main memory
+        if self._device.memory is None and not self._device.reserves:  # on a CPU all of it is main memory
             optimizer, host = optimizer + host, 0
         return StageMemory(
             weights=int(held * states.weight),
             gradients=int(held * states.gradient),
             optimizer=optimizer,
-            activations=int(activations + passing + offloaded),
-            step=step,
+            activations=activations + passing + offloaded,
+            step=max(int(held * states.step) + working, bucket) + offloaded,
             host=host,
         )
 
     def fits(self, rank: int, ranges: Sequence[LayerRange]) -> bool:
         """Whether the device has the memory; always, where nothing is known about it."""
-        return self.device.memory is None or self.rank(rank, ranges).peak <= self.device.memory
+        return self._device.memory is None or self.rank(rank, ranges).peak <= self._device.memory
 
     def fewest_recomputed(self, rank: int, ranges: Sequence[LayerRange]) -> frozenset[int]:
         """The layers that a rank recomputes so that these fit: of its blocks as few as do, the first ones."""
-        blocks = [layer for begin, end in ranges for layer in range(begin, end) if 0 < layer <= self.spec.n_blocks]
+        blocks = [layer for begin, end in ranges for layer in range(begin, end) if 0 < layer <= self._spec.n_blocks]
 
         def fits(count: int) -> bool:
-            return replace(self, recompute=frozenset(blocks[:count])).fits(rank, ranges)
+            return MemoryModel(replace(self._basis, recompute=frozenset(blocks[:count]))).fits(rank, ranges)
 
         return frozenset(blocks[: bisect_left(range(len(blocks)), True, key=fits)])  # all where that is not enough
 
     @cached_property
-    def _states(self) -> StateBytes:
-        return StateBytes.of(self.config)
-
-    @cached_property
-    def _micro_batches(self) -> int:
-        return max(self.workload.micro_batches, self.config.least_micro_batches)
-
-    @cached_property
-    def _itemsize(self) -> int:
-        return training_dtype(self.config).itemsize
-
-    @cached_property
-    def _hidden(self) -> int:
-        """Bytes of hidden states."""
-        return self.workload.rows * self.workload.longest * self.spec.config.hidden_size * self._itemsize
-
-    @cached_property
-    def _weights(self) -> list[int]:
-        """Parameters of the first so many layers."""
-        layers = range(self.spec.n_layers)
-        return [0, *accumulate(sum(s.numel() for s in self.spec.shapes(layer).values()) for layer in layers)]
-
-    @cached_property
-    def _largest(self) -> list[int]:
-        """Elements of each layer's largest weight."""
-        return [max(s.numel() for s in self.spec.shapes(layer).values()) for layer in range(self.spec.n_layers)]
-
-    @cached_property
     def _saved(self) -> list[Saved]:
         """What each layer keeps without recomputation."""
-        dtype, work = training_dtype(self.config), self.workload
-        flash = self.config.use_flash_attn and self.device.reserves
+        work, known = self._basis.workload, self._basis.known
+        flash = self._config.use_flash_attn and self._device.reserves
         found = []
-        for kind in kinds(self.spec):
-            case = (kind, work.rows, work.longest, dtype, flash)
-            if case not in self.known:
-                self.known[case] = saved_by(self.spec, *case)
-            found.append(self.known[case])
+        for kind in kinds(self._spec):
+            case = (kind, work.rows, work.longest, training_dtype(self._config), flash)
+            if case not in known:
+                known[case] = saved_by(self._spec, *case)
+            found.append(known[case])
         return found
 
     @cached_property
     def _inside(self) -> list[int]:
         """Bytes that the first so many layers keep of a micro-batch."""
-        kept = [self._hidden if layer in self.recompute else saved.inside for layer, saved in enumerate(self._saved)]
+        again = self._basis.recomputed
+        kept = [self._hidden if layer in again else saved.inside for layer, saved in enumerate(self._saved)]
         if self._elsewhere:
-            kept[1:-1] = [0] * self.spec.n_blocks
+            kept[1:-1] = [0] * self._spec.n_blocks
         return [0, *accumulate(kept)]
-
-    @property
-    def _elsewhere(self) -> bool:
-        """Whether what blocks keep waits in another memory than the device's."""
-        return self.config.offload_activations and self.device.reserves
 
     def _kept(self, begin: int, end: int) -> int:
         """Bytes that a stage keeps of one micro-batch: received, sent, saved, and the masks once."""
         arguments = max(self._saved[layer].arguments for layer in range(begin, end))
-        borders = (begin > 0) + (end < self.spec.n_layers)
+        borders = (begin > 0) + (end < self._spec.n_layers)
         return self._inside[end] - self._inside[begin] + arguments + borders * self._hidden
 
     def _waiting(self, begin: int, end: int) -> int:
         """Bytes that a stage keeps of a micro-batch whose gradients of weights wait (`models.weight_gradients`)."""
-        if self.config.offload_activations or self.config.compile:
+        if self._config.offload_activations or self._config.compile:
             return 0
-        blocks = (layer for layer in range(begin, end) if layer not in self.recompute)
+        blocks = (layer for layer in range(begin, end) if layer not in self._basis.recomputed)
         return sum(self._saved[block].waiting for block in blocks)
 
-    def _passing(self, begin: int, end: int, states: StateBytes) -> int:
+    def _passing(self, begin: int, end: int) -> int:
         """Bytes that the pass of one micro-batch takes for itself: of a block, whose gradients arrive, or the loss."""
-        blocks = [layer for layer in range(begin, end) if 0 < layer < self.spec.n_layers - 1]
-        whole = [b for b in blocks if self._elsewhere or b in self.recompute]
+        blocks = [layer for layer in range(begin, end) if 0 < layer < self._spec.n_layers - 1]
+        whole = [b for b in blocks if self._elsewhere or b in self._basis.recomputed]
         again = max((self._saved[block].inside for block in whole), default=0)
         backward = BACKWARD * max((self._saved[block].largest for block in blocks), default=0)
-        arriving = max((self._largest[layer] for layer in range(begin, min(end, self.spec.n_layers - 1))), default=0)
-        arriving *= self._itemsize + (4 if states.gradient > states.weight else 0)
-        return max(again + backward + arriving, self._loss if end == self.spec.n_layers else 0)
+        arriving = max((self._largest[layer] for layer in range(begin, min(end, self._spec.n_layers - 1))), default=0)
+        arriving *= self._itemsize + (4 if self._states.gradient > self._states.weight else 0)
+        return max(again + backward + arriving, self._loss if end == self._spec.n_layers else 0)
 
     @cached_property
     def _loss(self) -> int:
         """Bytes that the loss takes, next to the normalised hidden states."""
-        shape = self.spec.shapes(self.spec.n_layers - 1)[self.spec.family.tie.head]
-        tokens = int(self.workload.rows * self.workload.longest * self.workload.supervised)
-        chunk = min(GPU_CHUNK if self.device.reserves else CPU_CHUNK, 4 * tokens * shape[0])
+        shape = self._spec.shapes(self._spec.n_layers - 1)[self._spec.family.tie.head]
+        tokens = int(self._tokens * self._basis.workload.supervised)
+        chunk = min(GPU_CHUNK if self._device.reserves else CPU_CHUNK, 4 * tokens * shape[0])
         copies = 1.0 + (0.5 if self._itemsize == 2 else 0.0)  # with their gradient in 16 bits
-        if getattr(self.spec.config, "final_logit_softcapping", None):
+        if getattr(self._spec.config, "final_logit_softcapping", None):
             copies += 1
         rounded = shape.numel() * self._itemsize if self._itemsize == 2 else 0  # when the backward pass hands it on
         return max(int(chunk * copies), rounded) + 4 * shape.numel() + tokens * shape[1] * (self._itemsize + 4)
 
-    def _bucket(self, states: StateBytes, held: int) -> int:
-        size = states.bucket_size if self.device.reserves else min(held, states.bucket_size)
-        return int(size * states.bucket)
-
     def _adafactor(self, ranges: Sequence[LayerRange]) -> int:
         """Bytes of its rows and columns."""
-        if self.config.optimizer.type != "Adafactor":
+        if self._config.optimizer.type != "Adafactor":
             return 0
         layers = [layer for begin, end in ranges for layer in range(begin, end)]
-        return 4 * sum(_rows_and_columns(shape) for layer in layers for shape in self.spec.shapes(layer).values())
+        return 4 * sum(_rows_and_columns(shape) for layer in layers for shape in self._spec.shapes(layer).values())
 
 
 def _rows_and_columns(shape: torch.Size) -> int:

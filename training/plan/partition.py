@@ -7,20 +7,34 @@ decides: the same costs give the same division everywhere.
 
 A rank holds one range of layers, from the first rank on, or two with the V schedule (DualPipeV): rank r of P has stages
 r and 2P - 1 - r, from the outermost pair to the innermost one. What the first ranks leave is then a range in the
-middle, else one at the end. A first guess keeps, for every beginning of it, only the smallest end: nearly always the
-best, but not always, as each stage needs a layer. It bounds a search that remembers what it saw and is exact, for the
-slowest rank; the answer of that one bounds another for the evenness. With N layers and P ranks this takes some P x N^2
-steps, with the V schedule some more: milliseconds to a second for the models there are.
+middle, else one at the end. An exact search, which remembers what it saw, looks for the slowest rank within a limit
+that grows from an even share until there is a division; its answer bounds another search, for the evenness. With N
+layers and P ranks this takes some P x N^2 steps, with the V schedule some more: milliseconds to a second for the models
+there are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 LayerRange = tuple[int, int]  # [begin, end)
 Fits = Callable[[int, tuple[LayerRange, ...]], bool]
+FIRST_GROWTH = 4  # of the limit, first by a part in so many and then by twice as much each time
+
+
+def layer_ranges(parts: Sequence[int]) -> list[LayerRange]:
+    """The layers of each stage, from the layers per stage."""
+    return list(pairwise([0, *accumulate(parts)]))
+
+
+def held_layers(parts: Sequence[int], ranks: int) -> list[tuple[LayerRange, ...]]:
+    """The ranges of layers of each rank: one, or two where there are twice as many stages."""
+    ranges = layer_ranges(parts)
+    if len(ranges) == ranks:
+        return [(each,) for each in ranges]
+    return list(zip(ranges[:ranks], reversed(ranges), strict=False))
 
 
 def best_split(costs: Sequence[int], ranks: int, fits: Fits, v_schedule: bool = False) -> list[int] | None:
@@ -34,7 +48,13 @@ def best_split(costs: Sequence[int], ranks: int, fits: Fits, v_schedule: bool = 
     """
     if len(costs) < ranks * (2 if v_schedule else 1):
         return None
-    return _Search(costs, ranks, fits, v_schedule).best()
+    search = _Search(costs, ranks, fits, v_schedule)
+    limit = -(-sum(costs) // ranks)  # no division is faster
+    growth = limit // FIRST_GROWTH + 1
+    while (found := search.best(limit, even=False)) is None and limit < sum(costs):
+        limit, growth = min(sum(costs), limit + growth), 2 * growth
+    most_even = search.best(found[0], even=True) if found else None
+    return most_even[1] if most_even else None
 
 
 class _Search:
@@ -44,15 +64,6 @@ class _Search:
         self.total = [0, *accumulate(costs)]
         self.fits = cache(fits)
         self.v_schedule = v_schedule
-
-    def best(self) -> list[int] | None:
-        low, high = 0, self.total[-1]
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._guess(middle) else (middle + 1, high)
-        found = self._search(high, even=False)
-        most_even = self._search(found[0], even=True) if found else None
-        return most_even[1] if most_even else None
 
     def _cost(self, begin: int, end: int) -> int:
         return self.total[end] - self.total[begin]
@@ -74,34 +85,17 @@ class _Search:
             return range(end, end + 1)
         return range(x + 2 * others, end) if others else range(x, x + 1)
 
-    def _guess(self, limit: int) -> bool:
-        """Whether every rank stays within the limit when each leaves as little as it can."""
-        left = {0: self.layers}
-        for rank in range(self.ranks):
-            others = self.ranks - rank - 1
-            after: dict[int, int] = {}
-            for begin, end in left.items():
-                for x in self._first_ends(begin, end, others):
-                    starts = self._last_begins(x, end, others)
-                    y = next((y for y in starts if self._takes(rank, begin, x, y, end, limit)), None)
-                    if y is not None:
-                        after[x] = min(after.get(x, self.layers), y)
-                    elif others:
-                        break  # more on the left leaves less room on the right
-            left = after if self.v_schedule else dict([*after.items()][-1:])
-        return bool(left)
-
-    def _search(self, limit: int, even: bool) -> tuple[int, list[int]] | None:
-        """The best division in which no rank exceeds the limit, with its value.
+    def best(self, limit: int, even: bool) -> tuple[int, list[int]] | None:
+        """The best division in which no rank exceeds the limit, after its value.
 
         Args:
             even: by the sum of the stages' squares instead of by the slowest rank.
         """
 
         @cache
-        def search(rank: int, begin: int, end: int) -> tuple[int, int, int] | None:
+        def search(rank: int, begin: int, end: int) -> tuple[int, list[int]] | None:
             others = self.ranks - rank - 1
-            best: tuple[int, int, int] | None = None
+            best: tuple[int, list[int]] | None = None
             for x in self._first_ends(begin, end, others):
                 if self._cost(begin, x) > limit:
                     break
@@ -112,25 +106,15 @@ class _Search:
                         continue
                     left, right = self._cost(begin, x), self._cost(y, end)
                     value = left**2 + right**2 if even else left + right
+                    inner: list[int] = []
                     if others:
                         rest = search(rank + 1, x, y)
                         if rest is None:
                             continue
                         value = value + rest[0] if even else max(value, rest[0])
+                        inner = rest[1]
                     if best is None or value < best[0] + (not self.v_schedule):
-                        best = value, x, y
+                        best = value, [x - begin, *inner, *([end - y] if self.v_schedule else [])]
             return best
 
-        outward, returning = [], []
-        begin, end = 0, self.layers
-        values = []
-        for rank in range(self.ranks):
-            found = search(rank, begin, end)
-            if found is None:
-                return None
-            value, x, y = found
-            values.append(value)
-            outward.append(x - begin)
-            returning.append(end - y)
-            begin, end = x, y
-        return values[0], [*outward, *reversed(returning)] if self.v_schedule else outward
+        return search(0, 0, self.layers)

@@ -5,60 +5,22 @@ With `parts: auto` the layers are divided so that the slowest stage is as fast a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from bisect import bisect_left
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import accumulate
 
-from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
-from training.config.keys import TrainConfig
-from training.metrics.devices import Device, this_device
 from training.metrics.flops import ModelFlops
-from training.plan.activation_memory import Saved
-from training.plan.calibration import Calibration
-from training.plan.costs import Factors, LayerTime, LayerTimes
+from training.plan.basis import Basis
+from training.plan.costs import LayerTime, layer_times
 from training.plan.memory import MemoryModel, StageMemory
-from training.plan.partition import Fits, LayerRange, best_split
-from training.plan.workload import Workload
+from training.plan.partition import Fits, LayerRange, best_split, held_layers, layer_ranges
 from training.schedule.simulation import simulate
 
 DAY = 86_400.0
 RESOLUTION = 1e-12  # seconds that count as one, so that sums of costs are exact
-TOLERANCE = 0.01  # how closely the least memory is looked for where nothing fits
-
-
-@dataclass(frozen=True)
-class Basis:
-    """What a plan rests on.
-
-    Attributes:
-        workload: what the run is fed with.
-        calibration: what was measured; all is estimated where absent.
-        recompute: the layers that do; as the config says, and with `auto` all, where absent.
-        known: see `MemoryModel`.
-    """
-
-    config: TrainConfig
-    spec: ModelSpec
-    workload: Workload
-    device: Device
-    calibration: Calibration | None = None
-    recompute: frozenset[int] | None = None
-    known: dict[tuple[object, ...], Saved] = field(default_factory=dict, repr=False, compare=False)
-
-    @cached_property
-    def recomputed(self) -> frozenset[int]:
-        return self.config.recomputed(self.spec.n_blocks) if self.recompute is None else self.recompute
-
-    @cached_property
-    def times(self) -> LayerTimes:
-        known = self.calibration
-        device, factors = (this_device(), known.factors) if known else (self.device, Factors())
-        return LayerTimes(self.spec, self.config, self.workload, device, self.recomputed, factors)
-
-    @cached_property
-    def memory(self) -> MemoryModel:
-        return MemoryModel(self.spec, self.config, self.workload, self.device, self.recomputed, self.known)
+TOLERANCE = 1.01  # how closely the least memory is looked for where nothing fits
+MOST_STEPS = 1000  # by that factor: 20,000 times the memory that there is
 
 
 @dataclass(frozen=True)
@@ -97,25 +59,20 @@ class Plan:
         Raises:
             ConfigError: the config and the model do not fit each other.
         """
-        basis = replace(basis, recompute=None)
         plan = cls(basis, basis.config.parts_for(basis.spec.n_layers) or best_parts(basis))
         if basis.config.use_grad_ckpt != "auto":
             return plan
-        chosen = [basis.memory.fewest_recomputed(rank, held) for rank, held in enumerate(plan.held)]
+        chosen = [plan.memory.fewest_recomputed(rank, held) for rank, held in enumerate(plan.held)]
         return cls(replace(basis, recompute=frozenset().union(*chosen)), plan.parts)
 
     @cached_property
-    def _chunks(self) -> list[LayerRange]:
-        ends = list(accumulate(self.parts))
-        return list(zip([0, *ends], ends, strict=False))
+    def memory(self) -> MemoryModel:
+        return MemoryModel(self.basis)
 
-    @cached_property
+    @property
     def held(self) -> list[tuple[LayerRange, ...]]:
         """The ranges of layers of each rank."""
-        outward = self._chunks[: self.basis.config.model_topo.stages]
-        return list(
-            zip(outward, reversed(self._chunks), strict=False) if self.basis.config.v_schedule else zip(outward)
-        )
+        return held_layers(self.parts, self.basis.config.model_topo.stages)
 
     @cached_property
     def stages(self) -> list[StagePlan]:
@@ -126,35 +83,29 @@ class Plan:
             weights = sum(shape.numel() for layer in layers for shape in self.basis.spec.shapes(layer).values())
             micro_batch = sum(self._times[layer].forward + self._times[layer].backward for layer in layers)
             update = sum(self._times[layer].update for layer in layers)
-            seconds = self.micro_batches * micro_batch + update
-            found.append(StagePlan(held, weights, self.basis.memory.rank(rank, held), micro_batch, update, seconds))
+            seconds = self.basis.micro_batches * micro_batch + update
+            found.append(StagePlan(held, weights, self.memory.rank(rank, held), micro_batch, update, seconds))
         return found
-
-    @property
-    def micro_batches(self) -> int:
-        """Of one replica in a step."""
-        return max(self.basis.workload.micro_batches, self.basis.config.least_micro_batches)
 
     @cached_property
     def _times(self) -> list[LayerTime]:
-        return [self.basis.times.layer(layer) for layer in range(self.basis.spec.n_layers)]
+        return layer_times(self.basis)
 
     @cached_property
     def seconds(self) -> float:
         """Of a step. As many micro-batches are simulated as fill the pipeline well; more only repeat its middle."""
-        config, work = self.basis.config, self.basis.workload
-        chunks = [self._times[begin:end] for begin, end in self._chunks]
+        basis = self.basis
+        chunks = [self._times[begin:end] for begin, end in layer_ranges(self.parts)]
+        hidden = basis.workload.micro_tokens * basis.spec.config.hidden_size * training_dtype(basis.config).itemsize
+        simulated = min(basis.micro_batches, 8 * basis.config.chunks)
         step = simulate(
-            config.schedule if config.v_schedule else "1f1b",
+            basis.schedule,
             [sum(time.forward for time in times) for times in chunks],
             [sum(time.backward for time in times) for times in chunks],
-            count := min(self.micro_batches, 8 * config.chunks),
-            work.micro_tokens
-            * self.basis.spec.config.hidden_size
-            * training_dtype(config).itemsize
-            / self.basis.device.link,
+            simulated,
+            hidden / basis.device.link,
         )
-        more = (self.micro_batches - count) * max(stage.micro_batch for stage in self.stages)
+        more = (basis.micro_batches - simulated) * max(stage.micro_batch for stage in self.stages)
         return step.seconds + more + max(stage.update for stage in self.stages)
 
     @property
@@ -203,32 +154,24 @@ def best_parts(basis: Basis) -> list[int]:
 
 def fitting_parts(basis: Basis) -> list[int] | None:
     """The best division that fits in memory, if any does."""
-    if basis.device.memory is None:
-        return _split(basis, lambda rank, ranges: True)
-    return _split(basis, basis.memory.fits)
+    return _split(basis, MemoryModel(basis).fits)
 
 
 def _least_parts(basis: Basis) -> list[int]:
     """The best division within the least memory with which there is one."""
-    peak = cache(lambda rank, ranges: basis.memory.rank(rank, ranges).peak)
+    memory, limit = MemoryModel(basis), basis.device.memory
+    assert limit is not None, "without a limit every division fits"
+    peak = cache(lambda rank, ranges: memory.rank(rank, ranges).peak)
 
-    def within(memory: int) -> list[int] | None:
-        return _split(basis, lambda rank, ranges: peak(rank, ranges) <= memory)
+    @cache
+    def within(steps: int) -> list[int] | None:
+        return _split(basis, lambda rank, ranges: peak(rank, ranges) <= limit * TOLERANCE**steps)
 
-    assert basis.device.memory is not None, "without a limit every division fits"
-    low = high = basis.device.memory
-    found = None
-    while found is None:
-        low, high = high, high * 2
-        found = within(high)
-    while high - low > TOLERANCE * low:
-        middle = (low + high) // 2
-        leaner = within(middle)
-        found, low, high = (found, middle, high) if leaner is None else (leaner, low, middle)
-    return found
+    least = within(bisect_left(range(MOST_STEPS), True, key=lambda steps: within(steps) is not None))
+    assert least is not None
+    return least
 
 
 def _split(basis: Basis, fits: Fits) -> list[int] | None:
-    count = basis.workload.micro_batches
-    costs = [round(basis.times.layer(layer).of_step(count) / RESOLUTION) for layer in range(basis.spec.n_layers)]
+    costs = [round(time.of_step(basis.micro_batches) / RESOLUTION) for time in layer_times(basis)]
     return best_split(costs, basis.config.model_topo.stages, fits, basis.config.v_schedule)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from statistics import mean
 
-from training.plan.partition import best_split
+from training.plan.partition import best_split, layer_ranges
 from training.schedule.instructions import WORK, Schedule
-from training.schedule.simulation import Simulation, Span, simulate
+from training.schedule.simulation import simulate
+from training.schedule.walk import Simulation, Span
 
 SMALLEST_GAIN = 1.02  # a gain that is less may be the measurement's own error
 TICKS = 10**6  # a split counts in whole microseconds
@@ -51,13 +52,10 @@ class Figures:
                 elif span.kind != "data":
                     transfers.append(span.end - span.begin)
         return cls(
-            seconds=sum(seconds) / len(seconds),
+            seconds=mean(seconds),
             bubble=1 - worked / available,
-            passes={
-                kind: [sum(stages[stage]) / len(stages[stage]) for stage in sorted(stages)]
-                for kind, stages in times.items()
-            },
-            transfer=sum(transfers) / max(len(transfers), 1),
+            passes={kind: [mean(stages[stage]) for stage in sorted(stages)] for kind, stages in times.items()},
+            transfer=mean(transfers or [0.0]),
             ranks=ranks,
         )
 
@@ -73,9 +71,7 @@ class Figures:
 
     def simulated(self, micro_batches: int) -> Simulation:
         """The step that the schedule makes of these times."""
-        forward, backward, weights = (self.passes.get(kind) for kind in WORK)
-        assert forward is not None
-        assert backward is not None
+        forward, backward, weights = self.passes["forward"], self.passes["backward"], self.passes.get("weights")
         return simulate(self.schedule, forward, backward, micro_batches, self.transfer, weights)
 
     def better_parts(
@@ -95,9 +91,8 @@ class Figures:
         layers = {kind: _by_layer(seconds, parts, layer_costs) for kind, seconds in self.passes.items()}
         ticks = [round(sum(seconds) * TICKS) for seconds in zip(*layers.values(), strict=True)]
         split = best_split(ticks, self.ranks, lambda *_: True, self.schedule == "dualpipev")
-        if split is None:
-            return None
-        by_stage = {kind: [sum(seconds[b:e]) for b, e in _ranges(split)] for kind, seconds in layers.items()}
+        assert split is not None  # the parts that were recorded are one
+        by_stage = {kind: [sum(seconds[b:e]) for b, e in layer_ranges(split)] for kind, seconds in layers.items()}
         gain = self.simulated(micro_batches).seconds / replace(self, passes=by_stage).simulated(micro_batches).seconds
         return (split, gain) if gain > SMALLEST_GAIN else None
 
@@ -105,12 +100,7 @@ class Figures:
 def _by_layer(stage_seconds: Sequence[float], parts: Sequence[int], layer_costs: Sequence[float]) -> list[float]:
     """Seconds of each layer; those of a stage without costs are shared equally."""
     by_layer: list[float] = []
-    for seconds, (begin, end) in zip(stage_seconds, _ranges(parts), strict=True):
+    for seconds, (begin, end) in zip(stage_seconds, layer_ranges(parts), strict=True):
         costs = layer_costs[begin:end] if sum(layer_costs[begin:end]) else [1.0] * (end - begin)
         by_layer += [seconds * cost / sum(costs) for cost in costs]
     return by_layer
-
-
-def _ranges(parts: Sequence[int]) -> list[tuple[int, int]]:
-    """Where the layers of each stage begin and end."""
-    return list(pairwise([0, *accumulate(parts)]))

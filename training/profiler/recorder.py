@@ -20,7 +20,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from training.schedule.instructions import Meaning, Message, Reading
-from training.schedule.simulation import Span
+from training.schedule.walk import Span
 
 # The methods of an engine without a pipeline, by the instructions of one that do the same.
 METHODS = {"ForwardPass": "forward", "BackwardPass": "backward", "OptimizerStep": "step"}
@@ -38,49 +38,21 @@ class Record(NamedTuple):
     posted: float
 
 
-class Clock:
-    """Marks moments of a rank's work, and says after the step when they were by this process's `time.perf_counter`.
-
-    On a CPU a mark is the time itself; on a GPU an event in its queue, tied to that clock by the first one of the step.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-
-    def start(self) -> None:
-        """A step begins."""
-        if self._on_gpu:
-            torch.cuda.synchronize()
-            self._first, self._began = self.mark(), time.perf_counter()
-
-    def mark(self) -> Any:
-        """This moment."""
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, mark: Any) -> float:
-        """When it was; on a GPU this waits for the work before it."""
-        if not self._on_gpu:
-            return float(mark)
-        mark.synchronize()
-        return self._began + self._first.elapsed_time(mark) / 1000
-
-
 class Recorder:
     """Notes the spans of one rank.
 
+    A mark is a moment of its work: on a CPU the time itself, by `time.perf_counter`; on a GPU an event in its queue,
+    tied to that clock by the first one of the step.
+
     Args:
         rank: among all processes.
-        clock: of this rank's work.
+        device: that its engine works on.
         offset: what its `time.perf_counter` is ahead of the common time.
     """
 
-    def __init__(self, rank: int, clock: Clock, offset: float) -> None:
+    def __init__(self, rank: int, device: torch.device, offset: float) -> None:
         self._rank = rank
-        self._clock = clock
+        self._on_gpu = device.type == "cuda"
         self._offset = offset
 
     @contextmanager
@@ -98,18 +70,20 @@ class Recorder:
             self._read, self._batched = Reading(0, 1), False
             watched = {method: self._watched(name, getattr(engine, method)) for name, method in METHODS.items()}
         unwatched = {attribute: getattr(engine, attribute) for attribute in watched}
-        _set(engine, watched)
-        self._clock.start()
+        vars(engine).update(watched)
+        if self._on_gpu:
+            torch.cuda.synchronize()
+            self._first, self._began = self._mark(), time.perf_counter()
         try:
             yield
         finally:
-            _set(engine, unwatched)
+            vars(engine).update(unwatched)
 
     def take(self) -> list[Record]:
         """The spans of the step, which is over, in common time."""
         records = []
         for (kind, stage, micro_batch, _), messages, *marks in self._noted:
-            posted, begin, end = (self._clock.seconds(mark) - self._offset for mark in marks)
+            posted, begin, end = map(self._seconds, marks)
             records.append(Record(Span(self._rank, kind, micro_batch, begin, end, stage), messages, posted))
         return records
 
@@ -124,7 +98,7 @@ class Recorder:
                 self._queued.append(meaning)
                 meaning = None
             elif name == "LaunchP2P":
-                self._launched = self._clock.mark()
+                self._launched = self._mark()
             elif name == "CommitP2P" and self._queued:
                 kinds = {each.kind for each in self._queued}
                 messages = tuple(each.message for each in self._queued if each.message)
@@ -132,14 +106,24 @@ class Recorder:
                 posted, self._launched, self._queued = self._launched, None, []
             if meaning is None:
                 return execute(*arguments, **named)
-            begin = self._clock.mark()
+            begin = self._mark()
             result = execute(*arguments, **named)
-            self._noted.append((meaning, messages, posted or begin, begin, self._clock.mark()))
+            self._noted.append((meaning, messages, posted or begin, begin, self._mark()))
             return result
 
         return run
 
+    def _mark(self) -> Any:
+        """This moment."""
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
-def _set(engine: DeepSpeedEngine, attributes: dict[str, Any]) -> None:
-    for name, value in attributes.items():
-        setattr(engine, name, value)
+    def _seconds(self, mark: Any) -> float:
+        """When it was, in common time; on a GPU this waits for the work before it."""
+        if self._on_gpu:
+            mark.synchronize()
+            mark = self._began + self._first.elapsed_time(mark) / 1000
+        return float(mark) - self._offset

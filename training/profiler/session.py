@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -24,60 +25,49 @@ from training.atomic_files import replace_text
 from training.distributed.processes import gather
 from training.engine.trainer import Trainer
 from training.metrics.flops import ModelFlops
-from training.profiler.chart import draw
+from training.plan.partition import held_layers
+from training.profiler.drawing import draw, trace
 from training.profiler.figures import Figures
-from training.profiler.recorder import Clock, Record, Recorder
-from training.profiler.trace import trace
-from training.profiler.waiting import Seat, with_idle
-from training.schedule.simulation import Span
+from training.profiler.recorder import Record, Recorder
+from training.profiler.waiting import with_idle
+from training.schedule.walk import Span
 
 TRACE_FILE, CHART_FILE = "timeline.json", "timeline.png"
 ROUNDS = 9  # barriers by which clocks are compared
 
 
+@dataclass
 class Timeline:
     """The recorded steps of this run. All ranks call its methods together.
 
     Attributes:
-        last: the last step to record.
-        spans: by step and rank, on rank 0 after `finish`.
-
-    Args:
         steps: the first and the last step to record.
         parts: layers of each stage; empty without a pipeline.
         folder: the run's.
         log: of rank 0.
+        spans: by step and rank, on rank 0 after `finish`.
     """
 
-    def __init__(
-        self,
-        steps: tuple[int, int],
-        trainer: Trainer,
-        spec: ModelSpec,
-        parts: Sequence[int],
-        folder: Path,
-        log: Console,
-    ) -> None:
-        self._first, self.last = steps
-        self.spans: dict[int, list[list[Span]]] = {}
-        self._trainer = trainer
-        self._spec = spec
-        self._parts = parts
-        self._folder = folder
-        self._log = log
-        self._recorder: Recorder | None = None
-        self._records: dict[int, list[Record]] = {}
-        self._batches: list[GlobalBatch] = []
+    steps: tuple[int, int]
+    trainer: Trainer
+    spec: ModelSpec
+    parts: Sequence[int]
+    folder: Path
+    log: Console
+    spans: dict[int, list[list[Span]]] = field(default_factory=dict)
+    _recorder: Recorder | None = None
+    _records: dict[int, list[Record]] = field(default_factory=dict)
+    _batches: list[GlobalBatch] = field(default_factory=list)
 
     @contextmanager
     def step(self, number: int, batch: GlobalBatch) -> Iterator[None]:
         """The block is step `number`; it is recorded where the config asks for that."""
-        if not self._first <= number <= self.last:
+        if not self.steps[0] <= number <= self.steps[1]:
             yield
             return
-        engine = self._trainer.engine
+        engine = self.trainer.engine
         if self._recorder is None:
-            self._recorder = Recorder(torch.distributed.get_rank(), Clock(engine.device), _clock_offset())
+            self._recorder = Recorder(torch.distributed.get_rank(), engine.device, _clock_offset())
         with self._recorder.step(engine):
             yield
         self._records[number] = self._recorder.take()
@@ -86,36 +76,37 @@ class Timeline:
     def finish(self) -> None:
         """Write and report what was recorded, unless it is done already: after the last step, or the run's end."""
         if self._recorder is None:
-            self._log.print(f"timeline: none; this run had no step from {self._first} to {self.last}")
+            self.log.print(f"timeline: none; this run had no step from {self.steps[0]} to {self.steps[1]}")
         if not self._records:
             return
-        stages = gather(self._trainer.stage)
-        seats = [Seat(stage, stages[:rank].count(stage)) for rank, stage in enumerate(stages)]
-        gathered: list[dict[int, list[Record]]] | None = None
-        if torch.distributed.get_rank() == 0:
-            gathered = [{} for _ in stages]
+        stages = gather(self.trainer.stage)
+        gathered = [self._records] * len(stages) if torch.distributed.get_rank() == 0 else None
         torch.distributed.gather_object(self._records, gathered)
         if gathered:
-            self.spans = {step: with_idle([records[step] for records in gathered], seats) for step in self._records}
-            self._report(seats)
+            self.spans = {step: with_idle([records[step] for records in gathered], stages) for step in self._records}
+            self._report(stages)
         self._records = {}
 
-    def _report(self, seats: Sequence[Seat]) -> None:
+    def _report(self, stages: Sequence[int]) -> None:
         """Log the figures, and write the files."""
         first, last = min(self.spans), max(self.spans)
-        ranks = max(seat.stage for seat in seats) + 1
+        ranks = max(stages) + 1
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
-        self._log.print(f"timeline of {steps}: {self._findings(Figures.of(self.spans.values(), ranks))}")
-        names = [self._name(rank, seat, ranks) for rank, seat in enumerate(seats)]
+        self.log.print(f"timeline of {steps}: {self._findings(Figures.of(self.spans.values(), ranks))}")
+        names = [f"rank {rank}" for rank in range(len(stages))]
+        if self.parts:
+            held = held_layers(self.parts, ranks)
+            layers = [" and ".join(f"{begin}-{end - 1}" for begin, end in held[stage]) for stage in stages]
+            names = [f"{name}: stage {stages[rank]}, layers {layers[rank]}" for rank, name in enumerate(names)]
         shown = Figures.of([self.spans[last]], ranks)
         title = f"step {last}: {shown.seconds:.3g} s without the optimizer, bubble {shown.bubble:.1%}"
         try:
-            replace_text(self._folder / TRACE_FILE, json.dumps(trace(self.spans, names)))
-            draw(self.spans[last], names, title, self._folder / CHART_FILE)
+            replace_text(self.folder / TRACE_FILE, json.dumps(trace(self.spans, names)))
+            draw(self.spans[last], names, title, self.folder / CHART_FILE)
         except OSError as error:
-            self._log.print(f"warning: the timeline cannot be written: {error}")
+            self.log.print(f"warning: the timeline cannot be written: {error}")
             return
-        self._log.print(f"timeline: {self._folder / TRACE_FILE} (for ui.perfetto.dev), {self._folder / CHART_FILE}")
+        self.log.print(f"timeline: {self.folder / TRACE_FILE} (for ui.perfetto.dev), {self.folder / CHART_FILE}")
 
     def _findings(self, figures: Figures) -> str:
         """The bubble; in a pipeline also the slowest stage, and the parts that would be better."""
@@ -126,20 +117,12 @@ class Timeline:
         above = slowest * figures.ranks / sum(figures.by_rank) - 1
         stage = f"stage {figures.by_rank.index(slowest)} is the slowest, {slowest * 1000:.3g} ms a micro-batch"
         lengths = [length for batch in self._batches for length in batch.lengths]
-        costs = ModelFlops(self._spec).by_layer(lengths, sum(batch.supervised for batch in self._batches))
-        better = figures.better_parts(self._parts, costs, self._batches[-1].n_micro_batches)
+        costs = ModelFlops(self.spec).by_layer(lengths, sum(batch.supervised for batch in self._batches))
+        better = figures.better_parts(self.parts, costs, self._batches[-1].n_micro_batches)
         advice = "no other parts would be much faster"
         if better:
             advice = f"parts {better[0]} would make it {better[1] - 1:.0%} faster, where the memory suffices"
         return f"{bubble}; {stage}, {above:.1%} above the mean; {advice}"
-
-    def _name(self, rank: int, seat: Seat, ranks: int) -> str:
-        if not self._parts:
-            return f"rank {rank}"
-        stages = [seat.stage] + ([2 * ranks - 1 - seat.stage] if len(self._parts) == 2 * ranks else [])
-        begins = [sum(self._parts[:stage]) for stage in stages]
-        layers = [f"{begin}-{begin + self._parts[stage] - 1}" for begin, stage in zip(begins, stages, strict=True)]
-        return f"rank {rank}: stage {seat.stage}, layers {' and '.join(layers)}"
 
 
 def _clock_offset() -> float:

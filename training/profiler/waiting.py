@@ -7,52 +7,45 @@ of its send or receive is the transfer. What no span covers is idle too. Every r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from training.profiler.recorder import Record
-from training.schedule.simulation import Span
+from training.schedule.walk import Span
 
 SHORTEST = 1e-5  # seconds; shorter gaps are the engine going from one instruction to the next
 
 
-class Seat(NamedTuple):
-    """Where a process stands: which rank of the pipeline, and in which replica of it."""
-
-    stage: int
-    replica: int
-
-
-def with_idle(records: Sequence[Sequence[Record]], seats: Sequence[Seat]) -> list[list[Span]]:
+def with_idle(records: Sequence[Sequence[Record]], stages: Sequence[int]) -> list[list[Span]]:
     """The spans of one step on all ranks, with `idle` ones where a rank waited.
 
     Args:
         records: of the step by rank, in common time.
-        seats: by rank.
+        stages: of the pipeline, by rank; where several ranks have the same one, each belongs to another replica.
 
     Returns:
         The spans by rank, in order.
     """
+    replicas = [stages[:rank].count(stage) for rank, stage in enumerate(stages)]
     posted = {
-        (seat.replica, seat.stage, message): record.posted
-        for seat, row in zip(seats, records, strict=True)
+        (replica, stage, message): record.posted
+        for replica, stage, row in zip(replicas, stages, records, strict=True)
         for record in row
         for message in record.messages
     }
     begin = min(record.span.begin for row in records for record in row)
     end = max(record.span.end for row in records for record in row)
     filled: list[list[Span]] = []
-    for rank, (seat, row) in enumerate(zip(seats, records, strict=True)):
+    for rank, (replica, stage, row) in enumerate(zip(replicas, stages, records, strict=True)):
         spans: list[Span] = []
         last = begin
         for span, messages, _ in row:
-            others = [(seat.replica, stage, message) for message in messages for stage in message.ends - {seat.stage}]
-            moving = max([span.begin, *(posted[other] for other in others if other in posted)])
+            others = [(replica, other, message) for message in messages for other in message.ends - {stage}]
+            moving = max([span.begin, *(posted.get(each, begin) for each in others)])
             moving = min(moving, span.end)  # clocks may differ a little
             if moving - last >= SHORTEST:
-                spans.append(Span(rank, "idle", None, last, moving, seat.stage))
+                spans.append(Span(rank, "idle", None, last, moving, stage))
             spans.append(span._replace(begin=moving))
             last = span.end
         if end - last >= SHORTEST:
-            spans.append(Span(rank, "idle", None, last, end, seat.stage))
+            spans.append(Span(rank, "idle", None, last, end, stage))
         filled.append(spans)
     return filled

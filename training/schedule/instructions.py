@@ -1,13 +1,14 @@
 """What the instructions of DeepSpeed's pipeline schedules are about: which work, which micro-batch, which layers.
 
 An instruction says only which buffer it uses. But each rank takes the micro-batches in order with every kind of
-instruction, so counting tells the rest. The simulator reads a schedule with this, the timeline a running engine.
+instruction, so counting tells the rest. The simulator reads a schedule so, the timeline a running engine.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
 
 Schedule = Literal["1f1b", "dualpipev"]
 Kind = Literal["forward", "backward", "weights", "send", "receive", "exchange", "data", "optimizer"]
@@ -86,3 +87,11 @@ class Reading:
 
     def _owner(self, stage: int) -> int:
         return min(stage, 2 * self._ranks - 1 - stage)
+
+
+def read_schedule(schedule: Any) -> Iterator[tuple[Any, Meaning | None]]:
+    """The instructions of a DeepSpeed schedule, which is one rank's step, with their meanings."""
+    read = Reading(schedule.stage_id, schedule.stages)
+    for instructions in schedule.steps():
+        for instruction in instructions:
+            yield instruction, read(instruction.name, getattr(instruction, "phase", 0))

@@ -12,40 +12,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
-from training.schedule.instructions import WORK, Message, Reading, Schedule
-from training.schedule.walk import Program, Span, walk
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """One simulated step, without its optimizer.
-
-    Attributes:
-        seconds: from the first instruction of any rank to the last one.
-        spans: the work of all ranks.
-        ranks: of the pipeline.
-    """
-
-    seconds: float
-    spans: tuple[Span, ...]
-    ranks: int
-
-    @cached_property
-    def busy(self) -> tuple[float, ...]:
-        """Seconds of work, by rank."""
-        seconds = [0.0] * self.ranks
-        for span in self.spans:
-            seconds[span.rank] += span.end - span.begin
-        return tuple(seconds)
-
-    @property
-    def bubble(self) -> float:
-        """The share of all ranks' time in which nothing is computed."""
-        return 1 - sum(self.busy) / (self.ranks * self.seconds)
+from training.schedule.instructions import WORK, Message, Schedule, read_schedule
+from training.schedule.walk import Program, Simulation, walk
 
 
 def simulate(
@@ -67,28 +38,20 @@ def simulate(
             not contain them. Half of `backward` where absent, as a matrix product has it.
 
     Raises:
-        ValueError: dualpipev with an odd number of stages, or with fewer micro-batches than stages.
+        ValueError: dualpipev with fewer micro-batches than stages.
     """
-    if len(forward) != len(backward):
-        raise ValueError(f"{len(forward)} stages forward, but {len(backward)} backward")
-    if schedule == "dualpipev" and len(forward) % 2:
-        raise ValueError(f"dualpipev has two stages a rank, but there are {len(forward)}")
     ranks = len(forward) // (2 if schedule == "dualpipev" else 1)
     if weights is None and schedule == "dualpipev":
         backward = weights = [seconds / 2 for seconds in backward]
     programs = [program(schedule, rank, ranks, micro_batches) for rank in range(ranks)]
-    end, spans = walk(programs, {"forward": forward, "backward": backward, "weights": weights or []}, transfer)
-    return Simulation(seconds=end, spans=tuple(spans), ranks=ranks)
+    return walk(programs, {"forward": forward, "backward": backward, "weights": weights or []}, transfer)
 
 
 def program(schedule: Schedule, rank: int, ranks: int, micro_batches: int) -> Program:
     """A rank's work and exchanges in order."""
-    read = Reading(rank, ranks)
     queued: list[Message] = []
     one_by_one = schedule == "1f1b"
-    steps = _schedules()[schedule](micro_batches, ranks, rank).steps()
-    for instruction in (instruction for step in steps for instruction in step):
-        meaning = read(instruction.name, getattr(instruction, "phase", 0))
+    for instruction, meaning in read_schedule(_schedules()[schedule](micro_batches, ranks, rank)):
         if meaning and meaning.kind in WORK:
             yield meaning
         elif meaning and meaning.message:

@@ -7,6 +7,8 @@ the messages of one exchange are under way together.
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from training.schedule.instructions import Meaning, Message
@@ -31,14 +33,32 @@ class Span(NamedTuple):
     stage: int
 
 
+@dataclass(frozen=True)
+class Simulation:
+    """One simulated step, without its optimizer.
+
+    Attributes:
+        seconds: from the first instruction of any rank to the last one.
+        spans: the work of all ranks.
+        ranks: of the pipeline.
+    """
+
+    seconds: float
+    spans: tuple[Span, ...]
+    ranks: int
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which nothing is computed."""
+        return 1 - sum(span.end - span.begin for span in self.spans) / (self.ranks * self.seconds)
+
+
 # What a rank does: work; messages that start now, answered by the seconds until all are there; None waits for those.
 Program = Generator[Meaning | list[Message] | None, float | None, None]
 
 
-def walk(
-    programs: Sequence[Program], seconds: Mapping[str, Sequence[float]], transfer: float = 0.0
-) -> tuple[float, list[Span]]:
-    """Let all ranks run their programs; when the last is done, and all work.
+def walk(programs: Sequence[Program], seconds: Mapping[str, Sequence[float]], transfer: float = 0.0) -> Simulation:
+    """Let all ranks run their programs, until the last is done.
 
     Args:
         seconds: of each kind of work, by stage.
@@ -50,29 +70,26 @@ def walk(
 
     def run(rank: int, program: Program) -> Generator[None, None, None]:
         clock = arrival = 0.0
-        answer: float | None = None
-        while True:
-            try:
-                step = program.send(answer)
-            except StopIteration:
-                ends.append(clock)
-                return
-            answer = None
-            if isinstance(step, Meaning):
-                length = seconds[step.kind][step.stage]
-                spans.append(Span(rank, step.kind, step.micro_batch, clock, clock + length, step.stage))
-                clock = spans[-1].end
-            elif step is None:
-                clock = max(clock, arrival)
-            else:
-                posted.update({(message, rank): clock for message in step})
-                others = [(message, peer) for message in step for peer in message.ends - {rank}]
-                while any(other not in posted for other in others):
-                    yield
-                arrival = max(clock, *(posted[other] for other in others)) + transfer
-                answer = arrival - clock
+        idle: float | None = None
+        with suppress(StopIteration):
+            while True:
+                step, idle = program.send(idle), None
+                if isinstance(step, Meaning):
+                    end = clock + seconds[step.kind][step.stage]
+                    spans.append(Span(rank, step.kind, step.micro_batch, clock, end, step.stage))
+                    clock = end
+                elif step is None:
+                    clock = max(clock, arrival)
+                else:
+                    posted.update({(message, rank): clock for message in step})
+                    others = [(message, peer) for message in step for peer in message.ends - {rank}]
+                    while any(other not in posted for other in others):
+                        yield
+                    arrival = max(clock, *(posted[other] for other in others)) + transfer
+                    idle = arrival - clock
+        ends.append(clock)
 
     waiting = [run(rank, program) for rank, program in enumerate(programs)]
     while waiting:
         waiting = [each for each in waiting if next(each, "done") != "done"]
-    return max(ends), spans
+    return Simulation(max(ends), tuple(spans), len(programs))

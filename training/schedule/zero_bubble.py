@@ -20,7 +20,7 @@ from functools import lru_cache
 
 from deepspeed.runtime.pipe.schedule import CommitP2P, DualPipeVSchedule, PipeInstruction, ReduceTiedGrads
 
-from training.schedule.instructions import WORK, Meaning, Message, Reading
+from training.schedule.instructions import WORK, Meaning, Message, read_schedule
 from training.schedule.walk import Program, walk
 
 LEFT = 1
@@ -60,18 +60,15 @@ def _fill(plain: DualPipeVSchedule, filled: list[PipeInstruction]) -> Program:
     Args:
         filled: where the instructions go.
     """
-    read = Reading(plain.stage_id, plain.stages)
     left: deque[tuple[int, Meaning]] = deque()  # chunk and pass
     queued: list[Message] = []
-    for instruction in (instruction for step in plain.steps() for instruction in step):
-        phase = getattr(instruction, "phase", 0)
-        meaning = read(instruction.name, phase)
+    for instruction, meaning in read_schedule(plain):
         if meaning and meaning.message:
             queued.append(meaning.message)
         elif meaning and meaning.kind in WORK:
             yield meaning
             if meaning.kind == "backward":
-                left.append((phase, meaning._replace(kind="weights")))
+                left.append((instruction.phase, meaning._replace(kind="weights")))
         elif isinstance(instruction, CommitP2P):
             idle = (yield queued) if queued else None
             fitting = max(min(int(idle or 0), len(left)), len(left) - LEFT)

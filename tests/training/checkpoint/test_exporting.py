@@ -23,7 +23,7 @@ from training.checkpoint.exporting import layers_by_rank
 from training.topology import Topology
 
 # The layers that each rank's stage holds.
-PIPELINE, FOLDED, ZERO = [[0, 1, 2], [3, 4]], [[0, 3, 4], [1, 2]], [[0, 1, 2, 3, 4]] * 2
+PIPELINE, DUALPIPEV, ZERO = [[0, 1, 2], [3, 4]], [[0, 3, 4], [1, 2]], [[0, 1, 2, 3, 4]] * 2
 
 
 class Case(NamedTuple):
@@ -40,7 +40,7 @@ class Case(NamedTuple):
 
 CASES = {
     "pipeline": Case(PIPELINE, [[0, 1, 2], [3, 4]]),
-    "folded": Case(FOLDED, FOLDED),
+    "dualpipev": Case(DUALPIPEV, DUALPIPEV),
     "zero": Case(ZERO, [[0, 1], [2, 3, 4]]),
     "first-disk-full": Case(PIPELINE, [[], []], full=0, refused="cannot be written: File too large"),
     "second-disk-full": Case(PIPELINE, [[0, 1, 2], []], full=1, refused="cannot be written: File too large"),
@@ -127,7 +127,7 @@ def test_what_fails_on_one_rank_is_refused_by_all_and_changes_nothing(name: str,
         ([0, 0, 1, 1], [3, 2], [[0], [1, 2], [3], [4]]),
         ([0, 1, 0, 1], [3, 2], [[0], [3], [1, 2], [4]]),  # axes: [data, pipe]
         ([0, 0, 0], [2], [[], [0], [1]]),
-        ([0, 1], [1, 2, 1, 1], [[0, 4], [1, 2, 3]]),  # folded
+        ([0, 1], [1, 2, 1, 1], [[0, 4], [1, 2, 3]]),  # dualpipev
         ([0, 0, 1, 1], [1, 2, 1, 1], [[0], [4], [1], [2, 3]]),
     ],
     ids=str,

@@ -46,7 +46,7 @@ class Case(NamedTuple):
     keys: dict[str, Any] = {}
     kind: str = "pipeline"
     model: str = "tied"
-    slow: bool = False
+    tier: str = ""
 
     @property
     def processes(self) -> int:
@@ -58,7 +58,7 @@ SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
 ADAFACTOR = {"optimizer": {"type": "Adafactor", "params": {"lr": 1.0e-2}}}
 OTHER_RATES = {"optimizer": {"type": "AdamW", "params": {"lr": 5.0e-3, "weight_decay": 0.5}, "no_wd_kws": ["norm"]}}
 OTHER_DIMS = ((4, 1), (2, 1), (1, 2))
-FOLDED = {"schedule": "dualpipev"}
+DUALPIPEV = {"schedule": "dualpipev"}
 OFFLOAD = {
     "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
     "zero_force_ds_cpu_optimizer": False,
@@ -71,51 +71,53 @@ SOURCES = [
     Case("zero-3", (1, 2), 3, kind="zero"),
     Case("2x1-lion", (2, 1), keys=LION),
     Case("2x1-plain", (2, 1), 0),
-    Case("folded", (2, 1), keys=FOLDED),
-    Case("folded-bf16", (2, 1), parts=[2, 1, 1, 1], keys=FOLDED | BF16, slow=True),
+    Case("dualpipev", (2, 1), keys=DUALPIPEV),
+    Case("dualpipev-bf16", (2, 1), parts=[2, 1, 1, 1], keys=DUALPIPEV | BF16),
     Case("1x2-plain-bf16", (1, 2), 0, keys=BF16),
-    Case("zero-0-bf16", (1, 2), 0, keys=BF16, kind="zero", slow=True),
-    Case("2x2", (2, 2), slow=True),
-    Case("2x1-sgd", (2, 1), keys=SGD, slow=True),
-    Case("2x1-adafactor", (2, 1), 0, keys=ADAFACTOR, slow=True),
-    Case("zero-2", (1, 2), 2, kind="zero", slow=True),
+    Case("zero-0-bf16", (1, 2), 0, keys=BF16, kind="zero"),
+    Case("2x2", (2, 2)),
+    Case("2x1-sgd", (2, 1), keys=SGD),
+    Case("2x1-adafactor", (2, 1), 0, keys=ADAFACTOR),
+    Case("zero-2", (1, 2), 2, kind="zero"),
 ]
 TAKEN_UP = [
     Case("4x1-to-2x1", (2, 1), source="4x1"),
     Case("4x1-to-2x2", (2, 2), parts=[3, 2], source="4x1"),
     Case("parts", (2, 1), parts=[4, 1], source="2x1", model="untied"),
-    Case("1x1-to-2x1", (2, 1), source="1x1"),
-    Case("4x1-to-1x2", (1, 2), source="4x1", slow=True),
-    Case("4x1-to-zero-1", (1, 2), source="4x1", kind="zero"),
+    Case("1x1-to-2x1", (2, 1), source="1x1", tier="slow"),
+    Case("4x1-to-1x2", (1, 2), source="4x1", tier="longest"),
+    Case("4x1-to-zero-1", (1, 2), source="4x1", kind="zero", tier="slow"),
     Case("4x1-to-zero-3", (1, 2), 3, source="4x1", kind="zero"),
     Case("zero-3-to-2x1", (2, 1), source="zero-3"),
     Case("lion-to-1x2", (1, 2), source="2x1-lion", keys=LION),
-    Case("plain-to-1x2", (1, 2), source="2x1-plain"),
-    Case("4x1-to-folded", (2, 1), source="4x1", keys=FOLDED),
-    Case("folded-to-2x1", (2, 1), source="folded"),
-    Case("folded-to-1x2", (1, 2), source="folded", slow=True),
-    Case("folded-parts", (2, 1), parts=[1, 1, 2, 1], source="folded", keys=FOLDED, slow=True),
-    Case("2x2-to-folded", (2, 1), source="2x2", keys=FOLDED, slow=True),
-    Case("folded-to-zero-3", (1, 2), 3, source="folded", kind="zero", slow=True),
-    Case("folded-bf16-to-2x1", (2, 1), source="folded-bf16", keys=BF16, slow=True),
-    Case("1x1-to-plain", (2, 1), 0, source="1x1", slow=True),
+    Case("plain-to-1x2", (1, 2), source="2x1-plain", tier="slow"),
+    Case("4x1-to-dualpipev", (2, 1), source="4x1", keys=DUALPIPEV),
+    Case("dualpipev-to-2x1", (2, 1), source="dualpipev"),
+    Case("dualpipev-to-1x2", (1, 2), source="dualpipev", tier="slow"),
+    Case("dualpipev-parts", (2, 1), parts=[1, 1, 2, 1], source="dualpipev", keys=DUALPIPEV, tier="longest"),
+    Case("2x2-to-dualpipev", (2, 1), source="2x2", keys=DUALPIPEV, tier="longest"),
+    Case("dualpipev-to-zero-3", (1, 2), 3, source="dualpipev", kind="zero", tier="longest"),
+    Case("dualpipev-bf16-to-2x1", (2, 1), source="dualpipev-bf16", keys=BF16, tier="slow"),
+    Case("1x1-to-plain", (2, 1), 0, source="1x1", tier="longest"),
     Case("bf16-to-2x2", (2, 2), source="4x1-bf16", keys=BF16),
-    Case("bf16-to-zero-3", (1, 2), 3, source="4x1-bf16", keys=BF16, kind="zero", slow=True),
-    Case("bf16-to-plain", (1, 2), 0, source="4x1-bf16", keys=BF16, slow=True),
-    Case("bf16-to-zero-0", (1, 2), 0, source="4x1-bf16", keys=BF16, kind="zero", slow=True),
-    Case("zero-0-bf16-to-2x1", (2, 1), source="zero-0-bf16", keys=BF16, slow=True),
-    Case("plain-bf16-to-2x1", (2, 1), source="1x2-plain-bf16", keys=BF16, slow=True),
-    Case("4x1-to-zero-0", (1, 2), 0, source="4x1", kind="zero", slow=True),
-    Case("4x1-to-zero-2", (1, 2), 2, source="4x1", kind="zero", slow=True),
-    Case("zero-2-to-2x1", (2, 1), source="zero-2", slow=True),
-    Case("zero-3-to-zero-2", (1, 2), 2, source="zero-3", kind="zero", slow=True),
-    Case("2x2-to-4x1", (4, 1), source="2x2", slow=True),
-    Case("2x2-to-zero-3", (1, 2), 3, source="2x2", kind="zero", slow=True),
-    Case("sgd-to-1x2", (1, 2), source="2x1-sgd", keys=SGD, slow=True),
-    Case("adafactor-parts", (2, 1), 0, [4, 1], source="2x1-adafactor", keys=ADAFACTOR, slow=True),
-    Case("4x1-to-offload", (1, 2), source="4x1", keys=OFFLOAD, slow=True),
+    Case("bf16-to-zero-3", (1, 2), 3, source="4x1-bf16", keys=BF16, kind="zero", tier="slow"),
+    Case("bf16-to-plain", (1, 2), 0, source="4x1-bf16", keys=BF16, tier="longest"),
+    Case("bf16-to-zero-0", (1, 2), 0, source="4x1-bf16", keys=BF16, kind="zero", tier="longest"),
+    Case("zero-0-bf16-to-2x1", (2, 1), source="zero-0-bf16", keys=BF16, tier="slow"),
+    Case("plain-bf16-to-2x1", (2, 1), source="1x2-plain-bf16", keys=BF16, tier="longest"),
+    Case("4x1-to-zero-0", (1, 2), 0, source="4x1", kind="zero", tier="longest"),
+    Case("4x1-to-zero-2", (1, 2), 2, source="4x1", kind="zero", tier="longest"),
+    Case("zero-2-to-2x1", (2, 1), source="zero-2", tier="longest"),
+    Case("zero-3-to-zero-2", (1, 2), 2, source="zero-3", kind="zero", tier="longest"),
+    Case("2x2-to-4x1", (4, 1), source="2x2", tier="slow"),
+    Case("2x2-to-zero-3", (1, 2), 3, source="2x2", kind="zero", tier="slow"),
+    Case("sgd-to-1x2", (1, 2), source="2x1-sgd", keys=SGD, tier="longest"),
+    Case("adafactor-parts", (2, 1), 0, [4, 1], source="2x1-adafactor", keys=ADAFACTOR, tier="slow"),
+    Case("4x1-to-offload", (1, 2), source="4x1", keys=OFFLOAD, tier="slow"),
 ]
-UNDER_TEST = [pytest.param(case, id=case.name, marks=pytest.mark.slow if case.slow else ()) for case in TAKEN_UP]
+UNDER_TEST = [
+    pytest.param(case, id=case.name, marks=getattr(pytest.mark, case.tier) if case.tier else ()) for case in TAKEN_UP
+]
 
 
 @pytest.fixture(scope="module")
@@ -137,11 +139,11 @@ def folder(
     (folder / "samples.json").write_text(json.dumps(samples))
     asked = {item.callspec.id for item in request.session.items if hasattr(item, "callspec")}
     taken_up = [case for case in TAKEN_UP if case.name in asked]
-    needed = {case.source for case in taken_up} | {"4x1", "1x2-plain-bf16", "folded"}
+    needed = {case.source for case in taken_up} | {"4x1", "1x2-plain-bf16", "dualpipev"}
     runs = [case for case in SOURCES if case.name in needed] + taken_up
     runs.append(TAKEN_UP[0]._replace(name=FORGETFUL))
     runs.append(Case("plain-bf16-again", (1, 2), 0, source="1x2-plain-bf16", keys=BF16))
-    runs.append(Case("folded-again", (2, 1), source="folded", keys=FOLDED))
+    runs.append(Case("dualpipev-again", (2, 1), source="dualpipev", keys=DUALPIPEV))
     runs += [Case(f"other-rates-{dims[0]}x{dims[1]}", dims, source="4x1", keys=OTHER_RATES) for dims in OTHER_DIMS]
     for processes in (1, 4, 2):
         described = [describe(case, models[case.model], folder) for case in runs if case.processes == processes]
@@ -229,8 +231,8 @@ def test_the_settings_of_the_optimizer_are_those_of_the_new_config(folder: Path)
     assert abs(same["losses"][1] / before["losses"][SAVED_AT + 1] - 1) > 1e-3
 
 
-def test_folded_stages_go_on_to_the_last_bit(folder: Path) -> None:
-    losses = [outcome(name, folder)["losses"] for name in ("folded", "folded-again")]
+def test_dualpipev_stages_go_on_to_the_last_bit(folder: Path) -> None:
+    losses = [outcome(name, folder)["losses"] for name in ("dualpipev", "dualpipev-again")]
     assert losses[1] == losses[0][SAVED_AT:]
 
 

@@ -34,7 +34,7 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any], str]] = {
     "2x2-fp32": ((2, 2), FP32 | {"zero_optimization": {"stage": 1}}, "llama"),
 }
 TIERS = {
-    "1x1-fp32": pytest.mark.slow,
+    "1x1-fp32": pytest.mark.longest,
     "2x1-fp32": pytest.mark.longest,
     "2x2-bf16": pytest.mark.slow,
     "1x1-bf16": pytest.mark.longest,
@@ -112,6 +112,7 @@ def test_killed_run_goes_on_to_the_last_bit(name: str, models: dict[str, Path], 
     assert all(torch.equal(weights[0][tensor], weights[1][tensor]) for tensor in weights[0])
 
 
+@pytest.mark.slow
 def test_stopped_run_with_a_damaged_checkpoint(models: dict[str, Path], records: Path, tmp_path: Path) -> None:
     """SIGTERM saves and leaves; a flipped byte sends the next start back to the checkpoint before, aloud."""
     config = write_config(tmp_path / "1x1.yml", **settings(models, records, "1x1-fp32"))
@@ -141,6 +142,7 @@ def test_stopped_run_with_a_damaged_checkpoint(models: dict[str, Path], records:
     assert len(losses(config)) == STEPS
 
 
+@pytest.mark.longest
 def test_changed_data_is_noticed(models: dict[str, Path], records: Path, tmp_path: Path) -> None:
     shared = settings(models, records, "1x1-fp32") | {"n_epoches": 1}
     config = write_config(tmp_path / "1x1.yml", **shared)

@@ -12,6 +12,7 @@ import pytest
 
 from training.distributed import failure_detector
 from training.distributed.failure_detector import FailureDetector
+from training.distributed.rank_monitor import connect
 
 SECRET = "secret"
 RANKS = 3
@@ -153,3 +154,15 @@ def test_a_stranger_is_disconnected_and_changes_nothing(first: str) -> None:
 def test_a_stranger_has_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_detector, "HANDSHAKE", 0.1)
     assert Line(Run().port).hear() == {}
+
+
+def test_a_rank_says_the_secret_as_soon_as_it_is_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever connected early waited for all others first, and was taken for a stranger."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        connect(listener.getsockname()[1], f"{SECRET} 1\n"),
+        listener.accept()[0] as heard,
+    ):
+        heard.settimeout(PATIENCE)
+        assert heard.makefile().readline() == f"{SECRET} 1\n"

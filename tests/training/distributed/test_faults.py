@@ -18,7 +18,7 @@ from data.tokenize import load_tokenizer
 from tests.conftest import FAQ
 from tests.launching import deepspeed, error_lines, metrics, topology, write_config
 from tests.ranks import Ranks
-from training.distributed.lease import NAME
+from training.distributed.rank_monitor import LEASE
 
 pytestmark = pytest.mark.launched
 
@@ -46,10 +46,11 @@ FAULTS = {
     "rank 0 hangs": ("hangs:0:3", "rank 0 (stage 0, host", "faulty.py:", 1),
 }
 TIERS = {
+    "dies": pytest.mark.slow,
     "hangs": pytest.mark.slow,
     "mistake": pytest.mark.longest,
     "rank 0 raises": pytest.mark.longest,
-    "rank 0 dies": pytest.mark.slow,
+    "rank 0 dies": pytest.mark.longest,
     "freezes": pytest.mark.slow,
     "rank 0 hangs": pytest.mark.longest,
 }
@@ -82,11 +83,11 @@ def test_first_error_is_named_and_comes_last(
     if "dies" not in name:
         assert result.returncode == code
     assert len(metrics(tmp_path / "run")) == 2
-    assert not list((tmp_path / "run").glob(f"{NAME}*")) or name == "rank 0 dies"
+    assert not list((tmp_path / "run").glob(f"{LEASE}-*")) or name == "rank 0 dies"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["continue", "stop"])
+@pytest.mark.parametrize("policy", ["continue", pytest.param("stop", marks=pytest.mark.longest)])
 def test_a_full_disk_keeps_the_checkpoint_before(
     policy: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +185,7 @@ def test_a_step_that_is_not_finite_changes_nothing(name: str, outcomes: dict[str
     assert outcome["after_good"] < outcome["before"]
 
 
+@pytest.mark.slow
 def test_records_that_make_nan_are_named(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     model = make_checkpoint("llama", tie_word_embeddings=False)
     tokenizer = load_tokenizer(model)

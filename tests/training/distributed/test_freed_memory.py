@@ -9,13 +9,14 @@ from tests.conftest import ROOT
 
 # Of each block the beginning stays in use after its step, so that gaps cannot grow together.
 STEPS = """
-import ctypes, sys
-from training.distributed.freed_memory import FreedMemory, keep, resident_memory
+import ctypes, psutil, sys
+from training.distributed.freed_memory import FreedMemory, keep
 library = ctypes.CDLL(None)
 library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 library.realloc.restype, library.realloc.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t]
 keep()
-before = resident_memory()
+process = psutil.Process()
+before = process.memory_info().rss
 freed_memory = FreedMemory(kept=sys.argv[1] == "bounded")
 for step in range(40):
     blocks = []
@@ -26,7 +27,7 @@ for step in range(40):
     for block in blocks:
         library.realloc(block, 64)
     freed_memory.bound()
-print(40 * size, resident_memory() - before)
+print(40 * size, process.memory_info().rss - before)
 """
 
 

@@ -24,8 +24,8 @@ from tests.launching import (
     write_config,
 )
 from training.checkpoint.folder import RECORD, step_folders
-from training.distributed.lease import NAME
 from training.distributed.processes import free_port
+from training.distributed.rank_monitor import LEASE
 
 pytestmark = pytest.mark.launched
 
@@ -71,7 +71,7 @@ def family(launch: Launch) -> dict[str, list[psutil.Process]]:
 
 @pytest.mark.parametrize(
     "killed",
-    ["runner", pytest.param("launch.py", marks=pytest.mark.slow), pytest.param("agent", marks=pytest.mark.slow)],
+    ["runner", pytest.param("launch.py", marks=pytest.mark.slow), pytest.param("agent", marks=pytest.mark.longest)],
 )
 def test_ranks_save_and_end_when_their_launcher_is_killed(killed: str, config: Path) -> None:
     launch = start(*words(killed, config))
@@ -94,11 +94,13 @@ def test_ranks_save_and_end_when_their_launcher_is_killed(killed: str, config: P
     assert (newest / RECORD).is_file()
     assert newest.name == f"step-{steps_done(config):06d}"
     assert steps_done(config) < STEPS
-    assert list(run_folder.glob(f"{NAME}*")) == []
+    assert list(run_folder.glob(f"{LEASE}-*")) == []
 
 
-def test_of_two_starts_one_trains(config: Path) -> None:
-    """The other one leaves in one line and changes nothing."""
+@pytest.mark.slow
+@pytest.mark.parametrize("time", [1, *(pytest.param(time, marks=pytest.mark.longest) for time in range(2, 21))])
+def test_of_two_starts_one_trains(time: int, config: Path) -> None:
+    """The other one leaves in one line and changes nothing, each time."""
     both = [start(*words("runner", config)) for _ in range(2)]
     try:
         eventually(lambda: any(launch.poll() is not None for launch in both))
@@ -115,4 +117,4 @@ def test_of_two_starts_one_trains(config: Path) -> None:
     again = run(*words("runner", config))
     assert again.returncode == 0, again.stdout + again.stderr
     assert len(metrics(run_folder)) == STEPS
-    assert list(run_folder.glob(f"{NAME}*")) == []
+    assert list(run_folder.glob(f"{LEASE}-*")) == []

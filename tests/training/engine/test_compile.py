@@ -18,8 +18,8 @@ EVERYTHING = {"use_grad_ckpt": {"every": 2}, "offload_activations": True}
 CASES: dict[Case, dict[str, Any]] = {
     Case("tied", "fp32", (2, 1)): {"compile": True},
     Case("tied", "recompute", (2, 1)): {"compile": True} | EVERYTHING,
-    Case("tied", "folded_fp32", (2, 1)): {"compile": True},
-    Case("tied", "folded_recompute", (2, 1)): {"compile": True} | EVERYTHING,
+    Case("tied", "dualpipev_fp32", (2, 1)): {"compile": True},
+    Case("tied", "dualpipev_recompute", (2, 1)): {"compile": True} | EVERYTHING,
 }
 
 

@@ -98,9 +98,9 @@ def test_each_backward_pass_is_completed_once_and_soon(stages: int, micro_batche
 
 
 def test_a_stage_holds_two_chunks() -> None:
-    folded = Topology(stages=2, replicas=1, zero_stage=1, parts=[1, 2, 3, 4])
-    assert [folded.layers(stage, 10) for stage in (0, 1)] == [[0, 6, 7, 8, 9], [1, 2, 3, 4, 5]]
-    assert folded.description == "in 2 stages of [1, 2, 3, 4], V schedule"
+    dualpipev = Topology(stages=2, replicas=1, zero_stage=1, parts=[1, 2, 3, 4])
+    assert [dualpipev.layers(stage, 10) for stage in (0, 1)] == [[0, 6, 7, 8, 9], [1, 2, 3, 4, 5]]
+    assert dualpipev.description == "in 2 stages of [1, 2, 3, 4], V schedule"
 
 
 def test_parts_count_chunks() -> None:
@@ -118,12 +118,12 @@ def test_parts_count_chunks() -> None:
 def test_every_batch_has_enough_micro_batches(packing: Packing, size: int, replicas: int) -> None:
     lengths = [5, 60, 17, 8, 41, 23, 55, 12, 30, 9, 44]
     data = InMemory([{"input_ids": [3] * length, "labels": [3] * length} for length in lengths])
-    plain, folded = (
+    plain, dualpipev = (
         Loader(data, 8, size, replicas, 0, packing=packing, row_length=64, least_micro_batches=least)
         for least in (0, 4)
     )
-    for step in range(folded.steps_per_epoch):
-        batch, usual = folded.batch(step), plain.batch(step)
+    for step in range(dualpipev.steps_per_epoch):
+        batch, usual = dualpipev.batch(step), plain.batch(step)
         assert batch.n_micro_batches >= 4
         assert sorted(batch.samples) == sorted(usual.samples)
         assert (batch.tokens, batch.supervised) == (usual.tokens, usual.supervised)
@@ -132,8 +132,8 @@ def test_every_batch_has_enough_micro_batches(packing: Packing, size: int, repli
         if usual.n_micro_batches < 4:
             assert max(sizes) - min(sizes) <= 1
         for replica in range(replicas):
-            tensors = [tuple(ids.shape) for (ids, _), *_ in folded.tensors(batch, replica)]
-            assert tensors == folded.shapes(batch, replica)
+            tensors = [tuple(ids.shape) for (ids, _), *_ in dualpipev.tensors(batch, replica)]
+            assert tensors == dualpipev.shapes(batch, replica)
 
 
 @pytest.mark.launched
@@ -148,17 +148,17 @@ def test_a_run_with_evaluation_and_export(make_checkpoint: Callable[..., Path], 
     }
     keys |= {"eval_data_path": str(records), "from_scratch": True, "export_hf": True, "n_epoches": 2}
     single = write_config(tmp_path / "single.yml", **keys)
-    folded = write_config(tmp_path / "folded.yml", **keys, schedule="dualpipev", model_topo=topology((2, 1)))
-    for processes, path in ((1, single), (2, folded)):
+    dualpipev = write_config(tmp_path / "dualpipev.yml", **keys, schedule="dualpipev", model_topo=topology((2, 1)))
+    for processes, path in ((1, single), (2, dualpipev)):
         result = deepspeed(processes, "train_ds.py", "--config", path)
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
         assert (path.with_suffix("") / "hf" / "config.json").is_file()
-    expected, found = (metrics(path.with_suffix("")) for path in (single, folded))
+    expected, found = (metrics(path.with_suffix("")) for path in (single, dualpipev))
     for name in ("loss", "eval_loss", "grad_norm"):
         values = [[line[name] for line in lines if name in line] for lines in (expected, found)]
         assert values[1] == pytest.approx(values[0], rel=1e-5)
         assert values[0]
-    refused = deepspeed(2, "train_ds.py", "--config", folded, "model_topo.parts=[3, 2]")
+    refused = deepspeed(2, "train_ds.py", "--config", dualpipev, "model_topo.parts=[3, 2]")
     assert refused.returncode
     assert [line.partition("model_topo")[2] for line in error_lines(refused)] == [
         ".parts: expected one entry for each of 4 chunks, two a stage with dualpipev, found [3, 2]"

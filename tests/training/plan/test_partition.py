@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from itertools import accumulate, combinations
+from itertools import combinations
 
 import pytest
 
-from training.plan.partition import LayerRange, best_split
+from training.plan.partition import LayerRange, best_split, held_layers
 
 
 def divisions(layers: int, stages: int) -> Iterator[list[int]]:
@@ -17,16 +17,9 @@ def divisions(layers: int, stages: int) -> Iterator[list[int]]:
         yield [end - begin for begin, end in zip([0, *cuts], [*cuts, layers], strict=True)]
 
 
-def held(parts: list[int], ranks: int, v_schedule: bool) -> list[tuple[LayerRange, ...]]:
-    """What each rank holds."""
-    ends = list(accumulate(parts))
-    stages = list(zip([0, *ends], ends, strict=False))
-    return [(stages[rank], stages[-1 - rank]) if v_schedule else (stages[rank],) for rank in range(ranks)]
-
-
-def judge(parts: list[int], costs: list[int], ranks: int, v_schedule: bool) -> tuple[int, int]:
+def judge(parts: list[int], costs: list[int], ranks: int) -> tuple[int, int]:
     """The slowest rank, then how uneven the stages are."""
-    ranks_held = held(parts, ranks, v_schedule)
+    ranks_held = held_layers(parts, ranks)
     stages = [sum(costs[begin:end]) for ranges in ranks_held for begin, end in ranges]
     slowest = max(sum(sum(costs[begin:end]) for begin, end in ranges) for ranges in ranks_held)
     return slowest, sum(stage**2 for stage in stages)
@@ -48,16 +41,14 @@ def test_no_division_is_better(seed: int, v_schedule: bool) -> None:
     allowed = [
         parts
         for parts in divisions(layers, ranks * (2 if v_schedule else 1))
-        if all(fits(rank, ranges) for rank, ranges in enumerate(held(parts, ranks, v_schedule)))
+        if all(fits(rank, ranges) for rank, ranges in enumerate(held_layers(parts, ranks)))
     ]
     found = best_split(costs, ranks, fits, v_schedule)
     if not allowed:
         assert found is None
     else:
         assert found in allowed
-        assert judge(found, costs, ranks, v_schedule) == min(
-            judge(parts, costs, ranks, v_schedule) for parts in allowed
-        )
+        assert judge(found, costs, ranks) == min(judge(parts, costs, ranks) for parts in allowed)
 
 
 @pytest.mark.parametrize("v_schedule", [False, True])

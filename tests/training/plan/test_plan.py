@@ -21,16 +21,16 @@ from tests.launching import error_lines, run
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 from training.metrics.devices import GIB, USABLE, parse_devices, this_device
-from training.plan.activation_memory import saved_by
-from training.plan.advice import advise
+from training.plan.activation_memory import saved_by, under_way
+from training.plan.alternatives import advise, search
 from training.plan.auto import choose, divide
-from training.plan.calibration import FILE, Calibration, calibrate
+from training.plan.basis import FILE, Basis, Calibration
+from training.plan.calibration import calibrate
 from training.plan.command import plan_run
-from training.plan.in_flight import under_way
+from training.plan.costs import layer_times
 from training.plan.memory import MemoryModel
 from training.plan.optimizer_memory import StateBytes
-from training.plan.plan import Basis, Plan, best_parts
-from training.plan.search import search
+from training.plan.plan import Plan, best_parts
 from training.plan.workload import Workload
 from training.schedule.simulation import simulate
 from training.schedule.zero_bubble import LEFT
@@ -182,9 +182,10 @@ def test_moments_of_a_filled_schedule(ranks: int) -> None:
     """No rank holds more than the V needs, or lets more passes wait than it may."""
     for rank, moments in enumerate(under_way("dualpipev", ranks, 4 * ranks)):
         assert moments
-        for whole, waiting in moments:
-            assert 0 < sum(whole) + sum(waiting) <= 2 * ranks + 1 + LEFT, rank
-            assert sum(waiting) <= LEFT + 2
+        for moment in moments:
+            whole, waiting = (sum(counts) for counts in zip(*moment, strict=True))
+            assert 0 < whole + waiting <= 2 * ranks + 1 + LEFT, rank
+            assert waiting <= LEFT + 2
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3, 20])
@@ -195,7 +196,7 @@ def test_micro_batches_under_way_are_those_of_the_schedule(micro_batches: int) -
     for span in sorted(simulate("1f1b", [1.0] * ranks, [1.0] * ranks, micro_batches).spans, key=lambda s: s.begin):
         counts[span.rank] += 1 if span.kind == "forward" else -1
         most[span.rank] = max(most[span.rank], counts[span.rank])
-    assert [moments[0].whole[0] for moments in under_way("1f1b", ranks, micro_batches)] == most
+    assert under_way("1f1b", ranks, micro_batches) == [[((count, 0),)] for count in most]
 
 
 def test_early_stages_keep_more_activations_and_recomputation_less(tmp_path: Path) -> None:
@@ -203,7 +204,7 @@ def test_early_stages_keep_more_activations_and_recomputation_less(tmp_path: Pat
     peaks = {}
     for recompute in (False, True):
         config = config_of(tmp_path, 4, use_grad_ckpt=recompute)
-        memory = basis_of(spec, config).memory
+        memory = MemoryModel(basis_of(spec, config))
         peaks[recompute] = [memory.rank(rank, ((1 + 8 * rank, 9 + 8 * rank),)).activations for rank in range(4)]
     assert peaks[False] == sorted(peaks[False], reverse=True)
     assert all(less * 3 < more for less, more in zip(peaks[True], peaks[False], strict=True))
@@ -233,7 +234,7 @@ def test_a_tied_weight_counts_once_where_one_rank_holds_both_ends(tmp_path: Path
     tied, apart = (llama(tmp_path, tie_word_embeddings=value) for value in (True, False))
     layers = ((0, tied.n_layers),)
     config = config_of(tmp_path, 1)
-    weights = [basis_of(spec, config).memory.rank(0, layers).weights for spec in (tied, apart)]
+    weights = [MemoryModel(basis_of(spec, config)).rank(0, layers).weights for spec in (tied, apart)]
     assert weights[1] - weights[0] == 2 * 32000 * 4096
 
 
@@ -282,7 +283,7 @@ def test_auto_recomputes_as_few_blocks_as_fit_and_says_so(tmp_path: Path) -> Non
     assert division.topology.parts == parts
 
     def fits(stage: int, blocks: frozenset[int]) -> bool:
-        memory = MemoryModel(spec, config, Workload.assumed(config), device, blocks)
+        memory = MemoryModel(Basis(config, spec, Workload.assumed(config), device, recompute=blocks))
         return memory.fits(stage, plain.held[stage])
 
     for stage, blocks in enumerate(chosen):
@@ -381,17 +382,17 @@ def test_measured_times_replace_estimates(tmp_path: Path) -> None:
     factors = found.factors
     assert set(factors.layers) == {"0", "1", "7"}
     assert factors.update > 0 and all(factor > 0 for pair in factors.layers.values() for factor in pair)
-    slow_head = found._replace(factors=replace(factors, layers=factors.layers | {"7": (1e6, 1e6)}))
-    slow_head.write(tmp_path / "run")
+    factors.layers["7"] = (1e6, 1e6)  # a very slow head
+    found.write(tmp_path / "run")
     read = Calibration.read(tmp_path / "run", config, spec)
     assert read is not None
     basis = Basis(config, spec, workload, this_device(), read)
     assert best_parts(basis) == [7, 1]
     longer = replace(basis, workload=replace(workload, length=128.0))
-    ratio = longer.times.layer(1).forward / basis.times.layer(1).forward
+    ratio = layer_times(longer)[1].forward / layer_times(basis)[1].forward
     assert 1.5 < ratio < 2.5
     recomputed = replace(basis, recompute=frozenset())
-    assert recomputed.times.layer(1).backward < basis.times.layer(1).backward
+    assert layer_times(recomputed)[1].backward < layer_times(basis)[1].backward
     for other in (config.model_copy(update={"bf16": config.bf16.model_copy(update={"enabled": True})}), config):
         changed = spec if other is not config else tiny(tmp_path, num_hidden_layers=7)
         assert Calibration.read(tmp_path / "run", other, changed) is None
@@ -440,6 +441,6 @@ def test_zero_has_no_pipeline_to_plan(tmp_path: Path) -> None:
 def test_memory_of_a_rank_grows_with_its_layers(tmp_path: Path) -> None:
     """The search for the best division counts on it."""
     config = config_of(tmp_path, 4)
-    memory: MemoryModel = basis_of(llama(tmp_path), config).memory
+    memory = MemoryModel(basis_of(llama(tmp_path), config))
     peaks = [memory.rank(1, ((4, end),)).peak for end in range(5, 35)]
     assert peaks == sorted(peaks)

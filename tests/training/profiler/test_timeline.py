@@ -15,13 +15,13 @@ import pytest
 
 from tests.conftest import FAQ
 from tests.launching import deepspeed, topology, write_config
-from training.profiler.chart import draw
+from training.profiler.drawing import draw, trace
 from training.profiler.figures import Figures
 from training.profiler.recorder import Record
-from training.profiler.trace import trace
-from training.profiler.waiting import Seat, with_idle
-from training.schedule.instructions import WORK, Message, Reading
-from training.schedule.simulation import Span, simulate
+from training.profiler.waiting import with_idle
+from training.schedule.instructions import WORK, Message, read_schedule
+from training.schedule.simulation import simulate
+from training.schedule.walk import Span
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -54,19 +54,19 @@ def times(spans: list[Span]) -> list[tuple[str, float, float]]:
 
 class TestWaiting:
     activation = Message("activation", 0, 0, frozenset({0, 1}))
-    seats = [Seat(0, 0), Seat(1, 0)]
+    stages = [0, 1]
 
     def test_a_receiver_that_came_early_waited(self) -> None:
         sender = records(("forward", 0, 3), ("send", 3, 4), rank=0, message=self.activation)
         receiver = records(("receive", 1, 4), ("forward", 4, 6), rank=1, message=self.activation)
-        first, second = with_idle([sender, receiver], self.seats)
+        first, second = with_idle([sender, receiver], self.stages)
         assert times(first) == [("forward", 0, 3), ("send", 3, 4), ("idle", 4, 6)]
         assert times(second) == [("idle", 0, 3), ("receive", 3, 4), ("forward", 4, 6)]
 
     def test_a_sender_waits_for_its_receiver_too(self) -> None:
         sender = records(("send", 0, 5), rank=0, message=self.activation)
         receiver = records(("forward", 0, 4), ("receive", 4, 5), rank=1, message=self.activation)
-        first, second = with_idle([sender, receiver], self.seats)
+        first, second = with_idle([sender, receiver], self.stages)
         assert times(first) == [("idle", 0, 4), ("send", 4, 5)]
         assert times(second) == [("forward", 0, 4), ("receive", 4, 5)]
 
@@ -77,7 +77,7 @@ class TestWaiting:
             records(("send", 1, 2), rank=2, message=self.activation),
             records(("receive", 1, 2), rank=3, message=self.activation),
         ]
-        filled = with_idle(rows, [Seat(0, 0), Seat(1, 0), Seat(0, 1), Seat(1, 1)])
+        filled = with_idle(rows, [0, 1, 0, 1])
         assert times(filled[0]) == [("send", 0, 2)]
         assert times(filled[2]) == [("idle", 0, 1), ("send", 1, 2)]
 
@@ -87,14 +87,14 @@ class TestWaiting:
             Record(Span(0, "send", 0, 3, 5, 0), (self.activation,), 1),
         ]
         receiver = records(("receive", 0, 4.5), rank=1, message=self.activation)
-        first, second = with_idle([sender, receiver], self.seats)
+        first, second = with_idle([sender, receiver], self.stages)
         assert times(first) == [("idle", 0, 1), ("weights", 1, 3), ("send", 3, 5)]
         assert times(second) == [("idle", 0, 1), ("receive", 1, 4.5), ("idle", 4.5, 5)]
 
     def test_clocks_that_differ_a_little_make_no_negative_spans(self) -> None:
         sender = records(("send", 3.1, 3.2), rank=0, message=self.activation)
         receiver = records(("receive", 1, 3), rank=1, message=self.activation)
-        for spans in with_idle([sender, receiver], self.seats):
+        for spans in with_idle([sender, receiver], self.stages):
             assert all(span.begin <= span.end for span in spans)
             assert all(first.end <= second.begin for first, second in pairwise(spans))
 
@@ -106,9 +106,7 @@ def test_reading_a_dualpipev_schedule_finds_both_ends_of_every_message() -> None
     sent: list[Message] = []
     received: list[Message] = []
     for rank in range(ranks):
-        read = Reading(rank, ranks)
-        for instruction in (each for step in DualPipeVSchedule(7, ranks, rank).steps() for each in step):
-            meaning = read(instruction.name, getattr(instruction, "phase", 0))
+        for _, meaning in read_schedule(DualPipeVSchedule(7, ranks, rank)):
             if meaning and meaning.message:
                 assert rank in meaning.message.ends
                 (sent if meaning.kind == "send" else received).append(meaning.message)
@@ -139,7 +137,9 @@ def test_figures_give_back_what_was_measured(schedule: Any, stages: int) -> None
         assert "weights" not in figures.passes
     assert figures.seconds == pytest.approx(simulation.seconds)
     assert figures.bubble == pytest.approx(simulation.bubble)
-    assert figures.by_rank == pytest.approx([busy / 6 for busy in simulation.busy])
+    ends = (0, 3) if schedule == "dualpipev" else (0,)  # the stages of rank 0
+    first = sum(forward[stage] + backward[stage] for stage in ends)
+    assert figures.by_rank == pytest.approx([first, sum(forward + backward) - first])
 
 
 def test_better_parts_move_layers_off_the_slowest_stage() -> None:
@@ -267,7 +267,7 @@ class TestRun:
         ratios = [figures.simulated(micro_batches=8).seconds / figures.seconds for figures in steps]
         assert any(0.6 < ratio < 1.1 for ratio in ratios), ratios
 
-    @pytest.mark.slow
+    @pytest.mark.longest
     def test_a_run_that_goes_on_records_the_steps_that_are_left(
         self, finished: Finished, train: Callable[..., Finished]
     ) -> None:
@@ -294,7 +294,7 @@ def test_dualpipev_has_a_timeline(train: Callable[..., Finished]) -> None:
 
 
 @pytest.mark.launched
-@pytest.mark.slow
+@pytest.mark.longest
 def test_zero_has_a_timeline(train: Callable[..., Finished]) -> None:
     run = train(
         "zero",

@@ -1,42 +1,40 @@
-"""A plan for people."""
+"""A plan for people: tables, lines, and a picture of what fills each stage's memory and how long each works."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from rich.table import Table
+from rich.table import Column, Table
 
-from training.plan.advice import Advice
-from training.plan.plan import Plan, StagePlan
+from training.plan.alternatives import Advice
+from training.plan.plan import Plan
 
 GB = 1e9
+PICTURE = "plan.png"
+DPI = 120
+SHOWN_PARTS = 16  # in the picture's title
 
 
 def stages_table(plan: Plan) -> Table:
     """Layers, parameters, memory and time of each stage."""
     offloaded = any(stage.memory.host for stage in plan.stages)
     shape = ", V schedule" if plan.basis.config.v_schedule else ""
-    made = Table(title=f"{len(plan.stages)} stages of {plan.parts}{shape}, memory in GB")
     headings = ["stage", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "step", "peak"]
-    for heading in [*headings, *(["main memory"] if offloaded else []), "time"]:
-        made.add_column(heading, justify="right")
+    headings += ["main memory", "time"] if offloaded else ["time"]
+    made = _table(f"{len(plan.stages)} stages of {plan.parts}{shape}, memory in GB", headings)
     slowest = max(stage.seconds for stage in plan.stages)
     for number, stage in enumerate(plan.stages):
         memory = stage.memory
         sizes = [memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.step, memory.peak]
         made.add_row(
             str(number),
-            layer_ranges(stage),
+            " + ".join(f"{begin}..{end - 1}" if end - begin > 1 else str(begin) for begin, end in stage.ranges),
             f"{stage.parameters:,}",
             *(f"{size / GB:.2f}" for size in [*sizes, *([memory.host] if offloaded else [])]),
             f"{stage.seconds / slowest:.0%}",
         )
     return made
-
-
-def layer_ranges(stage: StagePlan) -> str:
-    """The layers that a stage holds, such as 0..4."""
-    return " + ".join(f"{begin}..{end - 1}" if end - begin > 1 else str(begin) for begin, end in stage.ranges)
 
 
 def facts(plan: Plan) -> list[str]:
@@ -45,7 +43,7 @@ def facts(plan: Plan) -> list[str]:
     work, config = basis.workload, basis.config
     lines = [
         f"data: {work.source}",
-        f"a step: {plan.micro_batches} micro-batches of {work.rows} x {work.length:.0f} tokens a replica, "
+        f"a step: {basis.micro_batches} micro-batches of {work.rows} x {work.length:.0f} tokens a replica, "
         f"{work.supervised:.0%} of them supervised; {config.schedule}",
         f"bubble: {plan.bubble:.1%} of the devices' time",
     ]
@@ -63,24 +61,17 @@ def facts(plan: Plan) -> list[str]:
         if plan.days is not None:
             duration = f"{plan.days:.1f} days" if plan.days >= 1 else f"{plan.days * 24:.1f} hours"
             lines.append(f"the whole run: {work.steps} steps, {duration}")
-    lines.append(memory_line(plan))
-    return lines
-
-
-def memory_line(plan: Plan) -> str:
-    """Whether it fits."""
-    memory = plan.basis.device.memory
-    if memory is None:
-        return f"memory: at most {plan.peak / GB:.2f} GB a process; nothing known limits it"
+    peak = f"at most {plan.peak / GB:.2f} GB"
+    if device.memory is None:
+        return [*lines, f"memory: {peak} a process; nothing known limits it"]
     word = "fits" if plan.fits else "does not fit"
-    return f"memory: {word}: at most {plan.peak / GB:.2f} GB of {memory / GB:.2f} GB that may be planned with"
+    return [*lines, f"memory: {word}: {peak} of {device.memory / GB:.2f} GB that may be planned with"]
 
 
 def advice_table(advice: Sequence[Advice], now: Plan) -> Table:
     """What to change, alone and together with what stands above it."""
-    made = Table(title="what would make it fit, cheapest first")
-    for heading in ("change", "peak alone, GB", "with those above, GB", "fits", "step time"):
-        made.add_column(heading, justify="left" if heading == "change" else "right")
+    headings = ["change", "peak alone, GB", "with those above, GB", "fits", "step time"]
+    made = _table("what would make it fit, cheapest first", headings)
     for each in advice:
         made.add_row(
             each.change,
@@ -94,10 +85,8 @@ def advice_table(advice: Sequence[Advice], now: Plan) -> Table:
 
 def search_table(plans: Sequence[Plan]) -> Table:
     """The best combinations."""
-    made = Table(title="fastest first")
-    headings = ("dims", "parts", "micro-batch", "schedule", "use_grad_ckpt", "bubble", "peak, GB", "tokens/s", "MFU")
-    for heading in headings:
-        made.add_column(heading, justify="right")
+    headings = ["dims", "parts", "micro-batch", "schedule", "use_grad_ckpt", "bubble", "peak, GB", "tokens/s", "MFU"]
+    made = _table("fastest first", headings)
     for plan in plans:
         config = plan.basis.config
         made.add_row(
@@ -112,3 +101,43 @@ def search_table(plans: Sequence[Plan]) -> Table:
             "" if plan.mfu is None else f"{plan.mfu:.0%}",
         )
     return made
+
+
+def draw(plan: Plan, path: Path) -> Path:
+    """The picture as a PNG."""
+    from matplotlib.figure import Figure  # takes a second
+
+    stages = range(len(plan.stages))
+    memory = [stage.memory for stage in plan.stages]
+    figure = Figure(figsize=(max(7.0, 1.5 + 0.35 * len(stages)), 6), dpi=DPI, layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    bottom = [0.0] * len(memory)
+    layers = {
+        "weights": [each.weights for each in memory],
+        "gradients": [each.gradients for each in memory],
+        "optimizer": [each.optimizer for each in memory],
+        "activations or step": [max(each.activations, each.step) for each in memory],
+    }
+    for label, sizes in layers.items():
+        heights = [size / GB for size in sizes]
+        above.bar(stages, heights, bottom=bottom, label=label)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    limit = plan.basis.device.memory
+    if limit is not None:
+        above.axhline(limit / GB, color="black", linewidth=0.8, linestyle="--", label=plan.basis.device.name)
+    above.set_ylabel("peak memory, GB")
+    above.legend(fontsize="small")
+    parts = [*map(str, plan.parts[:SHOWN_PARTS]), *(["..."] if len(plan.parts) > SHOWN_PARTS else [])]
+    above.set_title(f"{plan.basis.spec.family.name}, parts [{', '.join(parts)}]", fontsize="medium")
+    slowest = max(stage.seconds for stage in plan.stages)
+    below.bar(stages, [stage.seconds / slowest for stage in plan.stages], color="tab:gray")
+    below.set_ylabel("time, of the slowest stage")
+    below.set_xlabel("stage")
+    figure.savefig(path, format="png")
+    return path
+
+
+def _table(title: str, headings: Sequence[str]) -> Table:
+    """Columns of numbers, on the right, but for that of changes."""
+    columns = [Column(heading, justify="left" if heading == "change" else "right") for heading in headings]
+    return Table(*columns, title=title)

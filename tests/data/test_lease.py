@@ -1,12 +1,14 @@
-"""One writer per run folder, whoever starts, dies or stands still."""
+"""One writer at a time, whoever starts, dies or stands still."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
 import os
+import queue
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from training.distributed.lease import NAME, Holder, Lease
-from training.errors import ConfigError
+from data.lease import Held, Holder, Lease
 
 FORK = multiprocessing.get_context("fork")
+NAME = "lease"
 NEVER = 1e6  # seconds between heartbeats: whoever waits for one waits for ever
 SOON = 0.02
 STARTS = 4
@@ -26,16 +28,25 @@ LOST = 7  # exit code
 ELSEWHERE = Holder("node9", 17, "2020-01-01 00:00:00 +0000", "another kernel", "token")
 
 
-def unheard(error: ConfigError) -> None:
-    raise AssertionError(error)
+def unheard(successor: str) -> None:
+    raise AssertionError(successor)
 
 
 def take(folder: Path, interval: float = NEVER) -> Lease:
-    return Lease(folder, unheard, interval)
+    """Ask until it is known whether a holder is alive."""
+    lease = Lease(folder, NAME, unheard, interval)
+    while True:
+        try:
+            lease.take()
+            return lease
+        except Held as held:
+            if held.patience == 0:
+                raise
+        time.sleep(0.002)
 
 
 def leases(folder: Path) -> list[Path]:
-    return sorted(folder.glob(f"{NAME}*"))
+    return sorted(folder.glob(f"{NAME}-*"))
 
 
 def move_elsewhere(lease: Path) -> None:
@@ -57,7 +68,7 @@ def process(work: Callable[..., None], *arguments: Any) -> Iterator[Any]:
 
 
 def hold(pipe: Any, folder: Path, interval: float = NEVER) -> None:
-    lease = Lease(folder, unheard, interval)
+    lease = take(folder, interval)
     pipe.send(os.getpid())
     pipe.recv()
     lease.release()
@@ -68,7 +79,7 @@ def test_a_second_start_is_told_who_trains(tmp_path: Path) -> None:
     with process(hold, tmp_path) as (_, pipe):
         pid = pipe.recv()
         before = leases(tmp_path)
-        with pytest.raises(ConfigError, match=rf"is being trained by process {pid} on \S+ since 20.*expected one run"):
+        with pytest.raises(Held, match=rf"^process {pid} on \S+ since 20"):
             take(tmp_path)
         assert leases(tmp_path) == before
         pipe.send("release")
@@ -92,11 +103,11 @@ def rounds(pipe: Any, folder: Path, barrier: Any) -> None:
     for number in range(ROUNDS):
         barrier.wait()
         try:
-            lease = Lease(folder, unheard, NEVER)
+            lease = take(folder)
             pipe.send((os.getpid(), ""))
-        except ConfigError as error:
+        except Held as held:
             lease = None
-            pipe.send((os.getpid(), str(error)))
+            pipe.send((os.getpid(), str(held)))
         barrier.wait()
         if lease and number % 2:
             lease.release()
@@ -118,7 +129,7 @@ def test_of_many_starts_at_once_one_gets_it(tmp_path: Path) -> None:
         results = [pipe.recv() for pipe in pipes]
         winners = [pid for pid, refused in results if not refused]
         assert len(winners) == 1
-        assert all(f"by process {winners[0]} on" in refused for _, refused in results if refused)
+        assert all(f"process {winners[0]} on" in refused for _, refused in results if refused)
     for child in children:
         child.join()
 
@@ -138,7 +149,7 @@ def test_another_machines_heartbeat_keeps_its_lease(tmp_path: Path) -> None:
         heart = threading.Thread(target=beat)
         heart.start()
         try:
-            with pytest.raises(ConfigError, match="is being trained by process 17 on node9 since 2020"):
+            with pytest.raises(Held, match=r"^process 17 on node9 since 2020"):
                 take(tmp_path, interval=100.0)
         finally:
             stop.set()
@@ -150,46 +161,44 @@ def test_another_machines_heartbeat_keeps_its_lease(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [json.dumps(ELSEWHERE), "", "[1, 2]", "{"])
 def test_a_lease_without_heartbeat_is_taken_over(content: str, tmp_path: Path) -> None:
     """Its machine is gone, or its process was killed before it could write who it is."""
-    dead = tmp_path / f"{NAME}000041"
+    dead = tmp_path / f"{NAME}-000041"
     dead.write_text(content)
     lease = take(tmp_path, SOON)
-    assert [path.name for path in leases(tmp_path)] == [f"{NAME}000042"]
+    assert [path.name for path in leases(tmp_path)] == [f"{NAME}-000042"]
     lease.release()
     assert leases(tmp_path) == []
 
 
-def train(pipe: Any, folder: Path) -> None:
+def write(pipe: Any, folder: Path) -> None:
     """Hold a lease and check it all the time, as a run does at each step."""
-    lease = Lease(folder, lambda _: None, NEVER)
-    pipe.send("training")
-    try:
-        while True:
-            lease.check()
-    except ConfigError as error:
-        pipe.send(str(error))
-        os._exit(LOST)
+    lease = take(folder)
+    pipe.send("writing")
+    while (successor := lease.successor()) is None:
+        pass
+    pipe.send(successor)
+    os._exit(LOST)
 
 
 def test_who_stood_still_for_too_long_learns_it(tmp_path: Path) -> None:
-    with process(train, tmp_path) as (child, pipe):
+    with process(write, tmp_path) as (child, pipe):
         pipe.recv()
         os.kill(child.pid, signal.SIGSTOP)
         (lease,) = leases(tmp_path)
         move_elsewhere(lease)  # so that only the heartbeat counts, as for a start on another machine
         successor = take(tmp_path, SOON)
         os.kill(child.pid, signal.SIGCONT)
-        assert "lost its lease" in (told := pipe.recv()) and f"held now by process {os.getpid()} on" in told
+        assert pipe.recv().startswith(f"process {os.getpid()} on ")
         child.join()
         assert child.exitcode == LOST
-        successor.check()
+        assert successor.successor() is None
         successor.release()
 
 
 def test_the_heart_notices_a_loss(tmp_path: Path) -> None:
-    lost = threading.Event()
-    Lease(tmp_path, lambda _: lost.set(), SOON)
+    told: queue.Queue[str] = queue.Queue()
+    Lease(tmp_path, NAME, told.put, SOON).take()
     leases(tmp_path)[0].unlink()
-    assert lost.wait(300)
+    assert told.get(timeout=300) == "nobody"
 
 
 def test_release_leaves_the_successors_lease(tmp_path: Path) -> None:
@@ -198,17 +207,11 @@ def test_release_leaves_the_successors_lease(tmp_path: Path) -> None:
     os.close(lease._file)
     successor = take(tmp_path)
     lease.release()
-    successor.check()
-
-
-def test_a_folder_that_cannot_be_written_is_the_users_mistake(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="file: cannot be written: Not a directory"):
-        take(tmp_path / "file")
+    assert successor.successor() is None
 
 
 def test_other_files_are_let_alone(tmp_path: Path) -> None:
-    names = [f"{NAME}mine", f"{NAME}1", "lease-000001"]
+    names = [f"{NAME}-mine", f"{NAME}-1", f"other-{NAME}-000001"]
     for name in names:
         (tmp_path / name).touch()
     take(tmp_path).release()

@@ -1,18 +1,20 @@
-"""A timeline as a picture: one row a rank, one colour a kind of work, the micro-batches' numbers in the bars.
+"""A timeline to look at: a picture of one step, and a trace of all for ui.perfetto.dev and chrome://tracing.
 
-Where a rank has two stages (dualpipev), the numbers of the second one have a prime.
+The picture has one row a rank, one colour a kind of work, and the micro-batches' numbers in the bars. Where a rank has
+two stages (dualpipev), the numbers of the second one have a prime.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from training.schedule.instructions import WORK
-from training.schedule.simulation import Span
+from training.schedule.walk import Span
 
 COLOURS = {
     "forward": "#4c78a8",
@@ -62,3 +64,34 @@ def draw(rows: Sequence[Sequence[Span]], names: Sequence[str], title: str, path:
     handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in shown]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize="small", frameon=False)
     figure.savefig(path, format="png")
+
+
+def trace(steps: Mapping[int, Sequence[Sequence[Span]]], names: Sequence[str]) -> dict[str, Any]:
+    """The recorded steps in the Trace Event Format, in microseconds.
+
+    The format: docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+
+    Args:
+        steps: the spans by step and rank.
+        names: of the ranks.
+    """
+    events: list[dict[str, Any]] = []
+    for rank, name in enumerate(names):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": name}})
+        events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
+    events += [
+        {
+            "ph": "X",
+            "name": span.kind if span.micro_batch is None else f"{span.kind} {span.micro_batch}",
+            "cat": span.kind,
+            "pid": span.rank,
+            "tid": 0,
+            "ts": round(span.begin * 1e6, 1),
+            "dur": round((span.end - span.begin) * 1e6, 1),
+            "args": {"step": step, "stage": span.stage, "micro_batch": span.micro_batch},
+        }
+        for step, rows in steps.items()
+        for spans in rows
+        for span in spans
+    ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

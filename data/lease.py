@@ -1,0 +1,189 @@
+"""One writer at a time: a lease that a process holds as long as it may write to some place.
+
+The lease is a file, `<name>-<number>`, that says who holds it. It is created exclusively, so of several processes one
+gets it. Its holder keeps a kernel lock on it and touches it every INTERVAL. Whether the holder of one that is found is
+alive,
+
+* the kernel lock tells at once where it was taken under this kernel, which drops it when a process ends, however it
+  ends. (Containers share host names and process numbers, so these tell nothing.)
+* its heartbeat tells elsewhere: alive when the modification time moves, dead when it is EXPIRY old and did not move
+  while this process watched. Age is the difference to a file written now, so only the file system's clock counts.
+
+A dead lease is followed by the next number, which again only one process can create; then the dead one is removed. Who
+finds others beside its new one than those that it judged gives way and looks again. A holder that stood still for so
+long that another followed it learns it from `successor`, before it writes anything more.
+
+Costs a touch every 10 s, and a small read for each question.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import secrets
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+INTERVAL = 10.0  # seconds between two heartbeats
+EXPIRY, WATCH = 6, 2  # a holder is dead after so many intervals without a heartbeat, seen for at least so many
+
+
+class Holder(NamedTuple):
+    """Who has a lease; `kernel` is empty where the file system has no locks, `token` is random."""
+
+    host: str
+    pid: int
+    since: str
+    kernel: str
+    token: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} since {self.since}"
+
+
+class Held(Exception):
+    """Somebody else has the lease.
+
+    Attributes:
+        holder: None where its process has not written yet who it is, or died before.
+        patience: seconds after which a silent holder counts as dead; 0 where it is alive for certain.
+    """
+
+    def __init__(self, holder: Holder | None, patience: float = 0.0) -> None:
+        super().__init__(str(holder))
+        self.holder, self.patience = holder, patience
+
+
+class Found(NamedTuple):
+    """A lease on the disk, as in `Held`; `touched` in ns."""
+
+    path: Path
+    holder: Holder | None
+    locked: bool
+    touched: int
+
+
+class Lease:
+    """Held from a successful `take` until `release`.
+
+    Args:
+        folder: where the file lies.
+        name: of what is written to.
+        lost: told by another thread who has taken over; see `successor`.
+        interval: seconds between two heartbeats.
+    """
+
+    def __init__(self, folder: Path, name: str, lost: Callable[[str], object], interval: float = INTERVAL) -> None:
+        self._folder, self._name, self._lost, self._interval = folder, name, lost, interval
+        self._ended = threading.Event()
+        self._watched: dict[tuple[Path, Holder | None], tuple[int, float]] = {}  # last touch; when it counts as dead
+
+    def take(self) -> Holder:
+        """Get it, without waiting; what is written there as its holder.
+
+        Raises:
+            Held: somebody has it who is or may be alive. Who asks again learns in the end which of the two.
+            OSError: the folder cannot be written.
+        """
+        while not self._try():
+            time.sleep(random.uniform(0.0, 0.1))  # not in step with another process that gave way
+        threading.Thread(target=self._beat, name="lease", daemon=True).start()
+        return self._holder
+
+    def successor(self) -> str | None:
+        """Who has taken over, `nobody` where the file was removed; None as long as the lease is held."""
+        with suppress(OSError):  # a disk that does not answer tells nothing
+            found = _read(self._path)
+            if found is None or found.holder != self._holder:
+                return next((str(lease.holder) for lease in self._leases()), "nobody")
+        return None
+
+    def release(self) -> None:
+        """Let the next one have it."""
+        self._ended.set()
+        if self.successor() is None:
+            with suppress(OSError):
+                self._path.unlink()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(self._interval):
+            if successor := self.successor():
+                self._lost(successor)
+                break
+            with suppress(OSError):
+                os.utime(self._file)  # to the file system's own time
+        os.close(self._file)
+
+    def _try(self) -> bool:
+        """Take it once; False where another process came in between."""
+        found = self._leases()
+        for lease in found:
+            self._see_dead(lease)
+        number = int(found[-1].path.name.rpartition("-")[2]) + 1 if found else 1
+        self._path = self._folder / f"{self._name}-{number:06d}"
+        try:
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return False
+        kernel = ""
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            kernel = _kernel()
+        now = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        self._holder = Holder(socket.gethostname(), os.getpid(), now, kernel, secrets.token_hex(8))
+        os.write(self._file, json.dumps(self._holder).encode())
+        if [lease for lease in self._leases() if lease.path != self._path] == found:
+            for lease in found:
+                lease.path.unlink(missing_ok=True)
+            return True
+        self._path.unlink()
+        os.close(self._file)
+        return False
+
+    def _see_dead(self, lease: Found) -> None:
+        if lease.holder and lease.holder.kernel == _kernel():
+            if lease.locked:
+                raise Held(lease.holder)
+            return
+        key = lease.path, lease.holder
+        touched, end = self._watched.get(key, (None, 0.0))
+        if touched != lease.touched:
+            with tempfile.TemporaryFile(dir=self._folder) as probe:
+                age = (os.fstat(probe.fileno()).st_mtime_ns - lease.touched) / 1e9
+            end = time.monotonic() + max(EXPIRY * self._interval - age, WATCH * self._interval)
+            self._watched[key] = lease.touched, end
+            if touched is not None:
+                raise Held(lease.holder)
+        if (patience := end - time.monotonic()) > 0:
+            raise Held(lease.holder, patience)
+
+    def _leases(self) -> list[Found]:
+        paths = sorted(self._folder.glob(f"{self._name}-{'[0-9]' * 6}"))
+        return [lease for path in paths if (lease := _read(path))]
+
+
+def _read(path: Path) -> Found | None:
+    with suppress(FileNotFoundError), open(path, "rb") as file:  # opened anew: a shared disk then looks past its cache
+        holder = None
+        with suppress(ValueError, TypeError):
+            holder = Holder(*json.loads(file.read()))
+        locked = False
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: several processes may look at once
+        except OSError as error:
+            locked = isinstance(error, BlockingIOError)
+        return Found(path, holder, locked, os.fstat(file.fileno()).st_mtime_ns)
+    return None
+
+
+def _kernel() -> str:
+    """Names the running kernel; processes that find the same name see each other's locks."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

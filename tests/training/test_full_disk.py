@@ -1,0 +1,60 @@
+"""A disk that is full when a run starts, or starts again: one line, and nothing lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import FAQ
+from tests.disks import fill, small_disk
+from tests.launching import deepspeed, error_lines, metrics, topology, write_config
+from training.checkpoint.folder import RECORD
+
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
+
+
+def test_a_full_disk_at_the_start_and_at_the_next(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "data.json").write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:16]), encoding="utf-8")
+    with small_disk(tmp_path / "disk", 32) as (disk, may_fill):
+        if not may_fill:
+            pytest.skip("this machine does not let a test mount a file system")
+        config = write_config(
+            tmp_path / "run.yml",
+            model_path=str(make_checkpoint("llama")),
+            data_path=str(tmp_path / "data.json"),
+            save_path=str(disk / "run"),
+            model_topo=topology((2, 1)),
+            save_interval=1,
+        )
+        start = (2, "train_ds.py", "--config", config)
+        filler = fill(disk)
+        refused = deepspeed(*start)
+        assert_one_line(refused.stderr, error_lines(refused), refused.returncode)
+        filler.unlink()
+        assert deepspeed(*start).returncode == 0
+        steps = len(metrics(disk / "run"))
+        files = contents(disk / "run")
+
+        filler = fill(disk)
+        longer = deepspeed(*start, f"max_steps={steps + 2}", "n_epoches=3")
+        assert_one_line(longer.stderr, error_lines(longer), longer.returncode)
+        assert {path: data for path, data in contents(disk / "run").items() if path in files} == files
+        filler.unlink()
+        again = deepspeed(*start, f"max_steps={steps + 2}", "n_epoches=3")
+        assert again.returncode == 0, again.stdout + again.stderr
+        assert [line["step"] for line in metrics(disk / "run")] == list(range(1, steps + 3))
+
+
+def assert_one_line(stderr: str, errors: list[str], code: int) -> None:
+    assert code != 0
+    assert len(errors) == 1 and "No space left on device" in errors[0], stderr
+    assert "Traceback" not in stderr
+
+
+def contents(run_folder: Path) -> dict[Path, bytes]:
+    """Of the files of whole checkpoints."""
+    folders = [record.parent for record in run_folder.glob(f"step-*/{RECORD}")]
+    return {path: path.read_bytes() for folder in folders for path in folder.iterdir()}
