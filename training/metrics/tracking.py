@@ -24,30 +24,19 @@ FLUSH_SECONDS = 10  # how far TensorBoard's curves lag behind, and what a kill c
 
 
 class Tracker(Protocol):
-    """Something that draws curves.
-
-    Attributes:
-        name: as the user knows it.
-    """
+    """Something that draws curves; `name` is what the user knows it by."""
 
     name: str
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Take the numbers of a step."""
-        ...
 
     def close(self, failed: bool) -> None:
         """The run ends; `failed` says whether by an error."""
-        ...
 
 
 class TensorBoardWriter:
-    """Event files in `folder`/tensorboard.
-
-    Args:
-        folder: the run's folder.
-        first_step: the step that comes next; what earlier event files say of it and later ones is hidden.
-    """
+    """Event files in `folder`/tensorboard; what earlier ones say of `first_step` and later steps is hidden."""
 
     name = "tensorboard"
 
@@ -67,11 +56,6 @@ class TensorBoardWriter:
 
 class WandBWriter:
     """A run on Weights & Biases, which knows the user by the key of `wandb login` or in WANDB_API_KEY.
-
-    Args:
-        folder: the run's folder.
-        first_step: the step that comes next; above 1 the run of `folder`/wandb_id goes on.
-        config: the run's config, kept with its curves.
 
     Raises:
         ConfigError: the package is missing, or it cannot begin a run.
@@ -113,6 +97,10 @@ class WandBWriter:
 
 def open_trackers(config: TrainConfig, folder: Path, first_step: int) -> list[Tracker]:
     """The trackers that the config enables; called on the rank that reports.
+
+    Args:
+        folder: the run's folder.
+        first_step: the step that comes next; above 1 when the run goes on.
 
     Raises:
         ConfigError: one of them cannot be used.
