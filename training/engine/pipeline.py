@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,6 @@ class PipelineTrainer(Trainer):
         loss = self.engine.eval_batch(micro_batches, num_micro_batches=batch.n_micro_batches)
         self.engine.module.train()
         return float(loss)
-
-    def write_layers(self, folder: Path, save: Callable[[Any, str], object]) -> None:
-        """DeepSpeed writes one file a layer already."""
 
     def micro_batches(self, loader: Loader, batch: GlobalBatch) -> Iterator[Sent]:
         self.engine.expect(loader.shapes(batch, self.replica))

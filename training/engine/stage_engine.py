@@ -1,7 +1,4 @@
-"""DeepSpeed's pipeline engine as Pipetune runs it: what a stage does otherwise than DeepSpeed 0.19.8.
-
-Each method says what is otherwise and why.
-"""
+"""DeepSpeed's pipeline engine as Pipetune runs it: what a stage does otherwise than DeepSpeed 0.19.8, and why."""
 
 from __future__ import annotations
 
@@ -16,14 +13,11 @@ from torch import Tensor
 
 
 class StageEngine(PipelineEngine):
-    """One stage that runs DeepSpeed's 1F1B.
-
-    `deepspeed.initialize` makes a PipelineEngine, which then becomes one of these (`adopt`).
-    """
+    """One stage that runs DeepSpeed's 1F1B."""
 
     @classmethod
     def adopt(cls, engine: PipelineEngine) -> StageEngine:
-        """Turn an engine that DeepSpeed made into one of this class."""
+        """Turn what `deepspeed.initialize` made into one of this class."""
         engine.__class__ = cls
         assert isinstance(engine, cls)
         if hasattr(engine.optimizer, "scaled_global_norm"):

@@ -72,9 +72,8 @@ class Trainer(ABC):
     def eval_loss(self, loader: Loader, batch: GlobalBatch) -> float:
         """The cross-entropy over the supervised tokens of a global batch; no gradient, no dropout, no further terms."""
 
-    @abstractmethod
-    def write_layers(self, folder: Path, save: Callable[[Any, str], object]) -> None:
-        """Write the layer files of the pipeline layout that DeepSpeed does not write by itself.
+    def write_layers(self, folder: Path, save: Callable[[Any, str], object]) -> None:  # noqa: B027
+        """Write the layer files of the pipeline layout that DeepSpeed does not write by itself: none for a pipeline.
 
         Args:
             save: writes a state dict to a path; it does not raise, as the ranks work together.

@@ -37,8 +37,7 @@ class ZeroTrainer(Trainer):
     def build(cls, config: TrainConfig, spec: ModelSpec, folder: Path, division: Division) -> ZeroTrainer:
         stage = config.zero_optimization.stage
         make_model = partial(ShardedModel, spec=spec, shards=deepspeed_config(config) if stage == 3 else None)
-        layers = range(spec.n_layers)
-        engine = build_engine(config, spec, folder, layers, make_model, division.recompute)
+        engine = build_engine(config, spec, folder, range(spec.n_layers), make_model, division.recompute)
         if stage == 0:
             engine.clip_fp32_gradients = MethodType(_clip_gradients, engine)
             if config.bf16.enabled:
@@ -67,10 +66,7 @@ class ZeroTrainer(Trainer):
         return loss
 
     def write_layers(self, folder: Path, save: Callable[[Any, str], object]) -> None:
-        """Write the layer files of the pipeline layout.
-
-        The ranks take the layers in turn and write side by side, so each holds one whole layer at most.
-        """
+        """The ranks take the layers in turn and write side by side, so each holds one whole layer at most."""
         sharded = self.engine.zero_optimization_stage() == 3
         rank, ranks = self.engine.global_rank, self.engine.world_size
         layers = list(self.engine.module)
