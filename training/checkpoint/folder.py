@@ -17,9 +17,9 @@ import zlib
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from data.streaming.windows import Made
 from models.checkpoint.publish import workplace
@@ -103,18 +103,14 @@ class Best(BaseModel):
     """`best.json`: the checkpoint with the lowest evaluation loss so far.
 
     Attributes:
+        eval_loss: finite; null of an earlier version, which counts for nothing.
         records: the fingerprint of those it was measured on; empty where an earlier version wrote it.
     """
 
     checkpoint: str
     step: int
-    eval_loss: float
+    eval_loss: Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
     records: str = ""
-
-    @field_validator("eval_loss", mode="before")
-    @classmethod
-    def _null_is_no_number(cls, value: object) -> object:
-        return math.nan if value is None else value  # as JSON has it of an earlier version
 
     @classmethod
     def read(cls, save_path: Path, step: int, records: str) -> Best | None:

@@ -3,9 +3,7 @@
 The layers are cut into 2P chunks. Stage s of P holds the s-th and the s-th last one (`VScheduleModel`), so
 micro-batches run down the stages and up again, and the first stage has the loss. A stage begins with the second chunk
 of one micro-batch while others are still in the first, and so waits less. What waiting is left is filled with the
-gradients of weights, which no other stage needs (`training.schedule.zero_bubble`).
-
-DeepSpeed's engine does the rest. It exchanges the shape of the micro-batches once; here they differ, and each is known.
+gradients of weights, which no other stage needs (`training.schedule.zero_bubble`). DeepSpeed's engine does the rest.
 
 Cost: twice the messages, one to two more micro-batches' activations of a chunk, and at least 2P micro-batches in a
 step, which `data.loader` makes of any batch.

@@ -37,10 +37,8 @@ class Trainer(ABC):
 
     Attributes:
         in_stages: whether the layers are divided among the stages of a pipeline.
-        engine: saves checkpoints, and knows the optimizer and the norm of the gradient.
         replica: the number, from 0, of the replica of the model or of a stage that this rank is.
         stage: of the pipeline, from 0.
-        timings: where the time of a step goes.
     """
 
     in_stages: ClassVar[bool]
@@ -54,7 +52,7 @@ class Trainer(ABC):
     @classmethod
     @abstractmethod
     def build(cls, config: TrainConfig, spec: ModelSpec, folder: Path, division: Division) -> Trainer:
-        """Load this rank's weights and make the engine.
+        """Load this rank's weights, make the optimizer and wrap both in DeepSpeed's engine.
 
         Args:
             folder: of the weights, in either layout; nothing is read with `from_scratch`.
@@ -97,14 +95,11 @@ def build_engine(
     make_model: Callable[..., nn.Module],
     recompute: frozenset[int],
 ) -> Any:
-    """Build this process's layers with their weights and optimizer, and wrap them in DeepSpeed's engine.
+    """The engine of `Trainer.build`.
 
     Args:
         layers: those that this process holds.
-        make_model: takes where weights come from and, by name, what `models.pipeline` and `models.sharded` both take.
-
-    Raises:
-        RunRefused: on every rank, when some rank's weights or settings are unusable.
+        make_model: takes, by name, what `models.pipeline` and `models.sharded` both take.
     """
     with agreed():
         check_device(config)

@@ -55,13 +55,11 @@ class Device:
 
 # A core of a desktop or a server; only the ratio of arithmetic to memory matters, for the division of layers.
 CPU = Device("CPU", None, 1e11, 5e10, 1e10, 1.0, 1e9, reserves=False, known=False)
-
-
 _GPUS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("gpus.yml").read_text(encoding="utf-8"))
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense half-precision FLOP/s of a GPU by torch's name of it; None where `_known` has none."""
+    """Dense half-precision FLOP/s of a GPU by torch's name of it; None for one that is not known, or a slice of one."""
     key = _known(device_name)
     return _GPUS[key]["half"] * TERA if key else None
 
@@ -99,7 +97,7 @@ def this_device() -> Device:
 
 
 def _known(device_name: str) -> str | None:
-    """The key of a GPU by torch's name of it; None for one that is not known, or a slice of one."""
+    """The key of a GPU, as `peak_flops` has it."""
     if re.search(r"\bMIG\b", device_name):
         return None
     return next((key for key, gpu in _GPUS.items() if re.search(rf"\b{gpu['pattern']}(?!\w)", device_name)), None)

@@ -36,14 +36,11 @@ class StepMetrics:
     """One step's line of metrics.jsonl.
 
     Attributes:
-        step: from 1.
-        epoch: from 1.
+        step, epoch: from 1.
         loss: mean over the supervised tokens of the global batch.
-        lr: of the step.
         grad_norm: of the whole gradient, before clipping.
         samples, tokens, supervised: of the global batch, padding not counted.
-        tokens_per_s: over all processes.
-        seconds: the step's wall time.
+        tokens_per_s, seconds: of all processes, over the step's wall time.
         mfu: the share of the devices' peak arithmetic that the model itself needed; None where the peak is not known.
         times: seconds of rank 0 by part since the line before, see `training.engine.timings`.
         peak_memory: bytes that the largest process of each stage had at most so far.
@@ -69,8 +66,6 @@ class Reporter:
     """Writes metrics.jsonl, shows progress and feeds the trackers; on ranks other than 0 it does nothing.
 
     Attributes:
-        folder: the run's folder.
-        total_steps: of the run.
         active: whether this is the rank that reports.
         steps_per_print: how often a line is printed where standard error is no terminal.
         first_step: the step that comes next; above 1 when the run goes on.

@@ -35,13 +35,7 @@ PACKAGES = (
 
 
 def write_run_info(folder: Path, config: TrainConfig, parts: Sequence[int], first_step: int = 1) -> None:
-    """Write `folder`/run.json, atomically.
-
-    Args:
-        config: the resolved one.
-        parts: layers of each stage.
-        first_step: the step that this start begins with; above 1 when the run goes on.
-    """
+    """Write `folder`/run.json, atomically; `parts` has the layers of each stage, `first_step` is this start's first."""
     path, topo = folder / RUN_FILE, config.model_topo
     info = {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),

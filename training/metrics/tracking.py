@@ -1,8 +1,8 @@
 """Curves outside of metrics.jsonl: TensorBoard's event files, Weights & Biases.
 
-Both take the numbers of each line of metrics.jsonl under the same names, and both go on with a run that goes on. For
-TensorBoard a mark in the new event file hides what an earlier start wrote of the steps that are repeated. Weights &
-Biases finds its run by the id in `wandb_id` and drops repeated steps by itself.
+Both take the numbers of each line of metrics.jsonl, and both go on with a run that goes on. For TensorBoard a mark in
+the new event file hides what an earlier start wrote of the steps that are repeated. Weights & Biases finds its run by
+the id in `wandb_id` and drops repeated steps by itself.
 
 A number is one event in TensorBoard's queue, some 50 microseconds; a thread of its own writes to the disk. Neither
 package is imported where its section is not enabled.
@@ -36,7 +36,7 @@ class Tracker(Protocol):
 
 
 class TensorBoardWriter:
-    """Event files in `folder`/tensorboard; what earlier ones say of `first_step` and later steps is hidden."""
+    """Event files in the run's folder."""
 
     name = "tensorboard"
 
