@@ -50,7 +50,8 @@ class ShardedModel(nn.ModuleList):
         super().__init__()
         self._z_loss_weight = z_loss_weight
         self._router_loss_weight = router_loss_weight
-        self.positions = positions = spec.positions()
+        positions = spec.positions()
+        self.positions = [positions]
         device = torch.device(get_accelerator().current_device_name())
         for number in range(spec.n_layers):
             layer = build_layer(spec, number, states, positions, dtype, device)

@@ -8,6 +8,7 @@ that give no finite loss are named. Where all of them do, the weights are at fau
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from rich.console import Console
 from tqdm import tqdm
@@ -21,22 +22,22 @@ from training.errors import RunRefused
 SHOWN = 20  # records
 
 
+@dataclass
 class BadSteps:
     """Counts bad steps in a row.
 
-    Args:
+    Attributes:
         limit: how many end the run.
         fp16: an infinite gradient is an everyday event then, by which the loss scale is found.
         active: whether this rank shows progress.
     """
 
-    def __init__(self, limit: int, fp16: bool, dataset: Dataset | Stream, log: Console, active: bool) -> None:
-        self._limit = limit
-        self._fp16 = fp16
-        self._dataset = dataset
-        self._log = log
-        self._active = active
-        self._in_a_row = 0
+    limit: int
+    fp16: bool
+    dataset: Dataset | Stream
+    log: Console
+    active: bool
+    in_a_row: int = 0
 
     def check(
         self, trainer: Trainer, loader: Loader, batch: GlobalBatch, step: int, loss: float, grad_norm: float
@@ -46,22 +47,22 @@ class BadSteps:
         Raises:
             RunRefused: there were too many in a row.
         """
-        if math.isfinite(loss) and (self._fp16 or math.isfinite(grad_norm)):
-            self._in_a_row = 0
+        if math.isfinite(loss) and (self.fp16 or math.isfinite(grad_norm)):
+            self.in_a_row = 0
             return
-        self._in_a_row += 1
+        self.in_a_row += 1
         what = f"step {step}: the loss is {loss:g}, the gradient's norm {grad_norm:g}"
-        if self._in_a_row < self._limit:
-            self._log.print(f"warning: {what}; the step changes nothing")
+        if self.in_a_row < self.limit:
+            self.log.print(f"warning: {what}; the step changes nothing")
             return
-        times = f"{self._in_a_row} steps in a row" if self._in_a_row > 1 else "one step"
+        times = f"{self.in_a_row} steps in a row" if self.in_a_row > 1 else "one step"
         raise RunRefused(f"{what}; ended after {times} (max_bad_steps); {self._cause(trainer, loader, batch)}")
 
     def _cause(self, trainer: Trainer, loader: Loader, batch: GlobalBatch) -> str:
         numbers = sorted(batch.samples)
         bad = [
             number
-            for number in tqdm(numbers, "looking for the records", disable=None if self._active else True, leave=False)
+            for number in tqdm(numbers, "looking for the records", disable=None if self.active else True, leave=False)
             if not math.isfinite(trainer.eval_loss(loader, loader.batch_of([number])))
         ]
         if not bad:
@@ -69,4 +70,4 @@ class BadSteps:
         if len(bad) == len(numbers):
             return "so does each of its records alone: the weights are spoilt, or the learning rate is too high"
         more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
-        return f"no finite loss from {', '.join(map(self._dataset.origin, bad[:SHOWN]))}{more}"
+        return f"no finite loss from {', '.join(map(self.dataset.origin, bad[:SHOWN]))}{more}"

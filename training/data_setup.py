@@ -94,27 +94,21 @@ class RecordReader:
 
 
 def report(
-    dataset: Dataset,
-    evaluation_set: Dataset | None,
-    max_seq_len: int,
-    log: Console,
-    run_folder: Path,
-    more: Sequence[str] = (),
-    what: str = "an epoch",
+    dataset: Dataset, evaluation_set: Dataset | None, loader: Loader, config: TrainConfig, log: Console, what: str
 ) -> None:
     """Say what a run is about to train on, and draw the lengths into its folder; for the rank that speaks.
 
     Args:
-        more: further lines, of steps and packing.
-        what: the dataset is.
+        what: the dataset is: an epoch, or a window of a stream.
     """
+    max_seq_len = config.max_seq_len
     log.print(f"records:\n{summary.table(dataset)}")
     if evaluation_set is not None:
         log.print(f"evaluation records:\n{summary.table(evaluation_set)}")
-    for line in [*summary.facts(dataset, max_seq_len, what), *more]:
+    for line in [*summary.facts(dataset, max_seq_len, what), *_packing(loader, len(dataset))]:
         log.print(line)
     try:
-        log.print(f"lengths drawn: {draw_lengths(dataset, max_seq_len, run_folder / LENGTHS_FILE)}")
+        log.print(f"lengths drawn: {draw_lengths(dataset, max_seq_len, Path(config.save_path) / LENGTHS_FILE)}")
     except OSError as error:
         log.print(f"warning: no picture of the lengths: {error}")
     warnings = summary.warnings(dataset, max_seq_len)
@@ -122,8 +116,8 @@ def report(
         log.print(f"warning: {warning}")
 
 
-def packing_told(loader: Loader, samples: int) -> list[str]:
-    """How samples share rows, for the log."""
+def _packing(loader: Loader, samples: int) -> list[str]:
+    """How samples share rows."""
     kept = f"; {loader.efficiency():.1%} of the tokens are no padding" if loader.steps_per_epoch else ""
     if not loader.packing:
         return [f"packing: off, each sample has a row of its own{kept}"]

@@ -23,12 +23,10 @@ class Evaluation:
     """The evaluation set of a run.
 
     Attributes:
-        dataset: the records.
-        records: their fingerprint.
+        records: the fingerprint of its records.
 
     Args:
         dataset: the records; all ranks hold the same.
-        config: says how large batches are, and when to evaluate.
         replicas: data-parallel size.
         steps_per_epoch: of the training; 0 where nobody knows.
         active: whether this rank shows progress.

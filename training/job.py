@@ -30,7 +30,7 @@ from training.checkpoint.saving import Checkpointer, read_side_files
 from training.config.changes import settings_of
 from training.config.deepspeed_config import router_loss_weight, training_dtype
 from training.config.keys import TrainConfig
-from training.data_setup import RecordReader, build_loader, packing_told, report
+from training.data_setup import RecordReader, build_loader, report
 from training.distributed.processes import Place, agreed
 from training.distributed.rank_monitor import RankMonitor
 from training.distributed.signals import StopRequest
@@ -255,10 +255,9 @@ def describe(config: TrainConfig, inputs: Inputs, division: Division, total_step
     streamed = isinstance(inputs.dataset, Stream)
     known = inputs.dataset.shown if isinstance(inputs.dataset, Stream) else inputs.dataset
     if not log.quiet and known is not None:
-        packing = packing_told(inputs.loader, len(known))
         what = "this window" if streamed else "an epoch"
         evaluated_on = inputs.evaluation.dataset if inputs.evaluation else None
-        report(known, evaluated_on, config.max_seq_len, log, Path(config.save_path), packing, what)
+        report(known, evaluated_on, inputs.loader, config, log, what)
     an_epoch = f", {inputs.loader.steps_per_epoch} an epoch" if not streamed else ""
     what = "rows" if config.packing == "dataset" else "samples"
     log.print(f"steps: {total_steps} of {config.train_batch_size} {what}{an_epoch}")

@@ -26,7 +26,8 @@ from data.records import parse_record
 from data.tokenize import Sample, Tokens, encode, encode_whole, load_tokenizer
 from tests.conftest import CHATML, save_tokenizer
 from tests.data.helpers import RECORDS
-from training.data_setup import LENGTHS_FILE, report
+from training.config.keys import TrainConfig
+from training.data_setup import LENGTHS_FILE, build_loader, report
 
 INSTRUCT = {"type": "instruct", "instruct": "What is one?", "output": "1"}
 
@@ -273,14 +274,17 @@ def test_the_report_says_what_a_person_would_act_on(tmp_path: Path, tokenizer_fo
     limit = 200
     dataset = load_dataset(path, tokenizer_folder, limit, "plain")
     evaluation_set = load_dataset(held_out, tokenizer_folder, limit, "plain")
+    keys = {"model_path": "m", "data_path": "d", "save_path": str(tmp_path), "train_batch_size": 4, "packing": False}
+    config = TrainConfig.model_validate(keys | {"max_seq_len": limit})
     with open(tmp_path / "log", "w", encoding="utf-8") as file:
-        report(dataset, evaluation_set, limit, Console(file=file, soft_wrap=True), tmp_path, ["packing: tight"])
+        log = Console(file=file, soft_wrap=True)
+        report(dataset, evaluation_set, build_loader(dataset, config, replicas=1), config, log, "an epoch")
     told = (tmp_path / "log").read_text(encoding="utf-8")
     for part in (
         "train.json  instruct       10       10",
         "an epoch: 10 samples",
         "duplicates: 1 samples equal an earlier one",
-        "packing: tight",
+        "packing: off, each sample has a row of its own; ",
         "warning: 20% of the records are cut: raise max_seq_len, now 200; the longest record has",
         "warning: 10% of the samples are exact duplicates",
         "warning: 1 records have an empty answer",

@@ -1,9 +1,8 @@
 """How a checkpoint's files are written and read: on the disk at the end, and never unpickled blindly.
 
-DeepSpeed gives every state dict to its checkpoint engine, and the run its own files. This engine takes the checksum for
-`checkpoint.json` of what it writes and sends it on to the disk meanwhile, so that little is left to wait for at the
-end. It keeps an error until all ranks can hear of it, because a rank that raised while the others wait in a barrier
-would hang the run.
+DeepSpeed gives every state dict to its checkpoint engine, and the run its own files. This engine takes the checksum of
+what it writes and sends it on to the disk meanwhile, so that little is left to wait for at the end. It keeps an error
+until all ranks can hear of it: a rank that raised while the others wait in a barrier would hang the run.
 
 Cost: on top of `torch.save` a CRC-32 of what lies in the processor's cache, 1 to 4 GB/s a core.
 """
@@ -34,7 +33,7 @@ BEHIND = 64 * 2**20  # bytes that wait in memory for the disk
 
 
 class CheckpointFiles(TorchCheckpointEngine):
-    """Writes the files of one checkpoint."""
+    """Writes the files of one checkpoint after the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +56,7 @@ class CheckpointFiles(TorchCheckpointEngine):
             with SummedFile(path) as file:
                 fill(file)
             write_behind(path)
-            self._records[path] = file.record
+            self._records[path] = FileRecord(size=file.size, crc32=file.crc32)
         except (OSError, RuntimeError) as error:
             cause = error if isinstance(error, OSError) else error.__context__
             if not isinstance(cause, OSError):
@@ -65,38 +64,35 @@ class CheckpointFiles(TorchCheckpointEngine):
             self._error = cause
 
     def written(self) -> dict[str, FileRecord]:
-        """What this rank wrote since `create`, by file name, once it is on the disk.
+        """What this rank wrote since `create`, by file name, once it is on the disk; it leaves the cache.
 
         Raises:
             OSError: the first error since `create`, or one of the disk.
         """
         if self._error:
             raise self._error
-        in_parallel(_settle, self._records)
+        in_parallel(sync, self._records)
+        for path in self._records:
+            write_behind(path)
         return {path.name: record for path, record in self._records.items()}
 
 
 class SummedFile(io.BufferedWriter):
-    """A new file that takes its own checksum and goes to the disk while it is written."""
+    """A new file that counts its bytes, takes its own checksum and goes to the disk while it is written."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "wb"))
         self._path = path
-        self._size = self._crc32 = self._sent = 0
-
-    @property
-    def record(self) -> FileRecord:
-        """Of what was written so far."""
-        return FileRecord(size=self._size, crc32=self._crc32)
+        self.size = self.crc32 = self._sent = 0
 
     def write(self, content: Any) -> int:
         content = memoryview(content)
         for begin in range(0, len(content), PIECE):
             piece = content[begin : begin + PIECE]
-            self._size += super().write(piece)
-            self._crc32 = zlib.crc32(piece, self._crc32)
-            if self._size - self._sent >= BEHIND:
-                self._sent = self._size
+            self.size += super().write(piece)
+            self.crc32 = zlib.crc32(piece, self.crc32)
+            if self.size - self._sent >= BEHIND:
+                self._sent = self.size
                 write_behind(self._path)
         return len(content)
 
@@ -109,9 +105,3 @@ def read_mapped(path: Path) -> Any:
     """
     with torch.serialization.safe_globals(KNOWN):
         return load_archive(path, mmap=True)
-
-
-def _settle(path: Path) -> None:
-    """Wait until a file is on the disk, and let go of it."""
-    sync(path)
-    write_behind(path)

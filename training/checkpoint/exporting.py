@@ -1,9 +1,9 @@
 """The HuggingFace folder at the end of a run (`export_hf`), written by all ranks side by side.
 
-Each rank reads and writes the layers of its own stage, in files of its own: no weights travel between ranks, and none
-holds more than one layer on top of its share. The replicas of a stage divide its layers, and so do the ranks of a ZeRO
-run, where every rank is a replica. The hosts share `save_path`. Rank 0 makes the folder under a temporary name, adds
-index, config and tokenizer when everybody is done, and renames it last.
+Each rank reads and writes layers of its own stage, in files of its own: no weights travel between ranks, and none holds
+more than one layer on top of its share. The replicas of a stage divide its layers; in a ZeRO run every rank is one. The
+hosts share `save_path`. Rank 0 makes the folder under a temporary name, adds index, config and tokenizer when everybody
+is done, and renames it last.
 """
 
 from __future__ import annotations
@@ -51,11 +51,7 @@ def export_run(checkpoint: Path, target: Path, layers: Sequence[int], model_fold
 
 
 def layers_by_rank(held: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """Each rank's share of its stage's layers, which the replicas of that stage divide.
-
-    Args:
-        held: for each rank, the layers that its stage holds.
-    """
+    """Each rank's share of the layers that its stage holds (`held`, by rank): the replicas of a stage divide them."""
     shares = []
     for rank, layers in enumerate(held):
         replica, replicas = held[:rank].count(layers), held.count(layers)

@@ -2,8 +2,8 @@
 
 `save_path/step-000120/` is whole when it holds `checkpoint.json`, which is written last and lists every file with its
 size and CRC-32. It is written under a hidden name (`models.checkpoint.publish`), so a crash leaves nothing half-written
-under this one; a damaged one does not fit its list. The checksum tells damage from accident, not from intent. It is
-taken of whole files, although most are zip archives with a checksum for each entry: nothing guards their own lists.
+under this one. The checksum is taken of whole files, although most are zip archives with a checksum for each entry:
+nothing guards their own lists.
 
 A file that cannot be read is not damaged, as its disk may be back tomorrow: it stops the run, and nothing is changed.
 """
@@ -15,11 +15,11 @@ import os
 import re
 import zlib
 from contextlib import suppress
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from data.streaming.windows import Made
 from models.checkpoint.publish import workplace
@@ -33,7 +33,7 @@ PIECE = 2**20  # what is summed up is still in the processor's cache
 
 
 class FileRecord(BaseModel):
-    """What a whole file has."""
+    """What a whole file has: bytes, and their checksum."""
 
     size: int
     crc32: int
@@ -90,7 +90,7 @@ class CheckpointRecord(BaseModel):
         return record if record.crc32 == record.checksum() else None
 
     def write(self, folder: Path) -> None:
-        """Write it last: from now on the folder counts as whole."""
+        """From now on the folder counts as whole."""
         whole = self.model_copy(update={"crc32": self.checksum()})
         replace_text(folder / RECORD, whole.model_dump_json(indent=1, exclude_unset=True) + "\n")
 
@@ -103,18 +103,14 @@ class Best(BaseModel):
     """`best.json`: the checkpoint with the lowest evaluation loss so far.
 
     Attributes:
+        eval_loss: finite; null of an earlier version, which counts for nothing.
         records: the fingerprint of those it was measured on; empty where an earlier version wrote it.
     """
 
     checkpoint: str
     step: int
-    eval_loss: float
+    eval_loss: Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
     records: str = ""
-
-    @field_validator("eval_loss", mode="before")
-    @classmethod
-    def _null_is_no_number(cls, value: object) -> object:
-        return math.nan if value is None else value  # as JSON has it of an earlier version
 
     @classmethod
     def read(cls, save_path: Path, step: int, records: str) -> Best | None:
@@ -182,7 +178,6 @@ def fault(folder: Path, share: int = 0, shares: int = 1) -> str | None:
 
 
 def file_record(path: Path) -> FileRecord:
-    """Size and checksum of a file."""
     checksum = size = 0
     memory = memoryview(bytearray(PIECE))
     with open(path, "rb", buffering=0) as file:
@@ -194,7 +189,7 @@ def file_record(path: Path) -> FileRecord:
 
 def set_aside(folder: Path) -> None:
     """Give a damaged checkpoint a name under which it counts no more; nothing is lost."""
-    names = chain([f"{folder.name}.damaged"], (f"{folder.name}.damaged-{number}" for number in count(2)))
+    names = (f"{folder.name}.damaged{f'-{number}' if number > 1 else ''}" for number in count(1))
     folder.rename(next(path for path in map(folder.with_name, names) if not os.path.lexists(path)))
 
 
@@ -206,16 +201,13 @@ def prune(save_path: Path, keep_last: int, keep: set[str]) -> None:
     """
     whole = [folder for folder in step_folders(save_path) if _has_record(folder)]
     for folder in whole[keep_last:]:
-        if folder.name not in keep and _is_own(folder):
+        record = CheckpointRecord.read(folder)
+        if folder.name in keep or folder.is_symlink() or record is None:
+            continue
+        present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
+        if present <= {*record.files, RECORD}:
             with workplace(folder) as place:  # a crash meanwhile leaves nothing that looks whole
                 folder.rename(place)
-
-
-def _is_own(folder: Path) -> bool:
-    """Whether the run wrote everything in a folder."""
-    record = CheckpointRecord.read(folder)
-    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
-    return record is not None and present <= {*record.files, RECORD} and not folder.is_symlink()
 
 
 def _has_record(folder: Path) -> bool:

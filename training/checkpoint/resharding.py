@@ -3,15 +3,12 @@
 The weights come from the layer files, which do not depend on the topology. What the optimizer keeps (fp32 weights,
 moments) lies in DeepSpeed's files, cut in the way of the run that wrote them. Each rank knows which slices of the
 weights it updates and which the files hold (`training.checkpoint.saved_slices`), and copies what is its own, bit for
-bit. The settings of the optimizer are those of the run's own config: none come from the files. Nothing is converted: no
-folder is written that could be left over, and no rank talks to another.
+bit; no rank talks to another. The settings of the optimizer are those of the run's own config. docs/design-notes.md
+says why DeepSpeed's own ways do not do.
 
 Cost: each rank reads its share of the state once, from mapped files, and holds nothing but what it will train with.
-163M parameters in bf16 from [2, 1] to [1, 2] on two cores, 2 GB of state in the system's cache: 0.7 to 1.9 s, where
-DeepSpeed's own way takes 4.4 s, as it reads into memory first. A rank opens the files of all replicas of the stages it
-needs, so from many replicas to many there are many small reads.
-
-docs/design-notes.md says why DeepSpeed's own ways do not do.
+163M parameters in bf16 from [2, 1] to [1, 2] on two cores, 2 GB of state in the system's cache: 0.7 to 1.9 s. A rank
+opens the files of all replicas of the stages it needs, so from many replicas to many there are many small reads.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from tqdm import tqdm
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 from training.checkpoint.folder import CheckpointRecord
-from training.checkpoint.saved_slices import SavedOptimizer, Slice
+from training.checkpoint.saved_slices import SavedOptimizer, Slice, equal_shares, layer_of
 
 
 def take_over(engine: DeepSpeedEngine, folder: Path, record: CheckpointRecord, spec: ModelSpec) -> None:
@@ -50,7 +47,7 @@ def take_over(engine: DeepSpeedEngine, folder: Path, record: CheckpointRecord, s
     missing = {name: sum(piece.numel for piece in pieces) for name, pieces in wanted.items()}
     shown = torch.distributed.get_rank() == 0 and sys.stderr.isatty()
     with tqdm(desc="optimizer states", total=sum(missing.values()), unit_scale=True, disable=not shown) as bar:
-        for stage in sorted({saved.stage_of(name) for name in wanted}):
+        for stage in sorted({record.topology.stage_of(layer_of(name)) for name in wanted}):
             for source in saved.slices(stage):
                 for piece in wanted.get(source.name, ()):
                     copied = _copy(source, piece, engine.basic_optimizer)
@@ -112,7 +109,7 @@ def slices_of(engine: DeepSpeedEngine) -> list[Slice]:
     """What this rank updates, in the order of the optimizer's own numbering."""
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        return list(_of_stage_3(optimizer))
+        return list(_of_stage_3(optimizer, engine.global_rank, engine.world_size))
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         return list(_of_ranges(optimizer, optimizer.bit16_groups))
     if isinstance(optimizer, BF16_Optimizer):
@@ -137,13 +134,7 @@ def _of_ranges(optimizer: Any, weights: list[list[Tensor]]) -> Iterator[Slice]:
                 yield Slice(optimizer.param_names[weight], there.start, here.numel, master, here.start, state)
 
 
-def _of_stage_3(optimizer: Any) -> Iterator[Slice]:
+def _of_stage_3(optimizer: Any, rank: int, ranks: int) -> Iterator[Slice]:
     for master, members in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
-        start = 0
-        for weight in members:
-            share = weight.partition_numel()  # padded, the same on every rank
-            offset = share * optimizer._get_param_partition_rank(weight)
-            numel = max(0, min(share, weight.ds_numel - offset))
-            state = optimizer.optimizer.state[master]
-            yield Slice(optimizer.param_names[weight], offset, numel, master, start, state)
-            start += share
+        sizes = [(optimizer.param_names[weight], weight.ds_numel) for weight in members]
+        yield from equal_shares(sizes, rank, ranks, master, optimizer.optimizer.state[master])

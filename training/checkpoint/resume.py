@@ -1,11 +1,9 @@
 """Continuing a run from a checkpoint, with the same next sample and, on the same topology, the same bits.
 
 On another topology the weights and the optimizer's state are the same bits too (`training.checkpoint.resharding`), but
-sums over stages and replicas are rounded in another order, and dropout draws other numbers.
-
-`resume: auto` takes the newest whole checkpoint in `save_path`; damaged and unfinished ones are named, set aside and
-passed over. What the step alone does not say (model, optimizer states, loss scale, random states) comes back from the
-files, all else from the config: `training.config.changes` has what of it may be another than before.
+sums over stages and replicas are rounded in another order, and dropout draws other numbers. Model, optimizer states,
+loss scale and random states come back from the files, all else from the config: `training.config.changes` has what of
+it may be another than before.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from rich.console import Console
 
 from models.checkpoint.layout import resolve
@@ -21,7 +20,7 @@ from models.spec import ModelSpec
 from training.checkpoint.deepspeed_files import read_mapped
 from training.checkpoint.folder import CheckpointRecord, DataOrder, fault, set_aside, step_folders
 from training.checkpoint.resharding import take_over
-from training.checkpoint.saving import random_file, restore_random_states
+from training.checkpoint.saving import random_file
 from training.config.changes import compare, differs, settings_of
 from training.config.keys import TrainConfig
 from training.distributed.processes import agreed, gather
@@ -29,7 +28,6 @@ from training.engine.trainer import Trainer
 from training.errors import ConfigError
 from training.topology import Division
 
-AUTO, NONE = "auto", "none"
 # Of config.json, what the computation does not depend on.
 UNUSED = {"_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"}
 
@@ -38,12 +36,12 @@ def find_checkpoint(config: TrainConfig, save_path: Path, log: Console) -> Path 
     """The checkpoint to continue from, found whole; None to start from the beginning. All ranks call it together.
 
     Raises:
-        ConfigError: the folder that `resume` names is no whole checkpoint.
+        ConfigError: the folder that `resume` names is no whole checkpoint, or `save_path` holds others.
     """
-    if config.resume == AUTO:
+    if config.resume == "auto":
         return _newest(save_path, log)
     folder = None
-    if config.resume != NONE:
+    if config.resume != "none":
         with agreed():
             folder = resolve(config.resume)
         if reason := _fault_together(folder):
@@ -86,7 +84,6 @@ def resume(
     Args:
         record: of the checkpoint.
         division: of the run, which may be another than the checkpoint's.
-        kind: how the model is spread now.
 
     Raises:
         RunRefused: on every rank, when some rank's files are unusable.
@@ -105,18 +102,18 @@ def resume(
         if changed:
             torch.manual_seed(config.seed + rank + record.step * 2**20)  # no rank draws what it drew at the run's start
         else:
-            restore_random_states(read_mapped(folder / random_file(rank)))
+            states = read_mapped(folder / random_file(rank))
+            torch.set_rng_state(states["cpu"])
+            if "device" in states:  # not of an early version
+                get_accelerator().set_rng_state(states["device"])
     return trainer
 
 
 def check_resumable(folder: Path, record: CheckpointRecord, data: DataOrder, config: TrainConfig) -> list[str]:
-    """See that a step means the same samples as when a checkpoint was saved, and the same kind of update.
-
-    Returns:
-        What else changed, in lines.
+    """What changed since a checkpoint was saved, in lines.
 
     Raises:
-        ConfigError: something differs that must agree (`training.config.changes`).
+        ConfigError: a step means other samples, or another kind of update (`training.config.changes`).
     """
     before = record.data
     if before.fingerprint != data.fingerprint:
@@ -138,11 +135,7 @@ def check_resumable(folder: Path, record: CheckpointRecord, data: DataOrder, con
 
 
 def check_same_model(folder: Path, spec: ModelSpec) -> None:
-    """See that a model is the one that a checkpoint was trained as; its weights may have moved.
-
-    Raises:
-        ConfigError: something of its config.json changed.
-    """
+    """Raise a ConfigError where a model's config.json is not the one that a checkpoint was trained with."""
     then, now = ModelSpec.from_folder(folder).raw, spec.raw
     for key in sorted((then.keys() | now.keys()) - UNUSED):
         if then.get(key) != now.get(key):

@@ -4,15 +4,14 @@ DeepSpeed has five optimizers, and each cuts the weights in its own way: ZeRO 1 
 of a group into one vector and give each replica a range of it; ZeRO 3 gives each rank a range of every weight; without
 ZeRO they stay whole. Here all of them are lists of slices; `training.checkpoint.resharding` lists an engine's own.
 
-The files are mapped into memory and not read: a slice costs nothing until somebody copies from it, and then no more
-than itself.
+The files are mapped and not read: a slice costs nothing until somebody copies from it, and then no more than itself.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -47,24 +46,16 @@ class Slice:
     state: dict[str, Any]
 
 
+@dataclass(frozen=True)
 class SavedOptimizer:
-    """The optimizer's state in a checkpoint folder.
+    """The optimizer's state in a checkpoint folder, divided as the checkpoint's record says."""
 
-    Args:
-        topology: how the checkpoint's record says it is divided.
-    """
-
-    def __init__(self, folder: Path, topology: Topology) -> None:
-        self.folder = folder
-        self.topology = topology
+    folder: Path
+    topology: Topology
 
     def loss_scaler(self) -> Any:
         """The loss scale of an fp16 run, which always has ZeRO."""
         return read_mapped(self._shards(0)[0])["optimizer_state_dict"]["loss_scaler"]
-
-    def stage_of(self, name: str) -> int:
-        """The stage of the pipeline that had a weight; 0 under plain ZeRO."""
-        return self.topology.stage_of(_layer(name))
 
     def slices(self, stage: int) -> Iterator[Slice]:
         """Everything that the replicas of a stage kept.
@@ -105,29 +96,20 @@ class SavedOptimizer:
             saved = read_mapped(path)["optimizer_state_dict"]
             for number, (master, weights) in enumerate(zip(saved["fp32_flat_groups"], shapes, strict=True)):
                 state = saved["optimizer_state_dict"]["state"].get(number, {})
-                start = 0
-                for name, shape in weights.items():
-                    share = math.ceil(shape.numel() / len(shards))  # padded, the same on every rank
-                    offset = share * rank
-                    numel = max(0, min(share, shape.numel() - offset))
-                    yield Slice(name, offset, numel, master, start, state)
-                    start += share
+                sizes = [(name, shape.numel()) for name, shape in weights.items()]
+                yield from equal_shares(sizes, rank, len(shards), master, state)
 
     def _of_whole(self, path: Path) -> Iterator[Slice]:
         """Without ZeRO: weight by weight, under the names that `training.checkpoint.saving` adds."""
         file = read_mapped(path)
         saved, names = file["optimizer"], file["parameter_names"]
-        if "fp32_groups" in saved:  # of a run in 16 bits
+        if "fp32_groups" in saved:  # of a run in 16 bits; else the weights themselves
             masters, saved = list(chain.from_iterable(saved["fp32_groups"])), saved["optimizer_state_dict"]
         else:
-            masters = self._weights(names)
+            layers = {layer: read_mapped(self.folder / layer_file(layer)) for layer in set(map(layer_of, names))}
+            masters = [layers[layer_of(name)][name.partition(".")[2]] for name in names]
         for number, (name, master) in enumerate(zip(names, masters, strict=True)):
             yield Slice(name, 0, master.numel(), master, 0, saved["state"].get(number, {}))
-
-    def _weights(self, names: list[str]) -> list[Tensor]:
-        """The weights themselves, from the layer files."""
-        layers = {layer: read_mapped(self.folder / layer_file(layer)) for layer in {_layer(name) for name in names}}
-        return [layers[_layer(name)][name.partition(".")[2]] for name in names]
 
     def _shards(self, stage: int) -> list[Path]:
         """The optimizer's files of a stage, one a replica; none where DeepSpeed put all into the model's file."""
@@ -145,5 +127,18 @@ class SavedOptimizer:
         return self.folder / f"{prefix}mp_rank_{stage:02d}_model_states.pt"
 
 
-def _layer(name: str) -> int:
+def equal_shares(
+    sizes: Iterable[tuple[str, int]], rank: int, ranks: int, master: Tensor, state: dict[str, Any]
+) -> Iterator[Slice]:
+    """What a rank has under ZeRO 3: of each weight, by name and number of elements, a range as long as any rank's."""
+    start = 0
+    for name, size in sizes:
+        share = math.ceil(size / ranks)  # padded on the last ranks
+        offset = share * rank
+        yield Slice(name, offset, max(0, min(share, size - offset)), master, start, state)
+        start += share
+
+
+def layer_of(name: str) -> int:
+    """The layer that has a weight, by its name."""
     return int(name.partition(".")[0])

@@ -36,7 +36,7 @@ from training.errors import ConfigError, RunRefused
 
 
 def random_file(rank: int) -> str:
-    """The name of a rank's random states."""
+    """The name of the file with a rank's random states: the generators that dropout draws from."""
     return f"random-{rank:03d}.pt"
 
 
@@ -48,7 +48,7 @@ class Checkpointer:
         trainer: whose state is saved.
         save_path: the run's folder.
         side_files: config and tokenizer of the model (`read_side_files`); on rank 0.
-        record: what is written of the run into each checkpoint, but for step and files.
+        record: what each checkpoint's record says, but for what is that checkpoint's own.
         eval_records: the fingerprint of those that the evaluation loss is measured on; empty without evaluation.
         best: the checkpoint with the lowest evaluation loss, which is never removed.
     """
@@ -95,18 +95,14 @@ class Checkpointer:
                 self.log.print(f"warning: {BEST} could not be written: {error.strerror or error}")
 
     def save(self, step: int, eval_loss: float | None = None) -> None:
-        """Save the state after `step`.
-
-        Args:
-            eval_loss: of the evaluation after that step, if there was one.
+        """Save the state after `step`, with the loss of the evaluation after it, if there was one.
 
         Raises:
             ConfigError: it could not be written, and `on_save_error` says stop.
         """
         folder = step_folder(self.save_path, step)
-        self.record = self.record.model_copy(update={"evaluated": eval_loss is not None})
         try:
-            self._write(folder, step)
+            self._write(folder, step, evaluated=eval_loss is not None)
         except RunRefused as refused:
             message = f"{folder.name} could not be saved: {refused}; the checkpoint before it stays the newest"
             if self.config.on_save_error == "stop":
@@ -119,9 +115,12 @@ class Checkpointer:
                 self._tidy_up()
         self._last = time.monotonic()
 
-    def _write(self, folder: Path, step: int) -> None:
+    def _write(self, folder: Path, step: int, evaluated: bool) -> None:
         """Write a checkpoint; RunRefused, on every rank, where that cannot be done on some."""
-        rank = torch.distributed.get_rank()
+        engine, rank = self.trainer.engine, torch.distributed.get_rank()
+        # Without ZeRO, DeepSpeed numbers the weights and keeps no names, so they go along.
+        sharded = engine.zero_optimization()
+        names = {} if sharded else {"parameter_names": [piece.name for piece in slices_of(engine)]}
         with ExitStack() as hidden:
             place = None
             with agreed(), writing(folder):
@@ -130,8 +129,9 @@ class Checkpointer:
                     place = hidden.enter_context(workplace(folder))
             new = gather(place)[0]
             assert new is not None
-            self._save_state(new)
-            self._files.save(random_states(), str(new / random_file(rank)))
+            engine.save_checkpoint(str(new.parent), tag=new.name, client_state=names, save_latest=False)
+            states = {"cpu": torch.get_rng_state(), "device": get_accelerator().get_rng_state()}
+            self._files.save(states, str(new / random_file(rank)))
             self.trainer.write_layers(new, self._files.save)
             for name, content in self.side_files.items():
                 self._files.write(new / name, methodcaller("write", content))
@@ -141,23 +141,13 @@ class Checkpointer:
             files = {name: record for records in gather(written) for name, record in records.items()}
             with agreed(), writing(folder):
                 if rank == 0:
-                    self._finish(new, folder, step, files)
-
-    def _save_state(self, folder: Path) -> None:
-        """DeepSpeed's part. Without ZeRO it numbers the weights and keeps no names, so they go along."""
-        engine = self.trainer.engine
-        sharded = engine.zero_optimization()
-        names = {} if sharded else {"parameter_names": [piece.name for piece in slices_of(engine)]}
-        engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=names, save_latest=False)
-
-    def _finish(self, new: Path, folder: Path, step: int, files: dict[str, FileRecord]) -> None:
-        """Rank 0's part once all files are on the disk: the record, the name that counts, then `latest`."""
-        self.record.model_copy(update={"step": step, "files": files}).write(new)
-        if folder.exists():
-            set_aside(folder)
-        new.rename(folder)
-        sync(self.save_path)  # which lists the checkpoint
-        replace_text(self.save_path / LATEST, folder.name)
+                    own = {"step": step, "files": files, "evaluated": evaluated}
+                    self.record.model_copy(update=own).write(new)
+                    if folder.exists():
+                        set_aside(folder)
+                    new.rename(folder)
+                    sync(self.save_path)  # which lists the checkpoint
+                    replace_text(self.save_path / LATEST, folder.name)
 
     def _tidy_up(self) -> None:
         """Remove earlier checkpoints; the new one counts whether that works or not."""
@@ -177,15 +167,3 @@ def read_side_files(model_folder: Path) -> dict[str, bytes]:
     with TemporaryDirectory() as made:
         copy_side_files(model_folder, Path(made))
         return {path.name: path.read_bytes() for path in Path(made).iterdir()}
-
-
-def random_states() -> dict[str, torch.Tensor]:
-    """The generators that dropout draws from on this rank."""
-    return {"cpu": torch.get_rng_state(), "device": get_accelerator().get_rng_state()}
-
-
-def restore_random_states(states: dict[str, torch.Tensor]) -> None:
-    """Put the generators back to where `random_states` found them."""
-    torch.set_rng_state(states["cpu"])
-    if "device" in states:
-        get_accelerator().set_rng_state(states["device"])

@@ -3,9 +3,7 @@
 The layers are cut into 2P chunks. Stage s of P holds the s-th and the s-th last one (`VScheduleModel`), so
 micro-batches run down the stages and up again, and the first stage has the loss. A stage begins with the second chunk
 of one micro-batch while others are still in the first, and so waits less. What waiting is left is filled with the
-gradients of weights, which no other stage needs (`training.schedule.zero_bubble`).
-
-DeepSpeed's engine does the rest. It exchanges the shape of the micro-batches once; here they differ, and each is known.
+gradients of weights, which no other stage needs (`training.schedule.zero_bubble`). DeepSpeed's engine does the rest.
 
 Cost: twice the messages, one to two more micro-batches' activations of a chunk, and at least 2P micro-batches in a
 step, which `data.loader` makes of any batch.
@@ -13,13 +11,12 @@ step, which `data.loader` makes of any batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from deepspeed import comm
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from training.engine.stage_engine import StageEngine
 from training.schedule.zero_bubble import FilledSchedule, LaunchP2P, WeightPass
@@ -29,16 +26,10 @@ class VScheduleEngine(DualPipeVEngine, StageEngine):
     """A stage with two chunks. What DualPipeVEngine does with one of them is a StageEngine's."""
 
     _p2p_ops: list[Any]
-    _under_way: list[Any]  # requests of messages that were launched
-
-    @classmethod
-    def adopt(cls, engine: PipelineEngine) -> StageEngine:
-        """See `StageEngine.adopt`."""
-        engine._under_way = []
-        return super().adopt(engine)
+    _under_way: Sequence[Any] = ()  # requests of messages that were launched
 
     def expect(self, shapes: Iterable[tuple[int, int]]) -> None:
-        """See `StageEngine.expect`; each chunk receives all micro-batches, in the same order."""
+        """Each chunk receives all micro-batches, in the same order."""
         shapes = list(shapes)
         self._shapes_of_chunk = iter(shapes), iter(shapes)
 
@@ -70,7 +61,7 @@ class VScheduleEngine(DualPipeVEngine, StageEngine):
             self._launch()
         for request in self._under_way:
             request.wait()
-        self._under_way, self._p2p_ops = [], []
+        self._under_way, self._p2p_ops = (), []
 
     _INSTRUCTION_MAP = DualPipeVEngine._INSTRUCTION_MAP | {
         schedule.RecvActivation: _receive_activations,

@@ -1,12 +1,4 @@
-"""DeepSpeed's pipeline engine as Pipetune runs it: what a stage does otherwise than DeepSpeed 0.19.8.
-
-* Nobody asks the sender what will come. Every rank knows the whole global batch, so each is told the shapes of all
-  micro-batches before a step (`expect`) and receives into fresh memory of the right size. DeepSpeed would send a
-  message before each micro-batch and wait for the device in order to read it.
-* A stage runs one backward pass for all tensors that it sent on.
-* Tied gradients are summed wherever the optimizer keeps them, and clipping in fp32 without ZeRO sees the norm over all
-  stages.
-"""
+"""DeepSpeed's pipeline engine as Pipetune runs it: what a stage does otherwise than DeepSpeed 0.19.8, and why."""
 
 from __future__ import annotations
 
@@ -21,14 +13,11 @@ from torch import Tensor
 
 
 class StageEngine(PipelineEngine):
-    """One stage that runs DeepSpeed's 1F1B.
-
-    `deepspeed.initialize` makes a PipelineEngine, which then becomes one of these (`adopt`).
-    """
+    """One stage that runs DeepSpeed's 1F1B."""
 
     @classmethod
     def adopt(cls, engine: PipelineEngine) -> StageEngine:
-        """Turn an engine that DeepSpeed made into one of this class."""
+        """Turn what `deepspeed.initialize` made into one of this class."""
         engine.__class__ = cls
         assert isinstance(engine, cls)
         if hasattr(engine.optimizer, "scaled_global_norm"):
@@ -36,7 +25,9 @@ class StageEngine(PipelineEngine):
         return engine
 
     def expect(self, shapes: Iterable[tuple[int, int]]) -> None:
-        """Say what comes next.
+        """Say what comes next, which every rank knows of the whole global batch.
+
+        DeepSpeed would send a message before each micro-batch and wait for the device in order to read it.
 
         Args:
             shapes: rows and length of each micro-batch of this replica, in the order of the next batch.
@@ -107,9 +98,7 @@ class StageEngine(PipelineEngine):
         if not norm.isfinite():
             self.zero_grad()
             return
-        scale = torch.clamp(self.gradient_clipping() / (norm + 1e-6), max=1.0)
-        for parameter in parameters:
-            parameter.grad.mul_(scale)
+        torch.nn.utils.clip_grads_with_norm_(parameters, self.gradient_clipping(), norm)
 
     _INSTRUCTION_MAP = PipelineEngine._INSTRUCTION_MAP | {
         schedule.RecvActivation: _exec_recv_activations,

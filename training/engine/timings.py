@@ -1,9 +1,9 @@
 """Where the time of a step goes: data, forward and backward, optimizer, checkpoint.
 
 Parts may lie inside each other (the pipeline engine fetches data and steps the optimizer in the middle of its
-schedule); time counts for the innermost one, so the parts never add up to more than the step. It is the clock of this
-process's Python thread: on a GPU nothing waits for kernels to finish, so work that one part queued counts for the part
-that first needs its result. Two readings of the clock a part: under a microsecond.
+schedule); time counts for the innermost one, so the parts never add up to more than the step. On a GPU nothing waits
+for kernels to finish: work that one part queued counts for the part that first needs its result. Cost: two readings of
+the clock a part, under a microsecond.
 """
 
 from __future__ import annotations

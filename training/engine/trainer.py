@@ -8,46 +8,51 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import deepspeed
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from data.loader import GlobalBatch, Loader
 from models.block_options import BlockOptions
 from models.checkpoint.source import open_source
+from models.documents import Documents
 from models.loading import LayerStates, SeededStates
 from models.spec import ModelSpec
 from training.config.deepspeed_config import check_device, deepspeed_config, router_loss_weight, training_dtype
 from training.config.keys import TrainConfig
 from training.distributed.processes import agreed
+from training.engine.prefetch import Sent, ahead
 from training.engine.timings import Timings
 from training.optimizer.optimizers import build_optimizer
 from training.topology import Division
 
 
-class Trainer(Protocol):
+class Trainer(ABC):
     """One rank's share of the model in a DeepSpeed engine. All ranks call each method, with the same global batch.
 
     Attributes:
         in_stages: whether the layers are divided among the stages of a pipeline.
-        engine: saves checkpoints, and knows the optimizer and the norm of the gradient.
+        replica: the number, from 0, of the replica of the model or of a stage that this rank is.
         stage: of the pipeline, from 0.
-        timings: where the time of a step goes.
     """
 
     in_stages: ClassVar[bool]
-    engine: DeepSpeedEngine
-    stage: int
-    timings: Timings
+
+    def __init__(self, engine: Any, replica: int, stage: int = 0) -> None:
+        self.engine = engine
+        self.replica = replica
+        self.stage = stage
+        self.timings = Timings()
 
     @classmethod
+    @abstractmethod
     def build(cls, config: TrainConfig, spec: ModelSpec, folder: Path, division: Division) -> Trainer:
-        """Load this rank's weights and make the engine.
+        """Load this rank's weights, make the optimizer and wrap both in DeepSpeed's engine.
 
         Args:
             folder: of the weights, in either layout; nothing is read with `from_scratch`.
@@ -56,23 +61,30 @@ class Trainer(Protocol):
         Raises:
             RunRefused: on every rank, when some rank's weights or settings are unusable.
         """
-        ...
 
+    @abstractmethod
     def train_step(self, loader: Loader, batch: GlobalBatch) -> float:
         """One optimizer step; the loss, a mean over the global batch's supervised tokens, the same on all ranks."""
-        ...
 
+    @abstractmethod
     def eval_loss(self, loader: Loader, batch: GlobalBatch) -> float:
         """The cross-entropy over the supervised tokens of a global batch; no gradient, no dropout, no further terms."""
-        ...
 
-    def write_layers(self, folder: Path, save: Callable[[Any, str], object]) -> None:
-        """Write the layer files of the pipeline layout that DeepSpeed does not write by itself.
+    def write_layers(self, folder: Path, save: Callable[[Any, str], object]) -> None:  # noqa: B027
+        """Write the layer files of the pipeline layout that DeepSpeed does not write by itself: none for a pipeline.
 
         Args:
             save: writes a state dict to a path; it does not raise, as the ranks work together.
         """
-        ...
+
+    def micro_batches(self, loader: Loader, batch: GlobalBatch) -> Iterator[Sent]:
+        """This rank's micro-batches, on their way to the device; engine and model are told what comes."""
+        # No two batches need have as many micro-batches, and DeepSpeed averages over as many as it is told.
+        self.engine.set_train_batch_size(batch.n_micro_batches * loader.micro_batch_size * loader.replicas)
+        documents = [Documents.laid_out(*layout) for layout in loader.layouts(batch, self.replica)]
+        for positions in self.engine.module.positions:
+            positions.expect(documents)
+        return ahead(loader.tensors(batch, self.replica), self.engine.device)
 
 
 def build_engine(
@@ -83,14 +95,11 @@ def build_engine(
     make_model: Callable[..., nn.Module],
     recompute: frozenset[int],
 ) -> Any:
-    """Build this process's layers with their weights and optimizer, and wrap them in DeepSpeed's engine.
+    """The engine of `Trainer.build`.
 
     Args:
         layers: those that this process holds.
-        make_model: takes where weights come from and, by name, what `models.pipeline` and `models.sharded` both take.
-
-    Raises:
-        RunRefused: on every rank, when some rank's weights or settings are unusable.
+        make_model: takes, by name, what `models.pipeline` and `models.sharded` both take.
     """
     with agreed():
         check_device(config)

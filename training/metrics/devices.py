@@ -1,8 +1,7 @@
 """What a device can do: memory, arithmetic, bandwidth.
 
-A plan assumes that a run turns `EFFICIENCY` of the peak into model FLOPs while it computes; `--calibrate` measures
-instead. Of the memory, `USABLE` may be planned with: drivers, CUDA and NCCL take some 0.5 to 1 GB, and the allocator
-cannot use every hole. What datasheets say of GPUs stands in gpus.yml.
+Of the memory, `USABLE` may be planned with: drivers, CUDA and NCCL take some 0.5 to 1 GB, and the allocator cannot use
+every hole. What datasheets say of GPUs stands in gpus.yml.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ import yaml
 from training.errors import ConfigError
 
 TERA = 1e12
-EFFICIENCY = 0.5
 USABLE = 0.96
 GIB = 2**30
-LINK = 20e9  # bytes/s between neighbours: PCIe 4 x16; NVLink is faster, and hidden states are small either way
 
 
 @dataclass(frozen=True)
@@ -33,8 +30,8 @@ class Device:
         memory: bytes that may be planned with; None where nothing is known to limit them.
         half, single: FLOP/s at best, in 16-bit numbers with fp32 sums and in fp32.
         bandwidth: of its memory, in bytes/s.
-        efficiency: the share of the peak that a run gets.
-        link: bytes/s to a neighbour.
+        efficiency: the share of the peak that a run gets while it computes; an assumption that `--calibrate` replaces.
+        link: bytes/s to a neighbour: PCIe 4 x16; NVLink is faster, and hidden states are small either way.
         reserves: whether freshly allocated memory counts before it is written to (CUDA), or only then (a CPU).
         known: whether speeds in seconds may be told.
         bf16: whether it computes in bf16.
@@ -45,8 +42,8 @@ class Device:
     half: float
     single: float
     bandwidth: float
-    efficiency: float = EFFICIENCY
-    link: float = LINK
+    efficiency: float = 0.5
+    link: float = 20e9
     reserves: bool = True
     known: bool = True
     bf16: bool = True
@@ -58,8 +55,6 @@ class Device:
 
 # A core of a desktop or a server; only the ratio of arithmetic to memory matters, for the division of layers.
 CPU = Device("CPU", None, 1e11, 5e10, 1e10, 1.0, 1e9, reserves=False, known=False)
-
-
 _GPUS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("gpus.yml").read_text(encoding="utf-8"))
 
 
@@ -102,7 +97,7 @@ def this_device() -> Device:
 
 
 def _known(device_name: str) -> str | None:
-    """The key of a GPU by torch's name of it; None for one that is not known, or a slice of one."""
+    """The key of a GPU, as `peak_flops` has it."""
     if re.search(r"\bMIG\b", device_name):
         return None
     return next((key for key, gpu in _GPUS.items() if re.search(rf"\b{gpu['pattern']}(?!\w)", device_name)), None)

@@ -50,8 +50,7 @@ class Utilization:
     """Model FLOPs utilisation (MFU) of a run's steps, from 0 to 1.
 
     Args:
-        spec: the model.
-        dtype: it computes in; the peaks are those of bf16 and fp16.
+        dtype: that the model computes in; the peaks are those of bf16 and fp16.
         processes: of the run, each with a device like this one's.
     """
 

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import pydantic_core
@@ -37,14 +36,11 @@ class StepMetrics:
     """One step's line of metrics.jsonl.
 
     Attributes:
-        step: from 1.
-        epoch: from 1.
+        step, epoch: from 1.
         loss: mean over the supervised tokens of the global batch.
-        lr: of the step.
         grad_norm: of the whole gradient, before clipping.
         samples, tokens, supervised: of the global batch, padding not counted.
-        tokens_per_s: over all processes.
-        seconds: the step's wall time.
+        tokens_per_s, seconds: of all processes, over the step's wall time.
         mfu: the share of the devices' peak arithmetic that the model itself needed; None where the peak is not known.
         times: seconds of rank 0 by part since the line before, see `training.engine.timings`.
         peak_memory: bytes that the largest process of each stage had at most so far.
@@ -65,12 +61,11 @@ class StepMetrics:
     peak_memory: list[int] = field(default_factory=list)
 
 
+@dataclass
 class Reporter:
     """Writes metrics.jsonl, shows progress and feeds the trackers; on ranks other than 0 it does nothing.
 
-    Args:
-        folder: the run's folder.
-        total_steps: of the run.
+    Attributes:
         active: whether this is the rank that reports.
         steps_per_print: how often a line is printed where standard error is no terminal.
         first_step: the step that comes next; above 1 when the run goes on.
@@ -78,30 +73,26 @@ class Reporter:
         evaluates_first: whether the evaluation after the step before `first_step` comes first.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        total_steps: int,
-        active: bool,
-        steps_per_print: int,
-        first_step: int = 1,
-        trackers: Sequence[Tracker] = (),
-        evaluates_first: bool = False,
-    ) -> None:
-        self._active = active
-        self._steps_per_print = steps_per_print
-        self._total = total_steps
-        self._first = first_step
-        self._trackers = list(trackers)
+    folder: Path
+    total_steps: int
+    active: bool
+    steps_per_print: int
+    first_step: int = 1
+    trackers: Sequence[Tracker] = ()
+    evaluates_first: bool = False
+
+    def __post_init__(self) -> None:
+        self._working = list(self.trackers)
         self._begin = time.monotonic()
         self._unwritten = b""
         self._disk_failed = False
-        if active:
-            cut(folder / METRICS_FILE, first_step, evaluates_first)
-            self._file = open(folder / METRICS_FILE, "ab", buffering=0)
+        if self.active:
+            path = self.folder / METRICS_FILE
+            cut(path, self.first_step, self.evaluates_first)
+            self._file = open(path, "ab", buffering=0)
             self._bar = tqdm(
-                total=total_steps,
-                initial=first_step - 1,
+                total=self.total_steps,
+                initial=self.first_step - 1,
                 disable=not sys.stderr.isatty(),
                 dynamic_ncols=True,
                 bar_format="{desc}|{bar}| {n_fmt}/{total_fmt}, {remaining} left",
@@ -109,7 +100,7 @@ class Reporter:
 
     def report(self, metrics: StepMetrics) -> None:
         """Record one step."""
-        if not self._active:
+        if not self.active:
             return
         self._record(asdict(metrics))
         numbers = f"loss {metrics.loss:.4f}  lr {metrics.lr:.2e}  {metrics.tokens_per_s:,.0f} tokens/s"
@@ -117,30 +108,30 @@ class Reporter:
             numbers += f"  MFU {metrics.mfu:.0%}"
         self._bar.set_description(f"epoch {metrics.epoch}  {numbers}", refresh=False)
         self._bar.update()
-        last = metrics.step == self._total
-        if self._bar.disable and (metrics.step % self._steps_per_print == 0 or last):
-            done = metrics.step - self._first + 1
-            left = (time.monotonic() - self._begin) / done * (self._total - metrics.step)
-            progress = f"step {metrics.step}/{self._total}  epoch {metrics.epoch}"
+        last = metrics.step == self.total_steps
+        if self._bar.disable and (metrics.step % self.steps_per_print == 0 or last):
+            done = metrics.step - self.first_step + 1
+            left = (time.monotonic() - self._begin) / done * (self.total_steps - metrics.step)
+            progress = f"step {metrics.step}/{self.total_steps}  epoch {metrics.epoch}"
             print(f"{progress}  {numbers}  {tqdm.format_interval(left)} left", flush=True)
 
     def report_evaluation(self, step: int, numbers: Mapping[str, float]) -> None:
         """Record an evaluation after `step`: `eval_loss`, `eval_perplexity`, `eval_loss/<type of record>`."""
-        if not self._active:
+        if not self.active:
             return
         self._record({"step": step, **numbers})
         text = "  ".join(f"{name} {value:.4f}" for name, value in numbers.items())
         with tqdm.external_write_mode():
-            print(f"step {step}/{self._total}  {text}", flush=True)
+            print(f"step {step}/{self.total_steps}  {text}", flush=True)
 
     def _record(self, values: dict[str, Any]) -> None:
         self._write(to_json(values) + b"\n")
         numbers = flatten({name: value for name, value in values.items() if name != "step"})
-        for tracker in tuple(self._trackers):
+        for tracker in tuple(self._working):
             try:
                 tracker.log(values["step"], numbers)
             except Exception as error:  # of whatever the tracker's package may raise
-                self._trackers.remove(tracker)
+                self._working.remove(tracker)
                 _warn(f"{tracker.name}: {error}; it gets no more numbers of this run")
 
     def _write(self, line: bytes) -> None:
@@ -157,13 +148,11 @@ class Reporter:
     def __enter__(self) -> Reporter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._active:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.active:
             self._file.close()
             self._bar.close()
-        for tracker in self._trackers:
+        for tracker in self._working:
             with suppress(Exception):  # the run is over, and its numbers are in metrics.jsonl
                 tracker.close(failed=kind is not None)
 
@@ -209,7 +198,7 @@ def flatten(values: Mapping[str, Any]) -> dict[str, float]:
     """Every number under a name of its own: `times/data`, `peak_memory/0`; without those that are not known."""
     numbers: dict[str, float] = {}
     for name, value in values.items():
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, list):
             value = dict(enumerate(value))  # noqa: PLW2901
         if isinstance(value, Mapping):
             numbers |= {f"{name}/{key}": each for key, each in value.items()}

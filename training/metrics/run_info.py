@@ -35,19 +35,12 @@ PACKAGES = (
 
 
 def write_run_info(folder: Path, config: TrainConfig, parts: Sequence[int], first_step: int = 1) -> None:
-    """Write `folder`/run.json, atomically.
-
-    Args:
-        folder: the run's folder.
-        config: the resolved config.
-        parts: layers of each stage.
-        first_step: the step that this start begins with; above 1 when the run goes on.
-    """
+    """Write `folder`/run.json, atomically; `parts` has the layers of each stage, `first_step` is this start's first."""
     path, topo = folder / RUN_FILE, config.model_topo
     info = {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "first_step": first_step,
-        "versions": versions(),
+        "versions": _versions(),
         "git": git_state(CODE),
         "topology": {
             "processes": topo.processes,
@@ -57,15 +50,21 @@ def write_run_info(folder: Path, config: TrainConfig, parts: Sequence[int], firs
             "dims": topo.process_topology.dims,
             "parts": list(parts),
         },
-        "machine": machine(),
+        "machine": {
+            "host": platform.node(),
+            "system": platform.platform(),
+            "cpu": _cpu_model(),
+            "cores": len(os.sched_getaffinity(0)),
+            "memory": psutil.virtual_memory().total,
+            "gpus": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())],
+        },
         "config": config.dump(),
         "earlier": _earlier_starts(path) if first_step > 1 else [],
     }
     replace_text(path, to_json(info, indent=2).decode() + "\n")
 
 
-def versions() -> dict[str, str]:
-    """Of Python, CUDA and the installed packages that matter."""
+def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
@@ -87,18 +86,6 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     revision = next(line.split()[2] for line in told if line.startswith("# branch.oid "))
     modified = any(not line.startswith("#") for line in told)
     return {"revision": revision, "modified": modified} if revision != "(initial)" else None
-
-
-def machine() -> dict[str, Any]:
-    """This machine: system, processor, memory, GPUs."""
-    return {
-        "host": platform.node(),
-        "system": platform.platform(),
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory": psutil.virtual_memory().total,
-        "gpus": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())],
-    }
 
 
 def _cpu_model() -> str:

@@ -1,8 +1,8 @@
 """Curves outside of metrics.jsonl: TensorBoard's event files, Weights & Biases.
 
-Both take the numbers of each line of metrics.jsonl under the same names, and both go on with a run that goes on. For
-TensorBoard a mark in the new event file hides what an earlier start wrote of the steps that are repeated. Weights &
-Biases finds its run by the id in `wandb_id` and drops repeated steps by itself.
+Both take the numbers of each line of metrics.jsonl, and both go on with a run that goes on. For TensorBoard a mark in
+the new event file hides what an earlier start wrote of the steps that are repeated. Weights & Biases finds its run by
+the id in `wandb_id` and drops repeated steps by itself.
 
 A number is one event in TensorBoard's queue, some 50 microseconds; a thread of its own writes to the disk. Neither
 package is imported where its section is not enabled.
@@ -24,30 +24,19 @@ FLUSH_SECONDS = 10  # how far TensorBoard's curves lag behind, and what a kill c
 
 
 class Tracker(Protocol):
-    """Something that draws curves.
-
-    Attributes:
-        name: as the user knows it.
-    """
+    """Something that draws curves; `name` is what the user knows it by."""
 
     name: str
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Take the numbers of a step."""
-        ...
 
     def close(self, failed: bool) -> None:
         """The run ends; `failed` says whether by an error."""
-        ...
 
 
 class TensorBoardWriter:
-    """Event files in `folder`/tensorboard.
-
-    Args:
-        folder: the run's folder.
-        first_step: the step that comes next; what earlier event files say of it and later ones is hidden.
-    """
+    """Event files in the run's folder."""
 
     name = "tensorboard"
 
@@ -67,11 +56,6 @@ class TensorBoardWriter:
 
 class WandBWriter:
     """A run on Weights & Biases, which knows the user by the key of `wandb login` or in WANDB_API_KEY.
-
-    Args:
-        folder: the run's folder.
-        first_step: the step that comes next; above 1 the run of `folder`/wandb_id goes on.
-        config: the run's config, kept with its curves.
 
     Raises:
         ConfigError: the package is missing, or it cannot begin a run.
@@ -113,6 +97,10 @@ class WandBWriter:
 
 def open_trackers(config: TrainConfig, folder: Path, first_step: int) -> list[Tracker]:
     """The trackers that the config enables; called on the rank that reports.
+
+    Args:
+        folder: the run's folder.
+        first_step: the step that comes next; above 1 when the run goes on.
 
     Raises:
         ConfigError: one of them cannot be used.
