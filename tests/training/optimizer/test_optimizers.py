@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from training.config.keys import TrainConfig
-from training.config.sections import Optimizer, Scheduler, WarmupCosineParams, Zero
+from training.config.sections import Optimizer, OptimizerOffload, Scheduler, WarmupCosineParams, Zero
 from training.errors import ConfigError
 from training.optimizer.lr_schedules import LearningRate, lr_ratio
 from training.optimizer.optimizers import build_optimizer, parameter_groups
@@ -121,7 +121,7 @@ def test_parameters_that_an_optimizer_does_not_take_are_refused(kind: str, param
 
 def test_an_optimizer_that_cannot_be_offloaded_is_refused() -> None:
     config = config_with("SGD", {"lr": 0.1})
-    config.zero_optimization.offload_optimizer = {"device": "cpu"}
+    config.zero_optimization.offload_optimizer = OptimizerOffload(device="cpu")
     with pytest.raises(ConfigError, match=r"^optimizer\.type: SGD cannot be offloaded; expected one of AdamW, Lion"):
         build_optimizer(config, [("weight", weights())])
 
