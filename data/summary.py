@@ -1,8 +1,8 @@
 """What a person wants to know about the data before a run begins, and what they would act on.
 
-`table` counts per file and type of record, `facts` sums up, `warnings` says what is probably not as it was meant. All
-of it is known from the cache; only looking for records that are both trained and evaluated on takes time, a second for
-ten million samples.
+`table` counts per file and type of record, `facts` and `packing` sum up, `warnings` says what is probably not as it was
+meant, `report` all of it. It is known from the cache; only looking for records that are both trained and evaluated on
+takes time, a second for ten million samples.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy
+from rich.console import Console
 
 from data.cache.columns import Tally
 from data.dataset import Dataset
+from data.histogram import draw_lengths
+from data.loader import Loader
 from data.terminal import safe_line
 
+LENGTHS_FILE = "lengths.png"
 ROWS = 20  # of the table
 CUT, SUPERVISED, DUPLICATES, EMPTY, SILENT = 0.1, 0.05, 0.01, 0.01, 0.01  # shares beyond which there is a warning
 COLUMNS = ("file", "type", "records", "samples", "tokens", "supervised", "cut", "split", "left out", "empty answers")
@@ -114,3 +118,47 @@ def _numbers(tally: Tally) -> tuple[str, ...]:
     share = f"{tally.supervised / tally.tokens:.0%}" if tally.tokens else "-"
     counts = [f"{count:,}" for count in (tally.records, tally.samples, tally.tokens)]
     return (*counts, share, *(f"{count:,}" for count in (tally.cut, tally.split, tally.silent, tally.empty)))
+
+
+def report(
+    dataset: Dataset,
+    evaluation_set: Dataset | None,
+    loader: Loader,
+    max_seq_len: int,
+    folder: Path,
+    log: Console,
+    what: str = "an epoch",
+) -> None:
+    """Say what a run is about to train on, and draw the lengths into its folder.
+
+    Args:
+        what: the dataset is: an epoch, or a window of a stream.
+    """
+    log.print(f"records:\n{table(dataset)}")
+    if evaluation_set is not None:
+        log.print(f"evaluation records:\n{table(evaluation_set)}")
+    for line in [*facts(dataset, max_seq_len, what), *packing(loader, len(dataset))]:
+        log.print(line)
+    try:
+        log.print(f"lengths drawn: {draw_lengths(dataset, max_seq_len, folder / LENGTHS_FILE)}")
+    except OSError as error:
+        log.print(f"warning: no picture of the lengths: {error}")
+    told = warnings(dataset, max_seq_len)
+    for warning in told + (overlap(dataset, evaluation_set) if evaluation_set is not None else []):
+        log.print(f"warning: {warning}")
+
+
+def packing(loader: Loader, samples: int) -> list[str]:
+    """Lines about how samples share rows."""
+    kept = f"; {loader.efficiency():.1%} of the tokens are no padding" if loader.steps_per_epoch else ""
+    if not loader.packing:
+        return [f"packing: off, each sample has a row of its own{kept}"]
+    if loader.packing == "batch":
+        return [f"packing: the samples of each batch, in rows of at most {loader.row_length} tokens{kept}"]
+    rows, steps = loader.rows_per_epoch, loader.steps_per_epoch
+    a_step = samples / rows * loader.batch_size
+    return [
+        f"packing: the whole epoch, {samples} samples in {rows} rows of at most {loader.row_length} tokens{kept}",
+        f"train_batch_size counts rows: {loader.batch_size} of them hold {a_step:.0f} samples, so an epoch has {steps} "
+        f"steps instead of {-(-samples // loader.batch_size)}",
+    ]

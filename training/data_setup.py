@@ -1,4 +1,4 @@
-"""The records of a run as its config asks for them, what is said about them, and how they become global batches."""
+"""The records of a run as its config asks for them, and how they become global batches."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from pathlib import Path
 import numpy
 from rich.console import Console
 
-from data import summary
 from data.cache.store import default_folder
 from data.dataset import Dataset, load_dataset
 from data.files.paths import expanded
 from data.files.sources import Source
-from data.histogram import draw_lengths
 from data.loader import Loader
 from data.packing import choose_row_length
 from data.prompts import default_format
@@ -25,8 +23,6 @@ from data.streaming.stream import Stream, open_stream
 from data.tokenize import load_tokenizer
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
-
-LENGTHS_FILE = "lengths.png"
 
 
 class RecordReader:
@@ -68,7 +64,7 @@ class RecordReader:
         assert config.stream_gb is not None
         run = hashlib.sha256(os.fsencode(Path(config.save_path).resolve())).hexdigest()[:16]
         folder = (expanded(config.cache_dir) if config.cache_dir else default_folder()) / "streams" / run
-        stream = open_stream(
+        return open_stream(
             config.data_path,
             self._folder,
             config.max_seq_len,
@@ -80,56 +76,6 @@ class RecordReader:
             log=self._log,
             active=not self._log.quiet,
         )
-        sizes = stream.windows.sizes.values()
-        self._log.print(
-            f"data: {len(sizes):,} files of {sum(sizes) / 1e9:,.2f} GB, tokenized while training: at most "
-            f"{config.stream_gb:g} GB at a time, in {folder}"
-        )
-        if max(sizes) > stream.windows.n_bytes:
-            self._log.print(
-                f"warning: the largest file, of {max(sizes) / 1e9:,.2f} GB, gives several windows of stream_gb, and is "
-                "read from its beginning for each: smaller files are faster, and shuffled better"
-            )
-        return stream
-
-
-def report(
-    dataset: Dataset, evaluation_set: Dataset | None, loader: Loader, config: TrainConfig, log: Console, what: str
-) -> None:
-    """Say what a run is about to train on, and draw the lengths into its folder; for the rank that speaks.
-
-    Args:
-        what: the dataset is: an epoch, or a window of a stream.
-    """
-    max_seq_len = config.max_seq_len
-    log.print(f"records:\n{summary.table(dataset)}")
-    if evaluation_set is not None:
-        log.print(f"evaluation records:\n{summary.table(evaluation_set)}")
-    for line in [*summary.facts(dataset, max_seq_len, what), *_packing(loader, len(dataset))]:
-        log.print(line)
-    try:
-        log.print(f"lengths drawn: {draw_lengths(dataset, max_seq_len, Path(config.save_path) / LENGTHS_FILE)}")
-    except OSError as error:
-        log.print(f"warning: no picture of the lengths: {error}")
-    warnings = summary.warnings(dataset, max_seq_len)
-    for warning in warnings + (summary.overlap(dataset, evaluation_set) if evaluation_set is not None else []):
-        log.print(f"warning: {warning}")
-
-
-def _packing(loader: Loader, samples: int) -> list[str]:
-    """How samples share rows."""
-    kept = f"; {loader.efficiency():.1%} of the tokens are no padding" if loader.steps_per_epoch else ""
-    if not loader.packing:
-        return [f"packing: off, each sample has a row of its own{kept}"]
-    if loader.packing == "batch":
-        return [f"packing: the samples of each batch, in rows of at most {loader.row_length} tokens{kept}"]
-    rows, steps = loader.rows_per_epoch, loader.steps_per_epoch
-    a_step = samples / rows * loader.batch_size
-    return [
-        f"packing: the whole epoch, {samples} samples in {rows} rows of at most {loader.row_length} tokens{kept}",
-        f"train_batch_size counts rows: {loader.batch_size} of them hold {a_step:.0f} samples, so an epoch has {steps} "
-        f"steps instead of {-(-samples // loader.batch_size)}",
-    ]
 
 
 def build_loader(

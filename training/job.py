@@ -12,6 +12,7 @@ import torch
 import yaml
 from rich.console import Console
 
+from data import summary
 from data.dataset import Dataset, check_vocabulary
 from data.loader import Loader
 from data.log import Log
@@ -30,7 +31,7 @@ from training.checkpoint.saving import Checkpointer, read_side_files
 from training.config.changes import settings_of
 from training.config.deepspeed_config import router_loss_weight, training_dtype
 from training.config.keys import TrainConfig
-from training.data_setup import RecordReader, build_loader, report
+from training.data_setup import RecordReader, build_loader
 from training.distributed.processes import Place, agreed
 from training.distributed.rank_monitor import RankMonitor
 from training.distributed.signals import StopRequest
@@ -257,7 +258,8 @@ def describe(config: TrainConfig, inputs: Inputs, division: Division, total_step
     if not log.quiet and known is not None:
         what = "this window" if streamed else "an epoch"
         evaluated_on = inputs.evaluation.dataset if inputs.evaluation else None
-        report(known, evaluated_on, inputs.loader, config, log, what)
+        folder = Path(config.save_path)
+        summary.report(known, evaluated_on, inputs.loader, config.max_seq_len, folder, log, what)
     an_epoch = f", {inputs.loader.steps_per_epoch} an epoch" if not streamed else ""
     what = "rows" if config.packing == "dataset" else "samples"
     log.print(f"steps: {total_steps} of {config.train_batch_size} {what}{an_epoch}")

@@ -219,5 +219,16 @@ def open_stream(
             )
         files += [DataFile(str(file), source.format) for file in files_of(source)] * int(source.repeat)
     recipe = Recipe(tuple(files), str(tokenizer), prompt_format, max_seq_len, on_bad_record)
-    n_bytes = int(gigabytes * 1e9 * SHARE)
-    return Stream(Windows(recipe, n_bytes, seed, folder, log or Console(quiet=True), active), seed)
+    log = log or Console(quiet=True)
+    windows = Windows(recipe, int(gigabytes * 1e9 * SHARE), seed, folder, log, active)
+    sizes = windows.sizes.values()
+    log.print(
+        f"data: {len(sizes):,} files of {sum(sizes) / 1e9:,.2f} GB, tokenized while training: at most {gigabytes:g} GB "
+        f"at a time, in {folder}"
+    )
+    if max(sizes) > windows.n_bytes:
+        log.print(
+            f"warning: the largest file, of {max(sizes) / 1e9:,.2f} GB, gives several windows of stream_gb, and is "
+            "read from its beginning for each: smaller files are faster, and shuffled better"
+        )
+    return Stream(windows, seed)

@@ -27,7 +27,7 @@ from data.tokenize import Sample, Tokens, encode, encode_whole, load_tokenizer
 from tests.conftest import CHATML, save_tokenizer
 from tests.data.helpers import RECORDS
 from training.config.keys import TrainConfig
-from training.data_setup import LENGTHS_FILE, build_loader, report
+from training.data_setup import build_loader
 
 INSTRUCT = {"type": "instruct", "instruct": "What is one?", "output": "1"}
 
@@ -278,7 +278,8 @@ def test_the_report_says_what_a_person_would_act_on(tmp_path: Path, tokenizer_fo
     config = TrainConfig.model_validate(keys | {"max_seq_len": limit})
     with open(tmp_path / "log", "w", encoding="utf-8") as file:
         log = Console(file=file, soft_wrap=True)
-        report(dataset, evaluation_set, build_loader(dataset, config, replicas=1), config, log, "an epoch")
+        loader = build_loader(dataset, config, replicas=1)
+        summary.report(dataset, evaluation_set, loader, config.max_seq_len, tmp_path, log)
     told = (tmp_path / "log").read_text(encoding="utf-8")
     for part in (
         "train.json  instruct       10       10",
@@ -292,7 +293,7 @@ def test_the_report_says_what_a_person_would_act_on(tmp_path: Path, tokenizer_fo
         "warning: 1 of 2 samples of the evaluation data are trained on too",
     ):
         assert part in told
-    assert (tmp_path / LENGTHS_FILE).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / summary.LENGTHS_FILE).read_bytes().startswith(b"\x89PNG")
 
 
 def test_nothing_is_warned_of_where_nothing_is_wrong(tmp_path: Path, tokenizer_folder: Path) -> None:
