@@ -93,6 +93,7 @@ def test_parts_that_do_not_sum(tmp_path: Path, model: Path) -> None:
     assert_refused(deepspeed(2, "train_ds.py", "--config", path), "parts", "sums to 6", "5 layers")
 
 
+@pytest.mark.slow
 def test_a_wrong_record_names_file_number_and_field(tmp_path: Path, model: Path) -> None:
     path = config(tmp_path, model)
     records = json.loads(FAQ.read_text(encoding="utf-8"))[:3]

@@ -225,6 +225,7 @@ def finished(train: Callable[..., Finished]) -> Finished:
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 class TestRun:
     def test_it_records_the_steps_that_were_asked_for(self, finished: Finished) -> None:
         assert finished.steps() == {2, 3}
