@@ -139,14 +139,21 @@ class Lease:
             kernel = _kernel()
         now = time.strftime("%Y-%m-%d %H:%M:%S %z")
         self._holder = Holder(socket.gethostname(), os.getpid(), now, kernel, secrets.token_hex(8))
-        os.write(self._file, json.dumps(self._holder).encode())
+        try:
+            os.write(self._file, json.dumps(self._holder).encode())
+        except OSError:  # a full disk: an empty lease would hold up the next process
+            self._give_up()
+            raise
         if [lease for lease in self._leases() if lease.path != self._path] == found:
             for lease in found:
                 lease.path.unlink(missing_ok=True)
             return True
+        self._give_up()
+        return False
+
+    def _give_up(self) -> None:
         self._path.unlink()
         os.close(self._file)
-        return False
 
     def _see_dead(self, lease: Found) -> None:
         if lease.holder and lease.holder.kernel == _kernel():

@@ -102,6 +102,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
+def asked(request: pytest.FixtureRequest) -> set[str]:
+    """The ids of the cases that this session runs: what shares launched processes runs no others there."""
+    return {item.callspec.id for item in request.session.items if hasattr(item, "callspec")}
+
+
+@pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder of golden files and real data beside the project; the test is skipped where it is absent."""
     if not (SHARED / "golden").is_dir():

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from data.lease import Held, Holder, Lease
+from tests.disks import fill, small_disk
 
 FORK = multiprocessing.get_context("fork")
 NAME = "lease"
@@ -216,3 +217,19 @@ def test_other_files_are_let_alone(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     take(tmp_path).release()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+
+
+def test_a_full_disk_leaves_no_lease_behind(tmp_path: Path) -> None:
+    """An empty one would keep the next process waiting until its maker counts as dead."""
+    with small_disk(tmp_path / "disk", 1) as (disk, may_fill):
+        if not may_fill:
+            pytest.skip("this machine does not let a test mount a file system")
+        filler = fill(disk)
+        with pytest.raises(OSError, match="No space left"):
+            Lease(disk, NAME, unheard).take()
+        assert leases(disk) == []
+        filler.unlink()
+        lease = Lease(disk, NAME, unheard)
+        lease.take()
+        assert len(leases(disk)) == 1
+        lease.release()

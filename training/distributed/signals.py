@@ -9,7 +9,6 @@ request too (`training.distributed.processes`).
 
 from __future__ import annotations
 
-import atexit
 import signal
 from types import FrameType
 
@@ -31,8 +30,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        _forget_the_timer()  # of a run before in this process
-        atexit.register(_forget_the_timer)  # Python that ends takes no SIGALRM, which would be the process's end
+        signal.setitimer(signal.ITIMER_REAL, 0)  # that of a run before in this process
         for number in (*REQUESTS, LAUNCHER_GONE):
             signal.signal(number, self._take)
 
@@ -56,10 +54,6 @@ class StopRequest:
         _answer_by(signal.SIG_IGN)
         signal.signal(signal.SIGALRM, lambda *_: _answer_by(signal.SIG_DFL))
         signal.setitimer(signal.ITIMER_REAL, SAME_REQUEST)
-
-
-def _forget_the_timer() -> None:
-    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _answer_by(action: signal.Handlers) -> None:

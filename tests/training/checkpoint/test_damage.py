@@ -38,10 +38,9 @@ def outcomes(
     ranks: Ranks,
     make_checkpoint: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
-    request: pytest.FixtureRequest,
+    asked: set[str],
 ) -> dict[str, dict[str, str]]:
     """What two ranks found in copies of a run's folder, each with one file of the newest checkpoint damaged."""
-    asked = {item.callspec.id for item in request.session.items if hasattr(item, "callspec")}
     chosen = [case for case in CASES if case in asked]
     folder = tmp_path_factory.mktemp("damage")
     records = folder / "records.json"

@@ -126,9 +126,7 @@ def models(make_checkpoint: Callable[..., Path]) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def folder(
-    ranks: Ranks, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Path:
+def folder(ranks: Ranks, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, asked: set[str]) -> Path:
     """Where all cases that this session asks for have left their outcomes."""
     folder = tmp_path_factory.mktemp("topologies")
     generator = random.Random(0)
@@ -137,7 +135,6 @@ def folder(
         ids = [generator.randrange(3, 512) for _ in range(generator.randrange(5, 90))]
         samples.append({"input_ids": ids, "labels": [-100] * (len(ids) // 3) + ids[len(ids) // 3 :]})
     (folder / "samples.json").write_text(json.dumps(samples))
-    asked = {item.callspec.id for item in request.session.items if hasattr(item, "callspec")}
     taken_up = [case for case in TAKEN_UP if case.name in asked]
     needed = {case.source for case in taken_up} | {"4x1", "1x2-plain-bf16", "dualpipev"}
     runs = [case for case in SOURCES if case.name in needed] + taken_up

@@ -72,10 +72,9 @@ def outcomes(
     ranks: Ranks,
     make_checkpoint: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
-    request: pytest.FixtureRequest,
+    asked: set[str],
 ) -> Outcomes:
     """Every case that this session asks for, and one process's for it."""
-    asked = {item.callspec.id for item in request.session.items if hasattr(item, "callspec")}
     chosen = [case for case in CASES if f"{case[0]}-{case[1]}" in asked]
     chosen += [(variant, (1, 1)) for variant in dict.fromkeys(variant for variant, _ in chosen)]
     folder = tmp_path_factory.mktemp("clipping")

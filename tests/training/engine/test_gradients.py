@@ -194,11 +194,10 @@ def outcomes(
     folder: Path,
     checkpoints: dict[str, Path],
     samples: list[Sample],
-    request: pytest.FixtureRequest,
+    asked: set[str],
 ) -> dict[str, Outcome]:
     """All cases that this session asks for."""
     del samples  # already on disk
-    asked = {item.callspec.id for item in request.session.items if hasattr(item, "callspec")}
     chosen = [case for case in CASES if case.name in asked]
     for processes in sorted({case.dims[0] * case.dims[1] for case in chosen}):
         cases = [case for case in chosen if case.dims[0] * case.dims[1] == processes]

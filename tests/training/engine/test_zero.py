@@ -95,11 +95,8 @@ def checkpoints(make_checkpoint: Callable[..., Path]) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(
-    ranks: Ranks, folder: Path, checkpoints: dict[str, Path], request: pytest.FixtureRequest
-) -> dict[str, dict[str, Any]]:
+def outcomes(ranks: Ranks, folder: Path, checkpoints: dict[str, Path], asked: set[str]) -> dict[str, dict[str, Any]]:
     """What every case that this session asks for gave, and its reference."""
-    asked = {item.callspec.id for item in request.session.items if hasattr(item, "callspec")}
     chosen = [case for case in CASES if case.name in asked]
     generator = random.Random(0)
     samples = []
