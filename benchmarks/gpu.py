@@ -3,7 +3,7 @@
 Two models in bf16 at 4,096 tokens: a llama of a billion parameters, and as many layers of llama-7b as fit. All ways
 train the same full rows with AdamW on one device, one stage, each in a process of its own; the Trainer keeps fp32
 weights and computes in bf16 autocast, as its documentation has it. MFU counts what the model needs
-(`training.metrics.flops`), not what is recomputed. The Liger run is left out where its package is not installed.
+(`models.flops`), not what is recomputed. The Liger run is left out where its package is not installed.
 Everything together takes less than 8 minutes.
 
 JSON keys: `mfu_1b`, `mfu_7b`, and `gpu` with the tokens per second, the MFU and the peak memory of each run.
@@ -134,7 +134,7 @@ def work(folder: Path, way: str) -> None:
     from training.config.deepspeed_config import training_dtype
     from training.config.yaml_file import load_config
     from training.engine.pipeline import PipelineTrainer
-    from training.metrics.flops import Utilization
+    from training.metrics.utilization import Utilization
 
     config: TrainConfig = load_config(str(folder / "run.yml"), [])
     spec = ModelSpec.from_folder(Path(config.model_path))

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from data import summary
 from data.dataset import Dataset, check_vocabulary
+from data.files.whole_files import replace_text
 from data.loader import Loader
 from data.log import Log
 from data.streaming.stream import Stream
@@ -22,7 +23,6 @@ from models.checkpoint.layout import resolve
 from models.checkpoint.publish import try_publishing, writing
 from models.lean_loss import chunk_tokens
 from models.spec import ModelSpec
-from training.atomic_files import replace_text
 from training.bad_steps import BadSteps
 from training.checkpoint.exporting import EXPORTED, export_run
 from training.checkpoint.folder import RECORD, CheckpointRecord, DataOrder, step_folder
@@ -39,10 +39,10 @@ from training.engine.trainer import Trainer
 from training.errors import ConfigError
 from training.evaluation import Evaluation
 from training.loop import Run, train
-from training.metrics.flops import Utilization
 from training.metrics.reporter import Reporter
 from training.metrics.run_info import write_run_info
 from training.metrics.tracking import open_trackers
+from training.metrics.utilization import Utilization
 from training.optimizer.lr_schedules import LearningRate
 from training.plan.auto import divide
 from training.profiler.session import Timeline

@@ -16,9 +16,9 @@ from training.distributed.rank_monitor import RankMonitor
 from training.distributed.signals import StopRequest
 from training.engine.trainer import Trainer
 from training.evaluation import Evaluation
-from training.metrics.flops import Utilization
 from training.metrics.peak_memory import peak_memory_by_stage
 from training.metrics.reporter import Reporter, StepMetrics
+from training.metrics.utilization import Utilization
 from training.optimizer.lr_schedules import LearningRate
 from training.profiler.session import Timeline
 

@@ -24,11 +24,11 @@ from typing import Any
 from rich.console import Console
 from tqdm import tqdm
 
-from data.cache.digests import write_whole
 from data.cache.recipe import Recipe
 from data.cache.store import Cache
 from data.cache.tokenizing import Tell
 from data.errors import DataError
+from data.files.whole_files import replace_text
 from data.lease import Held, Lease
 
 SMALL = 2**20  # bytes that are tokenized before another process has started
@@ -109,7 +109,7 @@ class Note:
     def write(self, **more: Any) -> None:
         """Say something as the builder."""
         with suppress(OSError):  # only others are interested
-            write_whole(self._path, json.dumps({"builder": self.builder} | more))
+            replace_text(self._path, json.dumps({"builder": self.builder} | more))
 
 
 class Bar:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import DataError
+from data.files.whole_files import replace_text
 
 BLOCK = 4 * 2**20  # bytes read at a time
 SETTLED = 3.0  # seconds without a write
@@ -83,25 +84,9 @@ class Digests:
 
     def remember(self, path: Path, digest: str) -> None:
         """Note the digest of a file that nobody is writing."""
-        write_whole(self._note(path), json.dumps({"path": str(path.resolve()), "stamp": stamp(path), "digest": digest}))
+        note = {"path": str(path.resolve()), "stamp": stamp(path), "digest": digest}
+        self._folder.mkdir(parents=True, exist_ok=True)
+        replace_text(self._note(path), json.dumps(note), secrets.token_hex(4))
 
     def _note(self, path: Path) -> Path:
         return self._folder / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file that others may be reading or writing at this moment."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    partial.write_text(text, encoding="utf-8")
-    sync(partial)
-    partial.replace(path)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -29,7 +29,8 @@ TOKENIZER_FILES = (
 )
 TOKENIZER_FILES += ["added_tokens.json"]
 # Modules that no sample depends on: they carry samples and store them, or come later. Any other counts.
-CARRIERS = ("cache/builder", "cache/building", "cache/store", "cache/digests", "cache/recipe", "lease")
+CARRIERS = ["cache/builder", "cache/building", "cache/store", "cache/digests", "cache/recipe", "lease"]
+CARRIERS += ["files/whole_files"]
 LATER = ["dataset", "histogram", "inspect", "inspect_html", "loader", "packing", "sample_set", "summary"]
 LATER += ["streaming/windows", "streaming/stream", "streaming/loader", "streaming/__init__"]
 LIBRARIES = ("tokenizers", "transformers", "jinja2")

@@ -22,12 +22,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from data.cache.digests import Digests, sync
+from data.cache.digests import Digests
 from data.cache.recipe import Recipe
 from data.cache.sample_file import SampleFile
 from data.cache.tokenizing import META, SAMPLES, Tell, build, digest_of
 from data.errors import DataError
 from data.files.paths import expanded
+from data.files.whole_files import sync
 
 logger = logging.getLogger("pipetune")
 

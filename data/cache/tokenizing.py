@@ -28,7 +28,7 @@ import numpy
 from numpy.typing import NDArray
 
 from data.cache.columns import Columns, Encoded, Tally, as_columns
-from data.cache.digests import Digests, write_whole
+from data.cache.digests import Digests
 from data.cache.recipe import Recipe
 from data.cache.sample_file import SampleWriter
 from data.chats.chat import Chat
@@ -36,6 +36,7 @@ from data.chats.control_words import ControlWords
 from data.errors import DataError
 from data.files.raw_records import RawRecord, read_file
 from data.files.reading import BadRecords, Origin, parse
+from data.files.whole_files import replace_text
 from data.records import Instruct, Pretrain, Record
 from data.tokenize import encode_many, load_tokenizer
 
@@ -160,7 +161,7 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
         "digest": Digests(folder).take(folder / SAMPLES),
     }
     meta["own_digest"] = digest_of(meta)
-    write_whole(folder / META, json.dumps(meta))
+    replace_text(folder / META, json.dumps(meta))
 
 
 def digest_of(meta: dict[str, Any]) -> str:

@@ -21,10 +21,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
+from data.files.whole_files import replace_text
 from data.streaming.windows import Made
 from models.checkpoint.publish import workplace
 from models.errors import GONE, CheckpointError, reading
-from training.atomic_files import replace_text
 from training.topology import Topology
 
 RECORD = "checkpoint.json"

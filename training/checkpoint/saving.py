@@ -20,12 +20,12 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from rich.console import Console
 
+from data.files.whole_files import replace_text
 from models.checkpoint.convert import copy_side_files
 from models.checkpoint.layout import LATEST
 from models.checkpoint.parallel import sync
 from models.checkpoint.publish import sweep, workplace, writing
 from models.errors import CheckpointError
-from training.atomic_files import replace_text
 from training.checkpoint.deepspeed_files import CheckpointFiles
 from training.checkpoint.folder import BEST, Best, CheckpointRecord, FileRecord, prune, set_aside, step_folder
 from training.checkpoint.resharding import slices_of

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
+from data.files.whole_files import replace_text
 from data.loader import Loader
+from models.saved_activations import Saved
 from models.spec import ModelSpec
-from training.atomic_files import replace_text
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.metrics.devices import Device
-from training.plan.activation_memory import Saved
 from training.schedule.instructions import Schedule
 
 FILE = "calibration.json"

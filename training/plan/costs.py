@@ -2,7 +2,7 @@
 (`training.plan.calibration`).
 
 A layer's products take 2 FLOPs a weight and token forward and twice that backward; attention adds 4 x heads x head_dim
-for each pair of query and key (`training.metrics.flops`). Of stacked experts those count that a token is sent to, of
+for each pair of query and key (`models.flops`). Of stacked experts those count that a token is sent to, of
 the head the supervised tokens, and of the embedding nothing. Recomputed activations add a forward pass to the backward
 pass. Memory traffic comes on top: weights are read, and gradients are written and added up in every micro-batch, the
 dense one of the embedding included, which is what a large vocabulary costs the first stage; the last one takes the
@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from models.flops import ModelFlops
 from models.positions import attention_kind
 from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.metrics.devices import Device, this_device
-from training.metrics.flops import ModelFlops
 from training.plan.basis import Basis, Workload
 from training.plan.optimizer_memory import StateBytes
 

@@ -7,8 +7,8 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
+from models.flops import ModelFlops
 from training.config.deepspeed_config import training_dtype
-from training.metrics.flops import ModelFlops
 from training.plan.basis import Basis
 from training.plan.costs import LayerTime, layer_times
 from training.plan.memory import MemoryModel, StageMemory
@@ -116,7 +116,7 @@ class Plan:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation (`metrics.flops`); None where the device's peak is not known, and in fp32."""
+        """As `training.metrics.utilization`; None where the device's peak is not known, and in fp32."""
         config, work = self.basis.config, self.basis.workload
         if not self.basis.device.known or not (config.bf16.enabled or config.fp16.enabled):
             return None

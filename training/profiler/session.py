@@ -19,12 +19,12 @@ from statistics import median
 import torch
 from rich.console import Console
 
+from data.files.whole_files import replace_text
 from data.loader import GlobalBatch
+from models.flops import ModelFlops
 from models.spec import ModelSpec
-from training.atomic_files import replace_text
 from training.distributed.processes import gather
 from training.engine.trainer import Trainer
-from training.metrics.flops import ModelFlops
 from training.plan.partition import held_layers
 from training.profiler.drawing import draw, trace
 from training.profiler.figures import Figures

@@ -1,4 +1,4 @@
-"""The planner: published needs, what autograd really saves, what is told and where it is refused."""
+"""The planner: published needs, what is told and where it is refused."""
 
 from __future__ import annotations
 
@@ -10,18 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.autograd.graph import saved_tensors_hooks
 
-from models.layers import Block, Head
 from models.spec import ModelSpec
-from models.weight_gradients import WeightGradients
-from tests.conftest import BAICHUAN, CHATGLM, FAQ, TINY
+from tests.conftest import FAQ, TINY
 from tests.launching import error_lines, run
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 from training.metrics.devices import GIB, USABLE, parse_devices, this_device
-from training.plan.activation_memory import saved_by, under_way
 from training.plan.alternatives import advise, search
 from training.plan.auto import choose, divide
 from training.plan.basis import FILE, Basis, Calibration, Workload
@@ -31,8 +26,6 @@ from training.plan.costs import layer_times
 from training.plan.memory import MemoryModel
 from training.plan.optimizer_memory import StateBytes
 from training.plan.plan import Plan, best_parts
-from training.schedule.simulation import simulate
-from training.schedule.zero_bubble import LEFT
 
 SIZES = {  # hidden size, width of the MLP, blocks, heads
     "llama-7b": (4096, 11008, 32, 32),
@@ -99,103 +92,6 @@ def test_published_needs_are_enough(name: str, devices: int, keys: dict[str, Any
 def test_too_few_devices_are_too_few(tmp_path: Path) -> None:
     """Weights, gradients and states alone are 208 GB."""
     assert not Plan.make(basis_of(llama(tmp_path, "llama-13b"), config_of(tmp_path, 6))).fits
-
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    **{
-        name: {**TINY, "model_type": name, "n_head": 4}
-        for name in ("llama", "bloom", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "glm4")
-    },
-    "baichuan": BAICHUAN,
-    "chatglm": CHATGLM,
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_saved_bytes_are_those_of_a_real_pass(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    spec, rows, length = spec_of(tmp_path, FAMILIES[family]), 2, 40
-    positions = spec.positions()
-    ids = torch.arange(length).repeat(rows, 1)
-    for layer in (1, spec.n_layers - 1):
-        module = spec.build(layer, positions).to(dtype)
-        hidden = torch.randn(rows, length, spec.config.hidden_size, dtype=dtype, requires_grad=True)
-        arguments = positions(module.kind, hidden, ids) if isinstance(module, Block) else {}
-        given = {tensor.untyped_storage().data_ptr() for tensor in _tensors([arguments, *module.parameters()])}
-        kept: dict[int, torch.Tensor] = {}
-
-        def keep(tensor: torch.Tensor, given: set[int] = given, kept: dict[int, torch.Tensor] = kept) -> torch.Tensor:
-            if tensor.untyped_storage().data_ptr() not in given:
-                kept[tensor.untyped_storage().data_ptr()] = tensor
-            return tensor
-
-        with saved_tensors_hooks(keep, lambda tensor: tensor):
-            output = module._run(hidden, ids, arguments)[0] if isinstance(module, Block) else module.norm(hidden)
-        measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-        assert output.requires_grad
-        assert isinstance(module, (Block, Head))
-        assert saved_by(spec, layer, rows, length, dtype).inside == pytest.approx(measured, rel=0.01)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, (list, tuple)) else []
-
-
-def test_experts_keep_what_the_tokens_sent_to_them_need(tmp_path: Path) -> None:
-    fields = {**TINY, "model_type": "mixtral", "num_local_experts": 8}
-    kept = {
-        count: saved_by(spec_of(tmp_path, fields | {"num_experts_per_tok": count}), 1, 1, 512, torch.float32).inside
-        for count in (1, 2, 4)
-    }
-    assert kept[4] - kept[2] == pytest.approx(2 * (kept[2] - kept[1]), rel=0.01)
-    assert kept[2] - kept[1] > 512 * 4 * (64 + 2 * 96 + 96)  # input, both products, what is multiplied
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_bytes_that_wait_are_those_of_a_real_pass(family: str, tmp_path: Path) -> None:
-    """What a backward pass keeps whose gradients of weights come later."""
-    spec, rows, length = spec_of(tmp_path, FAMILIES[family]), 2, 40
-    positions = spec.positions()
-    block = spec.build(1, positions)
-    assert isinstance(block, Block)
-    later = WeightGradients()
-    later.defer(block)
-    hidden = torch.randn(rows, length, spec.config.hidden_size, requires_grad=True)
-    ids = torch.arange(length).repeat(rows, 1)
-    output = block._run(hidden, ids, positions(block.kind, hidden, ids))[0]
-    output.backward(torch.randn_like(output))
-    later.close()
-    (remembered,) = later._waiting
-    inputs = {inputs.untyped_storage().data_ptr(): inputs.untyped_storage().nbytes() for _, inputs, _ in remembered}
-    measured = sum(inputs.values()) + sum(gradient.nbytes for _, _, gradient in remembered)
-    assert measured > 0
-    assert saved_by(spec, 1, rows, length, torch.float32).waiting == measured
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_moments_of_a_filled_schedule(ranks: int) -> None:
-    """No rank holds more than the V needs, or lets more passes wait than it may."""
-    for rank, moments in enumerate(under_way("dualpipev", ranks, 4 * ranks)):
-        assert moments
-        for moment in moments:
-            whole, waiting = (sum(counts) for counts in zip(*moment, strict=True))
-            assert 0 < whole + waiting <= 2 * ranks + 1 + LEFT, rank
-            assert waiting <= LEFT + 2
-
-
-@pytest.mark.parametrize("micro_batches", [1, 3, 20])
-def test_micro_batches_under_way_are_those_of_the_schedule(micro_batches: int) -> None:
-    ranks = 4
-    counts = [0] * ranks
-    most = [0] * ranks
-    for span in sorted(simulate("1f1b", [1.0] * ranks, [1.0] * ranks, micro_batches).spans, key=lambda s: s.begin):
-        counts[span.rank] += 1 if span.kind == "forward" else -1
-        most[span.rank] = max(most[span.rank], counts[span.rank])
-    assert under_way("1f1b", ranks, micro_batches) == [[((count, 0),)] for count in most]
 
 
 def test_early_stages_keep_more_activations_and_recomputation_less(tmp_path: Path) -> None:

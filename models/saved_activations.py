@@ -1,20 +1,16 @@
-"""What autograd keeps of a layer between its forward and its backward pass, and for how many micro-batches at once.
+"""What autograd keeps of a layer between its forward and its backward pass.
 
 Nothing is derived by hand. A layer runs once on fake tensors, which have shapes and no numbers, and each tensor that
 autograd saves is counted by its storage. So every family is right by construction, residuals in fp32 included. Masks
 and angles are made for a short row and enlarged to the length asked for. Experts stand for each other: each token is
-sent to the first ones. How many micro-batches are under way is counted along the schedule. Costs 0.1 s a kind of layer
-and no memory.
+sent to the first ones. Costs 0.1 s a kind of layer and no memory.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
-from itertools import chain
 from typing import Any
 
 import torch
@@ -30,8 +26,6 @@ from models.attention import TORCH
 from models.layers import Block
 from models.spec import ModelSpec
 from models.weight_gradients import linear_layers
-from training.schedule.instructions import Meaning, Schedule
-from training.schedule.simulation import program
 
 SHORT = 23  # the length of the row that masks and angles are made for: no other dimension of a model is a prime like it
 EXPERTS = "planned"  # what transformers knows `_any_experts` by
@@ -137,37 +131,3 @@ def _any_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _any_experts)
-
-
-# Of each stage of a rank: how many micro-batches have activations there, as their backward pass is not over, and of how
-# many only the gradients of weights are to come (`training.schedule.zero_bubble`).
-Moment = tuple[tuple[int, int], ...]
-
-
-@cache
-def under_way(schedule: Schedule, ranks: int, micro_batches: int) -> list[list[Moment]]:
-    """The worst moments of each rank; one that another equals or exceeds in every number is left out.
-
-    More micro-batches than fill the pipeline change nothing.
-    """
-    all_moments = [_moments(schedule, rank, ranks, min(micro_batches, 4 * ranks)) for rank in range(ranks)]
-    return [[one for one in moments if not any(_exceeds(other, one) for other in moments)] for moments in all_moments]
-
-
-def _moments(schedule: Schedule, rank: int, ranks: int, micro_batches: int) -> set[Moment]:
-    """All moments of a rank."""
-    stages, complete = ((rank, 2 * ranks - 1 - rank), "weights") if schedule == "dualpipev" else ((rank,), "backward")
-    done: Counter[tuple[str, int]] = Counter()
-    moments = set()
-    for work in program(schedule, rank, ranks, micro_batches):
-        if isinstance(work, Meaning):
-            done[work.kind, work.stage] += 1
-            whole = [done["forward", stage] - done["backward", stage] for stage in stages]
-            waiting = [done["backward", stage] - done[complete, stage] for stage in stages]
-            moments.add(tuple(zip(whole, waiting, strict=True)))
-    return moments
-
-
-def _exceeds(other: Moment, moment: Moment) -> bool:
-    counts = zip(chain(*other), chain(*moment), strict=True)
-    return other != moment and all(more >= less for more, less in counts)

@@ -1,4 +1,4 @@
-"""Model FLOPs against torch's own counter, and which device has which peak."""
+"""Model FLOPs against torch's own counter."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
+from models.flops import ModelFlops
 from models.spec import ModelSpec
-from training.metrics import flops
-from training.metrics.devices import peak_flops
-from training.metrics.flops import ModelFlops, Utilization
 
 BATCH, LENGTH = 2, 96
 
@@ -80,68 +78,3 @@ def test_of_the_experts_only_the_chosen_ones_count(make_checkpoint: Callable[...
     more = ModelFlops(ModelSpec.from_folder(make_checkpoint("mixtral", **sizes | {"num_experts_per_tok": 3})))
     found = zip(few.by_layer([1], 0), more.by_layer([1], 0), strict=True)
     assert [many - some for some, many in found] == [0, *[6 * (3 * 64 * 96)] * 3, 0]  # one expert more in each block
-
-
-@pytest.mark.parametrize(
-    ("device", "tera"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 NVL", 835),
-        ("NVIDIA H200", 989),
-        ("NVIDIA H200 NVL", 835),
-        ("NVIDIA GH200 480GB", 989),
-        ("NVIDIA B200", 2250),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100-PCIE-40GB", 312),
-        ("NVIDIA A10", 125),
-        ("NVIDIA L4", 121),
-        ("NVIDIA L40", 181),
-        ("NVIDIA L40S", 362),
-        ("Tesla V100-SXM2-32GB", 125),
-        ("Tesla V100-PCIE-16GB", 112),
-        ("Tesla V100S-PCIE-32GB", 130),
-        ("Tesla T4", 65),
-        ("NVIDIA RTX 6000 Ada Generation", 364.2),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-    ],
-)
-def test_the_peaks_of_known_devices(device: str, tera: float) -> None:
-    assert peak_flops(device) == tera * 1e12
-
-
-@pytest.mark.parametrize(
-    "device",
-    [
-        "NVIDIA GeForce RTX 4090 D",
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA GeForce RTX 3090 Ti",
-        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
-        "NVIDIA A10G",
-        "NVIDIA A1000",
-        "Tesla T40",
-        "",
-    ],
-)
-def test_no_guess_for_other_devices(device: str) -> None:
-    assert peak_flops(device) is None
-
-
-def test_utilization_is_a_share_of_all_devices_peak(
-    make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = ModelSpec.from_folder(make_checkpoint("llama"))
-    needed = sum(ModelFlops(spec).by_layer([100, 50], 20))
-    monkeypatch.setattr(flops.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(flops.torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
-    mfu = Utilization(spec, torch.bfloat16, processes=8)([100, 50], 20, seconds=0.5)
-    assert mfu == pytest.approx(needed / 0.5 / (8 * 312e12))
-    assert Utilization(spec, torch.float32, processes=8)([100, 50], 20, seconds=0.5) is None
-    monkeypatch.setattr(flops.torch.cuda, "get_device_name", lambda: "Some other device")
-    assert Utilization(spec, torch.bfloat16, processes=8)([100, 50], 20, seconds=0.5) is None
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_cpu_has_no_utilization(make_checkpoint: Callable[..., Path]) -> None:
-    spec = ModelSpec.from_folder(make_checkpoint("llama"))
-    assert Utilization(spec, torch.bfloat16, processes=1)([100], 20, seconds=0.5) is None

@@ -1,4 +1,4 @@
-"""How much arithmetic a model needs, and which share of the devices' peak a run turns into it (MFU).
+"""How much arithmetic a model needs.
 
 Counted as in PaLM (arXiv:2204.02311, appendix B): 6 FLOPs per token for each weight it is multiplied with (2 forward,
 4 backward), and for attention 12 x heads x head_dim per layer for each pair of query and key, the causal half that a
@@ -12,11 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-import torch
-
 from models.positions import SLIDING, attention_kind
 from models.spec import ModelSpec
-from training.metrics.devices import peak_flops
 
 
 class ModelFlops:
@@ -44,27 +41,6 @@ class ModelFlops:
             for weights, window in zip(self._blocks, self._windows, strict=True)
         ]
         return [0.0, *blocks, self._head * supervised]
-
-
-class Utilization:
-    """Model FLOPs utilisation (MFU) of a run's steps, from 0 to 1.
-
-    Args:
-        dtype: that the model computes in; the peaks are those of bf16 and fp16.
-        processes: of the run, each with a device like this one's.
-    """
-
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, processes: int) -> None:
-        known = torch.cuda.is_available() and dtype in (torch.bfloat16, torch.float16)
-        peak = peak_flops(torch.cuda.get_device_name()) if known else None
-        self._peak = peak * processes if peak else None
-        self._flops = ModelFlops(spec)
-
-    def __call__(self, lengths: Collection[int], supervised: int, seconds: float) -> float | None:
-        """MFU of a step that took `seconds` for samples of these lengths; None where the device is not known."""
-        if self._peak is None:
-            return None
-        return sum(self._flops.by_layer(lengths, supervised)) / seconds / self._peak
 
 
 def _multiplied(spec: ModelSpec, layer: int) -> float:

@@ -1,0 +1,47 @@
+"""Writing a file as a whole: either the old or the new one is there, whenever a process is killed or power fails.
+
+Costs one or two waits for the disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def replacing(path: Path, tag: str = "partial") -> Iterator[BinaryIO]:
+    """A file to write; it takes the place of `path` when the block ends without an error.
+
+    Args:
+        tag: what its own name ends with, until then; of several writers of one file each needs another.
+    """
+    partial = path.with_name(f".{path.name}.{tag}")
+    with open(partial, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    sync(path.parent)
+
+
+def replace_text(path: Path, text: str, tag: str = "partial") -> None:
+    """Write a small text file; see `replacing`."""
+    with replacing(path, tag) as file:
+        file.write(text.encode())
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that does not do so for folders
+            raise
+    finally:
+        os.close(descriptor)

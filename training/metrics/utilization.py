@@ -1,0 +1,32 @@
+"""Model FLOPs utilisation (MFU): the share of the devices' peak that a run turns into the model's own arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from models.flops import ModelFlops
+from models.spec import ModelSpec
+from training.metrics.devices import peak_flops
+
+
+class Utilization:
+    """MFU of a run's steps, from 0 to 1.
+
+    Args:
+        dtype: that the model computes in; the peaks are those of bf16 and fp16.
+        processes: of the run, each with a device like this one's.
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, processes: int) -> None:
+        known = torch.cuda.is_available() and dtype in (torch.bfloat16, torch.float16)
+        peak = peak_flops(torch.cuda.get_device_name()) if known else None
+        self._peak = peak * processes if peak else None
+        self._flops = ModelFlops(spec)
+
+    def __call__(self, lengths: Collection[int], supervised: int, seconds: float) -> float | None:
+        """MFU of a step that took `seconds` for samples of these lengths; None where the device is not known."""
+        if self._peak is None:
+            return None
+        return sum(self._flops.by_layer(lengths, supervised)) / seconds / self._peak
