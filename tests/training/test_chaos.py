@@ -150,8 +150,10 @@ def words(process: psutil.Process) -> list[str]:
 def rank_killed(run: DisturbedRun) -> None:
     launch = run.start()
     run.advance(launch, inside_save=run.generator.random() < 0.5)
+    family = launch.family()
     run.generator.choice(ranks_of(launch)).kill()
     assert launch.end().returncode != 0
+    psutil.wait_procs(family)
 
 
 def launcher_killed(run: DisturbedRun) -> None:
@@ -173,8 +175,10 @@ def all_killed(run: DisturbedRun) -> None:
 def stopped_in_a_save(run: DisturbedRun) -> None:
     launch = run.start()
     run.advance(launch, inside_save=True)
+    family = launch.family()
     os.killpg(launch.pid, signal.SIGTERM)
     assert launch.end().returncode != 0
+    psutil.wait_procs(family)  # the launcher is gone before the ranks have saved
 
 
 def second_start(run: DisturbedRun) -> None:
