@@ -10,9 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-
 from training.schedule.instructions import WORK
 from training.schedule.walk import Span
 
@@ -41,6 +38,9 @@ def draw(rows: Sequence[Sequence[Span]], names: Sequence[str], title: str, path:
     Raises:
         OSError: it cannot be written.
     """
+    from matplotlib.figure import Figure  # takes a second, which no start should wait for
+    from matplotlib.patches import Patch
+
     figure = Figure(figsize=(WIDTH, HEIGHT + ROW * len(rows)), dpi=DPI, layout="constrained")
     panel = figure.subplots()
     panel.set_title(title)
