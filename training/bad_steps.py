@@ -28,42 +28,47 @@ class BadSteps:
 
     Attributes:
         limit: how many end the run.
-        fp16: an infinite gradient is an everyday event then, by which the loss scale is found.
         active: whether this rank shows progress.
     """
 
+    trainer: Trainer
     limit: int
-    fp16: bool
     dataset: Dataset | Stream
     log: Console
     active: bool
     in_a_row: int = 0
 
-    def check(
-        self, trainer: Trainer, loader: Loader, batch: GlobalBatch, step: int, loss: float, grad_norm: float
-    ) -> None:
+    def __post_init__(self) -> None:
+        self._scaler = getattr(self.trainer.engine.optimizer, "loss_scaler", None)
+        if self._scaler and self._scaler.dynamic:
+            self._scaler.raise_error_at_min_scale = False  # without a word about the records
+
+    def check(self, loader: Loader, batch: GlobalBatch, step: int, loss: float, grad_norm: float) -> None:
         """Look at a step that was done; all ranks call it with the same numbers.
 
         Raises:
             RunRefused: there were too many in a row.
         """
-        if math.isfinite(loss) and (self.fp16 or math.isfinite(grad_norm)):
+        scaler = self._scaler
+        falling = scaler and scaler.dynamic and scaler.cur_scale > scaler.min_scale  # fp16 is finding its loss scale
+        if math.isfinite(loss) and (falling or math.isfinite(grad_norm)):
             self.in_a_row = 0
             return
         self.in_a_row += 1
-        what = f"step {step}: the loss is {loss:g}, the gradient's norm {grad_norm:g}"
+        scaled = f" at a loss scale of {scaler.cur_scale:g}" if scaler and scaler.cur_scale != 1 else ""
+        what = f"step {step}: the loss is {loss:g}, the gradient's norm {grad_norm:g}{scaled}"
         if self.in_a_row < self.limit:
             self.log.print(f"warning: {what}; the step changes nothing")
             return
         times = f"{self.in_a_row} steps in a row" if self.in_a_row > 1 else "one step"
-        raise RunRefused(f"{what}; ended after {times} (max_bad_steps); {self._cause(trainer, loader, batch)}")
+        raise RunRefused(f"{what}; ended after {times} (max_bad_steps); {self._cause(loader, batch)}")
 
-    def _cause(self, trainer: Trainer, loader: Loader, batch: GlobalBatch) -> str:
+    def _cause(self, loader: Loader, batch: GlobalBatch) -> str:
         numbers = sorted(batch.samples)
         bad = [
             number
             for number in tqdm(numbers, "looking for the records", disable=None if self.active else True, leave=False)
-            if not math.isfinite(trainer.eval_loss(loader, loader.batch_of([number])))
+            if not math.isfinite(self.trainer.eval_loss(loader, loader.batch_of([number])))
         ]
         if not bad:
             return "each of its records alone gives a finite loss: expected a lower learning rate or fp32"

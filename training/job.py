@@ -208,7 +208,7 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
             reporter=reporter,
             stop=stop,
             monitor=monitor,
-            bad_steps=BadSteps(config.max_bad_steps, config.fp16.enabled, inputs.dataset, log, reporting),
+            bad_steps=BadSteps(trainer, config.max_bad_steps, inputs.dataset, log, reporting),
             evaluation=inputs.evaluation,
             utilization=Utilization(spec, training_dtype(config), place.world_size),
             learning_rate=LearningRate(trainer.engine.basic_optimizer, config.scheduler, total_steps),

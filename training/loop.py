@@ -119,4 +119,4 @@ def _step(run: Run, step: int) -> None:
             peak_memory=peak_memory_by_stage(run.trainer.stage, run.stages),
         )
     )
-    run.bad_steps.check(run.trainer, run.loader, batch, step, loss, grad_norm)
+    run.bad_steps.check(run.loader, batch, step, loss, grad_norm)

@@ -210,3 +210,32 @@ def test_records_that_make_nan_are_named(make_checkpoint: Callable[..., Path], t
     assert line.endswith(f"no finite loss from {tmp_path}/data.json: record 3, {tmp_path}/data.json: record 6")
     assert "step 1: the loss is nan" in result.stdout
     assert [line["loss"] for line in metrics(tmp_path / "run")] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        {"initial_scale_power": 40, "min_loss_scale": 2**40, "hysteresis": 1},
+        pytest.param({"loss_scale": 2**40}, marks=pytest.mark.slow),
+    ],
+    ids=["dynamic", "static"],
+)
+def test_a_loss_scale_that_cannot_fall_is_no_endless_search(
+    scale: dict[str, Any], make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A gradient that overflows is left out while fp16 finds its scale; at the least scale it is a bad step."""
+    (tmp_path / "data.json").write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:8]), encoding="utf-8")
+    config = write_config(
+        tmp_path / "run.yml",
+        model_path=str(make_checkpoint("llama")),
+        data_path=str(tmp_path / "data.json"),
+        model_topo=topology((2, 1)),
+        fp16={"enabled": True} | scale,
+        n_epoches=9,
+    )
+    result = deepspeed(2, "train_ds.py", "--config", config)
+    assert result.returncode == 2, result.stdout + result.stderr
+    (line,) = error_lines(result)
+    assert "the gradient's norm inf at a loss scale of 1.09951e+12; ended after 3 steps in a row" in line
+    assert "expected a lower learning rate or fp32" in line
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3]
