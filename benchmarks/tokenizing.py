@@ -202,7 +202,7 @@ def bare(folder: Path, data: Path) -> dict[str, Any]:
     tokenizer = load_tokenizer(folder / "tokenizer")
     writer = Writer(tokenizer, "chat_template")
     with open(data, encoding="utf-8") as lines:
-        texts = [writer.write(record)[0].text for line in lines for record in convert(json.loads(line))]
+        texts = [writer.write(record)[0].text for line in lines for record in convert(json.loads(line)).records]
     begin = time.perf_counter()
     for first in range(0, len(texts), BATCH):
         tokenizer.backend_tokenizer.encode_batch(texts[first : first + BATCH], add_special_tokens=False)

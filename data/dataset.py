@@ -41,6 +41,7 @@ class Dataset:
         tallies: what became of the records, by file and type of record.
         n_bad: how many records were left out because something is wrong with them.
         skipped: a line for each of the first of these, and their count.
+        unused: how many records have which fields that were not used, the most frequent first.
         duplicates: how many of the cache's samples equal an earlier one.
     """
 
@@ -58,6 +59,7 @@ class Dataset:
             self.tallies.setdefault((self.files[file], kind), Tally()).add(Tally(**counts))
         self.n_bad = int(meta["n_bad"])
         self.skipped: list[str] = meta["skipped"]
+        self.unused: dict[str, int] = meta["unused"]
         self.duplicates: int = meta["duplicates"]
         self._kinds: list[str] = meta["kinds"]
         self._fingerprint: str = meta["fingerprint"]
@@ -166,7 +168,7 @@ def load_dataset(
         DataError: a file or a record is wrong, or nothing that bears loss is left.
     """
     sources = as_sources(data_path)
-    files = [[DataFile(str(file), source.format) for file in files_of(source)] for source in sources]
+    files = [[DataFile(str(file), source.format, source.columns) for file in files_of(source)] for source in sources]
     recipe = Recipe(tuple(chain.from_iterable(files)), str(tokenizer), prompt_format, max_seq_len, on_bad_record)
     folder = expanded(cache_dir) if cache_dir else default_folder()
     found = open_cache(recipe, folder, log or Console(quiet=True), active)

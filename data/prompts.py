@@ -33,8 +33,9 @@ PLAIN_HEADER_WITH_INPUT = (
     "Write a response that appropriately completes the request.\n\n"
 )
 PLAIN_CONTEXT = "### {title}:\n{text}\n\n"
-PLAIN_ASK = "### Instruction:\n{ask}\n\n### Response:\n"
-PLAIN_ASK_WITH_INPUT = "### Instruction:\n{ask}\n\n### Input:\n{input}\n\n### Response:\n"
+PLAIN_ANSWER = "### Response:\n"
+PLAIN_ASK = "### Instruction:\n{ask}\n\n" + PLAIN_ANSWER
+PLAIN_ASK_WITH_INPUT = "### Instruction:\n{ask}\n\n### Input:\n{input}\n\n" + PLAIN_ANSWER
 
 CHAT_CONTEXT = "{title}:\n{text}\n\n"
 CHAT_INPUT = "{ask}\n\n{input}"
@@ -155,7 +156,10 @@ def default_format(tokenizer: PreTrainedTokenizerBase) -> PromptFormat:
 
 
 def as_dialogue(record: Instruct | Conversation | ConverHasApi | RefQA) -> Dialogue:
-    """The turns of a record. Asks that follow each other become one question, answers one answer."""
+    """The turns of a record. Asks that follow each other become one question, answers one answer.
+
+    The first answer may come without a question.
+    """
     if isinstance(record, Instruct):
         return Dialogue((Turn(record.instruct, (Span(record.output, True),), record.input or None),))
     contexts: tuple[tuple[str, str], ...] = ()
@@ -170,7 +174,7 @@ def as_dialogue(record: Instruct | Conversation | ConverHasApi | RefQA) -> Dialo
             asks.append(str(content))
             continue
         answer = _api_spans(content) if isinstance(content, ApiAnswer) else (Span(content, True),)
-        if asks:
+        if asks or not turns:
             turns.append(Turn("\n".join(asks), answer))
             asks = []
         else:
@@ -210,7 +214,7 @@ def write_plain(dialogue: Dialogue, end: str, open_end: bool = False) -> Written
         if turn.input:
             prompt += PLAIN_ASK_WITH_INPUT.format(ask=turn.ask, input=turn.input)
         else:
-            prompt += PLAIN_ASK.format(ask=turn.ask)
+            prompt += PLAIN_ASK.format(ask=turn.ask) if turn.ask else PLAIN_ANSWER
         spans += [Span(prompt, False), *turn.answer, Span(end, turn.ends)]
         prompt = "\n\n"
     return join(spans[:-1] if open_end else spans)

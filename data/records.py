@@ -1,6 +1,6 @@
-"""Pipetune's own five kinds of record.
+"""Pipetune's own five kinds of record, and two that are ready made.
 
-Kinds may be mixed, and fields that Pipetune does not know (ids, sources) are left alone. Every record is checked before
+Kinds may be mixed. Every record is checked before
 anything is trained, and what is wrong is said in one line with the field and what was expected; `data.files.reading`
 adds the file and the record's number. Other layouts are turned into these kinds, or into a `Chat`, by
 `data.files.formats`.
@@ -8,13 +8,28 @@ adds the file and the record's number. Other layouts are turned into these kinds
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    Discriminator,
+    Field,
+    NonNegativeInt,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import from_json
 
 from data.chats.chat import Chat
 from data.errors import DataError
+
+NAMED = r"\w+: "  # how a complaint about a field begins
+IGNORED = -100  # the label of a token without loss, as in transformers and torch
 
 
 class Pretrain(BaseModel):
@@ -80,8 +95,6 @@ class _Dialogue(BaseModel):
                 raise ValueError(f"rounds[{number}]: expected a pair of role and text")
             if entry[0] not in roles:
                 raise ValueError(f"rounds[{number}][0]: expected one of {', '.join(roles)}, found {shown(entry[0])}")
-        if rounds and rounds[0][0] != "ask":
-            raise ValueError(f"rounds[0][0]: expected the first round to be an ask, found {shown(rounds[0][0])}")
         if rounds and not any(entry[0] != "ask" for entry in rounds):
             raise ValueError("rounds: expected at least one answer, found asks only")
         return rounds
@@ -101,6 +114,11 @@ class ConverHasApi(_Dialogue):
     api_desc: str
     rounds: list[Round] = Field(min_length=1, fail_fast=True)
 
+    @field_validator("api_desc", mode="before")
+    @classmethod
+    def _write(cls, value: Any) -> Any:
+        return json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else value
+
 
 class RefQA(_Dialogue):
     """Questions about a text; loss on the answers."""
@@ -110,7 +128,44 @@ class RefQA(_Dialogue):
     rounds: list[Round] = Field(min_length=1, fail_fast=True)
 
 
-Record = Pretrain | Instruct | Conversation | ConverHasApi | RefQA | Chat
+class Segment(BaseModel):
+    text: str
+    label: bool
+
+
+class Segments(BaseModel):
+    """A text in segments, ready made: nothing is put around them, and those with a `label` bear loss."""
+
+    type: Literal["segments"] = "segments"
+    segments: list[Segment] = Field(min_length=1, fail_fast=True)
+
+    @model_validator(mode="after")
+    def _check(self) -> Segments:
+        if not any(segment.label and segment.text for segment in self.segments):
+            raise ValueError("segments: expected a label with at least one, found none that bears loss")
+        return self
+
+
+class Tokenized(BaseModel):
+    """Token ids, ready made; loss on all, or on those that `labels` repeats: the others are IGNORED there."""
+
+    type: Literal["tokenized"] = "tokenized"
+    input_ids: list[NonNegativeInt] = Field(min_length=1, fail_fast=True)
+    labels: list[int] | None = Field(None, fail_fast=True)
+    attention_mask: list[Literal[1]] | None = Field(None, fail_fast=True)
+
+    @model_validator(mode="after")
+    def _check(self) -> Tokenized:
+        labels = self.input_ids if self.labels is None else self.labels
+        if len(labels) != len(self.input_ids):
+            raise ValueError(f"labels: expected {len(self.input_ids)}, one for each of input_ids, found {len(labels)}")
+        for place, (token, label) in enumerate(zip(self.input_ids, labels, strict=True)):
+            if label not in (token, IGNORED):
+                raise ValueError(f"labels[{place}]: expected {token}, as in input_ids, or {IGNORED}, found {label}")
+        return self
+
+
+Record = Pretrain | Instruct | Conversation | ConverHasApi | RefQA | Chat | Segments | Tokenized
 KINDS: dict[str, type[BaseModel]] = {
     "pretrain": Pretrain,
     "instruct": Instruct,
@@ -152,7 +207,9 @@ def explain(error: ValidationError) -> str:
         return f"field {place}: expected an object, found {json_type(first['input'])}"
     if first["type"] == "value_error":
         reason = str(first["ctx"]["error"])
-        return f"field {reason}" if not place or reason.startswith("rounds") else f"field {place}: {reason}"
+        if not place or reason.startswith("rounds"):
+            return f"field {reason}"
+        return f"field {place}{'.' if re.match(NAMED, reason) else ': '}{reason}"
     found = f", found {json_type(first['input'])}" if first["type"].endswith("_type") else ""
     reason = first["msg"].replace("Input should be a valid ", "expected a ").replace("Input should be ", "expected ")
     return f"field {place}: {reason}{found}"

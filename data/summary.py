@@ -21,6 +21,7 @@ from data.terminal import safe_line
 
 LENGTHS_FILE = "lengths.png"
 ROWS = 20  # of the table
+LONGEST_NAME = 60  # characters of a field's name
 CUT, SUPERVISED, DUPLICATES, EMPTY, SILENT = 0.1, 0.05, 0.01, 0.01, 0.01  # shares beyond which there is a warning
 COLUMNS = ("file", "type", "records", "samples", "tokens", "supervised", "cut", "split", "left out", "empty answers")
 
@@ -64,6 +65,9 @@ def facts(dataset: Dataset, max_seq_len: int, what: str = "an epoch") -> list[st
             f"cut to max_seq_len {max_seq_len}: {dataset.total.cut:,} records, {dataset.total.cut_at_turn:,} of them "
             f"at the end of a turn; the longest had {dataset.total.longest:,} tokens"
         )
+    if unused := [f"{safe_line(name, LONGEST_NAME)} ({count:,})" for name, count in dataset.unused.items()]:
+        more = f" and {len(unused) - ROWS} more" if len(unused) > ROWS else ""
+        lines.append(f"fields that were not used, and in how many records: {', '.join(unused[:ROWS])}{more}")
     return lines + dataset.skipped
 
 

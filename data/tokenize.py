@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
@@ -32,15 +32,15 @@ from data.prompts import (
     PLAIN,
     Dialogue,
     PromptFormat,
+    Span,
     Written,
     as_dialogue,
     default_format,
     end_of_sequence,
+    join,
     write_plain,
 )
-from data.records import Pretrain, Record, parse_record
-
-IGNORED = -100  # the label of a token without loss, as in transformers and torch
+from data.records import IGNORED, Pretrain, Record, Segments, Tokenized, parse_record
 
 
 class Sample(TypedDict):
@@ -140,10 +140,14 @@ def encode_many(
     writer = Writer(tokenizer, prompt_format)
     done: list[Tokens | DataError] = []
     written: list[tuple[int, Written, list[int]]] = []
-    for number, record in enumerate(records):
+    for number, given in enumerate(records):
         done.append(_NOT_YET)
         try:
-            text, prefix = writer.write(record if isinstance(record, BaseModel) else parse_record(record))
+            record = given if isinstance(given, BaseModel) else parse_record(given)
+            if isinstance(record, Tokenized):
+                done[number] = _ready_made(record, tokenizer)
+                continue
+            text, prefix = writer.write(record)
             written.append((number, text, prefix))
         except DataError as error:
             done[number] = error
@@ -173,7 +177,7 @@ class Writer:
         self._templates: dict[bool, ChatTemplate] = {}
         self._prefix: list[int] | None = None
 
-    def write(self, record: Record | Chat) -> tuple[Written, list[int]]:
+    def write(self, record: Record) -> tuple[Written, list[int]]:
         """A record's text with its loss, and the ids that go before it.
 
         A chat template writes its own beginning of sequence; elsewhere the tokenizer's goes first, as in pretraining.
@@ -184,6 +188,9 @@ class Writer:
         if isinstance(record, Pretrain):
             end = end_of_sequence(self._tokenizer.eos_token)
             return Written(record.text + end, [(0, len(record.text + end))]), self._beginning()
+        if isinstance(record, Segments):
+            return join([Span(segment.text, segment.label) for segment in record.segments]), []
+        assert not isinstance(record, Tokenized)  # which has no text
         if self._format == PLAIN:
             dialogue = plain_dialogue(record) if isinstance(record, Chat) else as_dialogue(record)
             return write_plain(dialogue, end_of_sequence(self._tokenizer.eos_token)), self._beginning()
@@ -229,6 +236,19 @@ def beginning_of_sequence(tokenizer: PreTrainedTokenizerBase) -> list[int]:
         if dressed[start : start + len(bare)] == bare:
             return dressed[:start]
     return []
+
+
+def _ready_made(record: Tokenized, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    largest = max(record.input_ids)
+    if largest >= len(tokenizer):
+        place = record.input_ids.index(largest)
+        raise DataError(
+            f"field input_ids[{place}]: expected a token of this model's tokenizer, which has {len(tokenizer)}, found "
+            f"{largest}"
+        )
+    borders = [0, *(label != IGNORED for label in record.labels or record.input_ids), 0]
+    changes = [place for place, (one, other) in enumerate(pairwise(borders)) if one != other]
+    return Tokens(record.input_ids, list(zip(changes[::2], changes[1::2], strict=True)))
 
 
 def _tokens(written: Written, prefix: list[int], encoding: Encoding) -> Tokens:

@@ -37,10 +37,11 @@ LIBRARIES = ("tokenizers", "transformers", "jinja2")
 
 
 class DataFile(NamedTuple):
-    """A file and the format of its records, as in `data.files.sources.Source`."""
+    """A file, the format of its records and what they call the fields, as in `data.files.sources.Source`."""
 
     path: str
     format: str | None = None
+    columns: dict[str, str] = {}  # nobody changes it
 
 
 class Window(NamedTuple):
@@ -129,7 +130,7 @@ class Recipe:
         """
         if self.window is not None:
             return _digest([self._settings, self.window, self.files])
-        how = [(_endings(file.path), file.format) for file in self.files]  # a file's name says how it is read, too
+        how = [file._replace(path=_endings(file.path)) for file in self.files]  # its name says how it is read, too
         return _digest([self._settings, list(zip(digests, how, strict=True))])
 
     def asked(self, sizes: Sequence[int]) -> str:
@@ -138,7 +139,7 @@ class Recipe:
         Args:
             sizes: of the files, in bytes.
         """
-        how = [(_endings(file.path), file.format) for file in self.files]
+        how = [file._replace(path=_endings(file.path)) for file in self.files]
         return _digest([self._wishes, list(zip(sizes, how, strict=True))])
 
     @cached_property
@@ -167,8 +168,8 @@ def code_digest() -> str:
     return _digest([(name, hashlib.sha256(path.read_bytes()).hexdigest()) for name, path in counted])
 
 
-def _endings(file: str) -> list[str]:
-    return [suffix.lower() for suffix in Path(file).suffixes[-2:]]
+def _endings(file: str) -> str:
+    return "".join(suffix.lower() for suffix in Path(file).suffixes[-2:])
 
 
 def _digest(value: Any) -> str:

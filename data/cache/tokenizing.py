@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -37,7 +37,7 @@ from data.errors import DataError
 from data.files.raw_records import RawRecord, read_file
 from data.files.reading import BadRecords, Origin, parse
 from data.files.whole_files import replace_text
-from data.records import Instruct, Pretrain, Record
+from data.records import Instruct, Pretrain, Record, Segments, Tokenized
 from data.tokenize import encode_many, load_tokenizer
 
 SAMPLES, META = "samples.arrow", "meta.json"
@@ -66,11 +66,13 @@ class Answer:
     Attributes:
         columns: the samples, unless the records were only checked.
         bad: the records that cannot be used.
+        unused: how many records have which fields that were not used.
         end: file and place of the chunk's last record.
     """
 
     columns: Columns | None
     bad: list[tuple[Origin, str]]
+    unused: Counter[str]
     end: tuple[int, int]
 
 
@@ -90,15 +92,18 @@ class Encoder:
         """Parse the records and, unless they are only to be checked, tokenize and cut them."""
         end = chunk[-1].file, chunk[-1].place
         bad: list[tuple[Origin, str]] = []
+        unused: Counter[str] = Counter()
         parsed: list[tuple[Raw, Record]] = []
         for raw in chunk:
             try:
-                records = parse(raw.record, self._recipe.files[raw.file].format)
-                parsed += [(raw, record) for record in records]
+                _, format_name, columns = self._recipe.files[raw.file]
+                converted = parse(raw.record, format_name, columns)
+                parsed += [(raw, record) for record in converted.records]
+                unused.update(converted.unused)
             except DataError as error:
                 bad.append((Origin(raw.record.file, raw.record.number), str(error)))
         if only_check:
-            return Answer(None, bad, end)
+            return Answer(None, bad, unused, end)
         encoded = []
         tokenized = encode_many([record for _, record in parsed], self._tokenizer, self._recipe.prompt_format)
         for (raw, record), tokens in zip(parsed, tokenized, strict=True):
@@ -107,7 +112,7 @@ class Encoder:
             else:
                 empty, control = has_empty_answer(record), self._has_control_words(raw.record, record)
                 encoded.append(Encoded(raw.file, raw.record.number, record.type, empty, control, tokens))
-        return Answer(as_columns(encoded, self._recipe.max_seq_len), bad, end)
+        return Answer(as_columns(encoded, self._recipe.max_seq_len), bad, unused, end)
 
     def _has_control_words(self, raw: RawRecord, record: Record) -> bool:
         possible = self._control_words.possible(raw.value) if isinstance(raw.value, bytes) else True
@@ -127,6 +132,7 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
     reading = Reading(recipe, tell)
     tallies: dict[tuple[int, str], Tally] = {}
     skipped: list[str] = []
+    unused: Counter[str] = Counter()
     bad = BadRecords(recipe.on_bad_record, skipped.append)
     digests: list[NDArray[numpy.uint64]] = []
     with SampleWriter(folder / SAMPLES) as writer:
@@ -139,6 +145,7 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
                 bad.add(origin, DataError(text))
             if answer.columns is not None and not stopped():
                 writer.write(answer.columns)
+                unused.update(answer.unused)
                 digests.append(answer.columns.digests)
                 for group, tally in answer.columns.tallies.items():
                     tallies.setdefault(group, Tally()).add(tally)
@@ -157,6 +164,7 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
         "tallies": [[file, kind, asdict(tally)] for (file, kind), tally in tallies.items()],
         "n_bad": bad.count,
         "skipped": skipped,
+        "unused": dict(unused.most_common()),
         "end": end,
         "digest": Digests(folder).take(folder / SAMPLES),
     }
@@ -188,7 +196,7 @@ class Reading:
         chunk: list[Raw] = []
         size = 0
         first, skip = self._recipe.window[:2] if self._recipe.window else (0, 0)
-        for file, (path, format_name) in list(enumerate(self._recipe.files))[first:]:
+        for file, (path, format_name, _) in list(enumerate(self._recipe.files))[first:]:
             before = skip if file == first else 0
             later = islice(read_file(Path(path), format_name), before, None)
             for place, record in enumerate(later, start=before + 1):
@@ -213,7 +221,7 @@ def _size(record: RawRecord) -> int:
 
 def has_empty_answer(record: Record) -> bool:
     """Whether a record trains the model to say nothing."""
-    if isinstance(record, Pretrain):
+    if isinstance(record, (Pretrain, Segments, Tokenized)):
         return False
     if isinstance(record, Instruct):
         return not record.output.strip()

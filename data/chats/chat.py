@@ -1,15 +1,28 @@
 """A dialogue in the form that chat APIs use: messages with roles, tools, and calls of tools.
 
-It is the form that every other dialogue format is turned into (`data.files.formats`). Loss is on the messages of the
-assistant, its calls of tools included.
+It is the form that every other dialogue format is turned into (`data.files.formats`); a message may be written as
+OpenAI, ShareGPT or one of their relatives does. Loss is on the messages of the assistant, its calls of tools included.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import from_json
+
+from data.files.fields import SWITCHES, left_over
+
+ROLES = {
+    **dict.fromkeys(["system", "developer"], "system"),
+    **dict.fromkeys(["user", "human"], "user"),
+    **dict.fromkeys(["assistant", "gpt", "chatgpt", "model", "bot", "function_call", "tool_call"], "assistant"),
+    **dict.fromkeys(["tool", "observation", "function", "function_response", "tool_response"], "tool"),
+}
+CALLS = ("function_call", "tool_call")  # what such a sender says is a JSON object with name and arguments, or several
+# Other names of a message's fields.
+SPELLINGS = {"role": ("from",), "content": ("value",), "reasoning_content": ("reasoning", "thinking")}
 
 
 class Function(BaseModel):
@@ -59,26 +72,43 @@ class Message(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _single_call(cls, message: Any) -> Any:
-        """`function_call`, the older form, becomes the only one of the `tool_calls`."""
-        if isinstance(message, dict) and message.get("function_call") and not message.get("tool_calls"):
-            return message | {"tool_calls": [{"function": message["function_call"]}]}
+    def _written_otherwise(cls, message: Any) -> Any:
+        if not isinstance(message, dict) or (message.keys() <= cls.model_fields.keys() and message.get("content")):
+            return message
+        message = {name: value for name, value in message.items() if value is not None}
+        for name, others in SPELLINGS.items():
+            for other in others:
+                if other in message and name not in message:
+                    message[name] = message.pop(other)
+        if "role" not in message:
+            raise ValueError("role: missing")
+        _take_calls(message)
+        _take_switches(message)
+        if not message.keys() & {"content", "tool_calls", "reasoning_content"}:
+            raise ValueError("content: missing")
+        left_over({name: message[name] for name in message.keys() - cls.model_fields.keys()}, lambda: "")
         return message
 
     @field_validator("role", mode="before")
     @classmethod
     def _rename(cls, role: Any) -> Any:
-        return {"developer": "system", "function": "tool"}.get(role, role) if isinstance(role, str) else role
+        if not isinstance(role, str):
+            return role  # pydantic says what is wrong
+        if role not in ROLES:
+            raise ValueError(f"expected one of {', '.join(ROLES)}, found {role[:40]!r}")
+        return ROLES[role]
 
     @field_validator("content", mode="before")
     @classmethod
     def _join(cls, content: Any) -> Any:
-        """Parts of text are joined; null is no text."""
-        if content is None:
-            return ""
+        """Parts of text are joined, a tool's object is written as JSON."""
+        if isinstance(content, dict):
+            return json.dumps(content, ensure_ascii=False)
         if isinstance(content, list):
             if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
                 raise ValueError("expected a text or a list of parts with a text each")
+            if switched := next((name for part in content for name in SWITCHES & part.keys()), None):
+                raise ValueError(f"{switched}: one part cannot bear loss and another not; expected it of the message")
             return "".join(part["text"] for part in content)
         return content
 
@@ -117,6 +147,34 @@ class Chat(BaseModel):
         if not any(message.role == "assistant" and message.weight for message in self.messages):
             raise ValueError("messages: expected at least one of the assistant, found none that bears loss")
         return self
+
+
+def _take_calls(message: dict[str, Any]) -> None:
+    """Make `function_call`, the older form, or the words of a sender of that name the message's `tool_calls`."""
+    if "function_call" in message and not message.get("tool_calls"):
+        message["tool_calls"] = [{"function": message.pop("function_call")}]
+    if message["role"] not in CALLS:
+        return
+    calls = message.pop("content", None)
+    try:
+        calls = from_json(calls, allow_inf_nan=False) if isinstance(calls, str) else calls
+        calls = [Function.model_validate(call) for call in (calls if isinstance(calls, list) else [calls])]
+    except ValueError:
+        raise ValueError(
+            f"the {message['role']} is not JSON with name and arguments; expected an object or a list of them"
+        ) from None
+    message["tool_calls"] = [{"function": call} for call in calls]
+
+
+def _take_switches(message: dict[str, Any]) -> None:
+    """Make every way to say whether a message bears loss its `weight`."""
+    for name in SWITCHES & message.keys() - {"weight"}:
+        switch = message.pop(name)
+        if switch not in (0, 1):
+            raise ValueError(f"{name}: expected true or false, found {switch!r}")
+        if switch and name != "loss" and ROLES.get(str(message["role"])) != "assistant":
+            raise ValueError(f"{name}: expected false, as only an assistant's messages bear loss")
+        message["weight"] = min(int(switch), message.get("weight", 1))
 
 
 def _as_tool(tool: Any) -> Any:

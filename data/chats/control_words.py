@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from data.chats.chat import Chat
 from data.chats.messages import said_in_chat, said_in_dialogue
 from data.prompts import as_dialogue
-from data.records import Pretrain, Record
+from data.records import Pretrain, Record, Segments, Tokenized
 
 BEGINNING = 2  # characters of a name that are looked for first
 ESCAPE = b"\\u"  # JSON may write any character so
@@ -52,6 +52,7 @@ class ControlWords:
 def _words(record: Record) -> Iterator[str]:
     if isinstance(record, Pretrain):
         yield record.text
+    if isinstance(record, (Pretrain, Segments, Tokenized)):  # ready made, control tokens and all
         return
     said = said_in_chat(record) if isinstance(record, Chat) else said_in_dialogue(as_dialogue(record))
     for each in said:

@@ -87,7 +87,7 @@ def said_in_dialogue(dialogue: Dialogue) -> list[Said]:
         ask = CHAT_INPUT.format(ask=turn.ask, input=turn.input) if turn.input else turn.ask
         if not said:
             ask = "".join(CHAT_CONTEXT.format(title=title, text=text) for title, text in dialogue.contexts) + ask
-        said += [Said("user", ask), answer(turn.answer, turn.ends)]
+        said += [*([Said("user", ask)] if ask else []), answer(turn.answer, turn.ends)]
     return said
 
 

@@ -1,23 +1,39 @@
 """Recognising the layout of a record, and turning it into Pipetune's own records.
 
 A record has the first format of `FORMATS` whose required fields it has all of. Where that guess is wrong, `format:` in
-data_path names the right one. The layouts themselves are declared in `data.files.layouts`.
+data_path names the right one, and `columns:` says what files with names of their own call the fields. The layouts are
+declared in `data.files.layouts`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from pydantic import AliasChoices, ValidationError
+from pydantic import AliasChoices, BaseModel, ValidationError
 
 from data.errors import DataError
 from data.files import layouts
+from data.files.fields import left_over
 from data.files.layouts import Layout
 from data.records import KINDS, Record, explain, json_type, parse_record, shown
 
 FIELDS_SHOWN = 12
+SPEAKERS = ("user", "assistant", "system", "tool")
+LISTS = ("messages", "conversations", "conversation")  # of messages
+
+
+class Converted(NamedTuple):
+    """What one object holds.
+
+    Attributes:
+        records: at least one.
+        unused: its fields that were not used, and that somebody might ask about.
+    """
+
+    records: list[Record]
+    unused: list[str]
 
 
 class Format(NamedTuple):
@@ -25,86 +41,154 @@ class Format(NamedTuple):
 
     Attributes:
         fields: what tells it; of each group one field has to be there.
-        recognises: whether an object has them.
+        known: all that it takes: the first one of each group that is there.
         convert: raises DataError or pydantic's ValidationError.
     """
 
     fields: tuple[tuple[str, ...], ...]
-    recognises: Callable[[dict[str, Any]], bool]
+    known: tuple[tuple[str, ...], ...]
     convert: Callable[[dict[str, Any]], list[Record]]
+
+    def recognises(self, raw: Mapping[str, Any]) -> bool:
+        """Whether an object has the fields."""
+        return all(any(name in raw for name in group) for group in self.fields)
+
+    def extra(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """What it does not take."""
+        taken = {next((name for name in group if name in raw), None) for group in self.known}
+        return {name: value for name, value in raw.items() if name not in taken}
 
     def __str__(self) -> str:
         return ", ".join("|".join(group) for group in self.fields)
 
 
 def _format(layout: type[Layout]) -> Format:
-    fields = tuple(
-        tuple(map(str, field.validation_alias.choices)) if isinstance(field.validation_alias, AliasChoices) else (name,)
-        for name, field in layout.model_fields.items()
-        if field.is_required()
-    )
-    return Format(
-        fields,
-        lambda raw: all(any(raw.get(name) is not None for name in group) for group in fields),
-        lambda raw: layout.model_validate(raw).records(),
-    )
+    fields = layout.model_fields.items()
+    known = {name: _names(name, field.validation_alias) for name, field in fields}
+    required = tuple(known[name] for name, field in fields if field.is_required())
+    return Format(required, tuple(known.values()), lambda raw: layout.model_validate(raw).records())
 
 
+def _names(name: str, alias: Any) -> tuple[str, ...]:
+    return tuple(map(str, alias.choices)) if isinstance(alias, AliasChoices) else (name,)
+
+
+def _own(kind: str) -> Format:
+    names = tuple((name,) for name in KINDS[kind].model_fields)
+    return Format((("type",),), names, lambda raw: [parse_record(raw)])
+
+
+OWN = {kind: _own(kind) for kind in KINDS}
 FORMATS: dict[str, Format] = {
-    "pipetune": Format(
-        (("type",),),
-        lambda raw: isinstance(raw.get("type"), str) and raw["type"] in KINDS,
-        lambda raw: [parse_record(raw)],
-    ),
+    "pipetune": Format((("type",),), (("type",),), lambda raw: [parse_record(raw)]),
     "openai": _format(layouts.OpenAI),
     "sharegpt": _format(layouts.ShareGPT),
     "squad": _format(layouts.SquadArticle),
+    "squad_paragraph": _format(layouts.SquadParagraph),
     "squad_row": _format(layouts.SquadRow),
     "self_instruct": _format(layouts.SelfInstruct),
     "alpaca": _format(layouts.Alpaca),
     "prompt_completion": _format(layouts.PromptCompletion),
     "question_answer": _format(layouts.QuestionAnswer),
+    "segments": _format(layouts.ReadySegments),
+    "tokens": _format(layouts.ReadyTokens),
     "text": _format(layouts.Text),
 }
+# What `columns` may name: the fields of all formats, and the parts of messages.
+COLUMNS = {name for known in [*FORMATS.values(), *OWN.values()] for group in known.known for name in group}
+COLUMNS |= {"role", "content", *SPEAKERS}
 
 
-def convert(raw: Any, format_name: str | None = None) -> list[Record]:
-    """The records in one object of any known layout; at least one.
+def convert(raw: Any, format_name: str | None = None, columns: Mapping[str, str] | None = None) -> Converted:
+    """The records in one object of any known layout.
 
     Args:
         format_name: of `FORMATS`; recognised by the fields where absent.
+        columns: what the object calls the fields; then it is up to the user which of the others are not used.
 
     Raises:
-        DataError: no layout fits, a field is missing or has the wrong type; the text names the field.
+        DataError: no layout fits, a field is missing or has the wrong type, or one that matters would not be used; the
+            text names the field.
     """
     if not isinstance(raw, dict):
         raise DataError(f"expected an object, found {json_type(raw)}")
+    named = _renamed(raw, columns) if columns else raw
+    there = {name: value for name, value in named.items() if value is not None}
+    found = _find(there, named, format_name)
     try:
-        return _find(raw, format_name).convert(raw)
+        records = found.convert(there)
+        if columns:
+            extra = found.extra(there).keys() - columns.keys()
+            return Converted(records, [name for name in raw if name in extra])
+        return Converted(records, left_over(found.extra(there), lambda: "\n".join(_texts(records))))
     except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "missing" and len(first["loc"]) == 1 and first["loc"][0] in named:
+            raise DataError(f"field {first['loc'][0]}: expected a value, found null") from None
         raise DataError(explain(error)) from None
+    except ValueError as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"field {error}") from None
 
 
 @lru_cache
 def _by_fields(fields: tuple[str, ...]) -> Format | None:
     """The first format that takes these fields; a file's records mostly have the same ones."""
-    there = dict.fromkeys(fields, True)
-    return next((known for known in FORMATS.values() if known.recognises(there)), None)
+    there = dict.fromkeys(fields)
+    return next((known for name, known in FORMATS.items() if name != "pipetune" and known.recognises(there)), None)
 
 
-def _find(raw: dict[str, Any], format_name: str | None) -> Format:
+def _find(there: dict[str, Any], named: dict[str, Any], format_name: str | None) -> Format:
+    kind = there.get("type")
+    if format_name in (None, "pipetune") and isinstance(kind, str) and kind in OWN:
+        return OWN[kind]
     if format_name is not None:
         return FORMATS[format_name]
-    if "type" not in raw:  # its value would count
-        known = _by_fields(tuple(name for name, value in raw.items() if value is not None))
-    else:
-        known = next((known for known in FORMATS.values() if known.recognises(raw)), None)
-    if known is not None:
+    if known := _by_fields(tuple(there)) or _by_fields(tuple(named)):
         return known
-    if raw.get("type") is not None:
+    if kind is not None:
         return FORMATS["pipetune"]  # its complaint lists the types
-    names = [shown(name) for name in list(raw)[:FIELDS_SHOWN]] + ["..."] * (len(raw) > FIELDS_SHOWN)
+    names = [shown(name) for name in list(named)[:FIELDS_SHOWN]] + ["..."] * (len(named) > FIELDS_SHOWN)
     formats = "; ".join(f"{name} ({known})" for name, known in FORMATS.items())
     raise DataError(
-        f"no known format has the fields {', '.join(names) or '(none)'}; expected those of one of: {formats}"
+        f"no known format has the fields {', '.join(names) or '(none)'}; expected columns that name them, or those of "
+        f"one of: {formats}"
     )
+
+
+def _renamed(raw: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """An object with our names for its fields; in its messages too, where these have names of their own."""
+    of_messages = bool(columns.keys() & {"role", "content"})
+    parts = {name for name in ("role", "content", *SPEAKERS) if of_messages and name in columns}
+    fields = {name: theirs for name, theirs in columns.items() if name not in parts}
+    renamed = {name: value for name, value in raw.items() if name not in fields.values()}
+    renamed |= {name: raw[theirs] for name, theirs in fields.items() if theirs in raw}
+    if of_messages:
+        for name in LISTS:
+            if isinstance(turns := renamed.get(name), list):
+                renamed[name] = [_renamed_turn(turn, columns) for turn in turns]
+    return renamed
+
+
+def _renamed_turn(turn: Any, columns: Mapping[str, str]) -> Any:
+    """The same for a message."""
+    if not isinstance(turn, dict):
+        return turn
+    names = {columns.get(name, name): name for name in ("role", "content")}
+    turn = {names.get(name, name): value for name, value in turn.items()}
+    speakers = {columns[name]: name for name in SPEAKERS if name in columns}
+    if isinstance(turn.get("role"), str):
+        turn["role"] = speakers.get(turn["role"], turn["role"])
+    return turn
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All strings in records."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, BaseModel):
+        yield from _texts({name: field for name, field in value if name != "type"})
+    elif isinstance(value, (dict, list, tuple)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _texts(each)

@@ -1,20 +1,18 @@
 """The layouts that records are published in, and the records that each becomes.
 
-A layout is a pydantic model of one object. Its required fields tell it from the others (`data.files.formats`); fields
-that it does not know are left alone. Where one object holds several samples (all questions on an article, all instances
-of an instruction) it becomes several records.
+A layout is a pydantic model of one object. Its required fields tell it from the others (`data.files.formats`); what it
+does not know is judged by `data.files.fields`. Where one object holds several samples (all questions on an article, all
+instances of an instruction) it becomes several records.
 """
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from pydantic import AliasChoices, BaseModel, Field, PrivateAttr, field_validator, model_validator
-from pydantic_core import from_json
+from pydantic import AliasChoices, BaseModel, Field, field_validator, model_validator
 
-from data.chats.chat import Chat, Function, Message, ToolCall
-from data.records import Instruct, Pretrain, Record, RefQA, shown
+from data.chats.chat import Chat, Message
+from data.records import Instruct, Pretrain, Record, RefQA, Segments, Tokenized
 
 
 class Layout(BaseModel):
@@ -29,108 +27,53 @@ class OpenAI(Layout):
     """`messages` of the OpenAI chat API, with `tools` (or the older `functions`) and calls of them."""
 
     messages: list[Message] = Field(min_length=1, fail_fast=True)
+    system: str | None = Field(None, validation_alias=AliasChoices("system", "system_prompt"))
     tools: Any = Field(None, validation_alias=AliasChoices("tools", "functions"))
 
     def records(self) -> list[Record]:
-        return [Chat(messages=self.messages, tools=self.tools)]
+        return [Chat(messages=_system(self.system) + self.messages, tools=self.tools)]
 
 
-SHAREGPT_ROLES = {
-    **dict.fromkeys(["human", "user"], "user"),
-    **dict.fromkeys(["gpt", "assistant", "chatgpt", "function_call", "tool_call"], "assistant"),
-    **dict.fromkeys(["observation", "tool", "function_response"], "tool"),
-    "system": "system",
-}
+class ShareGPT(OpenAI):
+    """`conversations` of `{from, value}`, or of messages."""
 
-
-class ShareGPTTurn(BaseModel):
-    """Who says what; a function_call says a JSON object with name and arguments, or a list of them."""
-
-    sender: str = Field(validation_alias=AliasChoices("from", "role"))
-    value: str = Field(validation_alias=AliasChoices("value", "content"))
-    _calls: list[ToolCall] = PrivateAttr(default=[])
-
-    @field_validator("sender", mode="after")
-    @classmethod
-    def _known(cls, sender: str) -> str:
-        if sender not in SHAREGPT_ROLES:
-            raise ValueError(f"expected one of {', '.join(SHAREGPT_ROLES)}, found {shown(sender)}")
-        return sender
-
-    @field_validator("value", mode="before")
-    @classmethod
-    def _write(cls, value: Any) -> Any:
-        return json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else value
-
-    @model_validator(mode="after")
-    def _parse_calls(self) -> ShareGPTTurn:
-        if self.sender in ("function_call", "tool_call"):
-            try:
-                calls = from_json(self.value, allow_inf_nan=False)
-                calls = calls if isinstance(calls, list) else [calls]
-                self._calls = [ToolCall(function=Function.model_validate(call)) for call in calls]
-            except ValueError:
-                raise ValueError(
-                    f"the {self.sender} is not JSON with name and arguments; expected an object or a list of them"
-                ) from None
-        return self
-
-    def message(self) -> Message:
-        """The same in the form of chat APIs."""
-        content = "" if self._calls else self.value
-        return Message.model_validate(
-            {"role": SHAREGPT_ROLES[self.sender], "content": content, "tool_calls": self._calls}
-        )
-
-
-class ShareGPT(Layout):
-    """`conversations` of `{from, value}`; `system` and `tools` may stand beside them."""
-
-    conversations: list[ShareGPTTurn] = Field(min_length=1, fail_fast=True)
-    system: str | None = None
-    tools: Any = None
-
-    @field_validator("conversations", mode="after")
-    @classmethod
-    def _answered(cls, turns: list[ShareGPTTurn]) -> list[ShareGPTTurn]:
-        if not any(SHAREGPT_ROLES[turn.sender] == "assistant" for turn in turns):
-            raise ValueError("expected at least one of gpt, found none")
-        return turns
-
-    def records(self) -> list[Record]:
-        messages = [turn.message() for turn in self.conversations]
-        return [Chat(messages=_system(self.system) + messages, tools=self.tools)]
+    messages: list[Message] = Field(
+        min_length=1, fail_fast=True, validation_alias=AliasChoices("conversations", "conversation")
+    )
 
 
 class SquadAnswer(BaseModel):
     text: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _bare(cls, answer: Any) -> Any:
+        return {"text": answer} if isinstance(answer, str) else answer
+
 
 class SquadQuestion(BaseModel):
-    question: str = Field(min_length=1)
+    question: str = Field(min_length=1, validation_alias=AliasChoices("question", "query_text"))
     answers: list[SquadAnswer] = Field(fail_fast=True)
 
     @field_validator("answers", mode="before")
     @classmethod
     def _from_columns(cls, answers: Any) -> Any:
         """A table holds one list of texts where the original file has a list of answers."""
-        if isinstance(answers, dict) and isinstance(answers.get("text"), list):
-            return [{"text": text} for text in answers["text"]]
-        return answers
+        return answers["text"] if isinstance(answers, dict) and isinstance(answers.get("text"), list) else answers
 
     def rounds(self) -> list[tuple[str, str]]:
         """The question and its first answer; an empty one where the text has none (SQuAD 2)."""
         return [("ask", self.question), ("ans", self.answers[0].text if self.answers else "")]
 
 
-class SquadParagraph(BaseModel):
-    context: str
+class SquadParagraph(Layout):
+    """A paragraph and its questions, as CMRC writes them too; they become one record."""
+
+    context: str = Field(validation_alias=AliasChoices("context", "context_text"))
     qas: list[SquadQuestion] = Field(min_length=1, fail_fast=True)
 
-    def record(self) -> Record:
-        """All questions on the paragraph, one after the other."""
-        rounds = [entry for question in self.qas for entry in question.rounds()]
-        return RefQA.model_validate({"type": "ref_qa", "reference": self.context, "rounds": rounds})
+    def records(self) -> list[Record]:
+        return [_ref_qa(self.context, [entry for question in self.qas for entry in question.rounds()])]
 
 
 class SquadArticle(Layout):
@@ -139,7 +82,7 @@ class SquadArticle(Layout):
     paragraphs: list[SquadParagraph] = Field(min_length=1, fail_fast=True)
 
     def records(self) -> list[Record]:
-        return [paragraph.record() for paragraph in self.paragraphs]
+        return [record for paragraph in self.paragraphs for record in paragraph.records()]
 
 
 class SquadRow(Layout, SquadQuestion):
@@ -148,8 +91,7 @@ class SquadRow(Layout, SquadQuestion):
     context: str
 
     def records(self) -> list[Record]:
-        rounds = self.rounds()
-        return [RefQA.model_validate({"type": "ref_qa", "reference": self.context, "rounds": rounds})]
+        return [_ref_qa(self.context, self.rounds())]
 
 
 class SelfInstructInstance(BaseModel):
@@ -167,17 +109,37 @@ class SelfInstruct(Layout):
         return [_instruct(self.instruction, instance.input, instance.output) for instance in self.instances]
 
 
-class Alpaca(Layout):
-    """`instruction`, `input`, `output`; also Dolly's `context` and `response`.
+class Asked(Layout):
+    """One question and its answer, and what may come before them.
 
-    With a `system` text or a `history` of earlier pairs of question and answer it is a chat.
+    Attributes:
+        system: who the model is to be.
+        history: earlier pairs of question and answer.
+        tools: what the answer might have called.
     """
+
+    system: str | None = Field(None, validation_alias=AliasChoices("system", "system_prompt"))
+    history: list[tuple[str, str]] | None = Field(None, fail_fast=True)
+    tools: Any = Field(None, validation_alias=AliasChoices("tools", "functions"))
+
+    def alone(self) -> bool:
+        """Whether nothing comes before."""
+        return not (self.system or self.history or self.tools)
+
+    def chat(self, ask: str, answer: str) -> Chat:
+        """All of it."""
+        roles = ("user", "assistant")
+        pairs = [*(self.history or []), (ask, answer)]
+        turns = [_message(role, text) for pair in pairs for role, text in zip(roles, pair, strict=True)]
+        return Chat(messages=_system(self.system) + turns, tools=self.tools)
+
+
+class Alpaca(Asked):
+    """`instruction`, `input`, `output`; also Dolly's `context` and `response`."""
 
     instruction: str
     input: str | None = Field(None, validation_alias=AliasChoices("input", "context"))
     output: str = Field(validation_alias=AliasChoices("output", "response"))
-    system: str | None = None
-    history: list[tuple[str, str]] | None = Field(None, fail_fast=True)
 
     @model_validator(mode="after")
     def _asked(self) -> Alpaca:
@@ -186,26 +148,21 @@ class Alpaca(Layout):
         return self
 
     def records(self) -> list[Record]:
-        if not self.system and not self.history:
-            ask, more = (self.instruction, self.input) if self.instruction else (self.input or "", None)
+        ask, more = (self.instruction, self.input) if self.instruction else (self.input or "", None)
+        if self.alone():
             return [_instruct(ask, more, self.output)]
         from data.prompts import CHAT_INPUT  # brings transformers along, which a reader of configs can do without
 
-        ask = CHAT_INPUT.format(ask=self.instruction, input=self.input) if self.input else self.instruction
-        pairs = [*(self.history or []), (ask, self.output)]
-        roles = ("user", "assistant")
-        turns = [_message(role, text) for pair in pairs for role, text in zip(roles, pair, strict=True)]
-        return [Chat(messages=_system(self.system) + turns)]
+        return [self.chat(CHAT_INPUT.format(ask=ask, input=more) if more else ask, self.output)]
 
 
-class PromptCompletion(Layout):
+class PromptCompletion(Asked):
     """`prompt` and `completion` (or `response`), each a text or a list of messages; loss on the completion alone."""
 
     prompt: list[Message] = Field(min_length=1, fail_fast=True)
     completion: list[Message] = Field(
-        min_length=1, fail_fast=True, validation_alias=AliasChoices("completion", "response")
+        min_length=1, fail_fast=True, validation_alias=AliasChoices("completion", "response", "generation")
     )
-    tools: Any = None
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -218,26 +175,53 @@ class PromptCompletion(Layout):
         return [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
 
     def records(self) -> list[Record]:
-        asked = [message.model_copy(update={"weight": 0}) for message in self.prompt]
-        chat = Chat(messages=asked + self.completion, tools=self.tools)
-        plain = [(message.role, bool(message.tool_calls)) for message in chat.messages]
-        if plain == [("user", False), ("assistant", False)] and not chat.tools:
-            return [_instruct(self.prompt[0].content, None, self.completion[0].content)]
-        return [chat]
+        plain = [(each.role, bool(each.tool_calls)) for each in (*self.prompt, *self.completion)]
+        if plain == [("user", False), ("assistant", False)]:
+            ask, answer = self.prompt[0].content, self.completion[0].content
+            return [_instruct(ask, None, answer) if self.alone() else self.chat(ask, answer)]
+        asked = [each.model_copy(update={"weight": 0}) for each in self.prompt]
+        before = self.chat("", "").messages[:-2]
+        return [Chat(messages=before + asked + self.completion, tools=self.tools)]
 
 
-class QuestionAnswer(Layout):
-    """`question` (or `query`) and `answer` (or `response`), as in GSM8K; with a `system_prompt` it is a chat."""
+class QuestionAnswer(Asked):
+    """`question` (or `query`) and `answer` (or `response`), as in GSM8K; with a text to answer from, a reference."""
 
     question: str = Field(min_length=1, validation_alias=AliasChoices("question", "query"))
     answer: str = Field(validation_alias=AliasChoices("answer", "response"))
-    system: str | None = Field(None, validation_alias=AliasChoices("system", "system_prompt"))
+    context: str | None = Field(
+        None, validation_alias=AliasChoices("context", "passage", "article", "document", "reference", "background")
+    )
 
     def records(self) -> list[Record]:
-        if not self.system:
-            return [_instruct(self.question, None, self.answer)]
-        turns = [_message("user", self.question), _message("assistant", self.answer)]
-        return [Chat(messages=_system(self.system) + turns)]
+        if not self.alone():
+            from data.prompts import CHAT_CONTEXT, REFERENCE_TITLE
+
+            text = CHAT_CONTEXT.format(title=REFERENCE_TITLE, text=self.context) if self.context else ""
+            return [self.chat(text + self.question, self.answer)]
+        if self.context:
+            return [_ref_qa(self.context, [("ask", self.question), ("ans", self.answer)])]
+        return [_instruct(self.question, None, self.answer)]
+
+
+class ReadySegments(Layout):
+    """axolotl's `segments` of `text` and `label`: no template, loss where the label is true."""
+
+    segments: Any
+
+    def records(self) -> list[Record]:
+        return [Segments.model_validate(dict(self))]
+
+
+class ReadyTokens(Layout):
+    """`input_ids` and `labels`, tokenized by somebody else."""
+
+    input_ids: Any
+    labels: Any = None
+    attention_mask: Any = None
+
+    def records(self) -> list[Record]:
+        return [Tokenized.model_validate(dict(self))]
 
 
 class Text(Layout):
@@ -259,3 +243,7 @@ def _system(text: str | None) -> list[Message]:
 
 def _instruct(ask: str, more: str | None, answer: str) -> Instruct:
     return Instruct.model_validate({"type": "instruct", "instruct": ask, "input": more or None, "output": answer})
+
+
+def _ref_qa(reference: str, rounds: list[tuple[str, str]]) -> RefQA:
+    return RefQA.model_validate({"type": "ref_qa", "reference": reference, "rounds": rounds})

@@ -1,15 +1,19 @@
 """From a source's files to raw records: cheap pieces that any process can parse.
 
-What a file holds is found from its content: Parquet has a mark, and the first line of a JSON file tells a list, one
-object a line and objects over several lines apart. Only plain text goes by its name, `.txt`, as anything
-can be text. An object whose field `data` is a list (SQuAD's files, many exports) is read as that list.
+What a file holds is found from its content: Parquet and Arrow have a mark, and the first line of a JSON file tells a
+list, one object a line and objects over several lines apart. Only plain text, `.txt`, and tables as text, `.csv` and
+`.tsv`, go by their names, as anything can be text. An object whose field `data` is a list (SQuAD's files, many exports)
+is read as that list.
 
-Nothing is parsed here but Parquet, whose rows come in batches: JSON stays bytes, so that one process can read for many
-that parse. A damaged file gives what can be read of it, and a raw record that says what is wrong.
+Nothing is parsed here but tables, whose rows come in batches: JSON stays bytes, so that one process can read for many
+that parse. A damaged file gives what can be read of it, and a raw record that says what is wrong; one of another kind
+is named for what it is.
 """
 
 from __future__ import annotations
 
+import codecs
+import csv
 import itertools
 import json
 import re
@@ -19,14 +23,16 @@ from typing import Any, Literal, NamedTuple
 
 from data.files.decompression import chunks_of
 from data.files.json_values import DECODER, LONGEST_TOKEN, MAX_RECORD, split
+from data.files.kinds import foreign
 from data.files.sources import TEXT_FILE, TEXT_SUFFIXES, Source, bare_suffix, files_of
 
 HEAD = 64 << 10  # bytes that are looked at to find out what a file holds
 ROWS = 256  # of a Parquet file, made at once
 BUFFER = 1 << 20  # bytes of a Parquet file, read at once
 
-PARQUET = b"PAR1"
-UTF8_MARK, UTF16_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
+PARQUET, ARROW, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
+UTF8_MARK = b"\xef\xbb\xbf"
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
 LINE_SUFFIXES = (".jsonl", ".ndjson")
 # {"version": "1.1", "data": [
 WRAPPED = re.compile(rb'\s*\{(?:\s*"\w+"\s*:\s*(?:"[^"\\]*"|[\d.]+|null)\s*,)*\s*"data"\s*:\s*\[')
@@ -77,10 +83,14 @@ def _read(file: Path, format_name: str | None) -> Iterator[_Item]:
     while len(head) < HEAD and (chunk := next(chunks, None)) is not None:
         head += chunk
     following = next(chunks, None)
-    if head.startswith(UTF16_MARKS) and b"\0" in head:
-        yield 0, "damage", "is in UTF-16; expected UTF-8"
-    elif head.startswith(PARQUET):
-        yield from _rows(file)
+    suffix = bare_suffix(file)
+    if head.startswith((PARQUET, ARROW, ARROW_STREAM)):
+        yield from _rows(file, head)
+    elif complaint := foreign(head, suffix in TEXT_SUFFIXES):
+        yield 0, "damage", complaint
+    elif suffix in DELIMITERS:
+        parts = [head] if following is None else [head, following]
+        yield from _cells(itertools.chain(parts, chunks), DELIMITERS[suffix])
     else:
         head = head.removeprefix(UTF8_MARK)
         rest = itertools.chain([following], chunks) if following is not None else iter(())
@@ -189,18 +199,62 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes | None, bool]]:
         yield number + 1, last, False
 
 
-def _rows(file: Path) -> Iterator[_Item]:
-    """The rows of a Parquet file. What is null is left out: a table has all fields in all its rows."""
+def _cells(chunks: Iterable[bytes], delimiter: str) -> Iterator[_Item]:
+    """The rows of a table as text. An empty cell is left out, as such a table has no null."""
+    csv.field_size_limit(MAX_RECORD)
+    number = 0
+    try:
+        rows = csv.reader(_text_lines(chunks), delimiter=delimiter, strict=True)
+        header = next(rows, [])
+        if repeated := [name for name in header if header.count(name) > 1]:
+            yield 0, "damage", f"two columns are called {repeated[0]!r}; expected a first line of different names"
+            return
+        for row in filter(None, rows):
+            number += 1
+            if len(row) == len(header):
+                yield number, "row", {name: cell for name, cell in zip(header, row, strict=True) if cell}
+            else:
+                yield number, "damage", f"expected {len(header)} cells, as in the first line, found {len(row)}"
+    except (csv.Error, UnicodeDecodeError) as error:
+        reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else error
+        yield number + 1, "damage", f"cannot be read, and what follows neither: {reason}"
+
+
+def _text_lines(chunks: Iterable[bytes]) -> Iterator[str]:
+    """Lines with their ends, without the mark of UTF-8."""
+    rest = ""
+    for text in codecs.iterdecode(chunks, "utf-8-sig"):
+        *lines, rest = (rest + text).split("\n")
+        yield from (f"{line}\n" for line in lines)
+    if rest:
+        yield rest
+
+
+def _batches(file: Path, head: bytes) -> Iterator[Any]:
+    """The record batches of a Parquet or an Arrow file."""
+    from pyarrow import OSFile, ipc, parquet
+
+    if head.startswith(PARQUET):
+        with parquet.ParquetFile(file, buffer_size=BUFFER, pre_buffer=False) as table:
+            yield from table.iter_batches(batch_size=ROWS)
+    elif head.startswith(ARROW):
+        with OSFile(str(file)) as opened, ipc.open_file(opened) as table:
+            yield from map(table.get_batch, range(table.num_record_batches))
+    else:
+        with OSFile(str(file)) as opened, ipc.open_stream(opened) as table:
+            yield from table
+
+
+def _rows(file: Path, head: bytes) -> Iterator[_Item]:
+    """The rows of a table. What is null is left out: a table has all fields in all its rows."""
     import pyarrow
-    from pyarrow import parquet
 
     number = 0
     try:
-        with parquet.ParquetFile(file, buffer_size=BUFFER, pre_buffer=False) as table:
-            for batch in table.iter_batches(batch_size=ROWS):
-                for row in _rows_of(batch):
-                    number += 1
-                    yield (number, "damage", row) if isinstance(row, str) else (number, "row", _without_nulls(row))
+        for batch in _batches(file, head):
+            for row in _rows_of(batch):
+                number += 1
+                yield (number, "damage", row) if isinstance(row, str) else (number, "row", _without_nulls(row))
     except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
         reason = " ".join(str(error).split())[:160]
         yield 0, "damage", f"cannot be read to its end, records may be missing: {reason}"

@@ -7,13 +7,14 @@ counts them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from pydantic_core import from_json
 
 from data.errors import DataError
-from data.files.formats import convert
+from data.files.formats import Converted, convert
+from data.files.kinds import not_a_number
 from data.files.raw_records import RawRecord, raw_records
 from data.files.sources import TEXT_FILE, Source
 from data.records import Record
@@ -50,7 +51,7 @@ def read(
     for source in sources:
         for raw in raw_records(source):
             try:
-                records = parse(raw, source.format)
+                records = parse(raw, source.format, source.columns).records
             except DataError as error:
                 bad.add(Origin(raw.file, raw.number), error)
             else:
@@ -58,11 +59,11 @@ def read(
     bad.finish()
 
 
-def parse(raw: RawRecord, format_name: str | None = None) -> list[Record]:
+def parse(raw: RawRecord, format_name: str | None = None, columns: Mapping[str, str] | None = None) -> Converted:
     """The records in one raw record; mostly one, several where its layout holds several samples.
 
     Args:
-        format_name: as in `Source`.
+        format_name, columns: as in `Source`.
 
     Raises:
         DataError: it is broken or no known record; the text says what was expected, without file and number.
@@ -72,7 +73,7 @@ def parse(raw: RawRecord, format_name: str | None = None) -> list[Record]:
     if raw.kind == "text":
         return convert({"text": _text(raw.value)}, "text")
     value = _json(raw.value) if raw.kind == "json" else raw.value
-    return convert(value, None if format_name == TEXT_FILE else format_name)
+    return convert(value, None if format_name == TEXT_FILE else format_name, columns)
 
 
 def _text(line: bytes) -> str:
@@ -86,7 +87,7 @@ def _json(text: bytes) -> Any:
         return from_json(text, allow_inf_nan=False)
     except ValueError as error:
         _decoded(text)
-        raise DataError(f"not JSON: {error}") from None
+        raise DataError(not_a_number(text) or f"not JSON: {error}") from None
 
 
 def _decoded(text: bytes) -> str:

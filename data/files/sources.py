@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import glob
 import os
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,12 +25,14 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from data.errors import DataError
-from data.files.formats import FORMATS
+from data.files.formats import COLUMNS, FORMATS
 from data.files.paths import expanded
 
 TEXT_FILE = "text_file"  # a format of files, not of records: one file is one text
 TEXT_SUFFIXES = (".txt",)
-DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", *TEXT_SUFFIXES)
+DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", *TEXT_SUFFIXES)
+DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}  # of a data set's files
+SPLITS = re.compile(r"(train|test|validation|valid|val|dev|eval)\b")
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 MOST_PLACES = 100_000  # files and folders that a glob may lead through
 
@@ -42,6 +46,8 @@ class Source(BaseModel):
         weight: the share of the epoch, relative to the weights of the other entries; then every entry needs one.
         format: of the records (`data.files.formats.FORMATS`), or `text_file`: each file is one text. Recognised where
             absent.
+        columns: what the records call a format's fields, `{prompt: my_question}`; of messages also what their `role`
+            and `content` are called, and who speaks as `user`, `assistant`, `system` and `tool`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -50,6 +56,7 @@ class Source(BaseModel):
     repeat: float = Field(default=1, gt=0, le=10_000, allow_inf_nan=False)
     weight: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     format: str | None = None
+    columns: dict[str, str] = {}
 
     @field_validator("format", mode="after")
     @classmethod
@@ -58,6 +65,15 @@ class Source(BaseModel):
         if name is not None and name not in names:
             raise ValueError(f"expected one of {', '.join(names)}, found {name!r}")
         return name
+
+    @field_validator("columns", mode="after")
+    @classmethod
+    def _fields(cls, columns: dict[str, str]) -> dict[str, str]:
+        if unknown := sorted(columns.keys() - COLUMNS):
+            raise ValueError(f"{unknown[0]}: no format has this field; expected some of {', '.join(sorted(COLUMNS))}")
+        if repeated := [theirs for theirs, count in Counter(columns.values()).items() if count > 1]:
+            raise ValueError(f"{repeated[0]}: expected it for one field, found it for several")
+        return columns
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Source:
@@ -102,16 +118,33 @@ def _expand(path: str) -> list[Path]:
     if place.is_file():
         return [place]
     if place.is_dir():
-        files = sorted(file for file in place.iterdir() if file.is_file() and bare_suffix(file) in DATA_SUFFIXES)
-        if not files:
-            raise DataError(f"{path}: no data files in this folder; expected {', '.join(DATA_SUFFIXES)}")
-        return files
+        return _in_folder(place, path)
     if place.exists():
         raise DataError(f"{path}: not a regular file; expected a file, a folder or a glob")
     files = sorted(match for match in _matches(place, path) if match.is_file())
     if not files:
         raise DataError(f"{path}: not found; expected a file, a folder or a glob")
     return files
+
+
+def _in_folder(place: Path, path: str) -> list[Path]:
+    """The data files of a folder; of a data set's repository, those of its folder `data`."""
+    if not (files := _data_files(place)) and (place / "data").is_dir():
+        files = _data_files(place / "data")
+    if not files:
+        below = [entry.name for entry in sorted(place.iterdir()) if entry.is_dir() and _data_files(entry)]
+        there = f"one of its folders {', '.join(below)}, or " if below else ""
+        raise DataError(f"{path}: no data files in this folder; expected {there}{', '.join(DATA_SUFFIXES)}")
+    splits = sorted({match[1] for file in files if (match := SPLITS.match(file.name))})
+    if len(splits) > 1:
+        one = files[0].parent / f"{'train' if 'train' in splits else splits[0]}*"
+        raise DataError(f"{path}: holds the splits {', '.join(splits)}; expected one of them, such as {one}")
+    return files
+
+
+def _data_files(place: Path) -> list[Path]:
+    files = (file for file in place.iterdir() if bare_suffix(file) in DATA_SUFFIXES and file.name not in DESCRIPTIONS)
+    return sorted(file for file in files if file.is_file())
 
 
 def _matches(pattern: Path, path: str) -> set[Path]:

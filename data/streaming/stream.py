@@ -217,7 +217,7 @@ def open_stream(
                 f"data_path: {source.path}: weights and broken repeats need the number of records, which a stream does "
                 "not know; expected a whole repeat, or no stream_gb"
             )
-        files += [DataFile(str(file), source.format) for file in files_of(source)] * int(source.repeat)
+        files += [DataFile(str(file), source.format, source.columns) for file in files_of(source)] * int(source.repeat)
     recipe = Recipe(tuple(files), str(tokenizer), prompt_format, max_seq_len, on_bad_record)
     log = log or Console(quiet=True)
     windows = Windows(recipe, int(gigabytes * 1e9 * SHARE), seed, folder, log, active)

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.chats.chat import Chat
 from data.prompts import Dialogue, PromptFormat, Turn, as_dialogue
-from data.records import Pretrain, parse_record
+from data.records import Pretrain, Segments, Tokenized, parse_record
 from data.tokenize import Sample, encode, encode_question, encode_whole
 from tests.data.template_styles import Style
 
@@ -98,7 +98,7 @@ def question_ids(
 ) -> list[int]:
     """What a model is asked with to get the record's answer number `turns`."""
     parsed = parse_record(record)
-    assert not isinstance(parsed, (Pretrain, Chat))
+    assert not isinstance(parsed, (Pretrain, Chat, Segments, Tokenized))
     dialogue = as_dialogue(parsed)
     last = dialogue.turns[turns - 1]
     asked = Dialogue((*dialogue.turns[: turns - 1], Turn(last.ask, (), last.input)), dialogue.contexts)

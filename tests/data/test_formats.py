@@ -12,7 +12,7 @@ from data.chats.chat import Chat
 from data.errors import DataError
 from data.files import layouts
 from data.files.formats import FORMATS, convert
-from data.records import Instruct, Pretrain, Record, RefQA
+from data.records import Instruct, Pretrain, Record, RefQA, Segment, Segments, Tokenized
 from tests.data.helpers import RECORDS
 
 CALL = {"name": "weather", "arguments": {"city": "Wien"}}
@@ -34,9 +34,9 @@ def ref_qa(reference: str, *texts: str) -> RefQA:
     return RefQA.model_validate({"type": "ref_qa", "reference": reference, "rounds": rounds})
 
 
-def refusal(raw: Any, format_name: str | None = None) -> str:
+def refusal(raw: Any, format_name: str | None = None, columns: dict[str, str] | None = None) -> str:
     with pytest.raises(DataError) as caught:
-        convert(raw, format_name)
+        convert(raw, format_name, columns)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -45,6 +45,12 @@ CASES: dict[str, list[tuple[dict[str, Any], list[Record]]]] = {
     "pipetune": [({"type": "pretrain", "text": "t"}, [Pretrain(type="pretrain", text="t")])],
     "openai": [
         ({"messages": [USER, ANSWER]}, [chat(USER, ANSWER)]),
+        ({"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, [chat(USER, ANSWER)]),
+        ({"messages": [USER, ANSWER], "system": "s"}, [chat({"role": "system", "content": "s"}, USER, ANSWER)]),
+        (
+            {"messages": [USER, ANSWER | {"thinking": "t", "loss": True}, USER, ANSWER | {"training": 0}]},
+            [chat(USER, ANSWER | {"reasoning_content": "t"}, USER, ANSWER | {"weight": 0})],
+        ),
         ({"type": "chat", "messages": [USER, ANSWER], "prompt": "q"}, [chat(USER, ANSWER)]),
         (
             {
@@ -106,6 +112,10 @@ CASES: dict[str, list[tuple[dict[str, Any], list[Record]]]] = {
         ),
         ({"conversations": [USER, ANSWER], "tools": ""}, [chat(USER, ANSWER)]),
         (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "train": False}, ANSWER]},
+            [chat(USER, ANSWER | {"weight": 0}, ANSWER)],
+        ),
+        (
             {
                 "conversations": [
                     {"from": "system", "value": "s"},
@@ -153,6 +163,16 @@ CASES: dict[str, list[tuple[dict[str, Any], list[Record]]]] = {
             [ref_qa("c", "q", "a", "r", ""), ref_qa("d", "q", "b")],
         )
     ],
+    "squad_paragraph": [
+        (  # CMRC 2018
+            {
+                "context_id": "1",
+                "context_text": "c",
+                "qas": [{"query_id": "1", "query_text": "q", "answers": ["a", "b"]}],
+            },
+            [ref_qa("c", "q", "a")],
+        )
+    ],
     "squad_row": [
         (
             {"id": "1", "context": "c", "question": "q", "answers": {"text": ["a", "b"], "answer_start": [0, 1]}},
@@ -188,6 +208,11 @@ CASES: dict[str, list[tuple[dict[str, Any], list[Record]]]] = {
     "prompt_completion": [
         ({"prompt": "q", "completion": "a"}, [instruct("q", "a")]),
         ({"prompt": "q", "response": "a"}, [instruct("q", "a")]),
+        ({"prompt": "q", "generation": "a"}, [instruct("q", "a")]),
+        (
+            {"prompt": "q", "completion": "a", "system": "s"},
+            [chat({"role": "system", "content": "s"}, USER, ANSWER)],
+        ),
         ({"prompt": [USER], "completion": [ANSWER]}, [instruct("q", "a")]),
         (
             {"prompt": [USER, ANSWER, USER], "completion": [ANSWER], "tools": [FRAMED]},
@@ -197,9 +222,31 @@ CASES: dict[str, list[tuple[dict[str, Any], list[Record]]]] = {
     "question_answer": [
         ({"question": "q", "answer": "a"}, [instruct("q", "a")]),
         ({"query": "q", "response": "a"}, [instruct("q", "a")]),
+        ({"question": "q", "answer": "a", "passage": "c"}, [ref_qa("c", "q", "a")]),
+        (
+            {"query": "q", "response": "a", "history": [["r", "b"]]},
+            [chat({"role": "user", "content": "r"}, {"role": "assistant", "content": "b"}, USER, ANSWER)],
+        ),
+        (
+            {"question": "q", "answer": "a", "article": "c", "system": "s"},
+            [chat({"role": "system", "content": "s"}, {"role": "user", "content": "Reference:\nc\n\nq"}, ANSWER)],
+        ),
         (
             {"system_prompt": "s", "question": "q", "response": "a"},
             [chat({"role": "system", "content": "s"}, USER, ANSWER)],
+        ),
+    ],
+    "segments": [
+        (
+            {"segments": [{"label": False, "text": "<s>q\n"}, {"label": True, "text": "a</s>"}]},
+            [Segments(segments=[Segment(text="<s>q\n", label=False), Segment(text="a</s>", label=True)])],
+        )
+    ],
+    "tokens": [
+        ({"input_ids": [1, 5, 6], "labels": [-100, 5, 6]}, [Tokenized(input_ids=[1, 5, 6], labels=[-100, 5, 6])]),
+        (
+            {"input_ids": [1, 5], "attention_mask": [1, 1], "labels": None},
+            [Tokenized(input_ids=[1, 5], attention_mask=[1, 1])],
         ),
     ],
     "text": [
@@ -217,26 +264,27 @@ def test_every_format_is_tested() -> None:
     ("name", "raw", "expected"), [(name, *case) for name, cases in CASES.items() for case in cases]
 )
 def test_a_layout_is_recognised_and_converted(name: str, raw: dict[str, Any], expected: list[Record]) -> None:
-    assert convert(raw) == expected
-    assert convert(raw, name) == expected
+    assert convert(raw).records == expected
+    assert convert(raw, name).records == expected
 
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_pipetunes_own_types_are_recognised(name: str) -> None:
-    (record,) = convert(RECORDS[name])
+    (record,), unused = convert(RECORDS[name])
+    assert not unused
     assert record.type == RECORDS[name]["type"]
 
 
 def test_format_decides_where_fields_of_several_are_there() -> None:
-    raw = {"instruction": "i", "output": "o", "text": "t", "prompt": "p", "completion": "c"}
-    assert convert(raw) == [instruct("i", "o")]
-    assert convert(raw, "text") == [Pretrain(type="pretrain", text="t")]
-    assert convert(raw, "prompt_completion") == [instruct("p", "c")]
+    both: dict[str, Any] = {"question": "q", "answer": "b", "context": "c", "answers": ["b"]}
+    assert convert(both).records == [ref_qa("c", "q", "b")]
+    assert convert(both | {"answers": []}, "question_answer").records == [ref_qa("c", "q", "b")]
+    assert refusal(both | {"answer": "other"}).startswith("field answer: the record's format has no place for it")
 
 
 def test_a_record_of_no_layout_is_refused_with_its_fields_and_the_formats() -> None:
     line = refusal({"id": 1, "chosen": "a", "rejected": "b"})
-    assert line.startswith("no known format has the fields 'id', 'chosen', 'rejected'; expected those of one of: ")
+    assert line.startswith("no known format has the fields 'id', 'chosen', 'rejected'; expected columns that ")
     for name, known in FORMATS.items():
         assert f"{name} ({known})" in line
     assert "alpaca (instruction, output|response)" in line
@@ -256,7 +304,7 @@ def test_a_record_of_no_layout_is_refused_with_its_fields_and_the_formats() -> N
         ({"messages": "q"}, "field messages: expected a list, found a string"),
         ({"messages": []}, "field messages: List should have at least 1 item"),
         ({"messages": [None]}, "field messages[0]: expected an object, found null"),
-        ({"messages": [USER, {"role": "bot", "content": "a"}]}, "field messages[1].role: expected 'system', 'user', "),
+        ({"messages": [USER, {"role": "robot", "content": "a"}]}, "field messages[1].role: expected one of system, "),
         ({"messages": [{"content": "a"}]}, "field messages[0].role: missing"),
         ({"messages": [USER | {"content": 3}]}, "field messages[0].content: expected a string, found a number"),
         (
@@ -273,15 +321,18 @@ def test_a_record_of_no_layout_is_refused_with_its_fields_and_the_formats() -> N
         ({"messages": [ANSWER], "tools": {"name": "f"}}, "field tools: expected a list, found an object"),
         ({"messages": [ANSWER], "tools": [1]}, "field tools[0]: expected a dictionary, found a number"),
         (
-            {"conversations": [{"from": "bot", "value": "a"}]},
-            "field conversations[0].from: expected one of human, user",
+            {"conversations": [{"from": "robot", "value": "a"}]},
+            "field conversations[0].role: expected one of system, ",
         ),
-        ({"conversations": [{"from": "gpt"}]}, "field conversations[0].value: missing"),
+        ({"conversations": [{"from": "gpt"}]}, "field conversations[0].content: missing"),
         (
             {"conversations": [{"from": "gpt", "value": 5}]},
-            "field conversations[0].value: expected a string, found a n",
+            "field conversations[0].content: expected a string, found a n",
         ),
-        ({"conversations": [{"from": "human", "value": "q"}]}, "field conversations: expected at least one of gpt"),
+        (
+            {"conversations": [{"from": "human", "value": "q"}]},
+            "field messages: expected at least one of the assistant",
+        ),
         *(
             (
                 {"conversations": [{"from": "function_call", "value": value}]},
@@ -296,7 +347,7 @@ def test_a_record_of_no_layout_is_refused_with_its_fields_and_the_formats() -> N
         ),
         (
             {"context": "c", "question": "q", "answers": {"text": [1]}},
-            "field answers[0].text: expected a string, found",
+            "field answers[0]: expected an object, found",
         ),
         ({"instruction": "i", "instances": [{"input": "x"}]}, "field instances[0].output: missing"),
         ({"instruction": "i", "output": ["o"]}, "field output: expected a string, found a list"),
@@ -310,6 +361,20 @@ def test_a_record_of_no_layout_is_refused_with_its_fields_and_the_formats() -> N
         ({"question": "q", "answer": 42}, "field answer: expected a string, found a number"),
         ({"text": ""}, "field text: String should have at least 1 character"),
         ({"text": float("nan")}, "field text: expected a string, found a number"),
+        ({"instruction": "i", "output": None}, "field output: expected a value, found null"),
+        ({"messages": [USER, {"role": "assistant", "content": None}]}, "field messages[1].content: missing"),
+        ({"messages": [USER | {"train": True}, ANSWER]}, "field messages[0].train: expected false, as only an assista"),
+        ({"messages": [USER, ANSWER | {"loss": "no"}]}, "field messages[1].loss: expected true or false, found 'no'"),
+        (
+            {"messages": [USER, ANSWER | {"content": [{"type": "text", "text": "a", "train": False}]}]},
+            "field messages[1].content.train: one part cannot bear loss and another not",
+        ),
+        ({"segments": [{"text": "t", "label": False}]}, "field segments: expected a label with at least one"),
+        ({"segments": [{"text": "t"}]}, "field segments[0].label: missing"),
+        ({"input_ids": [1, 2], "labels": [2]}, "field labels: expected 2, one for each of input_ids, found 1"),
+        ({"input_ids": [1, 2], "labels": [2, -100]}, "field labels[0]: expected 1, as in input_ids, or -100, found 2"),
+        ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "field attention_mask[1]: expected 1"),
+        ({"input_ids": [1, -2]}, "field input_ids[1]: expected "),
     ],
 )
 def test_what_is_wrong_is_named_with_its_field(raw: Any, reason: str) -> None:
@@ -344,3 +409,99 @@ def test_a_million_wrong_entries_are_one_complaint(model: type[BaseModel], field
     with pytest.raises(ValidationError) as caught:
         model.model_validate(fields | {field: entries})
     assert caught.value.error_count() == 1
+
+
+QA = {"question": "q", "answer": "a"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "name"),
+    [
+        ({"prompt": "q", "completion": "a", "label": False}, "label: preference data"),
+        ({"prompt": "q", "completion": "a", "label": True}, "label: preference data"),
+        ({"messages": [USER, ANSWER], "kto_tag": False}, "kto_tag: preference data"),
+        ({"messages": [USER, ANSWER], "chosen": [ANSWER], "rejected": [ANSWER]}, "chosen: preference data"),
+        ({"instruction": "i", "output": "o", "rejected_response": "n"}, "rejected_response: preference data"),
+        *(
+            ({"messages": [USER, ANSWER], name: ["a.png"]}, f"{name}: expected records without it")
+            for name in ("images", "image", "audio", "audios", "video", "videos")
+        ),
+        ({"messages": [USER, ANSWER | {"images": ["a.png"]}]}, "messages[1].images: expected records without it"),
+        ({"text": "t", "label": 1}, "label: the record's format has no place for it"),
+        ({"messages": [USER, ANSWER], "weight": 0.5}, "weight: the record's format has no place for it"),
+        ({"messages": [USER, ANSWER], "history": [["r", "b"]]}, "history: the record's format has no place for it"),
+        (QA | {"reasoning": "because"}, "reasoning: the record's format has no place for it"),
+        (QA | {"context": "c", "passage": "d"}, "passage: the record's format has no place for it"),
+        (QA | {"train": False}, "train: the record's format has no place for it"),
+        ({"type": "instruct", "instruct": "i", "output": "o", "system": "s"}, "system: the record's format has no "),
+        ({"type": "pretrain", "text": "t", "images": ["a.png"]}, "images: expected records without it"),
+    ],
+)
+def test_a_field_that_matters_is_used_or_refused_by_its_name(raw: dict[str, Any], name: str) -> None:
+    assert refusal(raw).startswith(f"field {name}")
+
+
+@pytest.mark.parametrize("value", [None, "", [], {}])
+@pytest.mark.parametrize("name", ["images", "history", "rejected", "context"])
+def test_an_empty_field_is_no_field(name: str, value: Any) -> None:
+    assert convert({"messages": [USER, ANSWER], name: value}) == ([chat(USER, ANSWER)], [])
+
+
+def test_what_the_record_holds_already_may_stand_there_again() -> None:
+    """As `prompt` does beside the messages of UltraChat."""
+    records, unused = convert({"messages": [USER | {"content": "What is it?"}, ANSWER], "prompt": "What is it?"})
+    assert len(records) == 1
+    assert unused == ["prompt"]
+
+
+def test_other_fields_are_named_but_for_those_that_nobody_would_ask_about() -> None:
+    raw = QA | {"id": 7, "source": "web", "difficulty": "hard", "n_hops": 3, "weight": 1, "url": "u"}
+    assert convert(raw) == ([instruct("q", "a")], ["difficulty", "n_hops", "weight"])
+
+
+AGENT = {"who": "agent", "says": "a"}
+SPOKEN = [{"speaker": "setup", "text": "s"}, {"speaker": "user", "text": "q"}, {"speaker": "assistant", "text": "a"}]
+COLUMNS: list[tuple[dict[str, str], dict[str, Any], list[Record]]] = [
+    ({"prompt": "my_question", "completion": "chosen"}, {"my_question": "q", "chosen": "a"}, [instruct("q", "a")]),
+    (
+        {"question": "q", "answer": "a"},
+        {"q": "q", "a": "a", "rejected": "n", "question": "other"},
+        [instruct("q", "a")],
+    ),
+    ({"text": "content"}, {"content": "t", "title": "x"}, [Pretrain(type="pretrain", text="t")]),
+    (
+        {"messages": "dialog", "role": "who", "content": "says", "user": "customer", "assistant": "agent"},
+        {
+            "dialog": [
+                {"who": "customer", "says": "q"},
+                {"who": "agent", "says": "a", "loss": False},
+                {"who": "agent", "says": "a"},
+            ]
+        },
+        [chat(USER, ANSWER | {"weight": 0}, ANSWER)],
+    ),
+    (
+        {"role": "speaker", "content": "text", "system": "setup"},
+        {
+            "messages": [
+                {"speaker": "setup", "text": "s"},
+                {"speaker": "user", "text": "q"},
+                {"speaker": "assistant", "text": "a"},
+            ]
+        },
+        [chat({"role": "system", "content": "s"}, USER, ANSWER)],
+    ),
+    ({"instruction": "task", "input": "data", "output": "result"}, {"task": "i", "result": "o"}, [instruct("i", "o")]),
+]
+
+
+@pytest.mark.parametrize(("columns", "raw", "expected"), COLUMNS)
+def test_columns_name_the_fields_of_any_file(
+    columns: dict[str, str], raw: dict[str, Any], expected: list[Record]
+) -> None:
+    assert convert(raw, columns=columns).records == expected
+
+
+def test_a_column_that_is_missing_is_named() -> None:
+    line = refusal({"q": "q", "b": "a"}, columns={"question": "q", "answer": "a"})
+    assert line.startswith("no known format has the fields 'b', 'question'; expected columns that name them")

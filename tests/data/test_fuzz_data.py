@@ -132,11 +132,13 @@ def check_usable(record: Record) -> None:
 
 def check_record(raw: RawRecord, format_name: str | None) -> None:
     try:
-        records = parse(raw, format_name)
+        records, unused = parse(raw, format_name)
     except DataError as error:
         assert str(error)
         return
     assert records
+    assert isinstance(raw.value, (bytes, dict))
+    assert not unused or raw.kind in ("json", "row")
     for record in records:
         check_usable(record)
 

@@ -99,7 +99,7 @@ def test_a_mixture_is_read_in_order_with_its_origins(tmp_path: Path) -> None:
             b'[{"instruction": "i", "instances": [%s]}]' % b",".join([b'{"output": "1"}', b'{"output": "2"}'])
         )
     )
-    parquet.write_table(pyarrow.table({"text": ["p1", "p2"], "input": [None, "x"]}), tmp_path / "c.parquet")
+    parquet.write_table(pyarrow.table({"text": ["p1", "p2"], "note": [None, "x"]}), tmp_path / "c.parquet")
     found, log = skip(Source(path=str(tmp_path / "b.jsonl"), repeat=3), tmp_path)
     assert log == []
     assert [(Path(origin.file).name, origin.number, record.type) for origin, record in found] == [
@@ -121,13 +121,13 @@ BAD: list[tuple[bytes, str]] = [
     (b'{"text": "\xff"}', "byte 11 is not UTF-8; expected text in UTF-8"),
     (b'{"text": "a\0"}', "not JSON: control character"),
     (b'{"text": "\\ud800"}', "not JSON: "),
-    (b'{"text": NaN}', "not JSON: expected value"),
-    (b'{"text": "a", "score": Infinity}', "not JSON: expected value"),
+    (b'{"text": NaN}', "field text: NaN is no JSON; expected a number or null"),
+    (b'{"text": "a", "score": Infinity}', "field score: Infinity is no JSON; expected a number or null"),
     (b'{"text": ' + b"[" * 100_000, "not JSON: recursion limit exceeded"),
     (b'{"text": ' + b"1" * 100_000 + b"}", "not JSON: number out of range"),
     (b'{"text": 5}', "field text: expected a string, found a number"),
     (b'["text"]', "expected an object, found a list"),
-    (b'{"txt": "a"}', "no known format has the fields 'txt'; expected those of one of: pipetune (type); openai"),
+    (b'{"txt": "a"}', "no known format has the fields 'txt'; expected columns that name them, or those of one of: pip"),
     (b'{"a\\u001b[31m\\r\\nb": "a"}', "no known format has the fields 'a\\x1b[31m\\r\\nb'; "),
 ]
 
@@ -243,4 +243,4 @@ def test_raw_records_can_be_parsed_elsewhere(shared: Path) -> None:
     assert len(raws) == 48
     kinds = Counter(type(raw.value) for raw in raws)
     assert kinds == {bytes: 48}
-    assert sum(len(parse(raw, "squad")) for raw in raws) == 240
+    assert sum(len(parse(raw, "squad").records) for raw in raws) == 240

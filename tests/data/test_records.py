@@ -49,7 +49,6 @@ def with_action(**changes: Any) -> dict[str, Any]:
         (conversation(["ask"]), "field rounds[0]: expected a pair of role and text"),
         (conversation("ab"), "field rounds[0]: expected a pair of role and text"),
         (conversation(["user", "q"]), "field rounds[0][0]: expected one of ask, ans, found 'user'"),
-        (conversation(["ans", "a"]), "field rounds[0][0]: expected the first round to be an ask, found 'ans'"),
         (conversation(["ask", "q"], ["ask", "r"]), "field rounds: expected at least one answer, found asks only"),
         (conversation(["ask", 3], ["ans", "a"]), "field rounds[0][1]: expected a string, found a number"),
         (conversation(["ask", "q"], ["ans", 4]), "field rounds[1][1]: expected a string, found a number"),

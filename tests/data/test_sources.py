@@ -300,12 +300,43 @@ def test_a_path_is_a_file_a_glob_a_folder_or_a_list(tmp_path: Path, monkeypatch:
     assert names(["c.parquet", "deep", "b.*"]) == ["c.parquet", "f.json", "b.jsonl"]
 
 
+def place(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return folder
+
+
+def test_of_a_data_sets_repository_the_data_are_taken(tmp_path: Path) -> None:
+    folder = place(tmp_path, "README.md", "dataset_infos.json", "data/train-0.parquet", "data/train-1.parquet")
+    assert [file.name for file in files_of(Source(path=str(folder)))] == ["train-0.parquet", "train-1.parquet"]
+    saved = place(tmp_path / "saved", "data-00000-of-00001.arrow", "dataset_info.json", "state.json")
+    assert [file.name for file in files_of(Source(path=str(saved)))] == ["data-00000-of-00001.arrow"]
+
+
+def test_what_is_kept_for_testing_is_not_trained_on(tmp_path: Path) -> None:
+    folder = place(tmp_path, "data/train-0.parquet", "data/test-0.parquet", "data/validation-0.parquet")
+    with pytest.raises(DataError) as caught:
+        files_of(Source(path=str(folder)))
+    one = f"{tmp_path}/data/train*"
+    splits = "holds the splits test, train, validation"
+    assert str(caught.value) == f"{tmp_path}: {splits}; expected one of them, such as {one}"
+    assert len(files_of(Source(path=one))) == 1
+    assert len(files_of(Source(path=str(place(tmp_path / "one", "train.jsonl", "trains.jsonl"))))) == 2
+
+
+def test_folders_with_data_below_are_named(tmp_path: Path) -> None:
+    place(tmp_path, "dataset_dict.json", "train/data-0.arrow", "test/data-0.arrow")
+    with pytest.raises(DataError, match="no data files in this folder; expected one of its folders test, train, or "):
+        files_of(Source(path=str(tmp_path)))
+
+
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
         ("none.json", "not found; expected a file, a folder or a glob"),
         ("*.none", "not found; expected a file, a folder or a glob"),
-        ("empty", "no data files in this folder; expected .json, .jsonl, .ndjson, .parquet, .txt"),
+        ("empty", "no data files in this folder; expected .json, .jsonl, .ndjson, .csv, .tsv, .parquet, .arrow, .txt"),
         ("pipe", "not a regular file; expected a file, a folder or a glob"),
     ],
 )

@@ -1,0 +1,57 @@
+"""Fields that a record was made without: which of them may be missing, and which stop the run.
+
+A field that a person would expect to be trained on, or to decide what is, is never dropped in silence. A layout takes
+it, or the record is refused by its name. Of the others those that say nothing about the training (ids, sources) are
+passed over, and the rest are named once in the report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+PREFERENCE = frozenset(
+    "chosen rejected chosen_response rejected_response response_chosen response_rejected kto_tag preference".split()
+)
+MEDIA = frozenset("image images audio audios video videos".split())
+SWITCHES = frozenset("weight train training loss".split())  # 1 and true say what is done anyway
+MATTERS = SWITCHES | frozenset(
+    "answer answers article background completion context contexts conversation conversations cot dialogue document "
+    "documents functions generation history input inputs instruction instructions knowledge label labels messages "
+    "output outputs passage passages prompt query question reasoning reasoning_content reference response responses "
+    "rounds segments system system_prompt target targets thinking thought tools".split()
+)
+QUIET = frozenset(
+    "category created_at date dataset domain file hash id idx index lang language license meta metadata model name "
+    "n_tokens number origin score source split tags task timestamp title topic type url uuid version".split()
+)
+
+
+def left_over(extra: Mapping[str, Any] | None, texts: Callable[[], str]) -> list[str]:
+    """The fields that are not used and may be so, but for those that nobody would ask about.
+
+    Args:
+        extra: what a layout knows nothing of.
+        texts: gives all that the record is made of; what stands there already may be left out.
+
+    Raises:
+        ValueError: a field matters; the text begins with its name.
+    """
+    unused = []
+    for name, value in (extra or {}).items():
+        if value in (None, "", [], {}) or name in QUIET:
+            continue
+        if name in PREFERENCE or (name == "label" and isinstance(value, bool)):
+            raise ValueError(
+                f"{name}: preference data, which has bad answers too; expected the good ones alone, as prompt and "
+                "completion"
+            )
+        if name in MEDIA:
+            raise ValueError(f"{name}: expected records without it, as Pipetune trains on text alone")
+        idle = name in SWITCHES and value in (1, True)
+        if name in MATTERS and not idle and not (isinstance(value, str) and value.strip() in texts()):
+            raise ValueError(
+                f"{name}: the record's format has no place for it; expected it left out, or given one by columns"
+            )
+        unused.append(name)
+    return unused

@@ -1,0 +1,114 @@
+"""What comes ready made is trained as it stands: segments, token ids, an answer without a question."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from data import encode
+from data.dataset import load_dataset
+from data.errors import DataError
+from data.files.formats import convert
+from data.files.sources import Source
+from data.prompts import CHAT_TEMPLATE, PLAIN, PromptFormat
+from data.summary import facts
+from data.tokenize import Sample
+from tests.data.helpers import runs
+
+
+def sample_of(raw: object, tokenizer: PreTrainedTokenizerBase) -> Sample:
+    (record,) = convert(raw).records
+    return encode(record, tokenizer, 1000)
+
+
+def test_segments_are_written_without_anything_around_them(tokenizer: PreTrainedTokenizerBase) -> None:
+    texts = ["Question: 四十二?\nAnswer:", " forty-two", "<|im_end|>", "\n"]
+    segments = [{"text": text, "label": number in (1, 2)} for number, text in enumerate(texts)]
+    sample = sample_of({"segments": segments}, tokenizer)
+    assert sample["input_ids"] == tokenizer("".join(texts), add_special_tokens=False)["input_ids"]
+    supervised = [label for label in sample["labels"] if label != -100]
+    assert tokenizer.decode(supervised) == " forty-two<|im_end|>"
+
+
+@pytest.mark.parametrize("labels", [[-100, 5, -100, 7, 8], [3, 5, 6, 7, -100], None])
+def test_token_ids_stay_what_they_are(labels: list[int] | None, tokenizer: PreTrainedTokenizerBase) -> None:
+    ids = [3, 5, 6, 7, 8]
+    assert sample_of({"input_ids": ids, "labels": labels}, tokenizer) == {"input_ids": ids, "labels": labels or ids}
+
+
+def test_a_token_that_the_tokenizer_does_not_have_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(DataError) as caught:
+        sample_of({"input_ids": [3, len(tokenizer)]}, tokenizer)
+    assert str(caught.value) == (
+        f"field input_ids[1]: expected a token of this model's tokenizer, which has {len(tokenizer)}, found "
+        f"{len(tokenizer)}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt_format", "expected"),
+    [
+        (
+            CHAT_TEMPLATE,
+            [
+                (False, "<|im_start|>assistant\n"),
+                (True, "Hello.<|im_end|>"),
+                (False, "\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"),
+                (True, "a<|im_end|>"),
+                (False, "\n"),
+            ],
+        ),
+        (
+            PLAIN,
+            [(False, "### Response:\n"), (True, "Hello.<|im_end|>"), (False, "### Response:\n"), (True, "a<|im_end|>")],
+        ),
+    ],
+)
+def test_a_conversation_may_begin_with_an_answer(
+    prompt_format: PromptFormat, expected: list[tuple[bool, str]], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """The original recipe's records do; its words bear loss."""
+    record = {"type": "conversation", "rounds": [["ans", "Hello."], ["ask", "q"], ["ans", "a"]]}
+    found = runs(record, tokenizer, prompt_format)
+    assert [supervised for supervised, _ in found] == [supervised for supervised, _ in expected]
+    assert all(text.endswith(end) for (_, text), (_, end) in zip(found, expected, strict=True))
+    assert [text for supervised, text in found if supervised] == [text for supervised, text in expected if supervised]
+
+
+@pytest.mark.parametrize("prompt_format", [CHAT_TEMPLATE, PLAIN])
+def test_tools_may_be_described_by_json(prompt_format: PromptFormat, tokenizer: PreTrainedTokenizerBase) -> None:
+    rounds = [["ask", "q"], ["ans", "a"]]
+    tools = [{"name": "weather", "描述": ["a", 1]}]
+    as_text, as_json = (
+        runs({"type": "conver_has_api", "api_desc": desc, "rounds": rounds}, tokenizer, prompt_format)
+        for desc in (json.dumps(tools, ensure_ascii=False), tools)
+    )
+    assert as_text == as_json
+
+
+def test_fields_that_were_not_used_are_named_once(tokenizer_folder: Path, tmp_path: Path) -> None:
+    records = [{"question": "q", "answer": "a", "id": number, "level\n": number} for number in range(1, 4)]
+    records[0]["hops"] = "2"
+    (tmp_path / "a.json").write_text(json.dumps(records), encoding="utf-8")
+    for _ in range(2):  # tokenized, and from the cache
+        dataset = load_dataset(tmp_path / "a.json", tokenizer_folder, 100, PLAIN, cache_dir=tmp_path / "cache")
+        assert dataset.unused == {"level\n": 3, "hops": 1}
+        assert "fields that were not used, and in how many records: level\\n (3), hops (1)" in facts(dataset, 100)
+
+
+def test_columns_make_another_cache(tokenizer_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"q": "q", "a": "first", "b": "second one"}\n', encoding="utf-8")
+    lengths = [
+        load_dataset(
+            Source(path=str(tmp_path / "a.jsonl"), columns={"question": "q", "answer": answer}),
+            tokenizer_folder,
+            100,
+            PLAIN,
+            cache_dir=tmp_path / "cache",
+        ).lengths.tolist()
+        for answer in ("a", "b", "a")
+    ]
+    assert lengths[0] == lengths[2] != lengths[1]
