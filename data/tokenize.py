@@ -43,6 +43,9 @@ from data.prompts import (
 from data.records import IGNORED, Pretrain, Record, Segments, Tokenized, parse_record
 
 
+VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json")
+
+
 class Sample(TypedDict):
     """One tokenized record; both lists have the same length."""
 
@@ -83,6 +86,9 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     if (native := native_tokenizer(Path(folder))) is not None:
         return native
+    if not any(found for pattern in VOCABULARIES for found in Path(folder).glob(pattern)):
+        # transformers makes an empty one for some families
+        raise DataError(f"{folder}: no usable tokenizer: expected one of the files {', '.join(VOCABULARIES)}")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False

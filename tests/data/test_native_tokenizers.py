@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data.errors import DataError
 from data.native_tokenizers import MARK, native_tokenizer
-from data.tokenize import IGNORED, encode
+from data.tokenize import IGNORED, encode, load_tokenizer
 
 CLASSES = {"chatglm3": "ChatGLMTokenizer", "baichuan2": "BaichuanTokenizer"}
 FAMILIES = list(CLASSES)
@@ -192,3 +192,15 @@ def test_folders_of_other_families_are_left_to_transformers(tmp_path: Path) -> N
         stated = {"tokenizer_class": "ChatGLM4Tokenizer"} if "chatglm" in content else {}
         write(tmp_path / "tokenizer_config.json", stated)
         assert native_tokenizer(tmp_path) is None
+
+
+FAMILY_NAMES = "llama bloom qwen2 qwen3 qwen3_moe mistral mixtral gemma2 gemma3_text phi3 olmo2 glm glm4".split()
+
+
+@pytest.mark.parametrize("model_type", FAMILY_NAMES)
+def test_a_folder_without_a_tokenizer_is_refused(model_type: str, tmp_path: Path) -> None:
+    """transformers gives a tokenizer without words for some of them."""
+    write(tmp_path / "config.json", {"model_type": model_type})
+    with pytest.raises(DataError) as caught:
+        load_tokenizer(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path}: no usable tokenizer: expected one of the files tokenizer.json, ")
