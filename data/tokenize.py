@@ -42,7 +42,6 @@ from data.prompts import (
 )
 from data.records import IGNORED, Pretrain, Record, Segments, Tokenized, parse_record
 
-
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json")
 
 
