@@ -25,6 +25,7 @@ from pyarrow import parquet
 from data.errors import DataError
 from data.files.decompression import GZIP, ZSTD
 from data.files.formats import FORMATS
+from data.files.kinds import MARKS
 from data.files.raw_records import PARQUET, RawRecord
 from data.files.reading import LONGEST_LINE, SHOWN, parse, read
 from data.files.sources import TEXT_FILE, Source
@@ -161,7 +162,7 @@ RECORD_ARGUMENTS: dict[str, SearchStrategy[Any]] = {
     "kind": st.sampled_from(["json", "json", "row", "text"]),
     "format_name": FORMAT_NAMES,
 }
-OTHER_FILES = (GZIP, ZSTD, PARQUET)  # with such bytes at its beginning it is another file
+OTHER_FILES = (GZIP, ZSTD, PARQUET, *MARKS)  # with such bytes at its beginning it is another file
 
 
 class Frame(NamedTuple):
