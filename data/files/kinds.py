@@ -47,8 +47,9 @@ def foreign(head: bytes, named_text: bool) -> str | None:
     if found:
         return f"is {found[0]}; {found[1]}"
     pairs = head[:LOOKED_AT]
-    wide = len(pairs) >= 4 and any(pairs[::2]) != any(pairs[1::2])
-    if wide or (head.startswith(UTF16_MARKS) and b"\0" in head):
+    even, odd = pairs[::2], pairs[1::2]
+    wide = (all(even) and not any(odd)) or (all(odd) and not any(even))
+    if (len(pairs) >= 4 and wide) or (head.startswith(UTF16_MARKS) and b"\0" in head):
         return "is in UTF-16; expected UTF-8"
     return None
 
