@@ -29,7 +29,8 @@ from tests.models.helpers import assert_same_bits, joined, read_weights, side_fi
 pytestmark = pytest.mark.launched
 
 PARTS = {(1, 1): [5], (2, 1): [2, 3], (1, 2): [5], (2, 2): [3, 2], (4, 1): [2, 1, 1, 1]}
-EVERYWHERE = [pytest.param(dims, marks=() if dims in ((1, 1), (2, 1)) else pytest.mark.slow) for dims in PARTS]
+TIERS = {(2, 2): pytest.mark.slow, (1, 2): pytest.mark.longest, (4, 1): pytest.mark.longest}
+EVERYWHERE = [pytest.param(dims, marks=TIERS.get(dims, ())) for dims in PARTS]
 Runs = Callable[[tuple[int, int]], Path]
 STEPS = 6  # two epochs of 20 records in batches of 8
 
@@ -149,7 +150,7 @@ def test_round_trip_after_training_is_bit_for_bit(runs: Runs, tmp_path: Path) ->
     assert (tmp_path / "hg2" / "model.safetensors").read_bytes() == first
 
 
-@pytest.mark.slow
+@pytest.mark.longest
 def test_the_resolved_config_runs_again(runs: Runs, tmp_path: Path) -> None:
     again = ("train_ds.py", "--config", runs((2, 1)) / "config.yml", f"save_path={tmp_path / 'again'}")
     result = deepspeed(2, *again)

@@ -36,7 +36,7 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any], str]] = {
 TIERS = {
     "1x1-fp32": pytest.mark.longest,
     "2x1-fp32": pytest.mark.longest,
-    "2x2-bf16": pytest.mark.slow,
+    "2x2-bf16": pytest.mark.longest,
     "1x1-bf16": pytest.mark.longest,
     "2x2-fp32": pytest.mark.longest,
 }

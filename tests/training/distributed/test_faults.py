@@ -47,7 +47,7 @@ FAULTS = {
 }
 TIERS = {
     "dies": pytest.mark.slow,
-    "hangs": pytest.mark.slow,
+    "hangs": pytest.mark.longest,
     "mistake": pytest.mark.longest,
     "rank 0 raises": pytest.mark.longest,
     "rank 0 dies": pytest.mark.longest,
@@ -86,8 +86,8 @@ def test_first_error_is_named_and_comes_last(
     assert not list((tmp_path / "run").glob(f"{LEASE}-*")) or name == "rank 0 dies"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["continue", pytest.param("stop", marks=pytest.mark.longest)])
+@pytest.mark.longest
+@pytest.mark.parametrize("policy", ["continue", "stop"])
 def test_a_full_disk_keeps_the_checkpoint_before(
     policy: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

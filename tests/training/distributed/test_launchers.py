@@ -69,11 +69,8 @@ def family(launch: Launch) -> dict[str, list[psutil.Process]]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "killed",
-    ["runner", pytest.param("launch.py", marks=pytest.mark.longest), pytest.param("agent", marks=pytest.mark.longest)],
-)
+@pytest.mark.longest  # one of the kinds is among the accidents of test_chaos.py
+@pytest.mark.parametrize("killed", ["runner", "launch.py", "agent"])
 def test_ranks_save_and_end_when_their_launcher_is_killed(killed: str, config: Path) -> None:
     launch = start(*words(killed, config))
     try:

@@ -16,7 +16,7 @@ import torch
 from tests.conftest import FAQ
 from tests.launching import deepspeed, metrics, topology, write_config
 
-pytestmark = [pytest.mark.launched, pytest.mark.slow]
+pytestmark = [pytest.mark.launched, pytest.mark.longest]  # test_zero.py has an offload in each run of the tests
 
 OFFLOAD = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -25,7 +25,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", pytest.param("Lion", marks=pytest.mark.longest)])
+@pytest.mark.parametrize("optimizer", ["AdamW", "Lion"])
 def test_an_offloaded_optimizer_takes_the_same_steps(
     optimizer: str, make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
