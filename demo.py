@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data.prompts import Dialogue, PromptFormat, Span, Turn, check_prompt_format
+from data.chat.messages import Said
+from data.chat.prompts import PromptFormat, check_prompt_format
 from data.terminal import safe_text
 from training.errors import one_line_at_the_end
 
@@ -27,7 +28,7 @@ class Chat:
     def __init__(self, folder: str | Path, prompt_format: PromptFormat | None = None) -> None:
         import torch  # takes seconds, as do the others: --help does without
 
-        from data.native_tokenizers import end_tokens
+        from data.chat.native_tokenizers import end_tokens
         from data.tokenize import load_tokenizer
         from models import load_model
         from models.checkpoint.layout import resolve
@@ -39,14 +40,14 @@ class Chat:
         self.model = load_model(resolved, device=device)
         self.tokenizer = load_tokenizer(resolved)
         self.stop = stop_ids(resolved) | end_tokens(self.tokenizer)
-        self.turns: tuple[Turn, ...] = ()
+        self.said: tuple[Said, ...] = ()
 
     def ask(self, text: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
         """Yield the answer in pieces as it is written, and remember it."""
         from data.tokenize import encode_question
         from models.generate import generate
 
-        asked = Dialogue((*self.turns, Turn(text)))
+        asked = (*self.said, Said("user", text))
         prompt = encode_question(asked, self.tokenizer, self.prompt_format)
         ids: list[int] = []
         answer = ""
@@ -56,7 +57,7 @@ class Chat:
             if not longer.endswith("\ufffd"):  # the middle of a character of several tokens
                 yield longer[len(answer) :]
                 answer = longer
-        self.turns = (*self.turns, Turn(text, (Span(answer, True),)))
+        self.said = (*asked, Said("assistant", answer))
 
 
 def main() -> None:

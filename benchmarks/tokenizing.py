@@ -196,11 +196,12 @@ def load(folder: Path, data: Path) -> dict[str, Any]:
 
 def bare(folder: Path, data: Path) -> dict[str, Any]:
     """Give the texts of the same samples to the tokenizer alone."""
+    from data.chat.prompts import Prompts
     from data.files.formats import convert
     from data.tokenize import Writer, load_tokenizer
 
     tokenizer = load_tokenizer(folder / "tokenizer")
-    writer = Writer(tokenizer, "chat_template")
+    writer = Writer(tokenizer, Prompts("chat_template"))
     with open(data, encoding="utf-8") as lines:
         texts = [writer.write(record)[0].text for line in lines for record in convert(json.loads(line)).records]
     begin = time.perf_counter()

@@ -23,11 +23,11 @@ from data.cache.recipe import DataFile, Recipe
 from data.cache.sample_file import SampleFile
 from data.cache.store import default_folder, read_meta
 from data.cache.tokenizing import SAMPLES
+from data.chat.prompts import PromptFormat, Prompts, Truncate, as_prompts
 from data.errors import DataError
 from data.files.paths import expanded
 from data.files.reading import OnBadRecord
 from data.files.sources import Source, as_sources, files_of, mixture
-from data.prompts import PromptFormat
 from data.tokenize import IGNORED, Sample
 
 
@@ -42,6 +42,7 @@ class Dataset:
         n_bad: how many records were left out because something is wrong with them.
         skipped: a line for each of the first of these, and their count.
         unused: how many records have which fields that were not used, the most frequent first.
+        notes: what has to be told of how records were written, of how many, and an example of each.
         duplicates: how many of the cache's samples equal an earlier one.
     """
 
@@ -60,6 +61,7 @@ class Dataset:
         self.n_bad = int(meta["n_bad"])
         self.skipped: list[str] = meta["skipped"]
         self.unused: dict[str, int] = meta["unused"]
+        self.notes: list[tuple[str, int, str]] = meta["notes"]
         self.duplicates: int = meta["duplicates"]
         self._kinds: list[str] = meta["kinds"]
         self._fingerprint: str = meta["fingerprint"]
@@ -146,9 +148,10 @@ def load_dataset(
     data_path: str | Path | Source | Sequence[str | Path | Source],
     tokenizer: str | Path,
     max_seq_len: int,
-    prompt_format: PromptFormat,
+    prompts: Prompts | PromptFormat,
     *,
     on_bad_record: OnBadRecord = "stop",
+    truncate: Truncate = "turns",
     seed: int = 0,
     cache_dir: str | Path | None = None,
     log: Console | None = None,
@@ -169,7 +172,9 @@ def load_dataset(
     """
     sources = as_sources(data_path)
     files = [[DataFile(str(file), source.format, source.columns) for file in files_of(source)] for source in sources]
-    recipe = Recipe(tuple(chain.from_iterable(files)), str(tokenizer), prompt_format, max_seq_len, on_bad_record)
+    recipe = Recipe(
+        tuple(chain.from_iterable(files)), str(tokenizer), as_prompts(prompts), max_seq_len, on_bad_record, truncate
+    )
     folder = expanded(cache_dir) if cache_dir else default_folder()
     found = open_cache(recipe, folder, log or Console(quiet=True), active)
     dataset = Dataset(found, [file.path for file in recipe.files])

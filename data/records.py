@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
-from data.chats.chat import Chat
+from data.chat.chat import Chat
 from data.errors import DataError
 
 NAMED = r"\w+: "  # how a complaint about a field begins

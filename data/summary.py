@@ -21,6 +21,7 @@ from data.terminal import safe_line
 
 LENGTHS_FILE = "lengths.png"
 ROWS = 20  # of the table
+LONGEST_EXAMPLE = 360  # characters
 LONGEST_NAME = 60  # characters of a field's name
 CUT, SUPERVISED, DUPLICATES, EMPTY, SILENT = 0.1, 0.05, 0.01, 0.01, 0.01  # shares beyond which there is a warning
 COLUMNS = ("file", "type", "records", "samples", "tokens", "supervised", "cut", "split", "left out", "empty answers")
@@ -102,6 +103,8 @@ def warnings(dataset: Dataset, max_seq_len: int) -> list[str]:
             f"{total.silent / total.records:.0%} of the records are left out, as nothing within max_seq_len "
             f"{max_seq_len} bears loss"
         )
+    for note, count, example in dataset.notes:
+        found.append(f"{count:,} records: {note}; such as {safe_line(example, LONGEST_EXAMPLE)}")
     if dataset.n_bad:
         found.append(f"{dataset.n_bad:,} bad records are left out (on_bad_record: skip)")
     return found

@@ -21,25 +21,15 @@ from pydantic import BaseModel
 from tokenizers import Encoding
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from data.chats.chat import Chat
-from data.chats.chat_template import ChatTemplate, chat_template
-from data.chats.messages import said_in_chat, said_in_dialogue
-from data.chats.rewrites import plain_dialogue
-from data.chats.sandbox import SlowTemplate
+from data.chat.chat import Chat
+from data.chat.chat_template import ChatTemplate, chat_template, end_of_sequence
+from data.chat.messages import Said, said_in, with_mask
+from data.chat.native_tokenizers import native_tokenizer
+from data.chat.plain import write_plain
+from data.chat.prompts import PLAIN, PromptFormat, Prompts, as_prompts, format_of
+from data.chat.sandbox import SlowTemplate
+from data.chat.written import Span, Written, join
 from data.errors import DataError
-from data.native_tokenizers import native_tokenizer
-from data.prompts import (
-    PLAIN,
-    Dialogue,
-    PromptFormat,
-    Span,
-    Written,
-    as_dialogue,
-    default_format,
-    end_of_sequence,
-    join,
-    write_plain,
-)
 from data.records import IGNORED, Pretrain, Record, Segments, Tokenized, parse_record
 
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json")
@@ -57,10 +47,12 @@ class Tokens(NamedTuple):
 
     Attributes:
         loss: ranges [begin, end) of tokens that bear loss, in order, none empty.
+        notes: see `Written`.
     """
 
     ids: list[int]
     loss: list[tuple[int, int]]
+    notes: dict[str, str] = {}  # nobody changes it
 
     def sample(self) -> Sample:
         """With a label for each token."""
@@ -106,27 +98,29 @@ def encode(
     record: Record | dict[str, Any],
     tokenizer: PreTrainedTokenizerBase,
     max_seq_len: int,
-    prompt_format: PromptFormat | None = None,
+    prompts: Prompts | PromptFormat | None = None,
 ) -> Sample:
     """Turn one record of any kind into token ids and labels.
 
     Args:
         record: a parsed record, or its JSON object.
         max_seq_len: what is longer is cut at the end.
-        prompt_format: the tokenizer's chat template when it ships one, else plain, where absent.
+        prompts: how it is written; see `data.chat.prompts`.
 
     Raises:
         DataError: the record is wrong or the format cannot hold it.
     """
-    sample = encode_whole(record, tokenizer, prompt_format)
+    sample = encode_whole(record, tokenizer, prompts)
     return {"input_ids": sample["input_ids"][:max_seq_len], "labels": sample["labels"][:max_seq_len]}
 
 
 def encode_whole(
-    record: Record | dict[str, Any], tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat | None = None
+    record: Record | dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Prompts | PromptFormat | None = None,
 ) -> Sample:
     """`encode` without a limit on the length."""
-    (tokens,) = encode_many([record], tokenizer, prompt_format)
+    (tokens,) = encode_many([record], tokenizer, prompts)
     if isinstance(tokens, DataError):
         raise tokens
     return tokens.sample()
@@ -135,14 +129,14 @@ def encode_whole(
 def encode_many(
     records: Sequence[Record | dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
-    prompt_format: PromptFormat | None = None,
+    prompts: Prompts | PromptFormat | None = None,
 ) -> list[Tokens | DataError]:
     """`encode_whole` for many records at once, in their order; what is wrong with a record stands in its place.
 
     Raises:
         DataError: the format cannot be used with this tokenizer, whatever the record.
     """
-    writer = Writer(tokenizer, prompt_format)
+    writer = Writer(tokenizer, as_prompts(prompts))
     done: list[Tokens | DataError] = []
     written: list[tuple[int, Written, list[int]]] = []
     for number, given in enumerate(records):
@@ -170,15 +164,12 @@ def encode_many(
 
 
 class Writer:
-    """Writes records in one format.
+    """Writes records in one format."""
 
-    Args:
-        prompt_format: the tokenizer's chat template when it ships one, else plain, where absent.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat | None = None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompts: Prompts) -> None:
         self._tokenizer = tokenizer
-        self._format = prompt_format or default_format(tokenizer)
+        self._prompts = prompts
+        self._plain = format_of(prompts, tokenizer) == PLAIN
         self._templates: dict[bool, ChatTemplate] = {}
         self._prefix: list[int] | None = None
 
@@ -196,23 +187,25 @@ class Writer:
         if isinstance(record, Segments):
             return join([Span(segment.text, segment.label) for segment in record.segments]), []
         assert not isinstance(record, Tokenized)  # which has no text
-        if self._format == PLAIN:
-            dialogue = plain_dialogue(record) if isinstance(record, Chat) else as_dialogue(record)
-            return write_plain(dialogue, end_of_sequence(self._tokenizer.eos_token)), self._beginning()
-        if isinstance(record, Chat):
-            return self._template(bool(record.tools)).write(said_in_chat(record), record.tools), []
-        return self._template(False).write(said_in_dialogue(as_dialogue(record))), []
+        said = with_mask(said_in(record), self._prompts.mask)
+        tools = record.tools if isinstance(record, Chat) else []
+        if not self._plain:
+            return self._template(bool(tools)).write(said, tools), []
+        written = write_plain(said, tools, end_of_sequence(self._tokenizer.eos_token))
+        if self._prompts.mask == "all":
+            written = written._replace(loss=[(0, len(written.text))])
+        return written, self._beginning()
 
-    def ask(self, dialogue: Dialogue) -> tuple[str, list[int]]:
-        """The text up to where the answer to the last turn begins, and the ids that go before it."""
-        if self._format == PLAIN:
+    def ask(self, said: Sequence[Said]) -> tuple[str, list[int]]:
+        """The text up to where the answer to the last message begins, and the ids that go before it."""
+        if self._plain:
             end = end_of_sequence(self._tokenizer.eos_token)
-            return write_plain(dialogue, end, open_end=True).text, self._beginning()
-        return self._template(False).ask(said_in_dialogue(dialogue)[:-1]), []
+            return write_plain(said, [], end, open_end=True).text, self._beginning()
+        return self._template(False).ask(said), []
 
     def _template(self, tools: bool) -> ChatTemplate:
         if tools not in self._templates:
-            self._templates[tools] = chat_template(self._tokenizer, self._format, tools)
+            self._templates[tools] = chat_template(self._tokenizer, self._prompts, tools)
         return self._templates[tools]
 
     def _beginning(self) -> list[int]:
@@ -222,11 +215,11 @@ class Writer:
 
 
 def encode_question(
-    dialogue: Dialogue, tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat | None = None
+    said: Sequence[Said], tokenizer: PreTrainedTokenizerBase, prompts: Prompts | PromptFormat | None = None
 ) -> list[int]:
-    """The token ids that a model is asked with: the dialogue up to where its last answer begins."""
+    """The token ids that a model is asked with: the dialogue up to where the answer to its last message begins."""
     try:
-        text, prefix = Writer(tokenizer, prompt_format).ask(dialogue)
+        text, prefix = Writer(tokenizer, as_prompts(prompts)).ask(said)
     except SlowTemplate as error:
         raise DataError(str(error)) from None
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -258,6 +251,7 @@ def _ready_made(record: Tokenized, tokenizer: PreTrainedTokenizerBase) -> Tokens
 
 def _tokens(written: Written, prefix: list[int], encoding: Encoding) -> Tokens:
     loss = []
+    notes = written.notes
     shift = len(prefix)
     for begin, end in written.loss:
         first = encoding.char_to_token(begin)
@@ -266,7 +260,7 @@ def _tokens(written: Written, prefix: list[int], encoding: Encoding) -> Tokens:
         last = _token_at(encoding, end)
         if first < last:
             loss.append((first + shift, last + shift))
-    return Tokens(prefix + encoding.ids if prefix else encoding.ids, loss)
+    return Tokens(prefix + encoding.ids if prefix else encoding.ids, loss, notes)
 
 
 def _token_at(encoding: Encoding, place: int) -> int:

@@ -95,7 +95,7 @@ def ask(folder: Path, questions: list[dict[str, str]]) -> list[str]:
     chat = Chat(folder)
     answers = []
     for question in questions:
-        chat.turns = ()
+        chat.said = ()
         answers.append("".join(chat.ask(question["ask"], max_new_tokens=64, sampling=GREEDY)).strip())
         console.print(f"  [bold]{escape(question['ask'])}[/]\n    {shorten(answers[-1])}", markup=True)
     return answers

@@ -5,18 +5,19 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
 from rich.console import Console
 
 from data.cache.store import default_folder
+from data.chat.prompts import Prompts, format_of
 from data.dataset import Dataset, load_dataset
 from data.files.paths import expanded
 from data.files.sources import Source
 from data.loader import Loader
 from data.packing import choose_row_length
-from data.prompts import default_format
 from data.sample_set import SampleSet
 from data.streaming.loader import StreamLoader
 from data.streaming.stream import Stream, open_stream
@@ -35,11 +36,12 @@ class RecordReader:
 
     def __init__(self, config: TrainConfig, folder: Path, log: Console) -> None:
         self.tokenizer = load_tokenizer(folder)
-        self._prompt_format = config.prompt_format or default_format(self.tokenizer)
+        asked = Prompts(config.prompt_format, config.template_args, config.template_fallback, config.mask)
+        self._prompts = replace(asked, prompt_format=format_of(asked, self.tokenizer))
         self._config = config
         self._folder = folder
         self._log = log
-        log.print(f"prompts: {self._prompt_format}")
+        log.print(f"prompts: {self._prompts.prompt_format}")
 
     def read(self, what: str, data_path: Sequence[str | Source]) -> Dataset:
         """The tokenized records, and a line about where they lie."""
@@ -48,8 +50,9 @@ class RecordReader:
             data_path,
             self._folder,
             config.max_seq_len,
-            self._prompt_format,
+            self._prompts,
             on_bad_record=config.on_bad_record,
+            truncate=config.truncate,
             seed=config.seed,
             cache_dir=config.cache_dir,
             log=self._log,
@@ -68,10 +71,11 @@ class RecordReader:
             config.data_path,
             self._folder,
             config.max_seq_len,
-            self._prompt_format,
+            self._prompts,
             gigabytes=config.stream_gb,
             folder=folder,
             on_bad_record=config.on_bad_record,
+            truncate=config.truncate,
             seed=config.seed,
             log=self._log,
             active=not self._log.quiet,

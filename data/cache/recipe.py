@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.cache.digests import stamp
+from data.chat.prompts import CHAT_TEMPLATE, PLAIN, Prompts, Truncate, template_in_file
 from data.files.reading import OnBadRecord
-from data.prompts import CHAT_TEMPLATE, PLAIN, PromptFormat, template_in_file
 
 LAYOUT = 1  # of the cache's files
 TOKENIZER_FILES = (
@@ -68,15 +68,18 @@ class Recipe:
         files: in the order of their samples.
         tokenizer: folder of the tokenizer.
         max_seq_len: longest sample in tokens.
+        prompts: its format is named.
         on_bad_record: stop before training, or leave the record out.
+        truncate: what becomes of a dialogue of more tokens.
         window: which of the records; all where absent.
     """
 
     files: tuple[DataFile, ...]
     tokenizer: str
-    prompt_format: PromptFormat
+    prompts: Prompts
     max_seq_len: int
     on_bad_record: OnBadRecord = "stop"
+    truncate: Truncate = "turns"
     window: Window | None = None
 
     def to_json(self) -> str:
@@ -88,7 +91,8 @@ class Recipe:
         """What `to_json` gave."""
         fields = json.loads(text)
         window = Window(*fields["window"]) if fields["window"] else None
-        return cls(**fields | {"files": tuple(DataFile(*file) for file in fields["files"]), "window": window})
+        files = tuple(DataFile(*file) for file in fields["files"])
+        return cls(**fields | {"files": files, "window": window, "prompts": Prompts(**fields["prompts"])})
 
     @property
     def names(self) -> str:
@@ -144,9 +148,11 @@ class Recipe:
 
     @cached_property
     def _wishes(self) -> list[Any]:
-        words = self.prompt_format in (CHAT_TEMPLATE, PLAIN)
-        prompts = [self.prompt_format] if words else ["template", template_in_file(self.prompt_format)]
-        return [*prompts, self.max_seq_len, self.on_bad_record, tokenizer_digest(Path(self.tokenizer))]
+        prompts = asdict(self.prompts)
+        if (named := prompts["prompt_format"]) not in (CHAT_TEMPLATE, PLAIN):
+            prompts["prompt_format"] = ["template", template_in_file(named)]
+        limits = [self.max_seq_len, self.truncate, self.on_bad_record]
+        return [prompts, *limits, tokenizer_digest(Path(self.tokenizer))]
 
     @cached_property
     def _settings(self) -> list[Any]:

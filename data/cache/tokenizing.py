@@ -31,14 +31,15 @@ from data.cache.columns import Columns, Encoded, Tally, as_columns
 from data.cache.digests import Digests
 from data.cache.recipe import Recipe
 from data.cache.sample_file import SampleWriter
-from data.chats.chat import Chat
-from data.chats.control_words import ControlWords
+from data.chat.chat import Chat
+from data.chat.control_tokens import ControlWords
 from data.errors import DataError
 from data.files.raw_records import RawRecord, read_file
 from data.files.reading import BadRecords, Origin, parse
 from data.files.whole_files import replace_text
 from data.records import Instruct, Pretrain, Record, Segments, Tokenized
-from data.tokenize import encode_many, load_tokenizer
+from data.tokenize import Tokens, encode_many, load_tokenizer
+from data.truncation import fit
 
 SAMPLES, META = "samples.arrow", "meta.json"
 CHUNK_RECORDS, CHUNK_BYTES = 512, 2**18
@@ -59,6 +60,24 @@ class Raw(NamedTuple):
     record: RawRecord
 
 
+class Notes:
+    """What has to be told of how records were written: of how many records, with the first example."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.examples: dict[str, str] = {}
+
+    def add(self, other: Notes) -> None:
+        """Take in others, of later records."""
+        self.counts.update(other.counts)
+        self.examples = other.examples | self.examples
+
+    def note(self, notes: dict[str, str]) -> None:
+        """Take in those of one record."""
+        self.counts.update(notes.keys())
+        self.examples = notes | self.examples
+
+
 @dataclass
 class Answer:
     """What became of a chunk.
@@ -67,12 +86,14 @@ class Answer:
         columns: the samples, unless the records were only checked.
         bad: the records that cannot be used.
         unused: how many records have which fields that were not used.
+        notes: how many records were written in a way that has to be told, with the first example of each.
         end: file and place of the chunk's last record.
     """
 
     columns: Columns | None
     bad: list[tuple[Origin, str]]
     unused: Counter[str]
+    notes: Notes
     end: tuple[int, int]
 
 
@@ -102,17 +123,32 @@ class Encoder:
                 unused.update(converted.unused)
             except DataError as error:
                 bad.append((Origin(raw.record.file, raw.record.number), str(error)))
+        notes = Notes()
         if only_check:
-            return Answer(None, bad, unused, end)
+            return Answer(None, bad, unused, notes, end)
         encoded = []
-        tokenized = encode_many([record for _, record in parsed], self._tokenizer, self._recipe.prompt_format)
-        for (raw, record), tokens in zip(parsed, tokenized, strict=True):
+        for (raw, record), tokens in zip(parsed, self._tokens([record for _, record in parsed]), strict=True):
             if isinstance(tokens, DataError):
                 bad.append((Origin(raw.record.file, raw.record.number), str(tokens)))
             else:
                 empty, control = has_empty_answer(record), self._has_control_words(raw.record, record)
                 encoded.append(Encoded(raw.file, raw.record.number, record.type, empty, control, tokens))
-        return Answer(as_columns(encoded, self._recipe.max_seq_len), bad, unused, end)
+                if tokens.notes:
+                    notes.note(tokens.notes)
+        return Answer(as_columns(encoded, self._recipe.max_seq_len), bad, unused, notes, end)
+
+    def _tokens(self, records: list[Record]) -> list[Tokens | DataError]:
+        recipe = self._recipe
+
+        def encode(record: Record) -> Tokens | DataError:
+            return encode_many([record], self._tokenizer, recipe.prompts)[0]
+
+        return [
+            tokens
+            if isinstance(tokens, DataError) or len(tokens.ids) <= recipe.max_seq_len
+            else fit(record, tokens, recipe.max_seq_len, recipe.truncate, encode)
+            for record, tokens in zip(records, encode_many(records, self._tokenizer, recipe.prompts), strict=True)
+        ]
 
     def _has_control_words(self, raw: RawRecord, record: Record) -> bool:
         possible = self._control_words.possible(raw.value) if isinstance(raw.value, bytes) else True
@@ -133,6 +169,7 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
     tallies: dict[tuple[int, str], Tally] = {}
     skipped: list[str] = []
     unused: Counter[str] = Counter()
+    notes = Notes()
     bad = BadRecords(recipe.on_bad_record, skipped.append)
     digests: list[NDArray[numpy.uint64]] = []
     with SampleWriter(folder / SAMPLES) as writer:
@@ -146,6 +183,7 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
             if answer.columns is not None and not stopped():
                 writer.write(answer.columns)
                 unused.update(answer.unused)
+                notes.add(answer.notes)
                 digests.append(answer.columns.digests)
                 for group, tally in answer.columns.tallies.items():
                     tallies.setdefault(group, Tally()).add(tally)
@@ -165,6 +203,7 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
         "n_bad": bad.count,
         "skipped": skipped,
         "unused": dict(unused.most_common()),
+        "notes": [[note, count, notes.examples[note]] for note, count in notes.counts.most_common()],
         "end": end,
         "digest": Digests(folder).take(folder / SAMPLES),
     }

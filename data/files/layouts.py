@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import AliasChoices, BaseModel, Field, field_validator, model_validator
 
-from data.chats.chat import Chat, Message
+from data.chat.chat import Chat, Message
 from data.records import Instruct, Pretrain, Record, RefQA, Segments, Tokenized
 
 
@@ -151,7 +151,7 @@ class Alpaca(Asked):
         ask, more = (self.instruction, self.input) if self.instruction else (self.input or "", None)
         if self.alone():
             return [_instruct(ask, more, self.output)]
-        from data.prompts import CHAT_INPUT  # brings transformers along, which a reader of configs can do without
+        from data.chat.prompts import CHAT_INPUT  # brings transformers along, which a reader of configs can do without
 
         return [self.chat(CHAT_INPUT.format(ask=ask, input=more) if more else ask, self.output)]
 
@@ -195,7 +195,7 @@ class QuestionAnswer(Asked):
 
     def records(self) -> list[Record]:
         if not self.alone():
-            from data.prompts import CHAT_CONTEXT, REFERENCE_TITLE
+            from data.chat.prompts import CHAT_CONTEXT, REFERENCE_TITLE
 
             text = CHAT_CONTEXT.format(title=REFERENCE_TITLE, text=self.context) if self.context else ""
             return [self.chat(text + self.question, self.answer)]

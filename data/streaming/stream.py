@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from data.cache.recipe import DataFile, Recipe
+from data.chat.prompts import PromptFormat, Prompts, Truncate, as_prompts
 from data.dataset import Dataset
 from data.errors import DataError
 from data.files.reading import OnBadRecord
 from data.files.sources import Source, as_sources, files_of
-from data.prompts import PromptFormat
 from data.streaming.windows import Made, Windows
 
 SHARE = 0.5  # of the stream's bytes that a window takes
@@ -191,11 +191,12 @@ def open_stream(
     data_path: str | Path | Source | Sequence[str | Path | Source],
     tokenizer: str | Path,
     max_seq_len: int,
-    prompt_format: PromptFormat,
+    prompts: Prompts | PromptFormat,
     *,
     gigabytes: float,
     folder: Path,
     on_bad_record: OnBadRecord = "stop",
+    truncate: Truncate = "turns",
     seed: int = 0,
     log: Console | None = None,
     active: bool = False,
@@ -218,7 +219,7 @@ def open_stream(
                 "not know; expected a whole repeat, or no stream_gb"
             )
         files += [DataFile(str(file), source.format, source.columns) for file in files_of(source)] * int(source.repeat)
-    recipe = Recipe(tuple(files), str(tokenizer), prompt_format, max_seq_len, on_bad_record)
+    recipe = Recipe(tuple(files), str(tokenizer), as_prompts(prompts), max_seq_len, on_bad_record, truncate)
     log = log or Console(quiet=True)
     windows = Windows(recipe, int(gigabytes * 1e9 * SHARE), seed, folder, log, active)
     sizes = windows.sizes.values()

@@ -8,13 +8,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data.chats.chat import Chat
-from data.prompts import Dialogue, PromptFormat, Turn, as_dialogue
+from data.chat.chat import Chat
+from data.chat.messages import said_in
+from data.chat.prompts import PromptFormat, Prompts
 from data.records import Pretrain, Segments, Tokenized, parse_record
 from data.tokenize import Sample, encode, encode_question, encode_whole
 from tests.data.template_styles import Style
 
 Runs = list[tuple[bool, str]]
+REWRITING = Prompts("chat_template", template_fallback="rewrite")
 
 ACTION = {
     "inner_thought": "先查层数 🤔.",
@@ -99,18 +101,17 @@ def question_ids(
     """What a model is asked with to get the record's answer number `turns`."""
     parsed = parse_record(record)
     assert not isinstance(parsed, (Pretrain, Chat, Segments, Tokenized))
-    dialogue = as_dialogue(parsed)
-    last = dialogue.turns[turns - 1]
-    asked = Dialogue((*dialogue.turns[: turns - 1], Turn(last.ask, (), last.input)), dialogue.contexts)
-    return encode_question(asked, tokenizer, prompt_format)
+    said = said_in(parsed)
+    answers = [place for place, each in enumerate(said) if each.role == "assistant"]
+    return encode_question(said[: answers[turns - 1]], tokenizer, prompt_format)
 
 
 def chat(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> Chat:
     return Chat.model_validate({"messages": messages, "tools": tools or []})
 
 
-def runs_under(style: Style, record: Chat, tokenizer: PreTrainedTokenizerBase) -> Runs:
-    return runs_of(encode_whole(record, style.put_on(tokenizer), "chat_template"), tokenizer)
+def runs_under(style: Style, record: Chat, tokenizer: PreTrainedTokenizerBase, prompts: Prompts = REWRITING) -> Runs:
+    return runs_of(encode_whole(record, style.put_on(tokenizer), prompts), tokenizer)
 
 
 def supervised(runs: Runs) -> list[str]:

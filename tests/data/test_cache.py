@@ -22,6 +22,7 @@ from data.cache.digests import Digests
 from data.cache.recipe import DataFile, Recipe
 from data.cache.store import Cache, default_folder
 from data.cache.tokenizing import SAMPLES
+from data.chat.prompts import Prompts
 from data.dataset import Dataset, load_dataset
 from data.errors import DataError
 from data.lease import Lease
@@ -136,8 +137,9 @@ def test_a_file_that_was_only_touched_is_read_but_not_tokenized(tmp_path: Path, 
 
 
 def plain_recipe(data: Path, tokenizer: Path, **changes: Any) -> Recipe:
-    fields: dict[str, Any] = {"prompt_format": "plain", "max_seq_len": LIMIT} | changes
-    return Recipe((DataFile(str(data)),), str(tokenizer), **fields)
+    prompts = {name: changes.pop(name) for name in Prompts.__dataclass_fields__ if name in changes}
+    fields: dict[str, Any] = {"max_seq_len": LIMIT} | changes
+    return Recipe((DataFile(str(data)),), str(tokenizer), Prompts(**{"prompt_format": "plain"} | prompts), **fields)
 
 
 def test_every_change_of_what_samples_depend_on_gives_another_cache(
@@ -154,6 +156,7 @@ def test_every_change_of_what_samples_depend_on_gives_another_cache(
     template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
     keys = [key(), key(max_seq_len=LIMIT + 1), key(prompt_format="chat_template"), key(on_bad_record="skip")]
     keys.append(key(prompt_format=str(template)))
+    keys += [key(truncate="oldest"), key(mask="all"), key(template_fallback="refuse"), key(template_args={"a": 1})]
     template.write_text("{% for message in messages %}{{ message['content']  }}{% endfor %}")
     keys.append(key(prompt_format=str(template)))
     write(data, records(3, answer="One is a numbeR."))
@@ -414,7 +417,7 @@ def test_the_key_leaves_out_no_code_that_samples_depend_on() -> None:
     )
     told = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True)
     loaded = set(told.stdout.split())
-    assert {"tokenize", "cache/columns", "prompts"} <= loaded
+    assert {"tokenize", "cache/columns", "chat/prompts"} <= loaded
     assert not loaded & set(recipe.LATER)
     assert set(recipe.CARRIERS) <= loaded
     for name in {*recipe.CARRIERS, *recipe.LATER}:

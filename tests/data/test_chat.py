@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.chats.chat_template import ChatTemplate
+from data.chat.chat_template import ChatTemplate
+from data.chat.survival import NO_THOUGHTS
 from data.errors import DataError
-from data.tokenize import encode_many, encode_whole
-from tests.data.helpers import RECORDS, chat, rendered, runs_of, runs_under, supervised, whole_text
+from data.tokenize import Tokens, encode_many, encode_whole
+from tests.data.helpers import RECORDS, REWRITING, chat, rendered, runs_of, runs_under, supervised, whole_text
 from tests.data.template_styles import (
     CHATGLM3,
     DEEPSEEK,
@@ -129,14 +130,16 @@ def test_thoughts_in_the_words_of_an_answer_are_found_by_a_template_that_looks_t
         {"role": "user", "content": "<tool_response>?"},
         {"role": "assistant", "content": words[1]},
     ]
-    for style, expected in (
-        (QWEN3, [words[0] + END, words[1] + END]),  # a "question" that begins like a result is none
-        (DEEPSEEK, [f"\n\nBeta{END}", f"\n\nDelta{END}"]),
-        (SMOLLM2, [words[0] + END, words[1] + END]),
-    ):
+    for style in (QWEN3, SMOLLM2):  # in Qwen3's style a "question" that begins like a result is none
         runs = runs_under(style, chat(messages), tokenizer)
-        assert supervised(runs) == expected
+        assert supervised(runs) == [words[0] + END, words[1] + END]
         assert whole_text(runs) == rendered(tokenizer, messages)
+    with pytest.raises(DataError, match=r"leaves out the thoughts in the words of an answer \(message 4\)"):
+        runs_under(DEEPSEEK, chat(messages), tokenizer)
+    later = [*messages[:3], {"role": "assistant", "content": "Delta"}]
+    assert supervised(runs_under(DEEPSEEK, chat(later), tokenizer)) == [f"\n\nBeta{END}", f"Delta{END}"]
+    (tokens,) = encode_many([chat(later)], tokenizer)
+    assert isinstance(tokens, Tokens) and NO_THOUGHTS in tokens.notes
 
 
 def test_thoughts_that_a_template_does_not_know_are_part_of_the_answer(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -181,15 +184,17 @@ def test_several_calls_at_once(tokenizer: PreTrainedTokenizerBase) -> None:
     second = '\n<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
     runs = runs_under(QWEN25, chat(messages, TOOLS), tokenizer)
     assert supervised(runs) == [f"Let me see.\n{QWEN_CALL}{second}{END}", "Rain." + END]
-    for style in (SMOLLM2, LLAMA31):  # one knows no calls, the other one call at a time
-        runs = runs_under(style, chat(messages, TOOLS), tokenizer)
-        assert [text for _, text in runs[1:5]] == [
-            f"Thought: Let me see.\n{TEXT_CALL}",
-            " rain\n",
-            "Action: time\nAction Input: {}\nObservation:",
-            " noon\n",
-        ]
-        assert supervised(runs)[-1].startswith("Final Answer: Rain.<|")
+    runs = runs_under(SMOLLM2, chat(messages, TOOLS), tokenizer)
+    assert [text for _, text in runs[1:5]] == [
+        f"Thought: Let me see.\n{TEXT_CALL}",
+        " rain\n",
+        "Action: time\nAction Input: {}\nObservation:",
+        " noon\n",
+    ]
+    assert supervised(runs)[-1].startswith("Final Answer: Rain.<|")
+    # It takes calls, but one at a time: no run mixes two ways to write them.
+    with pytest.raises(DataError, match="refuses the record: one call at a time"):
+        runs_under(LLAMA31, chat(messages, TOOLS), tokenizer)
 
 
 def test_ids_that_a_template_refuses_are_replaced(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -259,11 +264,11 @@ def test_many_records_are_encoded_as_each_alone(prompt_format: str, tokenizer: P
 
 
 @pytest.mark.parametrize("name", STYLES)
-def test_a_record_of_a_known_structure_is_rendered_once(
+def test_a_record_with_turns_of_known_kinds_is_rendered_twice(
     name: str, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     STYLES[name].put_on(tokenizer)
-    encode_whole(chat(MESSAGES, TOOLS), tokenizer, "chat_template")
+    encode_whole(chat(MESSAGES, TOOLS), tokenizer, REWRITING)
     renders = 0
     render = ChatTemplate._render
 
@@ -274,6 +279,12 @@ def test_a_record_of_a_known_structure_is_rendered_once(
 
     monkeypatch.setattr(ChatTemplate, "_render", counted)
     other = [message | {"content": message["content"] and f" {number}.\n"} for number, message in enumerate(MESSAGES)]
+    other[3] = other[3] | {"tool_calls": [{"id": "123456789", "function": {"name": "f", "arguments": {"x": 7}}}]}
+    other[4] = other[4] | {"tool_call_id": "123456789", "content": "7"}
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}] * 3
-    encode_whole(chat(other, tools), tokenizer, "chat_template")
-    assert renders == 1
+    encode_whole(chat(other, tools), tokenizer, REWRITING)
+    encode_whole(chat([*other, *other], tools), tokenizer, REWRITING)
+    renders = 0
+    other[3]["tool_calls"][0]["function"]["arguments"] = {"x": -12.5}
+    encode_whole(chat([*other, *other], tools), tokenizer, REWRITING)
+    assert renders == 2

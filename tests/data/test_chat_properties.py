@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from data.chats.chat import Chat
-from data.chats.chat_template import ChatTemplate, chat_template
-from data.chats.messages import said_in_chat
-from data.prompts import Written
+from data.chat.chat import Chat
+from data.chat.chat_template import chat_template
+from data.chat.messages import said_in
+from data.chat.prompts import Prompts
+from data.chat.written import Written
 from tests.data.helpers import chat, rendered
 from tests.data.template_styles import (
     QWEN25,
@@ -91,7 +92,7 @@ def losses(written: Written) -> list[str]:
 
 @pytest.mark.parametrize("name", SAYS)
 def test_any_words_are_supervised_whole_and_alone(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    template = chat_template(STYLES[name].put_on(tokenizer))
+    template = chat_template(STYLES[name].put_on(tokenizer), Prompts())
     tools_known = name in ("qwen2.5", "llama3.1")
 
     @settings(max_examples=60, deadline=None)
@@ -100,7 +101,7 @@ def test_any_words_are_supervised_whole_and_alone(name: str, tokenizer: PreTrain
         messages, tools = drawn
         tools = tools if tools_known else []
         record = chat(messages, tools)
-        written = template.write(said_in_chat(record), record.tools)
+        written = template.write(said_in(record), record.tools)
         own = rendered(tokenizer, [{k: v for k, v in m.items() if k != "weight"} for m in messages], tools)
         assert written.text in (own, own + END)
         ends = [""] * len(messages)
@@ -117,36 +118,14 @@ def test_any_words_are_supervised_whole_and_alone(name: str, tokenizer: PreTrain
     check()
 
 
-@pytest.mark.parametrize("name", STYLES)
-def test_looking_at_a_record_alone_gives_the_same_mask_as_the_scaffold(
-    name: str, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    template = chat_template(STYLES[name].put_on(tokenizer))
-    prepare = ChatTemplate._prepare
-
-    def alone(self: ChatTemplate, *arguments: Any) -> Any:
-        return (*prepare(self, *arguments)[:2], None)
-
-    @settings(max_examples=30, deadline=None)
-    @given(dialogues())
-    def check(drawn: tuple[list[JSON], list[JSON]]) -> None:
-        record = chat(*drawn)
-        monkeypatch.setattr(ChatTemplate, "_prepare", prepare)
-        written = template.write(said_in_chat(record), record.tools)
-        monkeypatch.setattr(ChatTemplate, "_prepare", alone)
-        assert template.write(said_in_chat(record), record.tools) == written
-
-    check()
-
-
 def test_real_tool_dialogues_are_masked_whole(shared: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     source = shared / "data" / "toolcall" / "glaive_toolcall_zh_demo.json"
     if not source.is_file():
         pytest.skip(f"no real data: {source} is absent")
     records = list(read_glaive(source))[:100]
-    template = chat_template(QWEN25.put_on(tokenizer))
+    template = chat_template(QWEN25.put_on(tokenizer), Prompts())
     for record in records:
-        written = template.write(said_in_chat(record), record.tools)
+        written = template.write(said_in(record), record.tools)
         messages = record.model_dump(exclude_defaults=True)["messages"]
         assert losses(written) == [qwen(message) for message in messages if message["role"] == "assistant"]
 

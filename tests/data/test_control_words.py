@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.chats.chat import Chat
-from data.chats.control_words import ControlWords
+from data.chat.chat import Chat
+from data.chat.control_tokens import ControlWords
 from data.records import parse_record
 from data.tokenize import encode
 from tests.data.helpers import RECORDS

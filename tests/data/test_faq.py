@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.prompts import PromptFormat
+from data.chat.prompts import PromptFormat
 from data.records import KINDS, parse_record
 from data.tokenize import encode
 from tests.conftest import FAQ, ROOT

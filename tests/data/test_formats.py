@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from data.chats.chat import Chat
+from data.chat.chat import Chat
 from data.errors import DataError
 from data.files import layouts
 from data.files.formats import FORMATS, convert

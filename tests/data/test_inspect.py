@@ -13,10 +13,10 @@ import pytest
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from data.chat.prompts import PromptFormat
 from data.errors import DataError
 from data.inspect import SUPERVISED_STYLE, coloured, show_samples
 from data.inspect_html import write_page
-from data.prompts import PromptFormat
 from data.tokenize import Sample, encode
 from tests.data.helpers import RECORDS, runs, runs_of
 

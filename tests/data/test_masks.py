@@ -1,6 +1,6 @@
 """Which tokens bear loss, token by token: every record type, both formats, byte-level and sentencepiece tokenizers.
 
-The expected texts are written out here and not built from data/prompts.py.
+The expected texts are written out here and not built from data/chat/prompts.py.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
+from data.chat.prompts import PromptFormat
 from data.errors import DataError
-from data.prompts import PromptFormat
 from data.records import parse_record
 from data.tokenize import encode
 from tests.data.helpers import RECORDS, Runs, question_ids, runs, supervised_texts, text_of

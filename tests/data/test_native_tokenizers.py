@@ -11,8 +11,8 @@ import pytest
 from sentencepiece import SentencePieceProcessor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from data.chat.native_tokenizers import MARK, native_tokenizer
 from data.errors import DataError
-from data.native_tokenizers import MARK, native_tokenizer
 from data.tokenize import IGNORED, encode, load_tokenizer
 
 CLASSES = {"chatglm3": "ChatGLMTokenizer", "baichuan2": "BaichuanTokenizer"}

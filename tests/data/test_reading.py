@@ -12,7 +12,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from data.chats.chat import Chat
+from data.chat.chat import Chat
 from data.errors import DataError
 from data.files.reading import SHOWN, Origin, parse, read
 from data.files.sources import Source, as_sources

@@ -9,11 +9,11 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from data import encode
+from data.chat.prompts import CHAT_TEMPLATE, PLAIN, PromptFormat
 from data.dataset import load_dataset
 from data.errors import DataError
 from data.files.formats import convert
 from data.files.sources import Source
-from data.prompts import CHAT_TEMPLATE, PLAIN, PromptFormat
 from data.summary import facts
 from data.tokenize import Sample
 from tests.data.helpers import runs

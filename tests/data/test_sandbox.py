@@ -11,10 +11,11 @@ import pytest
 from jinja2.exceptions import SecurityError
 from transformers import PreTrainedTokenizerBase
 
-from data.chats import sandbox
-from data.chats.sandbox import SlowTemplate, render
+from data.chat import sandbox
+from data.chat.messages import Said
+from data.chat.prompts import check_prompt_format
+from data.chat.sandbox import SlowTemplate, render
 from data.errors import DataError
-from data.prompts import Dialogue, Turn, check_prompt_format
 from data.tokenize import encode_many, encode_question
 
 LOOP = "{% for _ in range(99999) %}"
@@ -95,7 +96,7 @@ def test_a_template_that_is_endless_for_some_records_is_no_fault_of_theirs(
     with pytest.raises(DataError, match="still at one dialogue"):
         encode_many([RECORD], tokenizer)
     with pytest.raises(DataError, match="still at one dialogue"):
-        encode_question(Dialogue((Turn("?"),)), tokenizer)
+        encode_question([Said("user", "?")], tokenizer)
 
 
 def test_a_template_file_is_tried_before_it_is_used(tmp_path: Path) -> None:

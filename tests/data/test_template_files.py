@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from data.chat.prompts import check_prompt_format
 from data.errors import DataError
-from data.prompts import check_prompt_format
 from data.tokenize import encode_whole
 from tests.data.helpers import RECORDS, question_ids, runs_of, supervised, whole_text
 

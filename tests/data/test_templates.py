@@ -157,7 +157,7 @@ def test_a_template_without_end_of_turn_gets_the_end_of_sequence(tokenizer: PreT
     ("template", "reason"),
     [
         (TRIMMING.replace("message['content'] | trim", "message['content'] | upper"), "changes the words of an answer"),
-        (TRIMMING.replace("message['content'] | trim", "''"), "changes the words of an answer"),
+        (TRIMMING.replace("message['content'] | trim", "''"), "leaves out what the user says"),
         (ALTERNATING.replace("!=", "==") + "{% endif %}{% endfor %}", "refuses the record: roles must alternate"),
         ("{{ raise_exception('no\\nchat') }}", "refuses the record: no chat"),
         ("{% for %}", "refuses the record"),

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from data.chat.prompts import Fallback, Mask, PromptFormat, Truncate
 from data.files.reading import OnBadRecord
 from data.packing import Packing
-from data.prompts import PromptFormat
 from training.config.sections import (
     BF16,
     FP16,
@@ -67,6 +67,8 @@ class TrainConfig(Section):
     stream_gb: float | None = Field(default=None, gt=0)
     # Longer samples are cut, counted and reported.
     max_seq_len: int = Field(default=2048, ge=2, le=LONGEST)
+    # How a dialogue is cut: behind its last turns that fit (turns), by its oldest turns (oldest), or not (refuse).
+    truncate: Truncate = "turns"
     # Put several samples into one row: batch packs those of each global batch, which changes nothing but the time;
     # dataset packs the whole epoch, and train_batch_size then counts rows; false pads each sample to its neighbours.
     packing: Packing = "batch"
@@ -76,6 +78,13 @@ class TrainConfig(Section):
     dataloader_drop_last: bool = False
     # chat_template, plain, or a Jinja file; the tokenizer's chat template when it ships one, where absent.
     prompt_format: PromptFormat | None = None
+    # What a chat template gets beside the messages, such as enable_thinking: true.
+    template_args: dict[str, Any] = {}
+    # What becomes of what a chat template does not take: rewrite says it in another way, refuse refuses the record;
+    # system messages and roles that do not alternate are rewritten, tools and thoughts refused, where absent.
+    template_fallback: Fallback | None = None
+    # Which tokens bear loss: all of the assistant's messages, those after the last question (last_turn), or all.
+    mask: Mask = "assistant"
     # Refuse to start because of records that something is wrong with, or leave them out and count them.
     on_bad_record: OnBadRecord = "stop"
     # Folder for tokenized records; the user's cache folder where absent.

@@ -1,12 +1,44 @@
-"""Ranges of characters [begin, end), as loss is laid on a text."""
+"""A whole sample as text, and which of its characters bear loss."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from data.prompts import Span
+Range = tuple[int, int]  # of characters, [begin, end)
 
-Range = tuple[int, int]
+
+class Span(NamedTuple):
+    """A piece of text; `supervised` pieces bear loss."""
+
+    text: str
+    supervised: bool
+
+
+class Written(NamedTuple):
+    """A sample as text.
+
+    Attributes:
+        loss: the ranges that bear loss, in order, none empty, none touching the next.
+        notes: what a person has to know of how it was written, each with an example of it.
+    """
+
+    text: str
+    loss: list[Range]
+    notes: dict[str, str] = {}  # nobody changes it
+
+
+def join(spans: Iterable[Span]) -> Written:
+    """Pieces of text put together."""
+    loss: list[Range] = []
+    texts = []
+    place = 0
+    for text, supervised in spans:
+        begin, place = place, place + len(text)
+        texts.append(text)
+        if supervised:
+            loss.append((begin, place))
+    return Written("".join(texts), joined(loss))
 
 
 def ranges_of(spans: Iterable[Span], origin: int, supervised: bool, inside: Range) -> list[Range]:

@@ -16,9 +16,8 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedTokenizerBase
 
-from data.chats.chat import Chat
-from data.chats.messages import said_in_chat, said_in_dialogue
-from data.prompts import as_dialogue
+from data.chat.chat import Chat
+from data.chat.messages import said_in
 from data.records import Pretrain, Record, Segments, Tokenized
 
 BEGINNING = 2  # characters of a name that are looked for first
@@ -54,9 +53,9 @@ def _words(record: Record) -> Iterator[str]:
         yield record.text
     if isinstance(record, (Pretrain, Segments, Tokenized)):  # ready made, control tokens and all
         return
-    said = said_in_chat(record) if isinstance(record, Chat) else said_in_dialogue(as_dialogue(record))
-    for each in said:
+    for each in said_in(record):
         yield each.text
+        yield each.input
         yield each.reasoning
         for call in each.calls:
             yield json.dumps(call.arguments, ensure_ascii=False)

@@ -1,0 +1,247 @@
+"""Chat templates: a dialogue as a template writes it, and exactly which characters of it the model has to write.
+
+A record is rendered twice: once as a server renders it, which is the text to train on, and once with marks around its
+words (`data.chat.marks`), which tells where they are. From the marks follows what bears loss (`data.chat.loss_mask`).
+Where a template looks at the words of users or tools, only the assistant's get marks. What cannot be masked exactly is
+refused, and so is a record of which the template leaves something out: words, thoughts of the last answer, calls.
+
+What a template does not take at all is said in another way, or refused, for all records alike (`data.chat.fallbacks`).
+
+Cost: two renderings a record, 15 to 150 microseconds each, and a few more for each new kind of turn.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedTokenizerBase
+
+from data.chat.fallbacks import ANSWER, CALLING, FEATURES, QUESTION, TRIED_TOOL, Feature, with_short_ids
+from data.chat.loss_mask import Turn, TurnFinder, Unplaceable, Vocabulary, generated
+from data.chat.marks import Marked, Markers
+from data.chat.messages import JSON, Said, as_dicts, in_questions
+from data.chat.prompts import CHAT_TEMPLATE, Prompts, template_in_file
+from data.chat.sandbox import SlowTemplate, generated_spans, render
+from data.chat.survival import CHANGED, check_survival
+from data.chat.written import Range, Written, joined, ranges_of, without
+from data.errors import DataError
+
+REFUSED = "the chat template refuses the record: {reason}"
+NOT_TAKEN = "the chat template takes no {feature}; template_fallback: rewrite says it {told}"
+NO_TOKEN = "the chat template ends an answer with {token}, which is no token of this tokenizer"
+REWRITTEN = "rewritten: {feature}, which the chat template does not take, is said {told}"
+NEW_IDS = "rewritten: calls got ids of nine letters and digits, as the chat template takes no others"
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
+CONTROL = re.compile(r"\s*(<[|｜][^<>|｜]{1,40}[|｜]>|<\w*(?:end|eot|eos|eom|turn)\w*>|</s>)")
+EXAMPLE = 200  # characters of a rewritten dialogue
+
+_templates: WeakKeyDictionary[PreTrainedTokenizerBase, dict[Any, ChatTemplate]] = WeakKeyDictionary()
+
+
+def chat_template(tokenizer: PreTrainedTokenizerBase, prompts: Prompts, tools: bool = False) -> ChatTemplate:
+    """The template that is asked for, with all that is known of it already.
+
+    Args:
+        prompts: of a format that is not plain.
+        tools: some tokenizers have a template of its own for dialogues with tools.
+
+    Raises:
+        DataError: there is no such template.
+    """
+    if prompts.prompt_format not in (None, CHAT_TEMPLATE):
+        text = template_in_file(str(prompts.prompt_format))
+    elif tokenizer.chat_template:
+        text = tokenizer.get_chat_template(None, [{}] if tools else None)
+    else:
+        raise DataError("the tokenizer has no chat template; use prompt_format: plain")
+    known = _templates.setdefault(tokenizer, {})
+    settings = json.dumps(prompts.template_args, sort_keys=True, default=str), prompts.template_fallback
+    key = (text, tokenizer.eos_token, len(tokenizer), *settings)
+    if key not in known:
+        known[key] = ChatTemplate(tokenizer, text, prompts)
+    return known[key]
+
+
+class ChatTemplate:
+    """Writes dialogues by one template.
+
+    Args:
+        text: the template in Jinja; it runs in transformers' sandbox.
+
+    Raises:
+        DataError: the tokenizer lacks the token that ends an answer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str, prompts: Prompts) -> None:
+        self._text = text
+        self._prompts = prompts
+        self._eos_token = tokenizer.eos_token
+        self._names = dict(tokenizer.special_tokens_map) | prompts.template_args
+        self._tracks = bool(GENERATION.search(text))
+        added = [token for token in tokenizer.added_tokens_decoder.values() if not token.content.isspace()]
+        special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
+        self._vocabulary = Vocabulary(_one_of(special), _one_of(special | {token.content for token in added}))
+        self._finder = TurnFinder(self._vocabulary)
+        self._taken: dict[str, bool] = {}
+        longer = [
+            each._replace(
+                calls=tuple(call._replace(id="call-1") for call in each.calls), call_id=each.call_id and "call-1"
+            )
+            for each in CALLING
+        ]
+        self._short_ids = self._accepts(CALLING) and not self._accepts(longer)
+        if (lacking := self._lacking_end(set(tokenizer.get_vocab()))) is not None:
+            raise DataError(NO_TOKEN.format(token=lacking))
+
+    def write(self, said: Sequence[Said], tools: list[JSON] | None = None) -> Written:
+        """The whole text of a dialogue, and where loss is in it.
+
+        Raises:
+            DataError: the template refuses the dialogue, leaves out some of it, or cannot be masked exactly.
+        """
+        said, tools, notes = self._fitted(in_questions(said), tools or [])
+        text = self._render(said, tools)
+        turns, more = self._turns(said, tools, text)
+        notes |= more
+        if self._prompts.mask == "all":
+            return Written(text, [(0, len(text))] if text else [], notes)
+        loss = [each for turn in turns for each in _loss(said[turn.message], turn)]
+        last = turns[-1]
+        if not last.ended and last.message == len(said) - 1 and said[-1].supervised:  # nothing tells the model to stop
+            end = last.parts[-1][1]
+            token = end_of_sequence(self._eos_token)
+            text = text[:end] + token + text[end:]
+            loss.append((end, end + len(token)))
+        return Written(text, joined(loss), notes)
+
+    def ask(self, said: Sequence[Said], tools: list[JSON] | None = None) -> str:
+        """The text that a model is asked with for what follows these messages.
+
+        Raises:
+            DataError: the template refuses the dialogue.
+        """
+        fitted, tools, _ = self._fitted([*in_questions(said), ANSWER], tools or [])
+        return self._render(fitted[:-1], tools, asking=True)
+
+    def _fitted(self, said: Sequence[Said], tools: list[JSON]) -> tuple[Sequence[Said], list[JSON], dict[str, str]]:
+        """The dialogue without what the template does not take, and what was rewritten."""
+        notes = {}
+        if self._short_ids and not all(SHORT_ID.fullmatch(call_id) for each in said for call_id in each.ids):
+            said = with_short_ids(said)
+            notes[NEW_IDS] = next(call_id for each in said for call_id in each.ids)
+        for feature in FEATURES:
+            if not feature.present(said, tools) or self._takes(feature):
+                continue
+            if (self._prompts.template_fallback or feature.default) == "refuse":
+                raise DataError(NOT_TAKEN.format(feature=feature.name, told=feature.told))
+            said, tools = feature.rewrite(said, tools)
+            example = " ".join(f"{each.role}: {each.text!r}" for each in said)
+            notes[REWRITTEN.format(feature=feature.name, told=feature.told)] = example[:EXAMPLE]
+        return said, tools, notes
+
+    def _takes(self, feature: Feature) -> bool:
+        """The template writes all words of a dialogue with this feature."""
+        if feature.name not in self._taken:
+            enough = any if feature.any_of else all
+            self._taken[feature.name] = enough(self._writes(said, tools) for said, tools in feature.tried)
+        return self._taken[feature.name]
+
+    def _writes(self, said: Sequence[Said], tools: list[JSON]) -> bool:
+        markers = Markers(said, "")
+        with suppress(DataError):
+            text = self._render(markers.said, tools)
+            written = {mark.leaf for mark in markers.read(text).marks if mark.leaf.part != "tool"}
+            leaves = {leaf for leaf in markers.leaves if leaf.part != "tool"}
+            return written >= leaves and (not tools or TRIED_TOOL in text)
+        return False
+
+    def _turns(self, said: Sequence[Said], tools: list[JSON], text: str) -> tuple[list[Turn], dict[str, str]]:
+        # A template may look at what others than the assistant say, or whether they say anything; marks there would
+        # make another text of it.
+        has_empty = any(not each.text.strip() and not each.calls for each in said)
+        for everybody, empty in ((True, True), (True, False), (False, False))[not has_empty :]:
+            with suppress(Unplaceable):
+                return self._turns_by_marks(said, tools, text, Markers(said, text, everybody, empty), everybody)
+        raise DataError(CHANGED)
+
+    def _turns_by_marks(
+        self, said: Sequence[Said], tools: list[JSON], text: str, markers: Markers, everybody: bool
+    ) -> tuple[list[Turn], dict[str, str]]:
+        def rendered(part: Sequence[Said], asking: bool = False) -> Marked | None:
+            try:
+                return markers.read(self._render(part, tools, asking))
+            except DataError:  # not every beginning of a dialogue is one that the template takes
+                return None
+
+        whole = markers.read(self._render(markers.said, tools))
+        if whole.text != text:
+            raise Unplaceable
+        context = bool(tools), said[0].role
+        turns, notes = self._finder.find(whole, markers.said, rendered, context, strict=not everybody)
+        notes |= check_survival(said, tools, whole, markers.leaves, turns)
+        if self._tracks:
+            spans = generated_spans(self._text, **self._given(said, tools), add_generation_prompt=False)
+            turns = generated(turns, spans, text, self._vocabulary)
+        return turns, notes
+
+    def _render(self, said: Sequence[Said], tools: list[JSON], asking: bool = False) -> str:
+        # What render_jinja_template does, without its copy of the messages, which takes longer than the rendering.
+        try:
+            return render(self._text, **self._given(said, tools), add_generation_prompt=asking)
+        except SlowTemplate:
+            raise
+        except Exception as error:  # a template may raise anything
+            raise DataError(REFUSED.format(reason=" ".join(str(error).split()))) from None
+
+    def _given(self, said: Sequence[Said], tools: list[JSON]) -> dict[str, Any]:
+        """What a template can see."""
+        return {"messages": as_dicts(said), "tools": tools or None, "documents": None, **self._names}
+
+    def _accepts(self, said: Sequence[Said]) -> bool:
+        with suppress(DataError):
+            self._render(said, [])
+            return True
+        return False
+
+    def _lacking_end(self, vocabulary: set[str]) -> str | None:
+        """The end of an answer, where this tokenizer would cut it into pieces."""
+        markers = Markers([QUESTION, ANSWER], "")
+        with suppress(DataError):
+            text, marks = markers.read(self._render(markers.said, []))
+            end = CONTROL.match(text, marks[-1].at) if marks else None
+            if end and end[1] not in vocabulary and not self._vocabulary.any.match(end[1]):
+                return str(end[1])
+        return None
+
+
+def end_of_sequence(token: str | None) -> str:
+    """The tokenizer's eos_token, which has to be there.
+
+    Raises:
+        DataError: it is not.
+    """
+    if not token:
+        raise DataError("the tokenizer has no eos_token; expected one in tokenizer_config.json")
+    return token
+
+
+def _loss(said: Said, turn: Turn) -> list[Range]:
+    """What bears loss of a turn."""
+    if not said.pieces:
+        return turn.parts if said.supervised else []
+    if turn.words is None:
+        raise DataError(CHANGED)
+    origin = turn.words[0] - said.text.index(said.text.strip())
+    pieces = ranges_of(said.pieces, origin, not said.supervised, turn.words)
+    return [left for part in turn.parts for left in without(part, pieces)] if said.supervised else pieces
+
+
+def _one_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Matches any of the tokens, the longest first; nothing where there are none."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")

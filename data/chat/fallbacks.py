@@ -1,0 +1,239 @@
+"""The same dialogue with less for a chat template to know.
+
+Templates differ in what they take. Some refuse system messages, roles that do not alternate, tools or thoughts; some
+leave them out without a word. Each `Feature` here is one such thing: a dialogue that tries whether a template takes
+it, and how to say it otherwise. What a template takes is a matter of the template alone, so all records of a run are
+written in the same way. What it takes in general and refuses in one record is that record's fault.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from data.chat.messages import JSON, Call, Said, answer, call_id_of, runs_merged
+from data.chat.prompts import (
+    API_CALL,
+    API_FINAL,
+    API_RESULT,
+    API_THOUGHT,
+    API_TITLE,
+    CHAT_CONTEXT,
+    THINKING,
+    Fallback,
+)
+from data.chat.written import Span
+
+Rewrite = Callable[[Sequence[Said], list[JSON]], tuple[list[Said], list[JSON]]]
+
+SYSTEM, QUESTION, ANSWER = Said("system", "Be brief."), Said("user", "Why?"), Said("assistant", "So.", supervised=True)
+CALL = Said("assistant", "", calls=(Call(call_id_of(1), "look", {"up": "it"}),))
+RESULT = Said("tool", "Found.", call_id=call_id_of(1), name="look")
+CALLING = (QUESTION, CALL, RESULT, ANSWER)
+TRIED_TOOL = "Tries whether tools are described."
+_SCHEMA: JSON = {"type": "object", "properties": {"up": {"type": "string", "description": "what"}}, "required": ["up"]}
+TOOL: JSON = {"type": "function", "function": {"name": "look", "description": TRIED_TOOL, "parameters": _SCHEMA}}
+
+
+class Feature(NamedTuple):
+    """Something that not every template takes.
+
+    Attributes:
+        name: in a message, behind "the chat template takes no".
+        default: what becomes of it where nothing is asked for.
+        present: whether a dialogue has it.
+        tried: dialogues, with their tools, that a template takes whole which takes it; one of them if `any_of`.
+        rewrite: the dialogue without it.
+        told: how it is said then.
+    """
+
+    name: str
+    default: Fallback
+    present: Callable[[Sequence[Said], list[JSON]], bool]
+    tried: tuple[tuple[Sequence[Said], list[JSON]], ...]
+    rewrite: Rewrite
+    told: str
+    any_of: bool = False
+
+
+def _opened(said: Sequence[Said]) -> int:
+    """The place of the first message that is no system message."""
+    return next((place for place, each in enumerate(said) if each.role != "system"), len(said))
+
+
+def _answers_first(said: Sequence[Said]) -> bool:
+    return said[_opened(said) :][:1] != [] and said[_opened(said)].role == "assistant"
+
+
+def _with_question(said: Sequence[Said], tools: list[JSON]) -> tuple[list[Said], list[JSON]]:
+    place = _opened(said)
+    return [*said[:place], Said("user", ""), *said[place:]], tools
+
+
+FEATURES = (
+    Feature(
+        "calls of tools",
+        "refuse",
+        lambda said, tools: any(each.calls or each.role == "tool" for each in said),
+        ((CALLING, []), (CALLING, [TOOL])),
+        lambda said, tools: (tools_as_text(calls_as_text(said), tools), []),
+        "as text",
+        any_of=True,
+    ),
+    Feature(
+        "tools",
+        "refuse",
+        lambda said, tools: bool(tools),
+        ((CALLING, [TOOL]),),
+        lambda said, tools: (tools_as_text(said, tools), []),
+        "in the question",
+    ),
+    Feature(
+        "thoughts",
+        "refuse",
+        lambda said, tools: any(each.reasoning for each in said),
+        (((QUESTION, ANSWER._replace(reasoning="Hm.")), []),),
+        lambda said, tools: (thoughts_as_text(said), tools),
+        "at the beginning of the answer",
+    ),
+    Feature(
+        "system message",
+        "rewrite",
+        lambda said, tools: any(each.role == "system" for each in said),
+        (((SYSTEM, QUESTION, ANSWER), []), ((SYSTEM, QUESTION, ANSWER, QUESTION, ANSWER), [])),
+        lambda said, tools: (systems_as_questions(said), tools),
+        "at the beginning of the question that follows",
+    ),
+    Feature(
+        "system message behind the first message",
+        "rewrite",
+        lambda said, tools: any(each.role == "system" for each in said[1:]),
+        (((QUESTION, ANSWER, SYSTEM, QUESTION, ANSWER), []),),
+        lambda said, tools: (systems_as_questions(said, from_place=1), tools),
+        "at the beginning of the question that follows",
+    ),
+    Feature(
+        "two messages of one role in a row",
+        "rewrite",
+        lambda said, tools: any(a.role == b.role and a.role in ("user", "assistant") for a, b in pairwise(said)),
+        (((QUESTION, QUESTION, ANSWER, ANSWER, QUESTION, ANSWER), []),),
+        lambda said, tools: (runs_merged(said), tools),
+        "as one message",
+    ),
+    Feature(
+        "answer without a question",
+        "rewrite",
+        lambda said, tools: _answers_first(said),
+        (((ANSWER, QUESTION, ANSWER), []),),
+        _with_question,
+        "behind an empty question",
+    ),
+)
+
+
+def with_short_ids(said: Sequence[Said]) -> list[Said]:
+    """Calls numbered by ids of nine letters and digits, the only ones that Mistral's templates take."""
+    new: dict[str, str] = {}
+    for each in said:
+        for call_id in each.ids:
+            new.setdefault(call_id, call_id_of(len(new) + 1))
+    return [
+        each._replace(
+            calls=tuple(call._replace(id=new[call.id]) for call in each.calls),
+            call_id=new.get(each.call_id or ""),
+        )
+        for each in said
+    ]
+
+
+def thoughts_as_text(said: Sequence[Said]) -> list[Said]:
+    """An assistant's thoughts at the beginning of what it says."""
+    return [
+        answer((Span(THINKING.format(thought=each.reasoning), each.supervised), *each.spans), each.supervised)._replace(
+            calls=each.calls
+        )
+        if each.reasoning
+        else each
+        for each in said
+    ]
+
+
+def tools_as_text(said: Sequence[Said], tools: list[JSON]) -> list[Said]:
+    """The tools described in front of the first question."""
+    if not tools:
+        return list(said)
+    text = CHAT_CONTEXT.format(title=API_TITLE, text=describe(tools))
+    first = next((place for place, each in enumerate(said) if each.role == "user"), None)
+    if first is None:
+        return [Said("user", text.rstrip("\n")), *said]
+    return [*said[:first], said[first]._replace(text=text + said[first].text), *said[first + 1 :]]
+
+
+def describe(tools: list[JSON]) -> str:
+    """Tools as text, one a line."""
+    return "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+
+
+def calls_as_text(said: Sequence[Said]) -> list[Said]:
+    """Calls, their results and the answer that follows as one answer; no loss on the results."""
+    done: list[Said] = []
+    place = 0
+    while place < len(said):
+        each = said[place]
+        end = place + 1
+        if each.calls:
+            while end < len(said) and said[end].role in ("assistant", "tool"):
+                end += 1
+            each = _chain(said[place:end])
+        elif each.role == "tool":  # a result that nobody asked for
+            each = Said("user", each.text)
+        done.append(each)
+        place = end
+    return done
+
+
+def _chain(said: Sequence[Said]) -> Said:
+    """An answer that calls tools before it is given."""
+    spans: list[Span] = []
+    results: list[Said] = []
+    for place, each in enumerate(said):
+        if each.role == "tool":
+            continue
+        thought = "\n".join(filter(None, [each.reasoning, each.text if each.calls else ""]))
+        if thought:
+            spans.append(Span(API_THOUGHT.format(thought=thought), each.supervised))
+        results = []
+        for other in said[place + 1 :]:
+            if other.role != "tool":
+                break
+            results.append(other)
+        for call in each.calls:
+            param = json.dumps(call.arguments, ensure_ascii=False)
+            spans.append(Span(API_CALL.format(name=call.name, param=param), each.supervised))
+            found = next((result for result in results if result.call_id == call.id), None)
+            if found:
+                results.remove(found)
+                spans.append(Span(API_RESULT.format(result=found.text), False))
+            elif place + 1 < len(said) or call is not each.calls[-1]:
+                spans.append(Span("\n", False))
+        spans += [Span(API_RESULT.format(result=result.text), False) for result in results]
+        if not each.calls:
+            spans.append(Span(API_FINAL.format(ans=each.text), each.supervised))
+    return answer(tuple(spans), [each for each in said if each.role == "assistant"][-1].supervised)
+
+
+def systems_as_questions(said: Sequence[Said], from_place: int = 0) -> list[Said]:
+    """System messages from a place on at the beginning of the question that follows them."""
+    done: list[Said] = []
+    waiting = ""
+    for place, each in enumerate(said):
+        if each.role == "system" and place >= from_place:
+            waiting += each.text + "\n\n"
+        elif each.role == "user" and waiting:
+            done.append(each._replace(text=waiting + each.text))
+            waiting = ""
+        else:
+            done.append(each)
+    return [*done, Said("user", waiting.rstrip("\n"))] if waiting else done

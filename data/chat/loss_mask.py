@@ -1,0 +1,325 @@
+"""Where an assistant's turn begins and ends in what a chat template writes: what bears loss.
+
+A model writes all that stands between the prompt it is asked with and the end of its turn: the words, and what the
+template puts around them (an empty thought, the frame of a call, every token that ends the turn). So a turn is
+compared with what a server sends and gets. The dialogue up to the turn, rendered with `add_generation_prompt`, is the
+prompt: the turn begins where it ends. The dialogue up to and with the turn, rendered, shows how a turn ends: with the
+last token that follows its words there and in the whole text. Only what lies beside the nearest mark decides, since
+templates rewrite what lies further back (earlier thoughts are dropped); where more differs, training and serving
+differ, and that is noted.
+
+Cost: turns with the same text beside them are looked at once. The rest is one walk over the marks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from data.chat.marks import CONTENT, REASONING, Mark, Marked
+from data.chat.messages import Said
+
+Render = Callable[..., Marked | None]  # messages -> text; `asking=True` adds the generation prompt
+MOST_KNOWN = 10_000  # kinds of turns remembered
+EXAMPLE = 120  # characters of each text that differs
+
+# Values of a call's arguments that get no mark: what stands beside a turn is the same with any of them.
+VALUES = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|\b(?:true|false|null|True|False|None)\b")
+
+NO_END = "no token ends an answer that is not the last one: the model does not learn to stop there"
+OTHER_PROMPT = "what a server sends before an answer differs from what is trained before it"
+OTHER_ANSWER = "what a server expects as an answer differs from what is trained as one"
+
+
+class Unplaceable(Exception):
+    """A turn cannot be told from what is around it."""
+
+
+class Vocabulary(NamedTuple):
+    """The tokens that a template may write between words.
+
+    Attributes:
+        special: matches any special token.
+        any: matches special tokens first, then the other added ones.
+    """
+
+    special: re.Pattern[str]
+    any: re.Pattern[str]
+
+    def leading(self, text: str) -> int:
+        """Length of the token that a text begins with, white space before it included; 0 where there is none."""
+        place = len(text) - len(text.lstrip())
+        found = self.special.match(text, place) or self.any.match(text, place)
+        return found.end() if found else 0
+
+
+class Turn(NamedTuple):
+    """An assistant's message in a rendered text.
+
+    Attributes:
+        message: its number.
+        parts: ranges [begin, end) that the model writes.
+        ended: a token ends it.
+        words: the range of its words; None where they are not one range.
+    """
+
+    message: int
+    parts: list[tuple[int, int]]
+    ended: bool
+    words: tuple[int, int] | None
+
+
+class _Kind(NamedTuple):
+    """What turns of one kind have in common.
+
+    Attributes:
+        begin: characters from the turn's beginning to its first words.
+        end: characters from its end to the next words, or to the end of the text; None: it ends with its words.
+        notes: how serving differs, each with an example.
+    """
+
+    begin: int
+    end: int | None
+    ended: bool
+    notes: dict[str, str]
+
+
+class TurnFinder:
+    """Finds turns in the texts of one template; turns that look alike are looked at once.
+
+    Args:
+        vocabulary: of the tokenizer.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._known: dict[Any, _Kind] = {}
+
+    def find(
+        self, whole: Marked, said: Sequence[Said], render: Render, context: Any, strict: bool
+    ) -> tuple[list[Turn], dict[str, str]]:
+        """All assistants' turns of a text, and the notes on them.
+
+        Args:
+            said: the messages that the text is made of.
+            context: what a turn's looks may depend on besides the messages around it.
+            strict: a prompt has to agree with the dialogue. Else, where it does not, a turn begins with its words.
+
+        Raises:
+            Unplaceable: a turn cannot be told from what is around it.
+        """
+        text, marks = whole
+        own = _own_marks(marks)
+        asked = max((number for number, each in enumerate(said) if each.role == "user"), default=-1)
+        call_ids = re.compile("|".join(re.escape(one) for each in said for one in each.ids) or "(?!)")
+        turns = []
+        notes: dict[str, str] = {}
+        thoughts = False
+        place = -1  # of the last mark before the turn
+        for number, each in enumerate(said):
+            first, last = own.get(number, (None, None))
+            if each.role != "assistant":
+                place = place if last is None else last
+                continue
+            # What is between the marks around the turn, less than all of which may be its own.
+            anchor = marks[place] if (place := place if first is None else first - 1) >= 0 else None
+            after = (place if last is None else last) + 1
+            stop = marks[after].edge if after < len(marks) else len(text)
+            start = anchor.at if anchor else 0
+            words = stop if first is None else marks[first].edge
+            left = text[anchor.edge if anchor else 0 : words]
+            right = text[marks[last].edge : stop] if last is not None else ""
+            key = (
+                *(VALUES.sub("#", call_ids.sub("#", side)) for side in (left, right)),
+                *((marks[one].leaf.part, marks[one].opens) if one is not None else () for one in (first, last)),
+                tuple(_shape(one) for one in said[max(number - 1, 0) : number + 2]),
+                (number == 0, number > asked, thoughts, strict, context),
+            )
+            kind = self._known.get(key)
+            if kind is None:
+                kind = self._look(whole, anchor, first, last, stop, number, said, render, strict)
+                if len(self._known) >= MOST_KNOWN:
+                    self._known.clear()
+                self._known[key] = kind
+            begin = words - kind.begin
+            end = stop - kind.end if kind.end is not None else marks[last].edge if last is not None else begin
+            if not start <= begin <= end:
+                raise Unplaceable
+            turns.append(Turn(number, [(begin, end)], kind.ended, _words(marks, first, last)))
+            notes |= kind.notes
+            if not kind.ended and number < len(said) - 1:
+                notes[NO_END] = text[max(0, end - EXAMPLE) : end + EXAMPLE]
+            thoughts = thoughts or bool(each.reasoning) or "</think>" in each.text
+            place = place if last is None else last
+        return turns, notes
+
+    def _look(
+        self,
+        whole: Marked,
+        anchor: Mark | None,
+        first: int | None,
+        last: int | None,
+        stop: int,
+        number: int,
+        said: Sequence[Said],
+        render: Render,
+        strict: bool,
+    ) -> _Kind:
+        text, marks = whole
+        prompt = render(said[:number], asking=True) if number else None
+        upto = render(said[: number + 1])
+        opening, closing = (None if place is None else marks[place] for place in (first, last))
+        begin = self._begin(whole, anchor, opening, stop, prompt, render, said[:number], strict)
+        end, ended = self._end(text, closing, begin, stop, upto, prompt)
+        known = stop if opening is None else opening.edge
+        notes = _served(text, begin, end, prompt, upto)
+        at_words = last is not None and not ended and end == marks[last].edge
+        return _Kind(known - begin, None if at_words else stop - end, ended, notes)
+
+    def _begin(
+        self,
+        whole: Marked,
+        anchor: Mark | None,
+        first: Mark | None,
+        stop: int,
+        prompt: Marked | None,
+        render: Render,
+        before: Sequence[Said],
+        strict: bool,
+    ) -> int:
+        """Where the turn begins."""
+        start = anchor.at if anchor else 0
+        limit = first.at if first else stop
+        at = _after(prompt, anchor)
+        if prompt is not None and at is not None:
+            asked = prompt.text[at:]
+            if whole.text.startswith(asked, start) and start + len(asked) <= limit:
+                return start + len(asked)
+        words_first = first is not None and first.leaf.part in (CONTENT, REASONING) and first.opens
+        if first is not None and words_first and (at is None or not strict):
+            return first.edge
+        # The prompt may end with more than the dialogue goes on with (an opened thought), but only that may differ.
+        unasked = render(before)
+        between = whole.text[start:limit]
+        if prompt is None or at is None or unasked is None or not prompt.text.startswith(unasked.text):
+            raise Unplaceable
+        agreed = agreement(prompt.text[at:], between)
+        if agreed < len(unasked.text) - at:
+            raise Unplaceable
+        if first is not None and words_first:
+            return first.edge
+        tokens = self._vocabulary.any.finditer(between)
+        return start + next((token.start() for token in tokens if token.end() > agreed), agreed)
+
+    def _end(
+        self, text: str, last: Mark | None, begin: int, stop: int, upto: Marked | None, prompt: Marked | None
+    ) -> tuple[int, bool]:
+        """Where the turn ends, and whether a token ends it."""
+        place = last.edge if last else begin
+        behind = text[place:stop]
+        rest = behind
+        if upto is not None:
+            if last is None:
+                rest = upto.text[len(prompt.text) :] if prompt and upto.text.startswith(prompt.text) else behind
+            elif (found := _last(upto, last)) is not None:
+                rest = upto.text[found.edge :]
+        agreed = agreement(rest, behind)
+        for pattern in self._vocabulary:
+            if tokens := list(pattern.finditer(behind, 0, agreed)):
+                return place + tokens[-1].end(), True
+        # Some templates end a turn with the next role's token, or end an answer otherwise once it is not the last one.
+        length = self._vocabulary.leading(behind[agreed:] if agreed == len(rest) else behind)
+        if length:
+            return place + (agreed if agreed == len(rest) else 0) + length, True
+        return place + len(behind[:agreed].rstrip() if last else behind[:agreed]), False
+
+
+def agreement(one: str, other: str) -> int:
+    """How many characters two texts have in common at their beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (mine, yours) in pairs if mine != yours), min(len(one), len(other)))
+
+
+def generated(turns: list[Turn], spans: list[tuple[int, int]], text: str, vocabulary: Vocabulary) -> list[Turn]:
+    """The turns with the parts that the template itself marks as generated, and the token that ends them.
+
+    Raises:
+        Unplaceable: a marked part lies in no turn.
+    """
+    parts: dict[int, list[tuple[int, int]]] = {turn.message: [] for turn in turns}
+    for begin, end in spans:
+        turn = next((turn for turn in turns if begin < turn.parts[0][1] and turn.parts[0][0] < end), None)
+        if turn is None:
+            raise Unplaceable
+        parts[turn.message].append((begin, end))
+    done = []
+    for turn in turns:
+        if own := parts[turn.message]:
+            begin, end = own[-1]
+            closed = any(token.end() == len(text[:end].rstrip()) for token in vocabulary.any.finditer(text, begin, end))
+            own[-1] = (begin, end if closed else end + vocabulary.leading(text[end:]))
+        done.append(turn._replace(parts=own, ended=turn.ended or not own))
+    return done
+
+
+def _own_marks(marks: Sequence[Mark]) -> dict[int, tuple[int, int]]:
+    """The first and the last mark of each message: up to where one stands again, as in the header of a result."""
+    own: dict[int, tuple[int, int]] = {}
+    seen: set[tuple[int, bool]] = set()
+    for place, mark in enumerate(marks):
+        if (mark.number, mark.opens) in seen:
+            continue
+        seen.add((mark.number, mark.opens))
+        message = mark.leaf.message
+        own[message] = (own[message][0] if message in own else place, place)
+    return own
+
+
+def _shape(said: Said) -> tuple[Any, ...]:
+    return said.role, bool(said.text.strip()), bool(said.reasoning), len(said.calls), said.name is None
+
+
+def _after(prompt: Marked | None, anchor: Mark | None) -> int | None:
+    """Where a prompt goes on behind the last mark before a turn; None where that is not in it."""
+    if prompt is None:
+        return None
+    if anchor is None:
+        return 0
+    found = _last(prompt, anchor)
+    return None if found is None else found.at
+
+
+def _last(marked: Marked, like: Mark) -> Mark | None:
+    """The same mark in another text, the last one where there are several."""
+    return next(
+        (mark for mark in reversed(marked.marks) if (mark.number, mark.opens) == (like.number, like.opens)), None
+    )
+
+
+def _words(marks: Sequence[Mark], first: int | None, last: int | None) -> tuple[int, int] | None:
+    """Where an answer's words stand; their beginning may have been dropped, or moved to the thoughts."""
+    if first is None or last is None:
+        return None
+    places = [mark.at for mark in marks[first : last + 1] if mark.leaf.part == CONTENT]
+    return (places[0], places[1]) if len(places) == 2 else None
+
+
+def _served(text: str, begin: int, end: int, prompt: Marked | None, upto: Marked | None) -> dict[str, str]:
+    """How a turn differs from what a server sends and expects."""
+    if prompt is None or upto is None:
+        return {}
+    if text[:begin] != prompt.text:
+        return {OTHER_PROMPT: _differing(prompt.text, text[:begin])}
+    answer = upto.text[len(prompt.text) :]
+    # A turn may be ended by the next role's token, which stands in no answer.
+    if not upto.text.startswith(prompt.text) or not text[begin:end].startswith(answer.rstrip()):
+        return {OTHER_ANSWER: _differing(answer, text[begin:end])}
+    return {}
+
+
+def _differing(served: str, trained: str) -> str:
+    """Two texts side by side, from a little before they part."""
+    begin = max(0, agreement(served, trained) - EXAMPLE // 3)
+    both = [repr(each[begin : begin + EXAMPLE]) for each in (served, trained)]
+    return f"served {both[0]}, trained {both[1]}"

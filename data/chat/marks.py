@@ -1,0 +1,129 @@
+"""Marks around the words of a dialogue, by which they are found again in what a chat template writes.
+
+A mark is letters and digits, so that no escaping of JSON or HTML changes it, and stands inside of the white space
+that a template may strip. The template writes the marked dialogue; where its text without the marks is the text of the
+dialogue itself, character by character, the marks tell exactly where each word stands. A template that looks at the
+words (or changes them) gives itself away by another text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import count
+from typing import Any, NamedTuple
+
+from data.chat.messages import Call, Said
+
+CONTENT, REASONING, NAME, ARGUMENTS, TOOL = "content", "reasoning", "name", "arguments", "tool"
+
+
+class Leaf(NamedTuple):
+    """Whose words: the number of the message, which part of it, and of which of its calls."""
+
+    message: int
+    part: str
+    call: int = 0
+
+
+class Mark(NamedTuple):
+    """A mark's place in the text without marks.
+
+    Attributes:
+        number: of the pair that it belongs to.
+        opens: the words begin here; else they end.
+        edge: `at`, with the words' own white space beside it.
+    """
+
+    number: int
+    leaf: Leaf
+    opens: bool
+    at: int
+    edge: int
+
+
+class Marked(NamedTuple):
+    """A rendered text without its marks, and these, in order."""
+
+    text: str
+    marks: list[Mark]
+
+
+class Markers:
+    """A dialogue with marks around its words.
+
+    Args:
+        text: the marks are none of its words.
+        everybody: mark all words; else those of the assistant.
+        empty: mark empty messages too; a template may take them for others then.
+
+    Attributes:
+        said: the marked messages.
+        leaves: what each pair of marks stands around.
+    """
+
+    def __init__(self, said: Sequence[Said], text: str, everybody: bool = True, empty: bool = False) -> None:
+        self.leaves: list[Leaf] = []
+        self._empty = empty
+        self._around: list[tuple[str, str]] = []
+        self._salt = "zq0x" if "zq0x" not in text else next(s for n in count(1) if (s := f"zq{n}x") not in text)
+        self._pattern = re.compile(self._salt + r"([ab])(\d+)q")
+        self.said = [
+            self._mark(number, each) if everybody or each.role == "assistant" else each
+            for number, each in enumerate(said)
+        ]
+
+    def read(self, text: str) -> Marked:
+        """Take the marks out of a text that was made of the marked messages."""
+        pieces = []
+        found = []
+        length = last = 0
+        for mark in self._pattern.finditer(text):
+            start, end = mark.span()
+            pieces.append(text[last:start])
+            length, last = length + start - last, end
+            found.append((int(mark.group(2)), mark.group(1) == "a", length))
+        pieces.append(text[last:])
+        plain = "".join(pieces)
+        marks = []
+        for number, opens, at in found:
+            lead, trail = self._around[number]
+            edge = at
+            if opens and lead:
+                edge -= next(len(lead) - cut for cut in range(len(lead) + 1) if plain.endswith(lead[cut:], 0, at))
+            elif trail and not opens:
+                edge += next(cut for cut in range(len(trail), -1, -1) if plain.startswith(trail[:cut], at))
+            marks.append(Mark(number, self.leaves[number], opens, at, edge))
+        return Marked(plain, marks)
+
+    def _mark(self, message: int, said: Said) -> Said:
+        def wrap(words: str, part: str, call: int = 0) -> str:
+            core = words.strip()
+            if not core and not (self._empty and part == CONTENT and not said.calls):
+                return words
+            begin = words.index(core) if core else len(words)
+            end = begin + len(core)
+            mark = f"{len(self.leaves)}q"
+            self.leaves.append(Leaf(message, part, call))
+            self._around.append((words[:begin], words[end:]))
+            return f"{words[:begin]}{self._salt}a{mark}{core}{self._salt}b{mark}{words[end:]}"
+
+        def wrap_all(value: Any, call: int) -> Any:
+            if isinstance(value, str):
+                return wrap(value, ARGUMENTS, call)
+            if isinstance(value, list):
+                return [wrap_all(each, call) for each in value]
+            if isinstance(value, dict):
+                return {key: wrap_all(each, call) for key, each in value.items()}
+            return value
+
+        calls = tuple(
+            Call(call.id, wrap(call.name, NAME, place), wrap_all(call.arguments, place))
+            for place, call in enumerate(said.calls)
+        )
+        return said._replace(
+            text=wrap(said.text, CONTENT),
+            reasoning=wrap(said.reasoning, REASONING),
+            calls=calls,
+            name=said.name and wrap(said.name, TOOL),
+        )

@@ -1,0 +1,202 @@
+"""A dialogue on its way from a record to a text: one list of messages, whatever kind of record it was.
+
+`said_in` makes it. A chat template gets `as_dicts` of it, the plain format (`data.chat.plain`) writes it by itself, and
+`data.chat.fallbacks` says in another way what a template does not take.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from data.chat.chat import Chat
+from data.chat.prompts import (
+    API_CALL,
+    API_FINAL,
+    API_RESULT,
+    API_THOUGHT,
+    API_TITLE,
+    CHAT_CONTEXT,
+    CHAT_INPUT,
+    REFERENCE_TITLE,
+    Mask,
+)
+from data.chat.written import Span
+from data.records import ApiAnswer, ConverHasApi, Conversation, Instruct, RefQA
+
+JSON = dict[str, Any]
+
+
+class Call(NamedTuple):
+    """A call of a tool; every call has an id, since some templates ask for one."""
+
+    id: str
+    name: str
+    arguments: JSON
+
+
+class Said(NamedTuple):
+    """One message.
+
+    Attributes:
+        role: system, user, assistant or tool; context for a text, of the title `name`, that answers may rest on.
+        input: of a user: what the question is about.
+        reasoning: what an assistant thought first.
+        calls: an assistant's calls.
+        call_id, name: of the call that a tool's message answers, and of the tool.
+        supervised: an assistant's message bears loss, its end of turn included.
+        pieces: the text in pieces with and without loss, where that differs from `supervised`; else empty.
+    """
+
+    role: str
+    text: str
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
+    call_id: str | None = None
+    name: str | None = None
+    supervised: bool = False
+    pieces: tuple[Span, ...] = ()
+    input: str = ""
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The text in pieces."""
+        return self.pieces or (Span(self.text, self.supervised),)
+
+    @property
+    def ids(self) -> list[str]:
+        """Of its calls, or of the call that it answers."""
+        return [call.id for call in self.calls] if self.call_id is None else [self.call_id]
+
+
+def said_in(record: Chat | Instruct | Conversation | ConverHasApi | RefQA) -> list[Said]:
+    """The messages of a record. In a conversation, asks that follow each other become one question, answers one."""
+    if isinstance(record, Chat):
+        return _said_in_chat(record)
+    if isinstance(record, Instruct):
+        question = Said("user", record.instruct, input=record.input or "")
+        return [question, Said("assistant", record.output, supervised=True)]
+    said: list[Said] = []
+    if isinstance(record, RefQA):
+        said.append(Said("context", record.reference, name=REFERENCE_TITLE))
+    elif isinstance(record, ConverHasApi):
+        said.append(Said("context", record.api_desc, name=API_TITLE))
+    for role, content in record.rounds:
+        if role == "ask":
+            said.append(Said("user", str(content)))
+        else:
+            said.append(answer(_api_spans(content) if isinstance(content, ApiAnswer) else (Span(content, True),), True))
+    return runs_merged(said[: max(place for place, each in enumerate(said) if each.role == "assistant") + 1])
+
+
+def with_mask(said: Sequence[Said], mask: Mask) -> Sequence[Said]:
+    """The messages with loss where the config wants it; `all` is none of the messages' business."""
+    if mask != "last_turn":
+        return said
+    answers = [place for place, each in enumerate(said) if each.role == "assistant"]
+    asked = max((place for place, each in enumerate(said[: answers[-1]]) if each.role == "user"), default=-1)
+    return [each._replace(supervised=False, pieces=()) for each in said[: asked + 1]] + list(said[asked + 1 :])
+
+
+def runs_merged(said: Sequence[Said]) -> list[Said]:
+    """Questions that follow each other as one question, answers as one answer."""
+    done: list[Said] = []
+    for each in said:
+        last = done[-1] if done else None
+        if last and last.role == each.role == "user":
+            done[-1] = last._replace(text=f"{_asked(last)}\n{_asked(each)}", input="")
+        elif last and last.role == each.role == "assistant" and not last.calls and not each.reasoning:
+            spans = (*last.spans, Span("\n", last.supervised and each.supervised), *each.spans)
+            done[-1] = answer(spans, each.supervised)._replace(reasoning=last.reasoning, calls=each.calls)
+        else:
+            done.append(each)
+    return done
+
+
+def in_questions(said: Sequence[Said]) -> list[Said]:
+    """Contexts at the beginning of the question that follows them, as several templates refuse system messages."""
+    done: list[Said] = []
+    context = ""
+    for each in said:
+        if each.role == "context":
+            context += CHAT_CONTEXT.format(title=each.name, text=each.text)
+            continue
+        if context and each.role != "user":  # an answer that nobody asked for
+            done.append(Said("user", context.rstrip("\n")))
+            context = ""
+        done.append(each._replace(text=context + _asked(each), input="") if context or each.input else each)
+        context = ""
+    return done
+
+
+def as_dicts(said: Sequence[Said]) -> list[JSON]:
+    """What a chat template gets; a key stands there only where it says something."""
+    messages = []
+    for each in said:
+        message: JSON = {"role": each.role, "content": each.text}
+        if each.reasoning:  # templates read one of these
+            message["reasoning_content"] = message["reasoning"] = message["thinking"] = each.reasoning
+        if each.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in each.calls
+            ]
+        if each.call_id is not None:
+            message["tool_call_id"] = each.call_id
+        if each.name is not None:
+            message["name"] = each.name
+        messages.append(message)
+    return messages
+
+
+def call_id_of(number: int) -> str:
+    """Nine letters and digits: Mistral's templates take no other ids."""
+    return f"call{number:05d}"
+
+
+def answer(spans: tuple[Span, ...], ends: bool) -> Said:
+    """An assistant's message in pieces; its end of turn bears loss if `ends`."""
+    uniform = all(span.supervised == ends for span in spans)
+    return Said("assistant", "".join(span.text for span in spans), supervised=ends, pieces=() if uniform else spans)
+
+
+def _asked(said: Said) -> str:
+    return CHAT_INPUT.format(ask=said.text, input=said.input) if said.input else said.text
+
+
+def _said_in_chat(chat: Chat) -> list[Said]:
+    """Calls without an id get one; results without one answer the calls in their order."""
+    said: list[Said] = []
+    waiting: list[Call] = []
+    count = 0
+    for message in chat.messages:
+        if message.role == "assistant":
+            calls = []
+            for call in message.tool_calls:
+                count += 1
+                calls.append(Call(call.id or call_id_of(count), call.function.name, call.function.arguments))
+            waiting = list(calls)
+            thought = message.reasoning_content or ""
+            said.append(Said("assistant", message.content, thought, tuple(calls), supervised=bool(message.weight)))
+        elif message.role == "tool":
+            fitting = [call for call in waiting if call.id == message.tool_call_id] or waiting
+            answered = fitting[0] if fitting else Call(call_id_of(0), "", {})
+            if fitting:
+                waiting.remove(answered)
+            call_id = message.tool_call_id or answered.id
+            said.append(Said("tool", message.content, call_id=call_id, name=message.name or answered.name or None))
+        else:
+            said.append(Said(message.role, message.content))
+    return said
+
+
+def _api_spans(said: ApiAnswer) -> tuple[Span, ...]:
+    spans = []
+    for action in said.actions:
+        param = json.dumps(action.api_param, ensure_ascii=False)
+        call = API_THOUGHT.format(thought=action.inner_thought) + API_CALL.format(name=action.api_name, param=param)
+        result = action.api_res
+        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+        spans += [Span(call, True), Span(API_RESULT.format(result=text), False)]
+    return (*spans, Span(API_FINAL.format(ans=said.ans), True))

@@ -1,0 +1,134 @@
+"""How records are asked to be written: the config's keys for prompts, and every text that Pipetune itself puts in.
+
+A record is written by a chat template (`data.chat.chat_template`), the tokenizer's own or one from a file, or in the
+plain format (`data.chat.plain`, the well-known instruction prompt). demo.py asks through the same functions, so that a
+model is asked exactly as it was trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
+
+from data.errors import DataError
+from data.files.paths import read_small
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHAT_TEMPLATE, PLAIN = "chat_template", "plain"
+Fallback = Literal["rewrite", "refuse"]
+Mask = Literal["assistant", "last_turn", "all"]
+Truncate = Literal["turns", "oldest", "refuse"]
+
+PLAIN_HEADER = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+)
+PLAIN_HEADER_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+)
+PLAIN_CONTEXT = "### {title}:\n{text}\n\n"
+PLAIN_ANSWER = "### Response:\n"
+PLAIN_ASK = "### Instruction:\n{ask}\n\n" + PLAIN_ANSWER
+PLAIN_ASK_WITH_INPUT = "### Instruction:\n{ask}\n\n### Input:\n{input}\n\n" + PLAIN_ANSWER
+
+CHAT_CONTEXT = "{title}:\n{text}\n\n"
+CHAT_INPUT = "{ask}\n\n{input}"
+
+REFERENCE_TITLE = "Reference"
+SYSTEM_TITLE = "System"
+API_TITLE = "APIs"
+API_THOUGHT = "Thought: {thought}\n"
+API_CALL = "Action: {name}\nAction Input: {param}\nObservation:"
+API_RESULT = " {result}\n"
+API_FINAL = "Final Answer: {ans}"
+THINKING = "<think>\n{thought}\n</think>\n\n"  # where a template knows no thoughts, they are part of the answer
+
+
+def check_prompt_format(value: str) -> str:
+    """Give `value` back if it is chat_template, plain, or the path of a Jinja file that can be used as a chat template.
+
+    Raises:
+        DataError: it is none of them, the file is missing or no text, or its template is damaged.
+    """
+    if value not in (CHAT_TEMPLATE, PLAIN):
+        template_in_file(value)
+    return value
+
+
+def template_in_file(path: str) -> str:
+    """The text of a user's chat template. It runs in the sandbox that transformers runs templates in.
+
+    Raises:
+        DataError: see `check_prompt_format`.
+    """
+    try:
+        text = read_small(path).decode("utf-8-sig")
+    except (FileNotFoundError, NotADirectoryError):
+        if not Path(path).suffix:  # a word, not a path
+            raise DataError(f"{path}: expected 'chat_template' or 'plain', or the path of a Jinja file") from None
+        raise DataError(f"{path}: not found; expected a Jinja file") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: byte {error.start}: not UTF-8; expected a Jinja file in UTF-8") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read: {error}; expected a Jinja file") from None
+    from jinja2 import TemplateSyntaxError  # with transformers, which a config that names no file does without
+
+    from data.chat.sandbox import SlowTemplate, render
+
+    try:
+        render(text, messages=[{"role": "user", "content": "?"}])
+    except SlowTemplate as error:
+        raise DataError(f"{path}: {error}; expected one that comes to its end") from None
+    except TemplateSyntaxError as error:
+        raise DataError(f"{path}: line {error.lineno}: {error.message}; expected a Jinja template") from None
+    except Exception:  # the template refuses these words; whether it takes the records is another question
+        return text
+    return text
+
+
+def _validate(value: str) -> str:
+    try:
+        return check_prompt_format(value)
+    except DataError as error:
+        raise PydanticCustomError(
+            "prompt_format", "{reason}", {"reason": str(error).removeprefix(f"{value}: ")}
+        ) from None
+
+
+# chat_template, plain, or the path of a Jinja file; pydantic checks it.
+PromptFormat = Annotated[str, AfterValidator(_validate)]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The config's keys for prompts.
+
+    Attributes:
+        prompt_format: the tokenizer's chat template when it ships one, else plain, where absent.
+        template_args: what the template gets beside the messages, such as `enable_thinking`.
+        template_fallback: what becomes of what a template does not take: said in another way, or the record is
+            refused. Where absent, system messages, and roles that do not alternate, are rewritten; tools and thoughts
+            are refused.
+        mask: which tokens bear loss: all of the assistant's messages, those after the last question, or all.
+    """
+
+    prompt_format: PromptFormat | None = None
+    template_args: dict[str, Any] = field(default_factory=dict)
+    template_fallback: Fallback | None = None
+    mask: Mask = "assistant"
+
+
+def as_prompts(given: Prompts | PromptFormat | None) -> Prompts:
+    """A format alone leaves the rest as it is by default."""
+    return given if isinstance(given, Prompts) else Prompts(given)
+
+
+def format_of(prompts: Prompts, tokenizer: PreTrainedTokenizerBase) -> PromptFormat:
+    """The format to use: the tokenizer's own chat template when it ships one, else plain, where none is named."""
+    return prompts.prompt_format or (CHAT_TEMPLATE if tokenizer.chat_template else PLAIN)

@@ -1,0 +1,116 @@
+"""Whether all that was said is in what a chat template writes: nothing is trained otherwise than its user brought it.
+
+Templates leave out words beside a call, thoughts, results, arguments, or change the words. Such a record is refused
+with what is missing. Only the thoughts of answers before the last question may be left out, as many templates do on
+purpose, in training and on a server; that is noted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from data.chat.loss_mask import Turn
+from data.chat.marks import ARGUMENTS, CONTENT, NAME, REASONING, Leaf, Marked
+from data.chat.messages import JSON, Call, Said
+from data.errors import DataError
+
+CHANGED = "the chat template changes the words of an answer; use prompt_format: plain"
+LEFT_OUT = "the chat template leaves out {what}"
+NO_THOUGHTS = "the chat template leaves out the thoughts before the last question; mask: last_turn trains none of these"
+TAG = re.compile(r"<[^<>]*>")
+EXAMPLE = 200  # characters of a thought
+LONGEST_NAME = 60
+
+
+def check_survival(
+    said: Sequence[Said], tools: list[JSON], whole: Marked, leaves: Sequence[Leaf], turns: Sequence[Turn]
+) -> dict[str, str]:
+    """Check that what was said is there, and give a note on thoughts that are left out on purpose.
+
+    Args:
+        whole: what the template writes.
+        leaves: of the pairs of marks in it.
+
+    Raises:
+        DataError: something is not there.
+    """
+    begins = {mark.number: mark.at for mark in whole.marks if mark.opens}
+    ends = {mark.number: mark.at for mark in whole.marks if not mark.opens}
+    turn_of = {turn.message: turn for turn in turns}
+    asked = max((number for number, each in enumerate(said) if each.role == "user"), default=-1)
+    thoughts: list[str] = []  # that are left out
+    for number, leaf in enumerate(leaves):
+        each = said[leaf.message]
+        if number not in ends:
+            if leaf.part != REASONING or leaf.message > asked:
+                _refuse_leaf(leaf, each)
+            thoughts += [each.reasoning] if leaf.part == REASONING else []
+        elif leaf.part == CONTENT and each.role == "assistant":
+            begin = begins.get(number, turn_of[leaf.message].parts[0][0])
+            if not _whole(whole.text[begin : ends[number]], each.text.strip(), number in begins):
+                if leaf.message > asked:
+                    raise _refusal("the thoughts in the words of an answer", leaf.message)
+                thoughts.append(each.text)
+    _check_unmarked(said, tools, whole.text, {leaf.message for leaf in leaves})
+    return {NO_THOUGHTS: thoughts[0][:EXAMPLE]} if thoughts else {}
+
+
+def _refuse_leaf(leaf: Leaf, said: Said) -> None:
+    if leaf.part == REASONING:
+        raise _refusal("the thoughts of an answer", leaf.message)
+    if leaf.part == CONTENT:
+        raise _refusal("the words beside a call" if said.calls else f"what the {said.role} says", leaf.message)
+    if leaf.part in (NAME, ARGUMENTS):
+        raise _refusal(f"a call of {said.calls[leaf.call].name[:LONGEST_NAME]}", leaf.message)
+
+
+def _whole(written: str, core: str, begun: bool) -> bool:
+    """Whether all of an answer's words are there, in this form or with its thoughts put elsewhere.
+
+    Raises:
+        DataError: they are others.
+    """
+    if written in (core, _escaped(core)):
+        return True
+    if begun or not _parts(written) <= _parts(core):
+        raise DataError(CHANGED)
+    return _parts(core) <= _parts(written)
+
+
+def _check_unmarked(said: Sequence[Said], tools: list[JSON], text: str, marked: set[int]) -> None:
+    """Look for what has no marks: tools, arguments that are no text, messages of which marks would make others."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        name = str(function.get("name", "")) if isinstance(function, dict) else ""
+        if not _is_in(name, text):
+            raise DataError(LEFT_OUT.format(what=f"the tool {name[:LONGEST_NAME]}"))
+    for number, each in enumerate(said):
+        if number not in marked and not _is_in(each.text.strip(), text):
+            raise _refusal(f"what the {each.role} says", number)
+        for call in each.calls:
+            if not all(_is_in(value, text) for value in _unmarked(call)):
+                raise _refusal(f"arguments of a call of {call.name[:LONGEST_NAME]}", number)
+
+
+def _unmarked(call: Call) -> list[str]:
+    numbers = [str(value) for value in call.arguments.values() if type(value) in (int, float)]
+    return [*call.arguments, *numbers]
+
+
+def _is_in(words: str, text: str) -> bool:
+    return words in text or _escaped(words) in text
+
+
+def _escaped(words: str) -> str:
+    return json.dumps(words, ensure_ascii=False)[1:-1]
+
+
+def _parts(words: str) -> set[str]:
+    """What stands between the tags of a text."""
+    return {part.strip() for part in TAG.split(words) if part.strip()}
+
+
+def _refusal(what: str, message: int) -> DataError:
+    return DataError(LEFT_OUT.format(what=f"{what} (message {message + 1})"))
