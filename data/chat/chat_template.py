@@ -2,12 +2,13 @@
 
 A record is rendered twice: once as a server renders it, which is the text to train on, and once with marks around its
 words (`data.chat.marks`), which tells where they are. From the marks follows what bears loss (`data.chat.loss_mask`).
+The second rendering tells it for all simple dialogues of the same roles (`data.chat.frames`).
 Where a template looks at the words of users or tools, only the assistant's get marks. What cannot be masked exactly is
 refused, and so is a record of which the template leaves something out: words, thoughts of the last answer, calls.
 
 What a template does not take at all is said in another way, or refused, for all records alike (`data.chat.fallbacks`).
 
-Cost: two renderings a record, 15 to 150 microseconds each, and a few more for each new kind of turn.
+Cost: a rendering a record, 15 to 150 microseconds, and two and more where there are calls, thoughts or tools.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedTokenizerBase
 
 from data.chat.fallbacks import ANSWER, CALLING, FEATURES, QUESTION, TRIED_TOOL, Feature, with_short_ids
-from data.chat.loss_mask import Turn, TurnFinder, Unplaceable, Vocabulary, generated
+from data.chat.frames import Frame, frame_key, frame_of, turns_in
+from data.chat.loss_mask import MOST_KNOWN, Turn, TurnFinder, Unplaceable, Vocabulary, generated
 from data.chat.marks import Marked, Markers
 from data.chat.messages import JSON, Said, as_dicts, in_questions
 from data.chat.prompts import CHAT_TEMPLATE, Prompts, template_in_file
@@ -89,6 +91,7 @@ class ChatTemplate:
         self._vocabulary = Vocabulary(_one_of(special), _one_of(special | {token.content for token in added}))
         self._finder = TurnFinder(self._vocabulary)
         self._taken: dict[str, bool] = {}
+        self._frames: dict[tuple[str, ...] | None, Frame | None] = {}
         longer = [
             each._replace(
                 calls=tuple(call._replace(id="call-1") for call in each.calls), call_id=each.call_id and "call-1"
@@ -107,8 +110,9 @@ class ChatTemplate:
         """
         said, tools, notes = self._fitted(in_questions(said), tools or [])
         text = self._render(said, tools)
-        turns, more = self._turns(said, tools, text)
-        notes |= more
+        key = None if tools else frame_key(said)
+        turns, more = self._framed(key, said, text) or self._turns(said, tools, text, key)
+        notes = notes | more
         if self._prompts.mask == "all":
             return Written(text, [(0, len(text))] if text else [], notes)
         loss = [each for turn in turns for each in _loss(said[turn.message], turn)]
@@ -161,18 +165,35 @@ class ChatTemplate:
             return written >= leaves and (not tools or TRIED_TOOL in text)
         return False
 
-    def _turns(self, said: Sequence[Said], tools: list[JSON], text: str) -> tuple[list[Turn], dict[str, str]]:
+    def _framed(
+        self, key: tuple[str, ...] | None, said: Sequence[Said], text: str
+    ) -> tuple[list[Turn], dict[str, str]] | None:
+        """The turns, told by a dialogue of the same roles."""
+        frame = self._frames.get(key)
+        turns = turns_in(frame, said, text) if frame else None
+        return (turns, frame.notes) if frame and turns else None
+
+    def _turns(
+        self, said: Sequence[Said], tools: list[JSON], text: str, key: tuple[str, ...] | None
+    ) -> tuple[list[Turn], dict[str, str]]:
+        """The turns, told by marks; a dialogue with a key tells them for the others with it."""
         # A template may look at what others than the assistant say, or whether they say anything; marks there would
         # make another text of it.
         has_empty = any(not each.text.strip() and not each.calls for each in said)
         for everybody, empty in ((True, True), (True, False), (False, False))[not has_empty :]:
             with suppress(Unplaceable):
-                return self._turns_by_marks(said, tools, text, Markers(said, text, everybody, empty), everybody)
+                markers = Markers(said, text, everybody, empty)
+                turns, notes, whole = self._turns_by_marks(said, tools, text, markers, everybody)
+                if key and everybody:
+                    if len(self._frames) >= MOST_KNOWN:
+                        self._frames.clear()
+                    self._frames[key] = frame_of(whole, turns, notes)
+                return turns, notes
         raise DataError(CHANGED)
 
     def _turns_by_marks(
         self, said: Sequence[Said], tools: list[JSON], text: str, markers: Markers, everybody: bool
-    ) -> tuple[list[Turn], dict[str, str]]:
+    ) -> tuple[list[Turn], dict[str, str], Marked]:
         def rendered(part: Sequence[Said], asking: bool = False) -> Marked | None:
             try:
                 return markers.read(self._render(part, tools, asking))
@@ -188,7 +209,7 @@ class ChatTemplate:
         if self._tracks:
             spans = generated_spans(self._text, **self._given(said, tools), add_generation_prompt=False)
             turns = generated(turns, spans, text, self._vocabulary)
-        return turns, notes
+        return turns, notes, whole
 
     def _render(self, said: Sequence[Said], tools: list[JSON], asking: bool = False) -> str:
         # What render_jinja_template does, without its copy of the messages, which takes longer than the rendering.

@@ -53,7 +53,7 @@ def check_survival(
                 if leaf.message > asked:
                     raise _refusal("the thoughts in the words of an answer", leaf.message)
                 thoughts.append(each.text)
-    _check_unmarked(said, tools, whole.text, {leaf.message for leaf in leaves})
+    _check_unmarked(said, tools, whole.text, {leaf.message for leaf in leaves}, turn_of)
     return {NO_THOUGHTS: thoughts[0][:EXAMPLE]} if thoughts else {}
 
 
@@ -79,19 +79,28 @@ def _whole(written: str, core: str, begun: bool) -> bool:
     return _parts(core) <= _parts(written)
 
 
-def _check_unmarked(said: Sequence[Said], tools: list[JSON], text: str, marked: set[int]) -> None:
+def _check_unmarked(
+    said: Sequence[Said], tools: list[JSON], text: str, marked: set[int], turns: dict[int, Turn]
+) -> None:
     """Look for what has no marks: tools, arguments that are no text, messages of which marks would make others."""
     for tool in tools:
         function = tool.get("function", tool)
         name = str(function.get("name", "")) if isinstance(function, dict) else ""
         if not _is_in(name, text):
             raise DataError(LEFT_OUT.format(what=f"the tool {name[:LONGEST_NAME]}"))
+    place = 0
     for number, each in enumerate(said):
-        if number not in marked and not _is_in(each.text.strip(), text):
-            raise _refusal(f"what the {each.role} says", number)
-        for call in each.calls:
-            if not all(_is_in(value, text) for value in _unmarked(call)):
-                raise _refusal(f"arguments of a call of {call.name[:LONGEST_NAME]}", number)
+        if number not in marked and (core := each.text.strip()):
+            # Most stand in their order; one that does not is looked for everywhere.
+            found = max(text.find(core, place), text.find(_escaped(core), place))
+            if found < 0 and not _is_in(core, text):
+                raise _refusal(f"what the {each.role} says", number)
+            place = max(place, found)
+        if each.calls:
+            begin, end = turns[number].parts[0]
+            for call in each.calls:
+                if not all(_is_in(value, text[begin:end]) for value in _unmarked(call)):
+                    raise _refusal(f"arguments of a call of {call.name[:LONGEST_NAME]}", number)
 
 
 def _unmarked(call: Call) -> list[str]:
