@@ -32,6 +32,7 @@ from data.chat.written import Span, Written, join
 from data.errors import DataError
 from data.records import IGNORED, Pretrain, Record, Segments, Tokenized, parse_record
 
+JOINED = "one token holds the end of a prompt and the beginning of its answer, so that a server sends others"
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json")
 
 
@@ -257,6 +258,8 @@ def _tokens(written: Written, prefix: list[int], encoding: Encoding) -> Tokens:
         first = encoding.char_to_token(begin)
         if first is None:  # no token holds this character: the normalizer dropped it
             first = _token_at(encoding, begin)
+        elif (span := encoding.token_to_chars(first)) and span[0] < begin:
+            notes = {JOINED: repr(written.text[span[0] : span[1]])} | notes
         last = _token_at(encoding, end)
         if first < last:
             loss.append((first + shift, last + shift))

@@ -22,14 +22,14 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.fallbacks import ANSWER, CALLING, FEATURES, QUESTION, TRIED_TOOL, Feature, with_short_ids
+from data.chat.fallbacks import ANSWER, CALLING, FEATURES, LONG_ID, QUESTION, TRIED_TOOL, Feature, with_short_ids
 from data.chat.frames import Frame, frame_key, frame_of, turns_in
 from data.chat.loss_mask import MOST_KNOWN, Turn, TurnFinder, Unplaceable, Vocabulary, generated
-from data.chat.marks import Marked, Markers
+from data.chat.marks import NAME, TOOL, Marked, Markers
 from data.chat.messages import JSON, Said, as_dicts, in_questions
 from data.chat.prompts import CHAT_TEMPLATE, Prompts, template_in_file
 from data.chat.sandbox import SlowTemplate, generated_spans, render
-from data.chat.survival import CHANGED, check_survival
+from data.chat.survival import CHANGED, check_survival, named_by_id
 from data.chat.written import Range, Written, joined, ranges_of, without
 from data.errors import DataError
 
@@ -92,13 +92,8 @@ class ChatTemplate:
         self._finder = TurnFinder(self._vocabulary)
         self._taken: dict[str, bool] = {}
         self._frames: dict[tuple[str, ...] | None, Frame | None] = {}
-        longer = [
-            each._replace(
-                calls=tuple(call._replace(id="call-1") for call in each.calls), call_id=each.call_id and "call-1"
-            )
-            for each in CALLING
-        ]
-        self._short_ids = self._accepts(CALLING) and not self._accepts(longer)
+        self._short_ids = self._accepts(CALLING) and not self._accepts(LONG_ID)
+        self._finder.end_of_turn = self._end_of_turn()
         if (lacking := self._lacking_end(set(tokenizer.get_vocab()))) is not None:
             raise DataError(NO_TOKEN.format(token=lacking))
 
@@ -159,10 +154,12 @@ class ChatTemplate:
     def _writes(self, said: Sequence[Said], tools: list[JSON]) -> bool:
         markers = Markers(said, "")
         with suppress(DataError):
-            text = self._render(markers.said, tools)
-            written = {mark.leaf for mark in markers.read(text).marks if mark.leaf.part != "tool"}
-            leaves = {leaf for leaf in markers.leaves if leaf.part != "tool"}
-            return written >= leaves and (not tools or TRIED_TOOL in text)
+            text, marks = markers.read(self._render(markers.said, tools))
+            missing = set(markers.leaves) - {mark.leaf for mark in marks}
+            return (not tools or TRIED_TOOL in text) and all(
+                leaf.part == TOOL or (leaf.part == NAME and named_by_id(said[leaf.message].calls[leaf.call], text))
+                for leaf in missing
+            )
         return False
 
     def _framed(
@@ -229,6 +226,16 @@ class ChatTemplate:
             self._render(said, [])
             return True
         return False
+
+    def _end_of_turn(self) -> str | None:
+        """The tokens that end an answer in the middle of a dialogue."""
+        said = [QUESTION, ANSWER, QUESTION]
+        with suppress(Unplaceable, DataError):
+            markers = Markers(said, "")
+            (turn,), _, whole = self._turns_by_marks(said, [], self._render(said, []), markers, everybody=True)
+            if turn.ended and turn.words:
+                return whole.text[turn.words[1] : turn.parts[-1][1]].strip()
+        return None
 
     def _lacking_end(self, vocabulary: set[str]) -> str | None:
         """The end of an answer, where this tokenizer would cut it into pieces."""

@@ -29,9 +29,15 @@ from data.chat.written import Span
 Rewrite = Callable[[Sequence[Said], list[JSON]], tuple[list[Said], list[JSON]]]
 
 SYSTEM, QUESTION, ANSWER = Said("system", "Be brief."), Said("user", "Why?"), Said("assistant", "So.", supervised=True)
-CALL = Said("assistant", "", calls=(Call(call_id_of(1), "look", {"up": "it"}),))
-RESULT = Said("tool", "Found.", call_id=call_id_of(1), name="look")
-CALLING = (QUESTION, CALL, RESULT, ANSWER)
+
+
+def calling(call_id: str) -> tuple[Said, ...]:
+    """A dialogue with a call."""
+    call = Call(call_id, "look", {"up": "it"})
+    return QUESTION, Said("assistant", "", calls=(call,)), Said("tool", "Found.", call_id=call_id, name="look"), ANSWER
+
+
+CALLING, NAMED_BY_ID, LONG_ID = calling(call_id_of(1)), calling("functions.look:0"), calling("call-1")
 TRIED_TOOL = "Tries whether tools are described."
 _SCHEMA: JSON = {"type": "object", "properties": {"up": {"type": "string", "description": "what"}}, "required": ["up"]}
 TOOL: JSON = {"type": "function", "function": {"name": "look", "description": TRIED_TOOL, "parameters": _SCHEMA}}
@@ -77,7 +83,7 @@ FEATURES = (
         "calls of tools",
         "refuse",
         lambda said, tools: any(each.calls or each.role == "tool" for each in said),
-        ((CALLING, []), (CALLING, [TOOL])),
+        ((CALLING, []), (CALLING, [TOOL]), (NAMED_BY_ID, [])),
         lambda said, tools: (tools_as_text(calls_as_text(said), tools), []),
         "as text",
         any_of=True,
@@ -86,9 +92,10 @@ FEATURES = (
         "tools",
         "refuse",
         lambda said, tools: bool(tools),
-        ((CALLING, [TOOL]),),
+        ((CALLING, [TOOL]), (NAMED_BY_ID, [TOOL])),
         lambda said, tools: (tools_as_text(said, tools), []),
         "in the question",
+        any_of=True,
     ),
     Feature(
         "thoughts",

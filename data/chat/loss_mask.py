@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from data.chat.marks import CONTENT, REASONING, Mark, Marked
+from data.chat.marks import ARGUMENTS, CONTENT, NAME, REASONING, Mark, Marked
 from data.chat.messages import Said
 
 Render = Callable[..., Marked | None]  # messages -> text; `asking=True` adds the generation prompt
@@ -94,6 +94,7 @@ class TurnFinder:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
+        self.end_of_turn: str | None = None  # where it is known
         self._known: dict[Any, _Kind] = {}
 
     def find(
@@ -225,8 +226,13 @@ class TurnFinder:
             elif (found := _last(upto, last)) is not None:
                 rest = upto.text[found.edge :]
         agreed = agreement(rest, behind)
-        for pattern in self._vocabulary:
-            if tokens := list(pattern.finditer(behind, 0, agreed)):
+        # A call is closed by tokens of its own, so that only special ones, or what ends any answer, end its turn.
+        calls = last is not None and last.leaf.part in (NAME, ARGUMENTS)
+        if calls and self.end_of_turn and (at := behind.rfind(self.end_of_turn, 0, agreed)) >= 0:
+            return place + at + len(self.end_of_turn), True
+        for pattern in self._vocabulary[: 1 if calls else 2]:
+            tokens = list(pattern.finditer(behind, 0, agreed))
+            if tokens and not behind[tokens[-1].end() : agreed].strip():  # else it is part of what the model says
                 return place + tokens[-1].end(), True
         # Some templates end a turn with the next role's token, or end an answer otherwise once it is not the last one.
         length = self._vocabulary.leading(behind[agreed:] if agreed == len(rest) else behind)

@@ -44,6 +44,8 @@ def check_survival(
     for number, leaf in enumerate(leaves):
         each = said[leaf.message]
         if number not in ends:
+            if leaf.part == NAME and named_by_id(each.calls[leaf.call], whole.text):
+                continue
             if leaf.part != REASONING or leaf.message > asked:
                 _refuse_leaf(leaf, each)
             thoughts += [each.reasoning] if leaf.part == REASONING else []
@@ -55,6 +57,11 @@ def check_survival(
                 thoughts.append(each.text)
     _check_unmarked(said, tools, whole.text, {leaf.message for leaf in leaves}, turn_of)
     return {NO_THOUGHTS: thoughts[0][:EXAMPLE]} if thoughts else {}
+
+
+def named_by_id(call: Call, text: str) -> bool:
+    """Some templates write a call's id alone, such as `functions.f:0`."""
+    return call.name in call.id and call.id in text
 
 
 def _refuse_leaf(leaf: Leaf, said: Said) -> None:
