@@ -1,4 +1,4 @@
-"""Showing samples as the model gets them: supervised tokens in colour.
+"""Showing samples as the model gets them: supervised tokens in colour, or between marks where there is none.
 
 The text is put together from the tokens themselves, so what is coloured is what bears loss, token by token.
 """
@@ -13,9 +13,26 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from data.chat.chat import Chat
+from data.chat.prompts import Prompts
+from data.errors import DataError
 from data.terminal import safe_text
-from data.tokenize import IGNORED, Sample
+from data.tokenize import IGNORED, Sample, encode_whole
 
+MARKS = "\u27e6", "\u27e7"  # white square brackets
+_CALL = {"id": "call00001", "function": {"name": "weather", "arguments": {"city": "Lima"}}}
+_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WITH_TOOLS = Chat.model_validate(
+    {
+        "tools": [{"name": "weather", "description": "The weather of today.", "parameters": _SCHEMA}],
+        "messages": [
+            {"role": "user", "content": "Is it warm in Lima?"},
+            {"role": "assistant", "tool_calls": [_CALL]},
+            {"role": "tool", "content": "18 degrees", "tool_call_id": "call00001"},
+            {"role": "assistant", "content": "It is mild."},
+        ],
+    }
+)
 SUPERVISED_STYLE = "bold green"
 CUT = "\ufffd"  # what a tokenizer writes for part of a character
 LONGEST_CHARACTER = 4  # bytes, and so tokens
@@ -45,17 +62,38 @@ def show_samples(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, 
     """Print samples, one after the other, with a line that counts their tokens."""
     for number, sample in enumerate(samples, start=1):
         console.rule(summary(number, sample))
-        console.print(coloured(sample, tokenizer), soft_wrap=True)
-    console.rule(Text.assemble(("supervised", SUPERVISED_STYLE), ": bears loss; the rest is context"))
+        console.print(coloured(sample, tokenizer, _without_colour(console)), soft_wrap=True)
+    begin, end = MARKS if _without_colour(console) else ("", "")
+    console.rule(Text.assemble((f"{begin}supervised{end}", SUPERVISED_STYLE), ": bears loss; the rest is context"))
 
 
-def coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Text:
-    """The sample's text."""
+def show_tools(tokenizer: PreTrainedTokenizerBase, prompts: Prompts, console: Console) -> None:
+    """Print a short dialogue with a tool as the prompts' format writes it, or why it does not."""
+    console.rule("how a call of a tool is written")
+    try:
+        sample = encode_whole(WITH_TOOLS, tokenizer, prompts)
+    except DataError as error:
+        console.print(f"not at all: {error}", highlight=False, soft_wrap=True)
+        return
+    console.print(coloured(sample, tokenizer, _without_colour(console)), soft_wrap=True)
+
+
+def coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase, marked: bool = False) -> Text:
+    """The sample's text.
+
+    Args:
+        marked: what is supervised stands between marks, too.
+    """
     text = Text()
+    begin, end = MARKS if marked else ("", "")
     for supervised, run in groupby(pieces(sample, tokenizer), key=lambda piece: piece.supervised):
         words = safe_text("".join(piece.text for piece in run))
-        text.append(words, style=SUPERVISED_STYLE if supervised else "")
+        text.append(f"{begin}{words}{end}" if supervised else words, style=SUPERVISED_STYLE if supervised else "")
     return text
+
+
+def _without_colour(console: Console) -> bool:
+    return console.no_color or console.color_system is None
 
 
 def pieces(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:

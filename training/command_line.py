@@ -83,7 +83,7 @@ def open_door(
 def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:
     """Print the first samples as they would be trained, or write them as a page."""
     from data import summary
-    from data.inspect import show_samples
+    from data.inspect import show_samples, show_tools
     from data.inspect_html import write_page
     from data.log import Log
     from models.checkpoint.layout import resolve
@@ -93,9 +93,14 @@ def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:
     reader = RecordReader(config, resolve(config.model_path), console)
     dataset = reader.stream().windows.peek() if config.stream_gb else reader.read("data", config.data_path)
     console.print(summary.table(dataset), highlight=False)
+    for line in summary.facts(dataset, config.max_seq_len):
+        console.print(line, highlight=False)
+    for warning in summary.warnings(dataset, config.max_seq_len):
+        console.print(f"warning: {warning}", highlight=False)
     samples = dataset.samples[:count]
     if html:
         write_page(samples, reader.tokenizer, html, title=f"Samples of {Path(config.save_path).name}")
         console.print(f"{len(samples)} samples in {html}")
     else:
         show_samples(samples, reader.tokenizer, console)
+        show_tools(reader.tokenizer, reader.prompts, console)

@@ -37,11 +37,11 @@ class RecordReader:
     def __init__(self, config: TrainConfig, folder: Path, log: Console) -> None:
         self.tokenizer = load_tokenizer(folder)
         asked = Prompts(config.prompt_format, config.template_args, config.template_fallback, config.mask)
-        self._prompts = replace(asked, prompt_format=format_of(asked, self.tokenizer))
+        self.prompts = replace(asked, prompt_format=format_of(asked, self.tokenizer))
         self._config = config
         self._folder = folder
         self._log = log
-        log.print(f"prompts: {self._prompts.prompt_format}")
+        log.print(f"prompts: {self.prompts.prompt_format}")
 
     def read(self, what: str, data_path: Sequence[str | Source]) -> Dataset:
         """The tokenized records, and a line about where they lie."""
@@ -50,7 +50,7 @@ class RecordReader:
             data_path,
             self._folder,
             config.max_seq_len,
-            self._prompts,
+            self.prompts,
             on_bad_record=config.on_bad_record,
             truncate=config.truncate,
             seed=config.seed,
@@ -71,7 +71,7 @@ class RecordReader:
             config.data_path,
             self._folder,
             config.max_seq_len,
-            self._prompts,
+            self.prompts,
             gigabytes=config.stream_gb,
             folder=folder,
             on_bad_record=config.on_bad_record,

@@ -13,18 +13,19 @@ import pytest
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.prompts import PromptFormat
+from data.chat.prompts import PromptFormat, Prompts
 from data.errors import DataError
-from data.inspect import SUPERVISED_STYLE, coloured, show_samples
+from data.inspect import MARKS, SUPERVISED_STYLE, coloured, show_samples, show_tools
 from data.inspect_html import write_page
 from data.tokenize import Sample, encode
 from tests.data.helpers import RECORDS, runs, runs_of
+from tests.data.template_styles import QWEN25, SMOLLM2
 
 STYLED = re.compile(r"\x1b\[1;32m(.*?)\x1b\[0m")
 
 
 def recorded(samples: list[Sample], tokenizer: PreTrainedTokenizerBase, styles: bool) -> str:
-    console = Console(record=True, file=StringIO(), width=100)
+    console = Console(record=True, file=StringIO(), width=100, force_terminal=True, color_system="standard")
     show_samples(samples, tokenizer, console)
     return console.export_text(styles=styles)
 
@@ -46,6 +47,21 @@ def test_the_printed_style_marks_the_answers_alone(tokenizer: PreTrainedTokenize
     sample = encode(RECORDS["ref_qa"], tokenizer, 10_000)
     printed = recorded([sample], tokenizer, styles=True)
     assert STYLED.findall(printed) == ["One.<|im_end|>", "两个。<|im_end|>", "supervised"]  # the last is the legend
+
+
+def test_what_is_supervised_shows_without_colour_too(tokenizer: PreTrainedTokenizerBase) -> None:
+    printed = StringIO()
+    show_samples([encode(RECORDS["ref_qa"], tokenizer, 10_000)], tokenizer, Console(file=printed, width=200))
+    begin, end = MARKS
+    found = re.findall(f"{begin}(.*?){end}", printed.getvalue(), re.DOTALL)
+    assert found == ["One.<|im_end|>", "两个。<|im_end|>", "supervised"]
+
+
+def test_a_call_of_a_tool_is_shown_as_the_template_writes_it(tokenizer: PreTrainedTokenizerBase) -> None:
+    for style, expected in ((QWEN25, '{"name": "weather", "arguments": {"city": "Lima"}}'), (SMOLLM2, "not at all: ")):
+        printed = StringIO()
+        show_tools(style.put_on(tokenizer), Prompts(), Console(file=printed, width=200))
+        assert expected in printed.getvalue()
 
 
 def test_each_sample_is_counted(tokenizer: PreTrainedTokenizerBase) -> None:
