@@ -93,10 +93,8 @@ def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:
     reader = RecordReader(config, resolve(config.model_path), console)
     dataset = reader.stream().windows.peek() if config.stream_gb else reader.read("data", config.data_path)
     console.print(summary.table(dataset), highlight=False)
-    for line in summary.facts(dataset, config.max_seq_len):
-        console.print(line, highlight=False)
-    for warning in summary.warnings(dataset, config.max_seq_len):
-        console.print(f"warning: {warning}", highlight=False)
+    warnings = [f"warning: {each}" for each in summary.warnings(dataset, config.max_seq_len)]
+    console.print("\n".join([*summary.facts(dataset, config.max_seq_len), *warnings]), highlight=False)
     samples = dataset.samples[:count]
     if html:
         write_page(samples, reader.tokenizer, html, title=f"Samples of {Path(config.save_path).name}")

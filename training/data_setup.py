@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy
 from rich.console import Console
@@ -38,6 +39,8 @@ class RecordReader:
         self.tokenizer = load_tokenizer(folder)
         asked = Prompts(config.prompt_format, config.template_args, config.template_fallback, config.mask)
         self.prompts = replace(asked, prompt_format=format_of(asked, self.tokenizer))
+        self._how: dict[str, Any] = {"on_bad_record": config.on_bad_record, "truncate": config.truncate}
+        self._how |= {"seed": config.seed, "log": log, "active": not log.quiet}
         self._config = config
         self._folder = folder
         self._log = log
@@ -46,18 +49,8 @@ class RecordReader:
     def read(self, what: str, data_path: Sequence[str | Source]) -> Dataset:
         """The tokenized records, and a line about where they lie."""
         config = self._config
-        dataset = load_dataset(
-            data_path,
-            self._folder,
-            config.max_seq_len,
-            self.prompts,
-            on_bad_record=config.on_bad_record,
-            truncate=config.truncate,
-            seed=config.seed,
-            cache_dir=config.cache_dir,
-            log=self._log,
-            active=not self._log.quiet,
-        )
+        what_to_make = data_path, self._folder, config.max_seq_len, self.prompts
+        dataset = load_dataset(*what_to_make, cache_dir=config.cache_dir, **self._how)
         self._log.print(f"{what}: {len(dataset):,} samples, cached in {dataset.folder}, which can be removed any time")
         return dataset
 
@@ -67,19 +60,8 @@ class RecordReader:
         assert config.stream_gb is not None
         run = hashlib.sha256(os.fsencode(Path(config.save_path).resolve())).hexdigest()[:16]
         folder = (expanded(config.cache_dir) if config.cache_dir else default_folder()) / "streams" / run
-        return open_stream(
-            config.data_path,
-            self._folder,
-            config.max_seq_len,
-            self.prompts,
-            gigabytes=config.stream_gb,
-            folder=folder,
-            on_bad_record=config.on_bad_record,
-            truncate=config.truncate,
-            seed=config.seed,
-            log=self._log,
-            active=not self._log.quiet,
-        )
+        what_to_make = config.data_path, self._folder, config.max_seq_len, self.prompts
+        return open_stream(*what_to_make, gigabytes=config.stream_gb, folder=folder, **self._how)
 
 
 def build_loader(

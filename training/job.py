@@ -240,11 +240,6 @@ def begin(config: TrainConfig, inputs: Inputs, reporting: bool) -> None:
             try_publishing(save_path / EXPORTED, True, [inputs.folder])
 
 
-def cpu_has_bf16() -> bool:
-    """Whether matrices in bf16 are multiplied by this CPU's own instructions."""
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
 def describe(config: TrainConfig, inputs: Inputs, division: Division, total_steps: int, log: Console) -> None:
     """Choose the attention and say what is about to run."""
     spec = inputs.spec
@@ -254,9 +249,10 @@ def describe(config: TrainConfig, inputs: Inputs, division: Division, total_step
     attention = choose_attention(config.use_flash_attn, training_dtype(config), spec.attention)
     spec.set_attention(attention.implementation)
     log.print(f"attention: {attention.reason}")
-    if training_dtype(config) is torch.bfloat16 and not torch.cuda.is_available() and not cpu_has_bf16():
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu and training_dtype(config) is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         log.print("warning: this CPU has no instructions for bf16, which takes it ten times as long as fp32")
-    tokens = chunk_tokens(spec.config.vocab_size, on_cpu=not torch.cuda.is_available())
+    tokens = chunk_tokens(spec.config.vocab_size, on_cpu)
     log.print(f"loss: {tokens:,} tokens at a time, summed in fp32")
     if config.zero_optimization.offloads and config.zero_force_ds_cpu_optimizer:
         log.print("optimizer: on the CPU; DeepSpeed compiles its part at the first use, about a minute")

@@ -80,8 +80,7 @@ class TrainConfig(Section):
     prompt_format: PromptFormat | None = None
     # What a chat template gets beside the messages, such as enable_thinking: true.
     template_args: dict[str, Any] = {}
-    # What becomes of what a chat template does not take: rewrite says it in another way, refuse refuses the record;
-    # system messages and roles that do not alternate are rewritten, tools and thoughts refused, where absent.
+    # Say in another way what a chat template does not take, or refuse the record; see `data.chat.fallbacks`.
     template_fallback: Fallback | None = None
     # Which tokens bear loss: all of the assistant's messages, those after the last question (last_turn), or all.
     mask: Mask = "assistant"
