@@ -22,11 +22,21 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.fallbacks import ANSWER, CALLING, FEATURES, LONG_ID, QUESTION, TRIED_TOOL, Feature, with_short_ids
+from data.chat.fallbacks import (
+    ANSWER,
+    CALLING,
+    EXAMPLE_TOOL,
+    FEATURES,
+    LONG_ID,
+    QUESTION,
+    TRIED_TOOL,
+    Feature,
+    with_short_ids,
+)
 from data.chat.frames import Frame, frame_key, frame_of, turns_in
 from data.chat.loss_mask import MOST_KNOWN, Turn, TurnFinder, Unplaceable, Vocabulary, generated
 from data.chat.marks import NAME, TOOL, Marked, Markers
-from data.chat.messages import JSON, Said, as_dicts, in_questions
+from data.chat.messages import JSON, Form, Said, as_dicts, in_questions
 from data.chat.prompts import CHAT_TEMPLATE, Prompts, template_in_file
 from data.chat.sandbox import SlowTemplate, generated_spans, render
 from data.chat.survival import CHANGED, check_survival, named_by_id
@@ -41,6 +51,7 @@ NEW_IDS = "rewritten: calls got ids of nine letters and digits, as the chat temp
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 CONTROL = re.compile(r"\s*(<[|｜][^<>|｜]{1,40}[|｜]>|<\w*(?:end|eot|eos|eom|turn)\w*>|</s>)")
+FORMS = [Form(parts, text, none) for none in (False, True) for text in (False, True) for parts in (False, True)]
 EXAMPLE = 200  # characters of a rewritten dialogue
 
 _templates: WeakKeyDictionary[PreTrainedTokenizerBase, dict[Any, ChatTemplate]] = WeakKeyDictionary()
@@ -92,6 +103,9 @@ class ChatTemplate:
         self._finder = TurnFinder(self._vocabulary)
         self._taken: dict[str, bool] = {}
         self._frames: dict[tuple[str, ...] | None, Frame | None] = {}
+        plain = next((form for form in FORMS[:2] if self._writes_in(form, [QUESTION, ANSWER])), FORMS[0])
+        forms = [form for form in FORMS if form.parts == plain.parts]
+        self._form = next((form for form in forms if self._writes_in(form, CALLING)), plain)
         self._short_ids = self._accepts(CALLING) and not self._accepts(LONG_ID)
         self._finder.end_of_turn = self._end_of_turn()
         if (lacking := self._lacking_end(set(tokenizer.get_vocab()))) is not None:
@@ -150,6 +164,10 @@ class ChatTemplate:
             enough = any if feature.any_of else all
             self._taken[feature.name] = enough(self._writes(said, tools) for said, tools in feature.tried)
         return self._taken[feature.name]
+
+    def _writes_in(self, form: Form, said: Sequence[Said]) -> bool:
+        self._form = form
+        return self._writes(said, []) or self._writes(said, [EXAMPLE_TOOL])
 
     def _writes(self, said: Sequence[Said], tools: list[JSON]) -> bool:
         markers = Markers(said, "")
@@ -219,7 +237,7 @@ class ChatTemplate:
 
     def _given(self, said: Sequence[Said], tools: list[JSON]) -> dict[str, Any]:
         """What a template can see."""
-        return {"messages": as_dicts(said), "tools": tools or None, "documents": None, **self._names}
+        return {"messages": as_dicts(said, self._form), "tools": tools or None, "documents": None, **self._names}
 
     def _accepts(self, said: Sequence[Said]) -> bool:
         with suppress(DataError):

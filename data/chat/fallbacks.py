@@ -40,7 +40,10 @@ def calling(call_id: str) -> tuple[Said, ...]:
 CALLING, NAMED_BY_ID, LONG_ID = calling(call_id_of(1)), calling("functions.look:0"), calling("call-1")
 TRIED_TOOL = "Tries whether tools are described."
 _SCHEMA: JSON = {"type": "object", "properties": {"up": {"type": "string", "description": "what"}}, "required": ["up"]}
-TOOL: JSON = {"type": "function", "function": {"name": "look", "description": TRIED_TOOL, "parameters": _SCHEMA}}
+EXAMPLE_TOOL: JSON = {
+    "type": "function",
+    "function": {"name": "look", "description": TRIED_TOOL, "parameters": _SCHEMA},
+}
 
 
 class Feature(NamedTuple):
@@ -83,7 +86,7 @@ FEATURES = (
         "calls of tools",
         "refuse",
         lambda said, tools: any(each.calls or each.role == "tool" for each in said),
-        ((CALLING, []), (CALLING, [TOOL]), (NAMED_BY_ID, [])),
+        ((CALLING, []), (CALLING, [EXAMPLE_TOOL]), (NAMED_BY_ID, [])),
         lambda said, tools: (tools_as_text(calls_as_text(said), tools), []),
         "as text",
         any_of=True,
@@ -92,7 +95,7 @@ FEATURES = (
         "tools",
         "refuse",
         lambda said, tools: bool(tools),
-        ((CALLING, [TOOL]), (NAMED_BY_ID, [TOOL])),
+        ((CALLING, [EXAMPLE_TOOL]), (NAMED_BY_ID, [EXAMPLE_TOOL])),
         lambda said, tools: (tools_as_text(said, tools), []),
         "in the question",
         any_of=True,

@@ -130,17 +130,35 @@ def in_questions(said: Sequence[Said]) -> list[Said]:
     return done
 
 
-def as_dicts(said: Sequence[Said]) -> list[JSON]:
+class Form(NamedTuple):
+    """What templates expect in different ways.
+
+    Attributes:
+        parts: a content is a list of parts, as where there may be images.
+        text: the arguments are JSON, and no object.
+        none: a message that only calls has None as its content, and no empty text.
+    """
+
+    parts: bool = False
+    text: bool = False
+    none: bool = False
+
+
+def as_dicts(said: Sequence[Said], form: Form) -> list[JSON]:
     """What a chat template gets; a key stands there only where it says something."""
     messages = []
     for each in said:
-        message: JSON = {"role": each.role, "content": each.text}
+        content: Any = [{"type": "text", "text": each.text}] if form.parts else each.text
+        if form.none and each.calls and not each.text:
+            content = None
+        message: JSON = {"role": each.role, "content": content}
         if each.reasoning:  # templates read one of these
             message["reasoning_content"] = message["reasoning"] = message["thinking"] = each.reasoning
         if each.calls:
             message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
                 for call in each.calls
+                for arguments in [json.dumps(call.arguments, ensure_ascii=False) if form.text else call.arguments]
             ]
         if each.call_id is not None:
             message["tool_call_id"] = each.call_id

@@ -151,6 +151,38 @@ def test_a_template_that_takes_calls_never_mixes_them_with_text(tokenizer: PreTr
         assert str(bad) == "the chat template leaves out the words beside a call (message 2)"
 
 
+@pytest.mark.parametrize("none", [False, True])
+@pytest.mark.parametrize("text", [False, True])
+def test_calls_come_in_the_form_that_a_template_expects(
+    text: bool, none: bool, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """The first DeepSeek-V3 joins the arguments as a text, and looks for calls where there is no content."""
+    calls = "m.content is none" if none else "m.tool_calls"
+    arguments = "'' + c.arguments" if text else "'up=' + c.arguments.up"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' and " + calls + " %}{% for t in m.tool_calls %}"
+        "{% set c = t.function %}{{ '<call>' + c.name + '\\n' }}{{ " + arguments + " }}{% endfor %}{{ eos_token }}"
+        "{% elif m.role == 'assistant' %}{{ m.content + eos_token }}{% else %}{{ m.role + ': ' + m.content + '\\n' }}"
+        "{% endif %}{% endfor %}"
+    )
+    found = learnt(chat(CALLING), tokenizer, Prompts())
+    assert found == ["<call>look\n" + ('{"up": "it"}' if text else "up=it") + END, "D" + END]
+
+
+def test_a_template_may_expect_the_words_in_parts(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% for part in m.content %}"
+        "{% if part.type == 'image' %}{{ '<image>' }}{% elif part.type == 'text' %}{{ part.text }}{% endif %}"
+        "{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    parts = [each | {"content": [{"type": "text", "text": each["content"]}]} for each in TALK]
+    for record in (chat(TALK), chat(parts)):
+        tokens = tokens_of(record, tokenizer, Prompts())
+        assert whole_text(runs_of(tokens.sample(), tokenizer)) == rendered(tokenizer, parts)
+        assert learnt(record, tokenizer, Prompts()) == ["B" + END, "D" + END]
+
+
 def test_new_ids_are_told(tokenizer: PreTrainedTokenizerBase) -> None:
     MISTRAL.put_on(tokenizer)
     messages = [CALLING[0], CALLING[1] | {"tool_calls": [CALL | {"id": "call-7"}]}, *CALLING[2:]]
