@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 INTERVAL = 10.0  # seconds between two heartbeats
+GIVING_WAY = 0.1  # seconds within which who has to finds out
 EXPIRY, WATCH = 6, 2  # a holder is dead after so many intervals without a heartbeat, seen for at least so many
 
 
@@ -93,7 +94,14 @@ class Lease:
             Held: somebody has it who is or may be alive. Who asks again learns in the end which of the two.
             OSError: the folder cannot be written.
         """
-        while not self._try():
+        while True:
+            try:
+                if self._try():
+                    break
+            except Held as held:
+                time.sleep(GIVING_WAY)
+                if any(lease.holder == held.holder for lease in self._leases()):  # else it gave way itself
+                    raise
             time.sleep(random.uniform(0.0, 0.1))  # not in step with another process that gave way
         threading.Thread(target=self._beat, name="lease", daemon=True).start()
         return self._holder
