@@ -99,29 +99,29 @@ def encode(
     record: Record | dict[str, Any],
     tokenizer: PreTrainedTokenizerBase,
     max_seq_len: int,
-    prompts: Prompts | PromptFormat | None = None,
+    prompt_format: Prompts | PromptFormat | None = None,
 ) -> Sample:
     """Turn one record of any kind into token ids and labels.
 
     Args:
         record: a parsed record, or its JSON object.
         max_seq_len: what is longer is cut at the end.
-        prompts: how it is written; see `data.chat.prompts`.
+        prompt_format: how it is written: the format alone, or all keys for prompts.
 
     Raises:
         DataError: the record is wrong or the format cannot hold it.
     """
-    sample = encode_whole(record, tokenizer, prompts)
+    sample = encode_whole(record, tokenizer, prompt_format)
     return {"input_ids": sample["input_ids"][:max_seq_len], "labels": sample["labels"][:max_seq_len]}
 
 
 def encode_whole(
     record: Record | dict[str, Any],
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Prompts | PromptFormat | None = None,
+    prompt_format: Prompts | PromptFormat | None = None,
 ) -> Sample:
     """`encode` without a limit on the length."""
-    (tokens,) = encode_many([record], tokenizer, prompts)
+    (tokens,) = encode_many([record], tokenizer, prompt_format)
     if isinstance(tokens, DataError):
         raise tokens
     return tokens.sample()
@@ -130,14 +130,14 @@ def encode_whole(
 def encode_many(
     records: Sequence[Record | dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Prompts | PromptFormat | None = None,
+    prompt_format: Prompts | PromptFormat | None = None,
 ) -> list[Tokens | DataError]:
     """`encode_whole` for many records at once, in their order; what is wrong with a record stands in its place.
 
     Raises:
         DataError: the format cannot be used with this tokenizer, whatever the record.
     """
-    writer = Writer(tokenizer, as_prompts(prompts))
+    writer = Writer(tokenizer, as_prompts(prompt_format))
     done: list[Tokens | DataError] = []
     written: list[tuple[int, Written, list[int]]] = []
     for number, given in enumerate(records):
@@ -216,11 +216,11 @@ class Writer:
 
 
 def encode_question(
-    said: Sequence[Said], tokenizer: PreTrainedTokenizerBase, prompts: Prompts | PromptFormat | None = None
+    said: Sequence[Said], tokenizer: PreTrainedTokenizerBase, prompt_format: Prompts | PromptFormat | None = None
 ) -> list[int]:
     """The token ids that a model is asked with: the dialogue up to where the answer to its last message begins."""
     try:
-        text, prefix = Writer(tokenizer, as_prompts(prompts)).ask(said)
+        text, prefix = Writer(tokenizer, as_prompts(prompt_format)).ask(said)
     except SlowTemplate as error:
         raise DataError(str(error)) from None
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]

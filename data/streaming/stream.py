@@ -191,7 +191,7 @@ def open_stream(
     data_path: str | Path | Source | Sequence[str | Path | Source],
     tokenizer: str | Path,
     max_seq_len: int,
-    prompts: Prompts | PromptFormat,
+    prompt_format: Prompts | PromptFormat,
     *,
     gigabytes: float,
     folder: Path,
@@ -219,7 +219,7 @@ def open_stream(
                 "not know; expected a whole repeat, or no stream_gb"
             )
         files += [DataFile(str(file), source.format, source.columns) for file in files_of(source)] * int(source.repeat)
-    recipe = Recipe(tuple(files), str(tokenizer), as_prompts(prompts), max_seq_len, on_bad_record, truncate)
+    recipe = Recipe(tuple(files), str(tokenizer), as_prompts(prompt_format), max_seq_len, on_bad_record, truncate)
     log = log or Console(quiet=True)
     windows = Windows(recipe, int(gigabytes * 1e9 * SHARE), seed, folder, log, active)
     sizes = windows.sizes.values()

@@ -167,7 +167,7 @@ def test_a_model_is_asked_exactly_as_it_was_trained(
 ) -> None:
     cases: list[tuple[PreTrainedTokenizerBase, PromptFormat]] = [(tokenizer, "plain"), (tokenizer, "chat_template")]
     for each, prompt_format in [*cases, (sentencepiece, "plain")]:
-        sample = encode(RECORDS[name], each, 100_000, prompt_format)
+        sample = encode(RECORDS[name], each, 100_000, prompt_format=prompt_format)
         for turns in range(1, len(CHAT_QUESTIONS[name]) + 1):
             asked = question_ids(RECORDS[name], each, prompt_format, turns)
             assert asked == sample["input_ids"][: len(asked)]
