@@ -45,6 +45,7 @@ from data.errors import DataError
 
 REFUSED = "the chat template refuses the record: {reason}"
 NOT_TAKEN = "the chat template takes no {feature}; template_fallback: rewrite says it {told}"
+NEEDS_TOOLS = "the chat template is for dialogues with tools; expected some"
 NO_TOKEN = "the chat template ends an answer with {token}, which is no token of this tokenizer"
 REWRITTEN = "rewritten: {feature}, which the chat template does not take, is said {told}"
 NEW_IDS = "rewritten: calls got ids of nine letters and digits, as the chat template takes no others"
@@ -106,6 +107,8 @@ class ChatTemplate:
         plain = next((form for form in FORMS[:2] if self._writes_in(form, [QUESTION, ANSWER])), FORMS[0])
         forms = [form for form in FORMS if form.parts == plain.parts]
         self._form = next((form for form in forms if self._writes_in(form, CALLING)), plain)
+        short = [QUESTION, ANSWER]
+        self._needs_tools = not self._writes(short, []) and self._writes(short, [EXAMPLE_TOOL])
         self._short_ids = self._accepts(CALLING) and not self._accepts(LONG_ID)
         self._finder.end_of_turn = self._end_of_turn()
         if (lacking := self._lacking_end(set(tokenizer.get_vocab()))) is not None:
@@ -144,6 +147,8 @@ class ChatTemplate:
 
     def _fitted(self, said: Sequence[Said], tools: list[JSON]) -> tuple[Sequence[Said], list[JSON], dict[str, str]]:
         """The dialogue without what the template does not take, and what was rewritten."""
+        if self._needs_tools and not tools:
+            raise DataError(NEEDS_TOOLS)
         notes = {}
         if self._short_ids and not all(SHORT_ID.fullmatch(call_id) for each in said for call_id in each.ids):
             said = with_short_ids(said)

@@ -17,7 +17,7 @@ from data.chat.messages import JSON, Call, Said
 from data.errors import DataError
 
 CHANGED = "the chat template changes the words of an answer; use prompt_format: plain"
-LEFT_OUT = "the chat template leaves out {what}"
+LEFT_OUT = "the chat template leaves out {what}; expected one that writes it (prompt_format: a Jinja file)"
 NO_THOUGHTS = "the chat template leaves out the thoughts before the last question; mask: last_turn trains none of these"
 TAG = re.compile(r"<[^<>]*>")
 EXAMPLE = 200  # characters of a thought

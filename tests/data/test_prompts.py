@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.chat_template import NEW_IDS, NO_TOKEN
+from data.chat.chat_template import NEEDS_TOOLS, NEW_IDS, NO_TOKEN
 from data.chat.loss_mask import OTHER_ANSWER, OTHER_PROMPT
 from data.chat.prompts import Mask, Prompts, Truncate
 from data.chat.survival import NO_THOUGHTS
@@ -19,7 +19,7 @@ from data.summary import warnings
 from data.tokenize import JOINED, Sample, Tokens, encode_many, encode_whole
 from data.truncation import OLDEST
 from tests.data.helpers import chat, rendered, runs_of, supervised, whole_text
-from tests.data.template_styles import CHATGLM3, DEEPSEEK, GEMMA, LLAMA31, MISTRAL, QWEN3, SMOLLM2, Style
+from tests.data.template_styles import CHATGLM3, DEEPSEEK, GEMMA, LLAMA31, MISTRAL, QWEN3, QWEN25, SMOLLM2, Style
 
 JSON = dict[str, Any]
 END = "<|im_end|>"
@@ -148,7 +148,7 @@ def test_a_template_that_takes_calls_never_mixes_them_with_text(tokenizer: PreTr
             [chat(CALLING, [TOOL]), chat(beside, [TOOL])], tokenizer, Prompts(template_fallback=fallback)
         )
         assert isinstance(good, Tokens) and not good.notes
-        assert str(bad) == "the chat template leaves out the words beside a call (message 2)"
+        assert str(bad).startswith("the chat template leaves out the words beside a call (message 2); expected ")
 
 
 @pytest.mark.parametrize("none", [False, True])
@@ -181,6 +181,13 @@ def test_a_template_may_expect_the_words_in_parts(tokenizer: PreTrainedTokenizer
         tokens = tokens_of(record, tokenizer, Prompts())
         assert whole_text(runs_of(tokens.sample(), tokenizer)) == rendered(tokenizer, parts)
         assert learnt(record, tokenizer, Prompts()) == ["B" + END, "D" + END]
+
+
+def test_a_template_for_tools_says_so(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = "{% for t in tools %}{{ t | tojson }}{% endfor %}" + QWEN25.template
+    (refused,) = encode_many([chat(TALK)], tokenizer)
+    assert str(refused) == NEEDS_TOOLS
+    assert isinstance(encode_many([chat(TALK, [TOOL])], tokenizer)[0], Tokens)
 
 
 def test_new_ids_are_told(tokenizer: PreTrainedTokenizerBase) -> None:
