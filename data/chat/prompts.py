@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 CHAT_TEMPLATE, PLAIN = "chat_template", "plain"
 Fallback = Literal["rewrite", "refuse"]
 Mask = Literal["assistant", "last_turn", "all"]
+GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
 Truncate = Literal["turns", "oldest", "refuse"]
 
 PLAIN_HEADER = (
@@ -101,6 +102,14 @@ def _validate(value: str) -> str:
         ) from None
 
 
+def _check_arguments(value: dict[str, Any]) -> dict[str, Any]:
+    if taken := sorted(value.keys() & GIVEN):
+        raise PydanticCustomError("taken", "expected others than {name}, which Pipetune gives", {"name": taken[0]})
+    return value
+
+
+# What a template gets beside the messages; pydantic checks it.
+TemplateArguments = Annotated[dict[str, Any], AfterValidator(_check_arguments)]
 # chat_template, plain, or the path of a Jinja file; pydantic checks it.
 PromptFormat = Annotated[str, AfterValidator(_validate)]
 

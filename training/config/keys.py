@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from data.chat.prompts import Fallback, Mask, PromptFormat, Truncate
+from data.chat.prompts import Fallback, Mask, PromptFormat, TemplateArguments, Truncate
 from data.files.reading import OnBadRecord
 from data.packing import Packing
 from training.config.sections import (
@@ -79,7 +79,7 @@ class TrainConfig(Section):
     # chat_template, plain, or a Jinja file; the tokenizer's chat template when it ships one, where absent.
     prompt_format: PromptFormat | None = None
     # What a chat template gets beside the messages, such as enable_thinking: true.
-    template_args: dict[str, Any] = {}
+    template_args: TemplateArguments = {}
     # Say in another way what a chat template does not take, or refuse the record; see `data.chat.fallbacks`.
     template_fallback: Fallback | None = None
     # Which tokens bear loss: all of the assistant's messages, those after the last question (last_turn), or all.
