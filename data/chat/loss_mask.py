@@ -19,17 +19,15 @@ from typing import Any, NamedTuple
 
 from data.chat.marks import ARGUMENTS, CONTENT, NAME, REASONING, Mark, Marked
 from data.chat.messages import Said
+from data.chat.serving import EXAMPLE, agreement, differences
 
 Render = Callable[..., Marked | None]  # messages -> text; `asking=True` adds the generation prompt
 MOST_KNOWN = 10_000  # kinds of turns remembered
-EXAMPLE = 120  # characters of each text that differs
 
 # Values of a call's arguments that get no mark: what stands beside a turn is the same with any of them.
 VALUES = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|\b(?:true|false|null|True|False|None)\b")
 
 NO_END = "no token ends an answer that is not the last one: the model does not learn to stop there"
-OTHER_PROMPT = "what a server sends before an answer differs from what is trained before it"
-OTHER_ANSWER = "what a server expects as an answer differs from what is trained as one"
 
 
 class Unplaceable(Exception):
@@ -174,7 +172,7 @@ class TurnFinder:
         begin = self._begin(whole, anchor, opening, stop, prompt, render, said[:number], strict)
         end, ended = self._end(text, closing, begin, stop, upto, prompt)
         known = stop if opening is None else opening.edge
-        notes = _served(text, begin, end, prompt, upto)
+        notes = differences(text, begin, end, prompt, upto)
         at_words = last is not None and not ended and end == marks[last].edge
         return _Kind(known - begin, None if at_words else stop - end, ended, notes)
 
@@ -241,12 +239,6 @@ class TurnFinder:
         return place + len(behind[:agreed].rstrip() if last else behind[:agreed]), False
 
 
-def agreement(one: str, other: str) -> int:
-    """How many characters two texts have in common at their beginning."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (mine, yours) in pairs if mine != yours), min(len(one), len(other)))
-
-
 def generated(turns: list[Turn], spans: list[tuple[int, int]], text: str, vocabulary: Vocabulary) -> list[Turn]:
     """The turns with the parts that the template itself marks as generated, and the token that ends them.
 
@@ -309,23 +301,3 @@ def _words(marks: Sequence[Mark], first: int | None, last: int | None) -> tuple[
         return None
     places = [mark.at for mark in marks[first : last + 1] if mark.leaf.part == CONTENT]
     return (places[0], places[1]) if len(places) == 2 else None
-
-
-def _served(text: str, begin: int, end: int, prompt: Marked | None, upto: Marked | None) -> dict[str, str]:
-    """How a turn differs from what a server sends and expects."""
-    if prompt is None or upto is None:
-        return {}
-    if text[:begin] != prompt.text:
-        return {OTHER_PROMPT: _differing(prompt.text, text[:begin])}
-    answer = upto.text[len(prompt.text) :]
-    # A turn may be ended by the next role's token, which stands in no answer.
-    if not upto.text.startswith(prompt.text) or not text[begin:end].startswith(answer.rstrip()):
-        return {OTHER_ANSWER: _differing(answer, text[begin:end])}
-    return {}
-
-
-def _differing(served: str, trained: str) -> str:
-    """Two texts side by side, from a little before they part."""
-    begin = max(0, agreement(served, trained) - EXAMPLE // 3)
-    both = [repr(each[begin : begin + EXAMPLE]) for each in (served, trained)]
-    return f"served {both[0]}, trained {both[1]}"

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.loss_mask import NO_END, OTHER_ANSWER, OTHER_PROMPT
+from data.chat.loss_mask import NO_END
+from data.chat.serving import OTHER_ANSWER, OTHER_PROMPT
 from data.chat.survival import NO_THOUGHTS
 from data.errors import DataError
 from data.tokenize import Tokens, encode_many

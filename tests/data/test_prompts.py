@@ -10,8 +10,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from data.chat.chat_template import NEEDS_TOOLS, NEW_IDS, NO_TOKEN
-from data.chat.loss_mask import OTHER_ANSWER, OTHER_PROMPT
 from data.chat.prompts import Mask, Prompts, Truncate
+from data.chat.serving import OTHER_ANSWER, OTHER_PROMPT
 from data.chat.survival import NO_THOUGHTS
 from data.dataset import Dataset, load_dataset
 from data.errors import DataError
