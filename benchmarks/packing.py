@@ -87,6 +87,7 @@ def config(folder: Path, limit: int) -> dict[str, Any]:
     return {
         "model_path": str(folder / "tokenizer"),
         "data_path": real if SHARED.is_dir() else [str(SAMPLES)],
+        "template_fallback": "rewrite",
         "save_path": str(folder / "run"),
         "cache_dir": str(folder / "cache"),
         "from_scratch": True,

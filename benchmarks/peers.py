@@ -89,6 +89,7 @@ def write_config(folder: Path, path: Path, case: str) -> None:
     keys = {
         "model_path": str(folder / "tokenizer"),
         "data_path": RECORDS if SHARED.is_dir() else [str(SAMPLES)],
+        "template_fallback": "rewrite",
         "save_path": str(folder / "run"),
         "cache_dir": str(folder / "cache"),
         "from_scratch": True,

@@ -49,6 +49,7 @@ def runs(
             folder / f"{name}.yml",
             model_path=str(model),
             data_path=MIXTURE if REAL.is_dir() else [{"path": str(FAQ), "repeat": 2.0}],
+            template_fallback="rewrite",  # the template knows no tools
             packing=packing,
             max_seq_len=512,
             train_batch_size=BATCH,
