@@ -190,12 +190,13 @@ class Writer:
         assert not isinstance(record, Tokenized)  # which has no text
         said = with_mask(said_in(record), self._prompts.mask)
         tools = record.tools if isinstance(record, Chat) else []
-        if not self._plain:
-            return self._template(bool(tools)).write(said, tools), []
-        written = write_plain(said, tools, end_of_sequence(self._tokenizer.eos_token))
+        if self._plain:
+            written = write_plain(said, tools, end_of_sequence(self._tokenizer.eos_token))
+        else:
+            written = self._template(bool(tools)).write(said, tools)
         if self._prompts.mask == "all":
             written = written._replace(loss=[(0, len(written.text))])
-        return written, self._beginning()
+        return written, self._beginning() if self._plain else []
 
     def ask(self, said: Sequence[Said]) -> tuple[str, list[int]]:
         """The text up to where the answer to the last message begins, and the ids that go before it."""

@@ -35,19 +35,22 @@ def fit(
         return DataError(f"{len(tokens.ids):,} tokens; expected at most max_seq_len, {limit} (truncate: refuse)")
     begins = _turns(record)
     fewest, most = 1, len(begins)  # turns that are left out; with `most`, nothing would be left
-    kept: Tokens | DataError = tokens
     while fewest < most:
         middle = (fewest + most - 1) // 2
         found = encode(_from(record, begins, middle))
         if isinstance(found, DataError):
             return found
         if len(found.ids) <= limit:
-            kept, most = found, middle
+            most = middle
         else:
             fewest = middle + 1
-    if isinstance(kept, Tokens) and kept is not tokens:
-        return kept._replace(notes=kept.notes | {OLDEST: f"{most} of {len(begins)} turns"})
-    return encode(_from(record, begins, len(begins) - 1)) if len(begins) > 1 else tokens
+    left_out = min(most, len(begins) - 1)  # the last turn stays, whatever its length
+    if left_out < 1:
+        return tokens
+    kept = encode(_from(record, begins, left_out))
+    if isinstance(kept, DataError):
+        return kept
+    return kept._replace(notes=kept.notes | {OLDEST: f"{left_out} of {len(begins)} turns"})
 
 
 def _turns(record: Record) -> list[int]:

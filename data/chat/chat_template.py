@@ -94,7 +94,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str, prompts: Prompts) -> None:
         self._text = text
-        self._prompts = prompts
+        self._fallback = prompts.template_fallback
         self._eos_token = tokenizer.eos_token
         self._names = dict(tokenizer.special_tokens_map) | prompts.template_args
         self._tracks = bool(GENERATION.search(text))
@@ -104,10 +104,10 @@ class ChatTemplate:
         self._finder = TurnFinder(self._vocabulary)
         self._taken: dict[str, bool] = {}
         self._frames: dict[tuple[str, ...] | None, Frame | None] = {}
-        plain = next((form for form in FORMS[:2] if self._writes_in(form, [QUESTION, ANSWER])), FORMS[0])
+        short = [QUESTION, ANSWER]
+        plain = next((form for form in FORMS[:2] if self._writes_in(form, short)), FORMS[0])
         forms = [form for form in FORMS if form.parts == plain.parts]
         self._form = next((form for form in forms if self._writes_in(form, CALLING)), plain)
-        short = [QUESTION, ANSWER]
         self._needs_tools = not self._writes(short, []) and self._writes(short, [EXAMPLE_TOOL])
         self._short_ids = self._accepts(CALLING) and not self._accepts(LONG_ID)
         self._finder.end_of_turn = self._end_of_turn()
@@ -125,8 +125,6 @@ class ChatTemplate:
         key = None if tools else frame_key(said)
         turns, more = self._framed(key, said, text) or self._turns(said, tools, text, key)
         notes = notes | more
-        if self._prompts.mask == "all":
-            return Written(text, [(0, len(text))] if text else [], notes)
         loss = [each for turn in turns for each in _loss(said[turn.message], turn)]
         last = turns[-1]
         if not last.ended and last.message == len(said) - 1 and said[-1].supervised:  # nothing tells the model to stop
@@ -156,7 +154,7 @@ class ChatTemplate:
         for feature in FEATURES:
             if not feature.present(said, tools) or self._takes(feature):
                 continue
-            if (self._prompts.template_fallback or feature.default) == "refuse":
+            if (self._fallback or feature.default) == "refuse":
                 raise DataError(NOT_TAKEN.format(feature=feature.name, told=feature.told))
             said, tools = feature.rewrite(said, tools)
             example = " ".join(f"{each.role}: {each.text!r}" for each in said)

@@ -73,7 +73,7 @@ def _opened(said: Sequence[Said]) -> int:
 
 
 def _answers_first(said: Sequence[Said]) -> bool:
-    return said[_opened(said) :][:1] != [] and said[_opened(said)].role == "assistant"
+    return any(each.role == "assistant" for each in said[_opened(said) :][:1])
 
 
 def _with_question(said: Sequence[Said], tools: list[JSON]) -> tuple[list[Said], list[JSON]]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from data.chat.marks import ARGUMENTS, CONTENT, NAME, REASONING, Mark, Marked
-from data.chat.messages import Said
+from data.chat.messages import Said, last_question
 from data.chat.serving import EXAMPLE, agreement, differences
 
 Render = Callable[..., Marked | None]  # messages -> text; `asking=True` adds the generation prompt
@@ -110,7 +110,7 @@ class TurnFinder:
         """
         text, marks = whole
         own = _own_marks(marks)
-        asked = max((number for number, each in enumerate(said) if each.role == "user"), default=-1)
+        asked = last_question(said)
         call_ids = re.compile("|".join(re.escape(one) for each in said for one in each.ids) or "(?!)")
         turns = []
         notes: dict[str, str] = {}

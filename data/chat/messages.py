@@ -90,12 +90,17 @@ def said_in(record: Chat | Instruct | Conversation | ConverHasApi | RefQA) -> li
     return runs_merged(said[: max(place for place, each in enumerate(said) if each.role == "assistant") + 1])
 
 
+def last_question(said: Sequence[Said]) -> int:
+    """Its place; -1 where nobody asks."""
+    return max((place for place, each in enumerate(said) if each.role == "user"), default=-1)
+
+
 def with_mask(said: Sequence[Said], mask: Mask) -> Sequence[Said]:
     """The messages with loss where the config wants it; `all` is none of the messages' business."""
     if mask != "last_turn":
         return said
     answers = [place for place, each in enumerate(said) if each.role == "assistant"]
-    asked = max((place for place, each in enumerate(said[: answers[-1]]) if each.role == "user"), default=-1)
+    asked = last_question(said[: answers[-1]])
     return [each._replace(supervised=False, pieces=()) for each in said[: asked + 1]] + list(said[asked + 1 :])
 
 

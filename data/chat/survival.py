@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from data.chat.loss_mask import Turn
 from data.chat.marks import ARGUMENTS, CONTENT, NAME, REASONING, Leaf, Marked
-from data.chat.messages import JSON, Call, Said
+from data.chat.messages import JSON, Call, Said, last_question
 from data.errors import DataError
 
 CHANGED = "the chat template changes the words of an answer; use prompt_format: plain"
@@ -39,7 +39,7 @@ def check_survival(
     begins = {mark.number: mark.at for mark in whole.marks if mark.opens}
     ends = {mark.number: mark.at for mark in whole.marks if not mark.opens}
     turn_of = {turn.message: turn for turn in turns}
-    asked = max((number for number, each in enumerate(said) if each.role == "user"), default=-1)
+    asked = last_question(said)
     thoughts: list[str] = []  # that are left out
     for number, leaf in enumerate(leaves):
         each = said[leaf.message]

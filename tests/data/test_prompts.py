@@ -109,6 +109,13 @@ def test_a_mask_decides_which_tokens_bear_loss(
     assert "".join(learnt(conversation, tokenizer, Prompts(prompt_format, mask=mask))) == found
 
 
+def test_runs_with_other_masks_share_a_template_and_no_mask(tokenizer: PreTrainedTokenizerBase) -> None:
+    SMOLLM2.put_on(tokenizer)
+    masks: list[Mask] = ["all", "assistant", "last_turn", "all"]
+    found = [len("".join(learnt(chat(TALK), tokenizer, Prompts(mask=mask)))) for mask in masks]
+    assert found[0] == found[3] > found[1] > found[2]
+
+
 def test_calls_belong_to_the_last_turn(tokenizer: PreTrainedTokenizerBase) -> None:
     QWEN3.put_on(tokenizer)
     call, answer = learnt(chat(TALK[:2] + CALLING, [TOOL]), tokenizer, Prompts(mask="last_turn"))
@@ -282,3 +289,9 @@ def test_dialogues_are_cut_as_it_is_asked_for(tmp_path: Path, tokenizer_folder: 
         DataError, match=rf"record 1: .*tokens; expected at most max_seq_len, {limit} \(truncate: refuse\)"
     ):
         load(tmp_path / "a.jsonl", tokenizer_folder, "refuse", limit, records)
+    # Where not even the last turn fits, it is cut like a text, and what was left out before it is told all the same.
+    longest = [*LONG[:-1], {"role": "assistant", "content": "word " * 400}]
+    cut = load(tmp_path / "b.jsonl", tokenizer_folder, "oldest", limit, [{"messages": longest}])
+    assert [(note, count) for note, count, _ in cut.notes] == [(OLDEST, 1)]
+    last = whole_text(runs_of(as_lists(cut.samples[0]), tokenizer))
+    assert "user 7:" in last and "user 6:" not in last and len(cut.samples[0]["input_ids"]) == limit

@@ -40,14 +40,10 @@ NEW_SCHEDULE = "the learning rate is that of the new schedule from the next step
 ROUNDING = "sums are rounded in another order"
 MICRO_BATCHES = f"{ROUNDING}; a router loss is that of other micro-batches"
 
-PROMPTS = "template_args template_fallback mask truncate"
-
 _RULES: list[tuple[Rule, str]] = [
     (Rule(False, "its config.json and tokenizer; the weights are those of the checkpoint"), "model_path"),
-    (
-        Rule(False, "the samples that come of it"),
-        f"data_path prompt_format {PROMPTS} on_bad_record",
-    ),
+    (Rule(False, "the samples that come of it"), "data_path prompt_format"),
+    (Rule(False, "the samples that come of it"), "template_args template_fallback mask truncate on_bad_record"),
     (Rule(False, "the samples, and the rows of packed epochs, that come of it"), "max_seq_len"),
     (Rule(False), "stream_gb train_batch_size dataloader_drop_last seed"),
     # Of the parameters of an optimizer, all but these four may decide which states there are.
