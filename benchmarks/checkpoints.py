@@ -1,7 +1,7 @@
 """What checkpoints and bookkeeping cost a run: a part of `python -m benchmarks.throughput`.
 
 A model with the shapes of SmolLM2-135M trains an epoch of the shipped records in two stages through the real launcher
-and the real door, as `make quickstart` does: bf16, ZeRO-1, TensorBoard, an evaluation every few steps. In the same
+and the real door, as `make quickstart` does: fp32, ZeRO-1, TensorBoard, an evaluation every few steps. In the same
 processes follow, in turn and several times each, the things to compare; the medians count. All of it wants a machine
 that does nothing else.
 
@@ -60,7 +60,6 @@ CONFIG = {
     "max_seq_len": 512,
     "eval_interval": 3,
     "keep_last": 100,
-    "bf16": {"enabled": True},
     "model_topo": {"process_topology": {"dims": [2, 1]}, "parts": [17, 15]},
 }
 
