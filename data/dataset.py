@@ -155,7 +155,6 @@ def load_dataset(
     seed: int = 0,
     cache_dir: str | Path | None = None,
     log: Console | None = None,
-    active: bool = False,
 ) -> Dataset:
     """The samples of a run, from the cache or tokenized now.
 
@@ -165,7 +164,6 @@ def load_dataset(
         seed: by which a mixture draws.
         cache_dir: where tokenized data lie; see `data.cache.store.default_folder`.
         log: told whom this process waits for.
-        active: whether this process shows progress.
 
     Raises:
         DataError: a file or a record is wrong, or nothing that bears loss is left.
@@ -181,7 +179,7 @@ def load_dataset(
         truncate,
     )
     folder = expanded(cache_dir) if cache_dir else default_folder()
-    found = open_cache(recipe, folder, log or Console(quiet=True), active)
+    found = open_cache(recipe, folder, log or Console(quiet=True))
     dataset = Dataset(found, [file.path for file in recipe.files])
     if all(source.weight is None and source.repeat == 1 for source in sources):
         return dataset

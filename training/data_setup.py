@@ -40,7 +40,7 @@ class RecordReader:
         asked = Prompts(config.prompt_format, config.template_args, config.template_fallback, config.mask)
         self.prompts = replace(asked, prompt_format=format_of(asked, self.tokenizer))
         self._how: dict[str, Any] = {"on_bad_record": config.on_bad_record, "truncate": config.truncate}
-        self._how |= {"seed": config.seed, "log": log, "active": not log.quiet}
+        self._how |= {"seed": config.seed, "log": log}
         self._config = config
         self._folder = folder
         self._log = log

@@ -19,11 +19,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import TypeAdapter
+
 from data.cache.digests import stamp
 from data.chat.prompts import CHAT_TEMPLATE, PLAIN, Prompts, Truncate, template_in_file
 from data.files.reading import OnBadRecord
 
-LAYOUT = 1  # of the cache's files
+LAYOUT = 2  # of the cache's files
 TOKENIZER_FILES = (
     "tokenizer* vocab* merges* *.model *.jinja chat_templates/* config.json special_tokens_map.json".split()
 )
@@ -84,15 +86,12 @@ class Recipe:
 
     def to_json(self) -> str:
         """For the builder's process."""
-        return json.dumps(asdict(self))
+        return TypeAdapter(Recipe).dump_json(self).decode()
 
-    @classmethod
-    def from_json(cls, text: str) -> Recipe:
+    @staticmethod
+    def from_json(text: str) -> Recipe:
         """What `to_json` gave."""
-        fields = json.loads(text)
-        window = Window(*fields["window"]) if fields["window"] else None
-        files = tuple(DataFile(*file) for file in fields["files"])
-        return cls(**fields | {"files": files, "window": window, "prompts": Prompts(**fields["prompts"])})
+        return TypeAdapter(Recipe).validate_json(text)
 
     @property
     def names(self) -> str:

@@ -1,15 +1,21 @@
 """Tokenized samples in an Arrow file: written batch by batch, read as memory-mapped arrays.
 
 Nothing is loaded: a sample's ids are a view of the file in the system's page cache, which all processes of a host
-share. Its labels are made when it is asked for, from the runs that bear loss (see `data.cache.columns`). A token takes
-4 bytes on the disk.
+share. Its labels are made when it is asked for, from the runs that bear loss (see `data.cache.columns`).
+
+Every part of a batch has a checksum, which is compared when the part is first used. So opening reads next to nothing,
+however large the file is, and no token is trained on that was not written.
+
+Cost: 4 bytes a token on the disk; for the checksums a second for each 1 to 3 GB, in each process that reads them.
 """
 
 from __future__ import annotations
 
 import os
+import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -17,10 +23,10 @@ from typing import Any, NamedTuple, overload
 
 import numpy
 import pyarrow
-import pyarrow.compute
 from numpy.typing import NDArray
 
 from data.cache.columns import Columns
+from data.errors import DataError
 from data.tokenize import IGNORED, Sample
 
 SCHEMA = pyarrow.schema(
@@ -34,6 +40,19 @@ SCHEMA = pyarrow.schema(
         ("digest", pyarrow.uint64()),
     ]
 )
+
+
+# What checksums are taken of: whole columns, and of lists their entries and where these begin.
+PARTS = "input_ids.values input_ids.offsets runs.values runs.offsets supervised kind file record digest".split()
+CHECKSUMS = "crc32"
+DAMAGED = "damaged"  # a file beside the samples once a checksum was wrong
+
+
+def _part(batch: pyarrow.RecordBatch, name: str) -> NDArray[Any]:
+    column, _, piece = name.partition(".")
+    found = batch.column(column)
+    array: NDArray[Any] = (getattr(found, piece) if piece else found).to_numpy()
+    return array
 
 
 class SampleWriter:
@@ -66,7 +85,9 @@ class SampleWriter:
             columns.records,
             columns.digests,
         ]
-        self._writer.write_batch(pyarrow.record_batch(arrays, schema=SCHEMA))
+        batch = pyarrow.record_batch(arrays, schema=SCHEMA)
+        checksums = " ".join(str(zlib.crc32(_part(batch, name).data)) for name in PARTS)
+        self._writer.write_batch(batch, custom_metadata={CHECKSUMS: checksums})
 
     def __enter__(self) -> SampleWriter:
         return self
@@ -79,7 +100,7 @@ class SampleWriter:
                 os.fsync(self._file.fileno())
 
 
-class _Batch(NamedTuple):
+class _Batch(NamedTuple):  # the first of PARTS
     ids: NDArray[numpy.int32]
     offsets: NDArray[numpy.int32]
     runs: NDArray[numpy.int32]
@@ -99,15 +120,18 @@ class SampleFile(Sequence[Sample]):
     Raises:
         ValueError: the file is no Arrow file, or a part of one.
         OSError: the file cannot be read.
+        DataError: from all but `len`: what is asked for is damaged.
     """
 
     def __init__(self, path: Path, numbers: NDArray[numpy.int64] | None = None) -> None:
         self._path = path
         self._numbers = numbers
-        self._table = pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
-        chunks = self._table.column("input_ids").chunks
-        self._starts = [0, *accumulate(len(chunk) for chunk in chunks)]
-        self._batches: dict[int, _Batch] = {}
+        file = pyarrow.ipc.open_file(pyarrow.memory_map(str(path)))
+        found = [file.get_batch_with_custom_metadata(number) for number in range(file.num_record_batches)]
+        self._batches = [each.batch for each in found]
+        self._checksums = [list(map(int, each.custom_metadata[CHECKSUMS].split())) for each in found]
+        self._starts = [0, *accumulate(batch.num_rows for batch in self._batches)]
+        self._mapped: dict[int, _Batch] = {}
 
     def __len__(self) -> int:
         return self._starts[-1] if self._numbers is None else len(self._numbers)
@@ -123,7 +147,7 @@ class SampleFile(Sequence[Sample]):
             raise IndexError(f"sample {number} of {len(self)}")
         place = number % len(self) if self._numbers is None else int(self._numbers[number])
         batch_number = bisect_right(self._starts, place) - 1
-        batch = self._batches.get(batch_number) or self._map(batch_number)
+        batch = self._mapped.get(batch_number) or self._map(batch_number)
         row = place - self._starts[batch_number]
         ids = batch.ids[batch.offsets[row] : batch.offsets[row + 1]]
         labels = numpy.full(len(ids), IGNORED, dtype=numpy.int32)
@@ -146,23 +170,33 @@ class SampleFile(Sequence[Sample]):
     @cached_property
     def lengths(self) -> NDArray[numpy.int32]:
         """[n], tokens of each sample."""
-        return self._chosen(pyarrow.compute.list_value_length(self._table.column("input_ids")))
+        return self._chosen([numpy.diff(offsets) for offsets in self._parts("input_ids.offsets")])
 
     def largest_id(self) -> int:
         """The largest token id of the file; reads all of it."""
-        chunks = self._table.column("input_ids").chunks
-        return max((int(pyarrow.compute.max(chunk.values).as_py() or 0) for chunk in chunks), default=0)
+        return max((int(ids.max(initial=0)) for ids in self._parts("input_ids.values")), default=0)
 
     def column(self, name: str) -> NDArray[Any]:
         """[n], one of the schema's columns of numbers."""
-        return self._chosen(self._table.column(name))
+        return self._chosen(list(self._parts(name)))
 
-    def _chosen(self, column: pyarrow.ChunkedArray) -> NDArray[Any]:
-        values: NDArray[Any] = column.to_numpy()
+    def _chosen(self, parts: list[NDArray[Any]]) -> NDArray[Any]:
+        values = numpy.concatenate(parts) if parts else numpy.empty(0, dtype=numpy.int32)
         return values if self._numbers is None else values[self._numbers]
 
+    def _parts(self, name: str) -> Iterator[NDArray[Any]]:
+        return (self._checked(number, name) for number in range(len(self._batches)))
+
     def _map(self, number: int) -> _Batch:
-        columns = (self._table.column(name).chunk(number) for name in ("input_ids", "runs"))
-        made = _Batch(*(part.to_numpy() for column in columns for part in (column.values, column.offsets)))
-        self._batches[number] = made
-        return made
+        self._mapped[number] = _Batch(*(self._checked(number, name) for name in PARTS[:4]))
+        return self._mapped[number]
+
+    def _checked(self, number: int, name: str) -> NDArray[Any]:
+        """A part of a batch, once its checksum was found to be right."""
+        part = _part(self._batches[number], name)
+        if zlib.crc32(part.data) != self._checksums[number][PARTS.index(name)]:
+            folder = self._path.parent
+            with suppress(OSError):
+                (folder / DAMAGED).touch()
+            raise DataError(f"{folder}: these tokenized records are damaged; started again, a run tokenizes them anew")
+        return part

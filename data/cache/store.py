@@ -5,9 +5,8 @@
     builds/                                     locks, and what is being written (`data.cache.building`)
 
 A cache is written under another name and renamed last, so it is there as a whole or not at all. Every folder in
-datasets/ can be removed at any time: what is missing is tokenized again. A cache is damaged when its files do not have
-the recorded digests, and built anew; of a file that nobody touched since its digest was taken, that is known without
-reading it (`data.cache.digests`).
+datasets/ can be removed at any time: what is missing is tokenized again, and so is what is damaged. Whether it is, tell
+the digest of meta.json and the samples' checksums, compared when they are used (`data.cache.sample_file`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any
 
 from data.cache.digests import Digests
 from data.cache.recipe import Recipe
-from data.cache.sample_file import SampleFile
+from data.cache.sample_file import DAMAGED, SampleFile
 from data.cache.tokenizing import META, SAMPLES, Tell, build, digest_of
 from data.errors import DataError
 from data.files.paths import expanded
@@ -74,7 +73,7 @@ class Cache:
         if len(known) < len(digests):
             return None
         found = self.path(recipe.key(known))
-        return found if is_whole(found, read=False) else None
+        return found if is_whole(found) else None
 
     def make(self, recipe: Recipe, tell: Tell, workers: int) -> Path:
         """A recipe's cache, built where there is none. See `data.cache.tokenizing.build`.
@@ -137,23 +136,17 @@ class Cache:
         try:
             partial.rename(place)
             sync(place.parent)
-            Digests(place).remember(place / SAMPLES, read_meta(place)["digest"])
         except OSError:
             if not is_whole(place):  # else another host was faster
                 raise
 
 
-def is_whole(folder: Path, read: bool = True) -> bool:
-    """Whether a cache is there and undamaged.
-
-    Args:
-        read: take the samples' digest where it is not known; else such a cache does not count.
-    """
+def is_whole(folder: Path) -> bool:
+    """Whether a cache is there, and nobody has found it damaged."""
     with suppress(OSError, ValueError, KeyError, TypeError, DataError):
-        samples, meta, digests = folder / SAMPLES, read_meta(folder), Digests(folder)
-        digest = digests.known(samples) or (digests.take(samples) if read else None)
-        count = sum(tally["samples"] for _, _, tally in meta["tallies"])
-        return digest == meta["digest"] and digest_of(meta) == meta["own_digest"] and len(SampleFile(samples)) == count
+        meta, count = read_meta(folder), len(SampleFile(folder / SAMPLES))
+        noted = sum(tally["samples"] for _, _, tally in meta["tallies"])
+        return digest_of(meta) == meta["own_digest"] and count == noted and not (folder / DAMAGED).exists()
     return False
 
 

@@ -28,7 +28,6 @@ import numpy
 from numpy.typing import NDArray
 
 from data.cache.columns import Columns, Encoded, Tally, as_columns
-from data.cache.digests import Digests
 from data.cache.recipe import Recipe
 from data.cache.sample_file import SampleWriter
 from data.chat.chat import Chat
@@ -165,7 +164,6 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
         DataError: a file or a record is wrong, or nothing that bears loss is left; a window may be empty.
     """
     window, end = recipe.window, (len(recipe.files), 0)
-    reading = Reading(recipe, tell)
     tallies: dict[tuple[int, str], Tally] = {}
     skipped: list[str] = []
     unused: Counter[str] = Counter()
@@ -177,7 +175,7 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
         def stopped() -> bool:
             return bool(bad.count) and recipe.on_bad_record == "stop"
 
-        for answer in _in_order(Encoder(recipe), reading.chunks(), workers, stopped):
+        for answer in _in_order(Encoder(recipe), _chunks(recipe, tell), workers, stopped):
             for origin, text in answer.bad:
                 bad.add(origin, DataError(text))
             if answer.columns is not None and not stopped():
@@ -188,7 +186,7 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
                 for group, tally in answer.columns.tallies.items():
                     tallies.setdefault(group, Tally()).add(tally)
             if window is not None and (writer.size >= window.n_bytes or stopped()):
-                end = answer.end if answer.end != reading.last else end
+                end = answer.end
                 break
         bad.finish()
     if window is None and not any(tally.samples for tally in tallies.values()):
@@ -205,7 +203,6 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
         "unused": dict(unused.most_common()),
         "notes": [[note, count, notes.examples[note]] for note, count in notes.counts.most_common()],
         "end": end,
-        "digest": Digests(folder).take(folder / SAMPLES),
     }
     meta["own_digest"] = digest_of(meta)
     replace_text(folder / META, json.dumps(meta))
@@ -217,38 +214,25 @@ def digest_of(meta: dict[str, Any]) -> str:
     return sha256(json.dumps(noted, sort_keys=True).encode()).hexdigest()
 
 
-class Reading:
-    """Reads the records of a recipe, and tells how far it is.
-
-    Attributes:
-        last: file and place of the last record, once it was handed out with less than a whole chunk.
-    """
-
-    def __init__(self, recipe: Recipe, tell: Tell) -> None:
-        self.last: tuple[int, int] | None = None
-        self._recipe = recipe
-        self._tell = tell
-
-    def chunks(self) -> Iterator[list[Raw]]:
-        """The records in lots that make about the same work."""
-        total, done, records = self._recipe.size(), 0, 0
-        chunk: list[Raw] = []
-        size = 0
-        first, skip = self._recipe.window[:2] if self._recipe.window else (0, 0)
-        for file, (path, format_name, _) in list(enumerate(self._recipe.files))[first:]:
-            before = skip if file == first else 0
-            later = islice(read_file(Path(path), format_name), before, None)
-            for place, record in enumerate(later, start=before + 1):
-                chunk.append(Raw(file, place, record))
-                size += _size(record)
-                if size >= CHUNK_BYTES or len(chunk) >= CHUNK_RECORDS:
-                    done, records = done + size, records + len(chunk)
-                    yield chunk
-                    chunk, size = [], 0
-                    self._tell("tokenizing", done, total, records)
-        if chunk:
-            self.last = chunk[-1].file, chunk[-1].place
-            yield chunk
+def _chunks(recipe: Recipe, tell: Tell) -> Iterator[list[Raw]]:
+    """The records in lots that make about the same work."""
+    total, done, records = recipe.size(), 0, 0
+    chunk: list[Raw] = []
+    size = 0
+    first, skip = recipe.window[:2] if recipe.window else (0, 0)
+    for file, (path, format_name, _) in list(enumerate(recipe.files))[first:]:
+        before = skip if file == first else 0
+        later = islice(read_file(Path(path), format_name), before, None)
+        for place, record in enumerate(later, start=before + 1):
+            chunk.append(Raw(file, place, record))
+            size += _size(record)
+            if size >= CHUNK_BYTES or len(chunk) >= CHUNK_RECORDS:
+                done, records = done + size, records + len(chunk)
+                yield chunk
+                chunk, size = [], 0
+                tell("tokenizing", done, total, records)
+    if chunk:
+        yield chunk
 
 
 def _size(record: RawRecord) -> int:

@@ -199,7 +199,6 @@ def open_stream(
     truncate: Truncate = "turns",
     seed: int = 0,
     log: Console | None = None,
-    active: bool = False,
 ) -> Stream:
     """A stream of records; nothing is tokenized yet. See `data.dataset.load_dataset`.
 
@@ -221,7 +220,7 @@ def open_stream(
         files += [DataFile(str(file), source.format, source.columns) for file in files_of(source)] * int(source.repeat)
     recipe = Recipe(tuple(files), str(tokenizer), as_prompts(prompt_format), max_seq_len, on_bad_record, truncate)
     log = log or Console(quiet=True)
-    windows = Windows(recipe, int(gigabytes * 1e9 * SHARE), seed, folder, log, active)
+    windows = Windows(recipe, int(gigabytes * 1e9 * SHARE), seed, folder, log)
     sizes = windows.sizes.values()
     log.print(
         f"data: {len(sizes):,} files of {sum(sizes) / 1e9:,.2f} GB, tokenized while training: at most {gigabytes:g} GB "

@@ -61,13 +61,12 @@ class Windows:
         recipe: of all records.
         folder: for the samples of this run and no other.
         log: told whom this process waits for.
-        active: whether this process shows progress.
 
     Raises:
         DataError: a file is missing.
     """
 
-    def __init__(self, recipe: Recipe, n_bytes: int, seed: int, folder: Path, log: Console, active: bool) -> None:
+    def __init__(self, recipe: Recipe, n_bytes: int, seed: int, folder: Path, log: Console) -> None:
         self.made: list[Made] = []
         self.sizes = {file.path: stamp(Path(file.path))[0] for file in recipe.files}
         self.n_bytes = n_bytes
@@ -76,7 +75,6 @@ class Windows:
         self._seed = seed
         self._folder = folder
         self._log = log
-        self._active = active
         self._ahead: dict[int, _Job] = {}
 
     def begin(self, number: int) -> Place:
@@ -96,7 +94,7 @@ class Windows:
         job = self._ahead.pop(number, None)
         if job is not None and job.is_alive():
             self._log.print(f"data: the run waits for window {number + 1}: tokenizing is slower than training")
-        job = job or _Job(lambda: open_cache(recipe, self._folder, self._log, self._active))
+        job = job or _Job(lambda: open_cache(recipe, self._folder, self._log))
         folder = job.result(waiting)
         dataset = Dataset(folder, [file.path for file in recipe.files])
         file, skip = read_meta(folder)["end"]
@@ -125,7 +123,7 @@ class Windows:
         """Begin to make a window whose predecessor was made, and go on; `open` will wait for it."""
         if number not in self._ahead:
             recipe, quiet = self._recipe_of(number), Console(quiet=True)
-            self._ahead[number] = _Job(lambda: open_cache(recipe, self._folder, quiet, active=False))
+            self._ahead[number] = _Job(lambda: open_cache(recipe, self._folder, quiet, progress=False))
 
     def keep(self, numbers: Collection[int]) -> None:
         """Remove the samples of all windows but these."""
@@ -134,7 +132,7 @@ class Windows:
     def peek(self) -> Dataset:
         """The samples of the first records, which are no window."""
         recipe = self._recipe_of(0, n_bytes=1)
-        return Dataset(open_cache(recipe, self._folder, self._log, self._active), [file.path for file in recipe.files])
+        return Dataset(open_cache(recipe, self._folder, self._log), [file.path for file in recipe.files])
 
     def _of_epoch(self, epoch: int) -> Iterable[Made]:
         return (made for number, made in enumerate(self.made) if self.begin(number).epoch == epoch)

@@ -15,11 +15,13 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import pyarrow
 import pytest
 
 from data.cache import building, recipe
 from data.cache.digests import Digests
 from data.cache.recipe import DataFile, Recipe
+from data.cache.sample_file import PARTS
 from data.cache.store import Cache, default_folder
 from data.cache.tokenizing import SAMPLES
 from data.chat.prompts import Prompts
@@ -204,27 +206,30 @@ def test_a_digest_of_a_file_that_was_just_written_is_not_remembered(
     assert digests.known(data) is None
 
 
-@pytest.mark.parametrize("damage", ["cut", "emptied", "replaced", "meta lost", "meta cut", "meta replaced", "copied"])
+def use(dataset: Dataset) -> None:
+    """Everything that a run may look at."""
+    assert dataset.lengths.sum() and dataset.supervised.sum() and len(dataset.digests) == len(dataset.types)
+    assert all(dataset.origin(number) for number in range(len(dataset)))
+    assert dataset.largest_id()
+    assert len(ids_of(dataset)) == len(dataset)
+
+
+def ids_of(dataset: Dataset) -> list[list[int]]:
+    return [sample["input_ids"].tolist() for sample in dataset.samples]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("damage", ["cut", "emptied", "meta lost", "meta cut", "meta replaced"])
 def test_a_damaged_cache_is_noticed_and_built_anew(
     tmp_path: Path, load: Load, builds: list[str], damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = write(tmp_path / "a.jsonl", records(50))
     first = load(data)
-    samples = [sample["input_ids"].tolist() for sample in first.samples]  # type: ignore[attr-defined]
+    samples = ids_of(first)
     meta = first.folder / "meta.json"
     if damage == "cut":
         os.truncate(first.folder / SAMPLES, (first.folder / SAMPLES).stat().st_size - 1)
     elif damage == "emptied":
         os.truncate(first.folder / SAMPLES, 0)
-    elif damage in ("replaced", "copied"):  # the same size and time, and an Arrow file still
-        path, before = first.folder / SAMPLES, (first.folder / SAMPLES).stat()
-        content, token = path.read_bytes(), samples[3][-1].to_bytes(4, "little")
-        path.write_bytes(content.replace(token, (samples[3][-1] ^ 1).to_bytes(4, "little")))
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-        if damage == "copied":  # as whoever moves a cache to another machine has no notes of its digests
-            for note in first.folder.glob("*.json"):
-                if note != meta:
-                    note.unlink()
     elif damage == "meta lost":
         meta.unlink()
     elif damage == "meta replaced":
@@ -234,23 +239,38 @@ def test_a_damaged_cache_is_noticed_and_built_anew(
     second = load(data)
     assert len(builds) == 2
     assert caplog.messages == [f"warning: {first.folder}: these tokenized records are damaged; tokenizing anew"]
-    assert [sample["input_ids"].tolist() for sample in second.samples] == samples  # type: ignore[attr-defined]
+    assert ids_of(second) == samples
     assert len(caches(tmp_path)) == 1
     assert not left_over(tmp_path)
 
 
-def test_a_whole_cache_that_was_moved_here_is_read_once_and_taken(
-    tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("part", PARTS)
+def test_a_wrong_byte_is_found_where_it_is_used_and_mended_by_the_next_start(
+    part: str, tmp_path: Path, load: Load, builds: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = write(tmp_path / "a.jsonl", records(5))
-    folder = load(data).folder
-    written = (folder / SAMPLES).stat().st_mtime_ns
-    for note in folder.glob("*.json"):
-        if note.name != "meta.json":
-            note.unlink()
-    load(data)
-    monkeypatch.setattr(Digests, "take", None)  # whoever calls it fails
-    assert (load(data).folder / SAMPLES).stat().st_mtime_ns == written
+    """Wherever it lies: no token is trained on, and no length counts, that was not written."""
+    monkeypatch.setattr("data.cache.tokenizing.CHUNK_RECORDS", 10)
+    data = write(tmp_path / "a.jsonl", records(50))
+    first = load(data)
+    samples, lengths = ids_of(first), first.lengths.tolist()
+    path = first.folder / SAMPLES
+    with pyarrow.memory_map(str(path)) as mapped, pyarrow.ipc.open_file(mapped) as file:
+        column, _, piece = part.partition(".")
+        found = file.get_batch(3).column(column)
+        mapped.seek(0)
+        at = (getattr(found, piece) if piece else found).buffers()[1].address - mapped.read_buffer().address
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    damaged = load(data)  # nothing but the tables of contents is read here
+    assert len(builds) == 1
+    told = f"{first.folder}: these tokenized records are damaged; started again, a run tokenizes them anew"
+    with pytest.raises(DataError) as caught:
+        use(damaged)
+    assert str(caught.value) == told
+    mended = load(data)
+    assert len(builds) == 2
+    assert (ids_of(mended), mended.lengths.tolist()) == (samples, lengths)
 
 
 def test_a_file_of_the_right_size_that_is_no_arrow_file_is_noticed(tmp_path: Path, load: Load) -> None:
@@ -311,15 +331,14 @@ def test_the_lease_of_a_killed_process_is_free(tmp_path: Path, tokenizer_folder:
 
 @pytest.mark.parametrize("content", ["", json.dumps(["node9", 17, "2020-01-01", "another kernel", "token"])])
 def test_a_lease_of_somebody_silent_is_taken_over(
-    content: str, tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
+    content: str, tmp_path: Path, load: Load, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process was killed before it could say in the file who it is, or a machine is gone."""
     monkeypatch.setattr(building, "Lease", partial(Lease, interval=0.05))
     data = write(tmp_path / "a.jsonl", records(50))
     built = load(data).folder
     shutil.rmtree(built)
-    (note,) = (tmp_path / "cache" / "builds").glob("*.note")
-    left = note.with_suffix(".lease-000007")
+    left = tmp_path / "cache" / "builds" / f"{plain_recipe(data, tokenizer_folder).identity()}.lease-000007"
     left.write_text(content)
     again = Thread(target=load, args=[data], daemon=True)
     again.start()
