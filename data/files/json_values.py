@@ -1,8 +1,8 @@
 """Cuts a stream of JSON, a list or objects one after the other, into its records without holding it in memory.
 
 The standard library's scanner finds where each record ends; its text is handed on as bytes, to be checked and parsed
-elsewhere. A library that streams JSON stops at the first thing that is wrong. Here the rest of a damaged file is still
-read: records of one file begin alike (`{"instruction":`), so the next record is looked for by such a beginning.
+elsewhere. Behind the first thing that is no JSON nobody knows where the next record begins: a complaint says so, and
+is the last thing that is given.
 
 Memory: the record at hand and what was read beyond it, about 1 MiB; a record over `MAX_RECORD` is given up.
 """
@@ -12,17 +12,13 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 MAX_RECORD = 64 << 20  # bytes or characters: what is longer is no sample but a broken file
-MAX_OPENINGS = 16
 LONGEST_TOKEN = 16  # a literal or an escape that the end of the buffer cuts is shorter
 
+REST_IS_LOST = "what follows in this file cannot be read either"
 WHITE_SPACE = re.compile(r"[ \t\r\n]*")
-OPENING = re.compile(r'\{\s*"(?:[^"\\]|\\.){0,100}"')
-ANY_OPENING = r'\{\s*"'
-FIELD = re.compile(r'"\s*:\s*(\[\s*)?$')  # what stands before a field's value, or before the first entry of its list
-FIELD_REACH = 200  # characters of it, white space included
 
 # Only the ends of values matter here. Numbers are not made (`len` of their text is as good), and control characters in
 # strings are passed over: whoever parses the record says what is wrong with it.
@@ -38,40 +34,44 @@ def split(chunks: Iterable[bytes], in_list: bool, wrapped: bool = False) -> Iter
         wrapped: whether something may follow the bracket: the list is the field of an object.
     """
     buffer = _Buffer(chunks)
-    openings: dict[str, None] = {}
-    certain = True  # that a record begins here, and not an object inside a broken one
-    closed = not in_list
     number = 0
-    while char := buffer.peek():
-        if in_list and char == "]":
-            closed = True
-            following = buffer.move(buffer.at + 1)
-            end_expected = not following or (wrapped and following in ",}")
-            certain = buffer.recover(openings, guess=not openings)
-            if not end_expected or buffer.peek():
-                yield number, "not JSON: something follows the end of the list"
-            continue
+    while (char := buffer.peek()) and not (in_list and char == "]"):
         number += 1
-        # Nothing but an object is a record; a string that has lost its beginning would swallow that of the next one.
-        end, complaint = buffer.scan() if char == "{" else (0, f"expected an object, found {char!r}")
-        if not complaint:
-            value = buffer.text[buffer.at : end]
-            following = buffer.move(end)
-            if in_list and following == ",":
-                buffer.at += 1
-            elif following and following != "{" and not (in_list and following == "]"):
-                complaint = f"not JSON: expected a comma behind the record, found {following!r}"
-            yield number, value.encode("utf-8", "surrogateescape")
-            if certain and len(openings) < MAX_OPENINGS and (opening := OPENING.match(value)):
-                openings[opening.group()] = None
-        if complaint:
-            yield number, complaint
-            own = OPENING.match(buffer.text, buffer.at) if certain else None
+        end, broken = buffer.scan()
+        value = buffer.text[buffer.at : end]
+        following = buffer.move(end) if not broken else ""
+        if in_list and following == ",":
             buffer.at += 1
-            certain = buffer.recover([*openings, *([own.group()] if own else [])], guess=not openings)
-            closed |= buffer.at == len(buffer.text)  # nothing is left: that the list has no end goes without saying
-    if not closed:
+        elif following and following != "{" and not (in_list and following == "]"):
+            broken = f"not JSON: expected a comma behind the record, found {following!r}"
+        if char == "{" and value:
+            yield number, value.encode("utf-8", "surrogateescape")
+        elif not broken:
+            yield number, f"expected an object, found {char!r}"
+        if broken:
+            yield number, f"{broken}; {REST_IS_LOST}"
+            return
+    if in_list and not char:
         yield number, "not JSON: the list has no end; the file is cut off"
+    elif in_list and (complaint := _behind(buffer, wrapped)):
+        yield number, f"{complaint}; {REST_IS_LOST}"
+
+
+def _behind(buffer: _Buffer, wrapped: bool) -> str:
+    """What is wrong with that which stands behind the list, whose end is next."""
+    following = buffer.move(buffer.at + 1)
+    if wrapped and following == "}":
+        following = buffer.move(buffer.at + 1)
+    elif wrapped and following == ",":
+        buffer.text, buffer.at = "{" + buffer.text[buffer.at + 1 :], 0
+        end, broken = buffer.scan()
+        if broken:
+            return broken
+        for name, value in DECODER.raw_decode(buffer.text)[0].items():
+            if isinstance(value, list) and any(isinstance(each, dict) for each in value):
+                return f"field '{name}' holds records, too; expected one list, in the field 'data'"
+        following = buffer.move(end)
+    return "not JSON: something follows the end of the list" if following else ""
 
 
 class _Buffer:
@@ -114,7 +114,7 @@ class _Buffer:
         return self.peek()
 
     def scan(self) -> tuple[int, str]:
-        """Where the object at `at` ends, and an empty text; or what is wrong with it."""
+        """Where the value at `at` ends, and an empty text; or what is wrong with it."""
         while True:
             try:
                 return DECODER.raw_decode(self.text, self.at)[1], ""
@@ -122,37 +122,11 @@ class _Buffer:
                 complaint = f"not JSON: {error.msg} at character {error.pos - self.at + 1} of the record"
                 unterminated = error.msg.startswith("Unterminated string")
                 if not unterminated and error.pos < len(self.text) - LONGEST_TOKEN:
-                    return 0, complaint
+                    return self.at, complaint
             except RecursionError:
-                return 0, "nested too deeply; expected fewer levels"
+                return self.at, "nested too deeply; expected fewer levels"
             if self.ended:
-                return 0, complaint
+                return self.at, complaint
             if len(self.text) - self.at > MAX_RECORD:
-                return 0, f"longer than {MAX_RECORD >> 20} MiB; expected a shorter record"
+                return self.at, f"longer than {MAX_RECORD >> 20} MiB; expected a shorter record"
             self.more()
-
-    def recover(self, openings: Collection[str], guess: bool) -> bool:
-        """Go to the next record that begins in one of these ways, or to the end; whether there is one.
-
-        Args:
-            guess: take any object where no such record is in sight.
-        """
-        while True:
-            if (place := self._find("|".join(map(re.escape, openings)))) >= 0:
-                self.at = place
-                return True
-            if guess and (place := self._find(ANY_OPENING)) >= 0:
-                self.at = place
-                return False
-            longest = max(map(len, openings), default=0)  # the end of the buffer may cut one
-            self.at = max(self.at, len(self.text) - longest)
-            if not self.more():
-                self.at = len(self.text)
-                return False
-
-    def _find(self, opening: str) -> int:
-        """Where the next object with such an opening stands, -1 where there is none; a field's value does not count."""
-        for hit in re.compile(opening).finditer(self.text, self.at) if opening else ():
-            if not FIELD.search(self.text, max(0, hit.start() - FIELD_REACH), hit.start()):
-                return hit.start()
-        return -1

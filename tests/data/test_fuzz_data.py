@@ -25,6 +25,7 @@ from pyarrow import parquet
 from data.errors import DataError
 from data.files.decompression import GZIP, ZSTD
 from data.files.formats import FORMATS
+from data.files.json_values import REST_IS_LOST
 from data.files.kinds import MARKS
 from data.files.raw_records import PARQUET, RawRecord
 from data.files.reading import LONGEST_LINE, SHOWN, parse, read
@@ -194,8 +195,8 @@ FILLINGS: list[dict[str, Any]] = [
 ALIKE = 2  # the filling that looks like records
 
 
-def texts_read(path: Path) -> list[str]:
-    """The texts that come out of a file, bad records skipped; the log is looked at as well."""
+def texts_read(path: Path) -> tuple[list[str], list[str]]:
+    """The texts that come out of a file, bad records skipped, and the log, which is looked at as well."""
     log: list[str] = []
     texts = []
     for _, record in read([Source(path=str(path))], "skip", log.append):
@@ -210,11 +211,11 @@ def texts_read(path: Path) -> list[str]:
     except DataError as error:
         assert log
         assert all(map(str.isprintable, str(error).split("\n")))
-    return texts
+    return texts, log
 
 
 def file_body(folder: Path, name: str, count: int, filling: int, damage: Damage) -> None:
-    """A file of JSON or text is damaged in one place: all records that this place does not touch are read."""
+    """A file is damaged in one place: all records before it are read, and those behind it, or their loss is told."""
     frame = FRAMES[name]
     if frame.fragile and filling == ALIKE:
         return  # what is left can be a whole record again, whose inner list holds the others
@@ -224,17 +225,23 @@ def file_body(folder: Path, name: str, count: int, filling: int, damage: Damage)
     path = folder / f"a{frame.suffix}"
     path.write_bytes(damage.on(content))
     start, stop = damage.place(content)
-    untouched, begin = [], len(frame.before)
+    untouched, safe, begin = [], 0, len(frame.before)
     for text, piece in zip(texts, pieces, strict=True):
         # What stands between two records belongs to both of them.
         first, last = begin - len(frame.between), begin + len(piece) + len(frame.between)
         if stop < first or start > last:
             untouched.append(text)
+            safe += start > last
         begin += len(piece) + len(frame.between)
     if (frame.fragile and start <= len(frame.before)) or damage.on(content).startswith(OTHER_FILES):
-        untouched = []
-    found = texts_read(path)
-    assert [text for text in found if text in untouched] == untouched
+        untouched, safe = [], 0
+    found, log = texts_read(path)
+    kept = [text for text in found if text in untouched]
+    assert kept == untouched[: len(kept)]
+    if len(kept) < len(untouched):
+        assert frame.before or start <= len(pieces[0])  # the first line shows that a file has one record a line
+        assert len(kept) >= safe
+        assert any(REST_IS_LOST in line or "expected an object, found '['" in line for line in log)
 
 
 FILE_ARGUMENTS: dict[str, SearchStrategy[Any]] = {
@@ -264,7 +271,7 @@ def packed_body(folder: Path, kind: str, count: int, damage: Damage) -> None:
         parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=7)
     content = path.read_bytes()
     path.write_bytes(damage.on(content))
-    found = texts_read(path)
+    found, _ = texts_read(path)
     if damage.on(content) == content:
         assert found == texts
     elif damage.cut and kind == "gzip":

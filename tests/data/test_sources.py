@@ -95,7 +95,7 @@ def test_what_a_file_holds_is_found_at_any_size(layout: str, size: int, tmp_path
         (b'{\n"text":\n"a"}\n', [{"text": "a"}]),
         (b'{"data": [1, 2]}\n{"data": [3]}\n', [{"data": [1, 2]}, {"data": [3]}]),  # lines with a field of that name
         (b'{"id": "x", "data": "a"}', [{"id": "x", "data": "a"}]),
-        (b'[1, "a"]', ["expected an object, found '1'"]),
+        (b'[1, "a"]', ["expected an object, found '1'", "expected an object, found '\"'"]),
         (b'[{"text": "a"},]', [{"text": "a"}]),
         (b'[{"text": "a"} {"text": "b"}]', [{"text": "a"}, {"text": "b"}]),
     ],
@@ -240,19 +240,29 @@ GOOD = [b'{"text": "%d", "inner": [{"role": "x"}, {"role": "y"}]}' % number for 
 @pytest.mark.parametrize("place", [0, 2, 4])
 @pytest.mark.parametrize("separator", [b", ", b",\n  "])
 @pytest.mark.parametrize("chunk", [16, 1 << 20])
-def test_the_records_around_a_broken_one_are_kept(
+def test_what_stands_before_a_break_is_kept_and_what_is_lost_is_told(
     broken: bytes, place: int, separator: bytes, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decompression, "CHUNK", chunk)
     path = tmp_path / "a.json"
     path.write_bytes(b"[" + separator.join([*GOOD[:place], broken, *GOOD[place:]]) + b"]")
+    *kept, last = read(path)
+    assert [raw.value for raw in kept][:place] == GOOD[:place]
+    assert all(raw.kind == "json" for raw in kept)
+    assert last.kind == "damage"
+    assert last.number >= place
+    if place < len(GOOD):
+        assert "what follows in this file cannot be read" in last.value
+
+
+def test_a_value_that_is_no_object_costs_nothing_but_itself(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(b"[" + b", ".join([GOOD[0], b"[{}]", b"null", b'"{"', b"-1.5", GOOD[1]]) + b"]")
     raws = read(path)
-    found = [raw.value for raw in raws if raw.kind == "json"]
-    assert [value for value in found if value in GOOD] == GOOD
-    assert any(raw.kind == "damage" for raw in raws)
-    if place and broken is BROKEN:
-        assert [(raw.number, raw.kind) for raw in raws if raw.value not in GOOD] == [(place + 1, "damage")]
-        assert [raw.number for raw in raws] == [1, 2, 3, 4, 5]
+    assert [raw.value for raw in raws if raw.kind == "json"] == GOOD[:2]
+    complaints = [raw.value for raw in raws if raw.kind == "damage"]
+    assert complaints == [f"expected an object, found {first!r}" for first in '[n"-']
+    assert [raw.number for raw in raws] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_list_that_is_cut_off_keeps_its_whole_records(tmp_path: Path) -> None:
@@ -266,6 +276,27 @@ def test_a_list_that_is_cut_off_keeps_its_whole_records(tmp_path: Path) -> None:
     assert damage[1:3] == (4, "damage")
 
 
+@pytest.mark.parametrize(
+    ("behind", "complaint"),
+    [
+        ("}", ""),
+        (', "version": {"data": [1]}}', ""),
+        (', "test": [{"text": "b"}]}', "field 'test' holds records, too; expected one list, in the field 'data'"),
+        ('}, {"text": "b"}]}', "not JSON: something follows the end of the list"),
+        (
+            ', {"text": "b"}]}',
+            "not JSON: Expecting property name enclosed in double quotes at character 3 of the record",
+        ),
+    ],
+)
+def test_what_stands_beside_the_list_of_a_field(behind: str, complaint: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"name": "n", "data": [{"text": "a"}]' + behind, encoding="utf-8")
+    first, *others = read(path)
+    assert json.loads(first.value) == {"text": "a"}
+    assert [raw.value for raw in others] == [f"{complaint}; {json_values.REST_IS_LOST}"] * bool(complaint)
+
+
 def test_what_is_too_long_for_a_record_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (raw_records, json_values):
         monkeypatch.setattr(module, "MAX_RECORD", 1 << 20)
@@ -274,9 +305,13 @@ def test_what_is_too_long_for_a_record_is_passed_over(tmp_path: Path, monkeypatc
     for name, content in {"a.jsonl": b"\n".join(lines), "a.json": b"[" + b",".join(lines) + b"]"}.items():
         path = tmp_path / name
         path.write_bytes(content)
-        first, second, third = read(path)
-        assert (first.value, third.value) == (lines[0], lines[2])
-        assert second[1:] == (2, "damage", "longer than 1 MiB; expected a shorter record")
+        first, second, *others = read(path)
+        assert [first.value, *(raw.value for raw in others)] == (
+            [lines[0], lines[2]] if name == "a.jsonl" else lines[:1]
+        )
+        assert second[1:3] == (2, "damage")
+        lost = f"; {json_values.REST_IS_LOST}" if name == "a.json" else ""
+        assert second.value == f"longer than 1 MiB; expected a shorter record{lost}"
     path = tmp_path / "a.txt"
     path.write_bytes(b"x " * (1 << 20))
     assert values(path, "text_file") == ["longer than 1 MiB; expected a shorter record"]
