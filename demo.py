@@ -29,7 +29,7 @@ class Chat:
         import torch  # takes seconds, as do the others: --help does without
 
         from data.chat.native_tokenizers import end_tokens
-        from data.tokenize import load_tokenizer
+        from data.tokenized.tokenize import load_tokenizer
         from models import load_model
         from models.checkpoint.layout import resolve
         from models.generate import stop_ids
@@ -44,7 +44,7 @@ class Chat:
 
     def ask(self, text: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
         """Yield the answer in pieces as it is written, and remember it."""
-        from data.tokenize import encode_question
+        from data.tokenized.tokenize import encode_question
         from models.generate import generate
 
         asked = (*self.said, Said("user", text))

@@ -183,7 +183,7 @@ def make_tokenizer(folder: Path) -> None:
 
 def load(folder: Path, data: Path) -> dict[str, Any]:
     """Ask for the samples, as a run does."""
-    from data.dataset import load_dataset
+    from data.tokenized.dataset import load_dataset
 
     begin = time.perf_counter()
     dataset = load_dataset(data, folder / "tokenizer", LIMIT, "chat_template", cache_dir=folder / "cache")
@@ -197,8 +197,8 @@ def load(folder: Path, data: Path) -> dict[str, Any]:
 def bare(folder: Path, data: Path) -> dict[str, Any]:
     """Give the texts of the same samples to the tokenizer alone."""
     from data.chat.prompts import Prompts
-    from data.files.formats import convert
-    from data.tokenize import Writer, load_tokenizer
+    from data.records.formats import convert
+    from data.tokenized.tokenize import Writer, load_tokenizer
 
     tokenizer = load_tokenizer(folder / "tokenizer")
     writer = Writer(tokenizer, Prompts("chat_template"))

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from data.tokenize import encode
+    from data.tokenized.tokenize import encode
 
 __all__ = ["encode"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "encode":
-        from data.tokenize import encode  # brings transformers along, which a reader of configs can do without
+        from data.tokenized.tokenize import (
+            encode,  # brings transformers along, which a reader of configs can do without
+        )
 
         return encode
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from data.errors import DataError
 from data.packing import Packing, best_fit, level
-from data.sample_set import SampleSet
-from data.tokenize import IGNORED
+from data.tokenized.sample_set import SampleSet
+from data.tokenized.tokenize import IGNORED
 
 PAD_MULTIPLE = 8  # lengths are rounded up: kernels like multiples of eight, and shapes repeat more often
 

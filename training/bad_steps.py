@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from rich.console import Console
 from tqdm import tqdm
 
-from data.dataset import Dataset
 from data.loader import GlobalBatch, Loader
 from data.streaming.stream import Stream
+from data.tokenized.dataset import Dataset
 from training.engine.trainer import Trainer
 from training.errors import RunRefused
 

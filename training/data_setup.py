@@ -12,17 +12,17 @@ from typing import Any
 import numpy
 from rich.console import Console
 
-from data.cache.store import default_folder
 from data.chat.prompts import Prompts, format_of
-from data.dataset import Dataset, load_dataset
-from data.files.paths import expanded
-from data.files.sources import Source
 from data.loader import Loader
 from data.packing import choose_row_length
-from data.sample_set import SampleSet
+from data.paths import expanded
+from data.records.sources import Source
 from data.streaming.loader import StreamLoader
 from data.streaming.stream import Stream, open_stream
-from data.tokenize import load_tokenizer
+from data.tokenized.dataset import Dataset, load_dataset
+from data.tokenized.sample_set import SampleSet
+from data.tokenized.store import default_folder
+from data.tokenized.tokenize import load_tokenizer
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 

@@ -12,7 +12,7 @@ import math
 
 from tqdm import tqdm
 
-from data.dataset import Dataset
+from data.tokenized.dataset import Dataset
 from training.config.keys import TrainConfig
 from training.data_setup import build_loader
 from training.distributed.rank_monitor import RankMonitor

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.chat import Chat
 from data.chat.messages import said_in
-from data.records import Pretrain, Record, Segments, Tokenized
+from data.records.chat import Chat
+from data.records.record import Pretrain, Record, Segments, Tokenized
 
 BEGINNING = 2  # characters of a name that are looked for first
 ESCAPE = b"\\u"  # JSON may write any character so

@@ -14,17 +14,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from data.chat.messages import JSON, Call, Said, answer, call_id_of, runs_merged
-from data.chat.prompts import (
-    API_CALL,
-    API_FINAL,
-    API_RESULT,
-    API_THOUGHT,
-    API_TITLE,
-    CHAT_CONTEXT,
-    THINKING,
-    Fallback,
-)
+from data.chat.prompts import Fallback
 from data.chat.written import Span
+from data.prompt_texts import API_CALL, API_FINAL, API_RESULT, API_THOUGHT, API_TITLE, CHAT_CONTEXT, THINKING
 
 Rewrite = Callable[[Sequence[Said], list[JSON]], tuple[list[Said], list[JSON]]]
 

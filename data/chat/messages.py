@@ -10,8 +10,9 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from data.chat.chat import Chat
-from data.chat.prompts import (
+from data.chat.prompts import Mask
+from data.chat.written import Span
+from data.prompt_texts import (
     API_CALL,
     API_FINAL,
     API_RESULT,
@@ -20,10 +21,9 @@ from data.chat.prompts import (
     CHAT_CONTEXT,
     CHAT_INPUT,
     REFERENCE_TITLE,
-    Mask,
 )
-from data.chat.written import Span
-from data.records import ApiAnswer, ConverHasApi, Conversation, Instruct, RefQA
+from data.records.chat import Chat
+from data.records.record import ApiAnswer, ConverHasApi, Conversation, Instruct, RefQA
 
 JSON = dict[str, Any]
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from data.chat.fallbacks import calls_as_text, describe, systems_as_questions, thoughts_as_text
 from data.chat.messages import JSON, Said, runs_merged
-from data.chat.prompts import (
+from data.chat.written import Span, Written, join
+from data.prompt_texts import (
     API_TITLE,
     PLAIN_ANSWER,
     PLAIN_ASK,
@@ -20,7 +21,6 @@ from data.chat.prompts import (
     PLAIN_HEADER_WITH_INPUT,
     SYSTEM_TITLE,
 )
-from data.chat.written import Span, Written, join
 
 
 def write_plain(said: Sequence[Said], tools: list[JSON], end: str, open_end: bool = False) -> Written:

@@ -1,4 +1,4 @@
-"""How records are asked to be written: the config's keys for prompts, and every text that Pipetune itself puts in.
+"""How records are asked to be written: the config's keys for prompts.
 
 A record is written by a chat template (`data.chat.chat_template`), the tokenizer's own or one from a file, or in the
 plain format (`data.chat.plain`, the well-known instruction prompt). demo.py asks through the same functions, so that a
@@ -15,7 +15,7 @@ from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
 from data.errors import DataError
-from data.files.paths import read_small
+from data.paths import read_small
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,30 +25,6 @@ Fallback = Literal["rewrite", "refuse"]
 Mask = Literal["assistant", "last_turn", "all"]
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
 Truncate = Literal["turns", "oldest", "refuse"]
-
-PLAIN_HEADER = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-)
-PLAIN_HEADER_WITH_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. "
-    "Write a response that appropriately completes the request.\n\n"
-)
-PLAIN_CONTEXT = "### {title}:\n{text}\n\n"
-PLAIN_ANSWER = "### Response:\n"
-PLAIN_ASK = "### Instruction:\n{ask}\n\n" + PLAIN_ANSWER
-PLAIN_ASK_WITH_INPUT = "### Instruction:\n{ask}\n\n### Input:\n{input}\n\n" + PLAIN_ANSWER
-
-CHAT_CONTEXT = "{title}:\n{text}\n\n"
-CHAT_INPUT = "{ask}\n\n{input}"
-
-REFERENCE_TITLE = "Reference"
-SYSTEM_TITLE = "System"
-API_TITLE = "APIs"
-API_THOUGHT = "Thought: {thought}\n"
-API_CALL = "Action: {name}\nAction Input: {param}\nObservation:"
-API_RESULT = " {result}\n"
-API_FINAL = "Final Answer: {ans}"
-THINKING = "<think>\n{thought}\n</think>\n\n"  # where a template knows no thoughts, they are part of the answer
 
 
 def check_prompt_format(value: str) -> str:

@@ -20,13 +20,13 @@ import numpy
 from numpy.typing import NDArray
 from rich.console import Console
 
-from data.cache.recipe import DataFile, Recipe
 from data.chat.prompts import PromptFormat, Prompts, Truncate, as_prompts
-from data.dataset import Dataset
 from data.errors import DataError
-from data.files.reading import OnBadRecord
-from data.files.sources import Source, as_sources, files_of
+from data.records.reading import OnBadRecord
+from data.records.sources import Source, as_sources, files_of
 from data.streaming.windows import Made, Windows
+from data.tokenized.dataset import Dataset
+from data.tokenized.recipe import DataFile, Recipe
 
 SHARE = 0.5  # of the stream's bytes that a window takes
 
@@ -106,7 +106,7 @@ class Stream:
 
     @property
     def samples(self) -> Any:
-        """Looked up by number, as are the other two that a `data.sample_set.SampleSet` has."""
+        """Looked up by number, as are the other two that a `data.tokenized.sample_set.SampleSet` has."""
         return _Column(self, lambda dataset: dataset.samples)
 
     @property
@@ -200,7 +200,7 @@ def open_stream(
     seed: int = 0,
     log: Console | None = None,
 ) -> Stream:
-    """A stream of records; nothing is tokenized yet. See `data.dataset.load_dataset`.
+    """A stream of records; nothing is tokenized yet. See `data.tokenized.dataset.load_dataset`.
 
     Args:
         gigabytes: that samples may take on the disk at any time.

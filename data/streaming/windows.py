@@ -1,9 +1,9 @@
 """The windows of a streamed set: where each begins, and its samples, tokenized when they are wanted.
 
 An epoch's files stand in an order of its own, and their records are tokenized in that order by the same machinery as
-any set (`data.cache`). A window ends with the chunk of records by which its samples reach a number of bytes, or with
-the epoch. So where it begins is known when the one before it was made. That is kept (`Windows.made`), and whoever has
-kept it finds any window without making those before. To get to a window's first record its file is read from the
+any set (`data.tokenized`). A window ends with the chunk of records by which its samples reach a number of bytes, or
+with the epoch. So where it begins is known when the one before it was made. That is kept (`Windows.made`), and whoever
+has kept it finds any window without making those before. To get to a window's first record its file is read from the
 beginning, but not tokenized; files that are larger than a window make that slow.
 """
 
@@ -18,12 +18,12 @@ from typing import NamedTuple
 import numpy
 from rich.console import Console
 
-from data.cache.building import open_cache
-from data.cache.digests import stamp
-from data.cache.recipe import Recipe, Window
-from data.cache.store import Cache, read_meta
-from data.dataset import Dataset
 from data.errors import DataError
+from data.tokenized.dataset import Dataset
+from data.tokenized.digests import stamp
+from data.tokenized.opening import open_cache
+from data.tokenized.recipe import Recipe, Window
+from data.tokenized.store import Cache, read_meta
 
 POLL = 1.0  # seconds between two looks at a window that is being made
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.tokenize import load_tokenizer
+from data.tokenized.tokenize import load_tokenizer
 
 
 @pytest.fixture

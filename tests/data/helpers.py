@@ -8,11 +8,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.chat import Chat
 from data.chat.messages import said_in
 from data.chat.prompts import PromptFormat, Prompts
-from data.records import Pretrain, Segments, Tokenized, parse_record
-from data.tokenize import Sample, encode, encode_question, encode_whole
+from data.records.chat import Chat
+from data.records.record import Pretrain, Segments, Tokenized, parse_record
+from data.tokenized.tokenize import Sample, encode, encode_question, encode_whole
 from tests.data.template_styles import Style
 
 Runs = list[tuple[bool, str]]

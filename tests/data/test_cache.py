@@ -18,16 +18,16 @@ from typing import Any
 import pyarrow
 import pytest
 
-from data.cache import building, recipe
-from data.cache.digests import Digests
-from data.cache.recipe import DataFile, Recipe
-from data.cache.sample_file import PARTS
-from data.cache.store import Cache, default_folder
-from data.cache.tokenizing import SAMPLES
 from data.chat.prompts import Prompts
-from data.dataset import Dataset, load_dataset
 from data.errors import DataError
 from data.lease import Lease
+from data.tokenized import opening, recipe
+from data.tokenized.dataset import Dataset, load_dataset
+from data.tokenized.digests import Digests
+from data.tokenized.parallel import SAMPLES
+from data.tokenized.recipe import DataFile, Recipe
+from data.tokenized.sample_file import PARTS
+from data.tokenized.store import Cache, default_folder
 from tests.conftest import ROOT
 from tests.launching import IDLE, Launch, eventually
 
@@ -55,7 +55,7 @@ def age(path: Path, seconds: float = 60) -> None:
 @pytest.fixture(autouse=True)
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Digests of files that were just written are remembered as well: nobody writes them twice in a tick here."""
-    monkeypatch.setattr("data.cache.digests.SETTLED", -1.0)
+    monkeypatch.setattr("data.tokenized.digests.SETTLED", -1.0)
 
 
 @pytest.fixture
@@ -70,13 +70,13 @@ def load(tmp_path: Path, tokenizer_folder: Path) -> Load:
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that were tokenized, build by build."""
     seen: list[str] = []
-    build = building._build
+    build = opening._build
 
     def counted(cache: Cache, wanted: Recipe, *rest: Any) -> Path:
         seen.append(wanted.names)
         return build(cache, wanted, *rest)
 
-    monkeypatch.setattr(building, "_build", counted)
+    monkeypatch.setattr(opening, "_build", counted)
     return seen
 
 
@@ -199,7 +199,7 @@ def test_a_file_replaced_by_one_of_the_same_size_and_time_is_noticed(tmp_path: P
 def test_a_digest_of_a_file_that_was_just_written_is_not_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data.cache.digests.SETTLED", 60.0)
+    monkeypatch.setattr("data.tokenized.digests.SETTLED", 60.0)
     data = write(tmp_path / "a.jsonl", records(3))
     digests = Digests(tmp_path / "digests")
     digests.take(data)
@@ -249,7 +249,7 @@ def test_a_wrong_byte_is_found_where_it_is_used_and_mended_by_the_next_start(
     part: str, tmp_path: Path, load: Load, builds: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever it lies: no token is trained on, and no length counts, that was not written."""
-    monkeypatch.setattr("data.cache.tokenizing.CHUNK_RECORDS", 10)
+    monkeypatch.setattr("data.tokenized.parallel.CHUNK_RECORDS", 10)
     data = write(tmp_path / "a.jsonl", records(50))
     first = load(data)
     samples, lengths = ids_of(first), first.lengths.tolist()
@@ -334,7 +334,7 @@ def test_a_lease_of_somebody_silent_is_taken_over(
     content: str, tmp_path: Path, load: Load, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process was killed before it could say in the file who it is, or a machine is gone."""
-    monkeypatch.setattr(building, "Lease", partial(Lease, interval=0.05))
+    monkeypatch.setattr(opening, "Lease", partial(Lease, interval=0.05))
     data = write(tmp_path / "a.jsonl", records(50))
     built = load(data).folder
     shutil.rmtree(built)
@@ -383,7 +383,7 @@ def test_a_build_by_workers_equals_one_without(
     data = write(tmp_path / "a.jsonl", entries)
     alone = load(data)
     shutil.rmtree(alone.folder.parent)
-    monkeypatch.setattr(building, "SMALL", 0)
+    monkeypatch.setattr(opening, "SMALL", 0)
     together = load(data)
     assert len(builds) == 2
     assert together.fingerprint() == Dataset(together.folder, [str(data)]).fingerprint()
@@ -399,13 +399,13 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = write(tmp_path / "a.jsonl", records(3))
-    build = sys.modules["data.cache.store"].build
+    build = sys.modules["data.tokenized.store"].build
 
     def slow(*arguments: Any) -> None:
         build(*arguments)
         write(data, records(4))
 
-    monkeypatch.setattr("data.cache.store.build", slow)
+    monkeypatch.setattr("data.tokenized.store.build", slow)
     with pytest.raises(DataError, match="changed while"):
         load(data)
     assert not caches(tmp_path)
@@ -431,21 +431,21 @@ def test_the_environment_says_where_the_cache_is(monkeypatch: pytest.MonkeyPatch
 def test_the_key_leaves_out_no_code_that_samples_depend_on() -> None:
     """What the builder loads counts, but for what is known to only carry and store."""
     script = (
-        "import sys; sys.modules['torch'] = None; import data.cache.builder, data.cache.building; "
+        "import sys; sys.modules['torch'] = None; import data.tokenized.builder, data.tokenized.opening; "
         "print(*[name[5:].replace('.', '/') for name in sys.modules if name.startswith('data.')])"
     )
     told = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True)
     loaded = set(told.stdout.split())
-    assert {"tokenize", "cache/columns", "chat/prompts"} <= loaded
-    assert not loaded & set(recipe.LATER)
-    assert set(recipe.CARRIERS) <= loaded
-    for name in {*recipe.CARRIERS, *recipe.LATER}:
-        assert (ROOT / "data" / f"{name}.py").exists()
+    assert {"tokenized/tokenize", "tokenized/columns", "chat/prompts"} <= loaded
+    assert not [name for name in loaded if name.startswith(tuple(recipe.LATER.split()))]
+    assert set(recipe.CARRIERS.split()) <= loaded
+    for name in f"{recipe.CARRIERS} {recipe.LATER}".split():
+        assert (ROOT / "data" / name).is_dir() or (ROOT / "data" / f"{name}.py").exists()
 
 
 def test_a_tokenizer_needs_no_torch(tokenizer_folder: Path) -> None:
     script = (
-        "import sys; sys.modules['torch'] = None; from data.tokenize import load_tokenizer; "
+        "import sys; sys.modules['torch'] = None; from data.tokenized.tokenize import load_tokenizer; "
         f"load_tokenizer({str(tokenizer_folder)!r}); assert not any(name.startswith('torch.') for name in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)

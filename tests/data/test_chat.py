@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from data.chat.chat_template import ChatTemplate
 from data.chat.survival import NO_THOUGHTS
 from data.errors import DataError
-from data.tokenize import Tokens, encode_many, encode_whole
+from data.tokenized.tokenize import Tokens, encode_many, encode_whole
 from tests.data.helpers import RECORDS, REWRITING, chat, rendered, runs_of, runs_under, supervised, whole_text
 from tests.data.template_styles import (
     CHATGLM3,

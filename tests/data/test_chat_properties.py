@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.chat import Chat
 from data.chat.chat_template import chat_template
 from data.chat.messages import said_in
 from data.chat.prompts import Prompts
 from data.chat.written import Written
+from data.records.chat import Chat
 from tests.data.helpers import chat, rendered
 from tests.data.template_styles import (
     QWEN25,

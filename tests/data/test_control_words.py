@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.chat import Chat
 from data.chat.control_tokens import ControlWords
-from data.records import parse_record
-from data.tokenize import encode
+from data.records.chat import Chat
+from data.records.record import parse_record
+from data.tokenized.tokenize import encode
 from tests.data.helpers import RECORDS
 
 CALL = {"function": {"name": "f", "arguments": {"a": ["x<|im_start|>"]}}}

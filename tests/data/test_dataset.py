@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from data import summary
-from data.cache.columns import Columns, Encoded, as_columns
-from data.cache.tokenizing import has_empty_answer
-from data.dataset import Dataset, load_dataset, supervised_count
 from data.errors import DataError
-from data.files.sources import Source
-from data.histogram import draw_lengths
-from data.records import parse_record
-from data.tokenize import Sample, Tokens, encode, encode_whole, load_tokenizer
+from data.inspection import summary
+from data.inspection.histogram import draw_lengths
+from data.records.record import parse_record
+from data.records.sources import Source
+from data.tokenized.columns import Columns, Encoded, as_columns
+from data.tokenized.dataset import Dataset, load_dataset, supervised_count
+from data.tokenized.parallel import has_empty_answer
+from data.tokenized.tokenize import Sample, Tokens, encode, encode_whole, load_tokenizer
 from tests.conftest import CHATML, save_tokenizer
 from tests.data.helpers import RECORDS
 from training.config.keys import TrainConfig

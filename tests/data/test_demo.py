@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import demo
 from data.chat.native_tokenizers import export_tokenizer
-from data.tokenize import load_tokenizer
+from data.tokenized.tokenize import load_tokenizer
 from models.checkpoint.convert import hg_to_pp
 from models.checkpoint.export import ExportOptions, pp_to_hg
 from models.generate import GREEDY

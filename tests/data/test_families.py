@@ -16,7 +16,7 @@ from data.chat.loss_mask import NO_END
 from data.chat.serving import OTHER_ANSWER, OTHER_PROMPT
 from data.chat.survival import NO_THOUGHTS
 from data.errors import DataError
-from data.tokenize import Tokens, encode_many
+from data.tokenized.tokenize import Tokens, encode_many
 from tests.data.helpers import chat, runs_of, text_of
 from tests.data.template_families import FAMILIES, Family
 

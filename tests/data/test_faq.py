@@ -11,8 +11,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from data.chat.prompts import PromptFormat
-from data.records import KINDS, parse_record
-from data.tokenize import encode
+from data.records.record import KINDS, parse_record
+from data.tokenized.tokenize import encode
 from tests.conftest import FAQ, ROOT
 
 RAW: list[dict[str, Any]] = json.loads(FAQ.read_text(encoding="utf-8"))

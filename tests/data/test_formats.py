@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from data.chat.chat import Chat
 from data.errors import DataError
-from data.files import layouts
-from data.files.formats import FORMATS, convert
-from data.records import Instruct, Pretrain, Record, RefQA, Segment, Segments, Tokenized
+from data.records import layouts
+from data.records.chat import Chat
+from data.records.formats import FORMATS, convert
+from data.records.record import Instruct, Pretrain, Record, RefQA, Segment, Segments, Tokenized
 from tests.data.helpers import RECORDS
 
 CALL = {"name": "weather", "arguments": {"city": "Wien"}}

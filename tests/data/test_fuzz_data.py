@@ -23,14 +23,14 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from pyarrow import parquet
 
 from data.errors import DataError
-from data.files.decompression import GZIP, ZSTD
-from data.files.formats import FORMATS
-from data.files.json_values import REST_IS_LOST
-from data.files.kinds import MARKS
-from data.files.raw_records import PARQUET, RawRecord
-from data.files.reading import LONGEST_LINE, SHOWN, parse, read
-from data.files.sources import TEXT_FILE, Source
-from data.records import Pretrain, Record
+from data.records.decompression import GZIP, ZSTD
+from data.records.formats import FORMATS
+from data.records.json_values import REST_IS_LOST
+from data.records.kinds import MARKS
+from data.records.raw_records import PARQUET, RawRecord
+from data.records.reading import LONGEST_LINE, SHOWN, parse, read
+from data.records.record import Pretrain, Record
+from data.records.sources import TEXT_FILE, Source
 from tests.data.helpers import RECORDS
 from tests.data.test_formats import CASES
 

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.dataset import supervised_count
 from data.errors import DataError
 from data.loader import GlobalBatch, Loader
 from data.packing import Packing
-from data.sample_set import InMemory
-from data.tokenize import Sample
+from data.tokenized.dataset import supervised_count
+from data.tokenized.sample_set import InMemory
+from data.tokenized.tokenize import Sample
 
 ROW = 48
 PACKINGS: list[Packing] = [False, "batch", "dataset"]

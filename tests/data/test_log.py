@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.text import Text
 
-from data.inspect import show_samples
+from data.inspection.inspect import show_samples
 from data.log import Log
-from data.tokenize import encode, load_tokenizer
+from data.tokenized.tokenize import encode, load_tokenizer
 
 
 def printed(*renderables: Any) -> str:

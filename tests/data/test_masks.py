@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from data.chat.prompts import PromptFormat
 from data.errors import DataError
-from data.records import parse_record
-from data.tokenize import encode
+from data.records.record import parse_record
+from data.tokenized.tokenize import encode
 from tests.data.helpers import RECORDS, Runs, question_ids, runs, supervised_texts, text_of
 
 END = "<|im_end|>"

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data.chat.native_tokenizers import MARK, native_tokenizer
 from data.errors import DataError
-from data.tokenize import IGNORED, encode, load_tokenizer
+from data.tokenized.tokenize import IGNORED, encode, load_tokenizer
 
 CLASSES = {"chatglm3": "ChatGLMTokenizer", "baichuan2": "BaichuanTokenizer"}
 FAMILIES = list(CLASSES)

@@ -13,11 +13,11 @@ from data.chat.chat_template import NEEDS_TOOLS, NEW_IDS, NO_TOKEN
 from data.chat.prompts import Mask, Prompts, Truncate
 from data.chat.serving import OTHER_ANSWER, OTHER_PROMPT
 from data.chat.survival import NO_THOUGHTS
-from data.dataset import Dataset, load_dataset
 from data.errors import DataError
-from data.summary import warnings
-from data.tokenize import JOINED, Sample, Tokens, encode_many, encode_whole
-from data.truncation import OLDEST
+from data.inspection.summary import warnings
+from data.tokenized.dataset import Dataset, load_dataset
+from data.tokenized.tokenize import JOINED, Sample, Tokens, encode_many, encode_whole
+from data.tokenized.truncation import OLDEST
 from tests.data.helpers import chat, rendered, runs_of, supervised, whole_text
 from tests.data.template_styles import CHATGLM3, DEEPSEEK, GEMMA, LLAMA31, MISTRAL, QWEN3, QWEN25, SMOLLM2, Style
 
@@ -258,7 +258,7 @@ def load(path: Path, folder: Path, truncate: Truncate, limit: int, records: list
 
 
 def test_dialogues_are_cut_as_it_is_asked_for(tmp_path: Path, tokenizer_folder: Path) -> None:
-    from data.tokenize import load_tokenizer
+    from data.tokenized.tokenize import load_tokenizer
 
     tokenizer = load_tokenizer(tokenizer_folder)
     rounds = [["ask" if each["role"] == "user" else "ans", each["content"]] for each in LONG[1:]]

@@ -12,11 +12,11 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from data.chat.chat import Chat
 from data.errors import DataError
-from data.files.reading import SHOWN, Origin, parse, read
-from data.files.sources import Source, as_sources
-from data.records import Instruct, Pretrain, Record, RefQA, parse_record
+from data.records.chat import Chat
+from data.records.reading import SHOWN, Origin, parse, read
+from data.records.record import Instruct, Pretrain, Record, RefQA, parse_record
+from data.records.sources import Source, as_sources
 from tests.conftest import FAQ
 
 
@@ -236,7 +236,7 @@ def test_raw_records_can_be_parsed_elsewhere(shared: Path) -> None:
     """They are plain values, so they travel to worker processes."""
     import pickle
 
-    from data.files.raw_records import raw_records
+    from data.records.raw_records import raw_records
 
     source = Source(path=str(shared / "data" / "xquad" / "xquad.en.json"))
     raws = pickle.loads(pickle.dumps(list(raw_records(source))))

@@ -10,12 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from data import encode
 from data.chat.prompts import CHAT_TEMPLATE, PLAIN, PromptFormat
-from data.dataset import load_dataset
 from data.errors import DataError
-from data.files.formats import convert
-from data.files.sources import Source
-from data.summary import facts
-from data.tokenize import Sample
+from data.inspection.summary import facts
+from data.records.formats import convert
+from data.records.sources import Source
+from data.tokenized.dataset import load_dataset
+from data.tokenized.tokenize import Sample
 from tests.data.helpers import runs
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from data.errors import DataError
-from data.records import ConverHasApi, parse_record
+from data.records.record import ConverHasApi, parse_record
 from tests.data.helpers import ACTION, RECORDS
 
 ROUNDS = [["ask", "q"], ["ans", "a"]]

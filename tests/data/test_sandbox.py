@@ -16,7 +16,7 @@ from data.chat.messages import Said
 from data.chat.prompts import check_prompt_format
 from data.chat.sandbox import SlowTemplate, render
 from data.errors import DataError
-from data.tokenize import encode_many, encode_question
+from data.tokenized.tokenize import encode_many, encode_question
 
 LOOP = "{% for _ in range(99999) %}"
 ENDLESS = LOOP * 4 + "{% endfor %}" * 4

@@ -19,9 +19,9 @@ from pyarrow import parquet
 from pydantic import ValidationError
 
 from data.errors import DataError
-from data.files import decompression, json_values, raw_records, sources
-from data.files.raw_records import RawRecord
-from data.files.sources import Source, as_sources, files_of, mixture
+from data.records import decompression, json_values, raw_records, sources
+from data.records.raw_records import RawRecord
+from data.records.sources import Source, as_sources, files_of, mixture
 
 RECORDS: list[dict[str, Any]] = [
     {"text": "one"},

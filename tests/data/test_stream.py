@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from data.cache import building, tokenizing
-from data.cache.recipe import Recipe
-from data.cache.store import Cache
 from data.errors import DataError
-from data.files.sources import Source
+from data.records.sources import Source
 from data.streaming.loader import StreamLoader
 from data.streaming.stream import Stream, open_stream
+from data.tokenized import opening, parallel
+from data.tokenized.recipe import Recipe
+from data.tokenized.store import Cache
 from tests.launching import eventually
 
 BATCH = 8
@@ -33,7 +33,7 @@ Open = Callable[..., Stream]
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window ends with a chunk of records."""
-    monkeypatch.setattr(tokenizing, "CHUNK_RECORDS", 4)
+    monkeypatch.setattr(parallel, "CHUNK_RECORDS", 4)
 
 
 def texts(file: int) -> list[str]:
@@ -296,7 +296,7 @@ def test_repeats_are_whole(stream: Open, files: Path) -> None:
 
 def test_waiting_is_told(stream: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data.streaming.windows.POLL", 0.05)
-    build = building._build
+    build = opening._build
 
     told: list[None] = []
 
@@ -304,7 +304,7 @@ def test_waiting_is_told(stream: Open, monkeypatch: pytest.MonkeyPatch) -> None:
         eventually(lambda: len(told) > 3)
         return build(*arguments)
 
-    monkeypatch.setattr(building, "_build", slow)
+    monkeypatch.setattr(opening, "_build", slow)
     one = stream()
     one.waiting = lambda: told.append(None)
     one.take(0, 1)

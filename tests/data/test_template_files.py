@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.chat.prompts import check_prompt_format
 from data.errors import DataError
-from data.tokenize import encode_whole
+from data.tokenized.tokenize import encode_whole
 from tests.data.helpers import RECORDS, question_ids, runs_of, supervised, whole_text
 
 JSON = dict[str, Any]

@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from data.errors import DataError
-from data.tokenize import encode
+from data.tokenized.tokenize import encode
 from tests.data.helpers import question_ids, runs, supervised_texts
 
 RECORD: dict[str, Any] = {

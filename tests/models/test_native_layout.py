@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from data.chat.native_tokenizers import export_tokenizer
-from data.tokenize import load_tokenizer
+from data.tokenized.tokenize import load_tokenizer
 from models import load_model
 from models.checkpoint.convert import hg_to_pp
 from models.checkpoint.export import ExportOptions, pp_to_hg

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from data.dataset import check_vocabulary
 from data.errors import DataError
 from data.log import Log
+from data.tokenized.dataset import check_vocabulary
 from models.spec import ModelSpec
 from tests.conftest import FAQ
 from tests.launching import write_config

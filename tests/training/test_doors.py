@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from data.cache.store import default_folder
 from data.errors import DataError
+from data.tokenized.store import default_folder
 from models.errors import CheckpointError
 from tests.conftest import FAQ
 from tests.launching import run, write_config

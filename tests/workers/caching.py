@@ -16,9 +16,9 @@ from unittest.mock import patch
 
 from rich.console import Console
 
-from data.cache import building
-from data.dataset import load_dataset
 from data.errors import DataError
+from data.tokenized import opening
+from data.tokenized.dataset import load_dataset
 
 
 def main() -> None:
@@ -26,8 +26,8 @@ def main() -> None:
     told = io.StringIO()
     result: dict[str, Any] = {}
     with (
-        patch.object(building, "SMALL", job["small"]),
-        patch.object(building, "_build", wraps=building._build) as build,
+        patch.object(opening, "SMALL", job["small"]),
+        patch.object(opening, "_build", wraps=opening._build) as build,
     ):
         print("ready", flush=True)
         while not Path(job["go"]).exists():

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from data.chat.prompts import Fallback, Mask, PromptFormat, TemplateArguments, Truncate
-from data.files.reading import OnBadRecord
 from data.packing import Packing
+from data.records.reading import OnBadRecord
 from training.config.sections import (
     BF16,
     FP16,
@@ -48,7 +48,7 @@ class TrainConfig(Section):
 
     # Folder of the model to start from, in either layout.
     model_path: str
-    # Files of records: paths, globs or folders, or sources with a share of their own (data/files/sources.py).
+    # Files of records: paths, globs or folders, or sources with a share of their own (data/records/sources.py).
     data_path: Annotated[DataPath, Field(min_length=1)]
     # Folder for the run: config.yml, metrics.jsonl, checkpoints.
     save_path: str

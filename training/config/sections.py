@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from data.files.sources import Source
+from data.records.sources import Source
 
 
 class Section(BaseModel):

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from data.loader import Loader
-from data.sample_set import InMemory
-from data.tokenize import Sample
+from data.tokenized.sample_set import InMemory
+from data.tokenized.tokenize import Sample
 from models import load_model
 from models.attention import FLEX
 from models.router import router_loss

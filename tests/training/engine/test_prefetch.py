@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from data.loader import Loader
-from data.sample_set import InMemory
-from data.tokenize import Sample
+from data.tokenized.sample_set import InMemory
+from data.tokenized.tokenize import Sample
 from models.loss import IGNORED
 from training.engine.prefetch import ahead
 

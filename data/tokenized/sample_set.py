@@ -10,8 +10,8 @@ from typing import Protocol
 import numpy
 from numpy.typing import NDArray
 
-from data.dataset import supervised_count
-from data.tokenize import Sample
+from data.tokenized.dataset import supervised_count
+from data.tokenized.tokenize import Sample
 
 
 class SampleSet(Protocol):

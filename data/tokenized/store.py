@@ -1,12 +1,12 @@
 """The folder of tokenized data: what lies where, what is whole, and how a cache gets there.
 
     datasets/<key>/samples.arrow, meta.json     one tokenized set of files; the key is the recipe's
-    digests/                                    of data files (`data.cache.digests`)
-    builds/                                     locks, and what is being written (`data.cache.building`)
+    digests/                                    of data files (`data.tokenized.digests`)
+    builds/                                     locks, and what is being written (`data.tokenized.opening`)
 
 A cache is written under another name and renamed last, so it is there as a whole or not at all. Every folder in
 datasets/ can be removed at any time: what is missing is tokenized again, and so is what is damaged. Whether it is, tell
-the digest of meta.json and the samples' checksums, compared when they are used (`data.cache.sample_file`).
+the digest of meta.json and the samples' checksums, compared when they are used (`data.tokenized.sample_file`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from data.cache.digests import Digests
-from data.cache.recipe import Recipe
-from data.cache.sample_file import DAMAGED, SampleFile
-from data.cache.tokenizing import META, SAMPLES, Tell, build, digest_of
 from data.errors import DataError
-from data.files.paths import expanded
-from data.files.whole_files import sync
+from data.paths import expanded
+from data.tokenized.digests import Digests
+from data.tokenized.parallel import META, SAMPLES, Tell, build, digest_of
+from data.tokenized.recipe import Recipe
+from data.tokenized.sample_file import DAMAGED, SampleFile
+from data.whole_files import sync
 
 logger = logging.getLogger("pipetune")
 
@@ -76,7 +76,7 @@ class Cache:
         return found if is_whole(found) else None
 
     def make(self, recipe: Recipe, tell: Tell, workers: int) -> Path:
-        """A recipe's cache, built where there is none. See `data.cache.tokenizing.build`.
+        """A recipe's cache, built where there is none. See `data.tokenized.parallel.build`.
 
         Raises:
             DataError: a file or a record is wrong, a file changed meanwhile, the disk is full.

@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from data.tokenize import Tokens
+from data.tokenized.tokenize import Tokens
 
 SPLIT_KIND = "pretrain"  # texts without turns: a piece of one is as good as the whole
 

@@ -21,25 +21,23 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
-from data.cache.digests import stamp
 from data.chat.prompts import CHAT_TEMPLATE, PLAIN, Prompts, Truncate, template_in_file
-from data.files.reading import OnBadRecord
+from data.records.reading import OnBadRecord
+from data.tokenized.digests import stamp
 
 LAYOUT = 2  # of the cache's files
 TOKENIZER_FILES = (
     "tokenizer* vocab* merges* *.model *.jinja chat_templates/* config.json special_tokens_map.json".split()
 )
 TOKENIZER_FILES += ["added_tokens.json"]
-# Modules that no sample depends on: they carry samples and store them, or come later. Any other counts.
-CARRIERS = ["cache/builder", "cache/building", "cache/store", "cache/digests", "cache/recipe", "lease"]
-CARRIERS += ["files/whole_files"]
-LATER = ["dataset", "histogram", "inspect", "inspect_html", "loader", "packing", "sample_set", "summary"]
-LATER += ["streaming/windows", "streaming/stream", "streaming/loader", "streaming/__init__"]
+# Rooms and modules that no sample depends on: they carry samples and store them, or come later. Any other counts.
+CARRIERS = "lease whole_files tokenized/builder tokenized/opening tokenized/store tokenized/digests tokenized/recipe"
+LATER = "tokenized/dataset tokenized/sample_set inspection/ streaming/ loader packing"
 LIBRARIES = ("tokenizers", "transformers", "jinja2")
 
 
 class DataFile(NamedTuple):
-    """A file, the format of its records and what they call the fields, as in `data.files.sources.Source`."""
+    """A file, the format of its records and what they call the fields, as in `data.records.sources.Source`."""
 
     path: str
     format: str | None = None
@@ -169,7 +167,8 @@ def code_digest() -> str:
     """Of the modules that turn records into samples."""
     wing = Path(__file__).parent.parent
     modules = {path.relative_to(wing).with_suffix("").as_posix(): path for path in wing.rglob("*.py")}
-    counted = sorted((name, path) for name, path in modules.items() if name not in (*CARRIERS, *LATER))
+    others = tuple(f"{CARRIERS} {LATER}".split())
+    counted = sorted((name, path) for name, path in modules.items() if not name.startswith(others))
     return _digest([(name, hashlib.sha256(path.read_bytes()).hexdigest()) for name, path in counted])
 
 

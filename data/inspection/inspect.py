@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.chat import Chat
 from data.chat.prompts import Prompts
 from data.errors import DataError
+from data.records.chat import Chat
 from data.terminal import safe_text
-from data.tokenize import IGNORED, Sample, encode_whole
+from data.tokenized.tokenize import IGNORED, Sample, encode_whole
 
 MARKS = "\u27e6", "\u27e7"  # white square brackets
 _CALL = {"id": "call00001", "function": {"name": "weather", "arguments": {"city": "Lima"}}}

@@ -13,8 +13,8 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from data.errors import DataError
-from data.inspect import Piece, pieces, summary
-from data.tokenize import Sample
+from data.inspection.inspect import Piece, pieces, summary
+from data.tokenized.tokenize import Sample
 
 PAGE = """<!DOCTYPE html>
 <html>

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy
 from rich.console import Console
 
-from data.cache.columns import Tally
-from data.dataset import Dataset
-from data.histogram import draw_lengths
+from data.inspection.histogram import draw_lengths
 from data.loader import Loader
 from data.terminal import safe_line
+from data.tokenized.columns import Tally
+from data.tokenized.dataset import Dataset
 
 LENGTHS_FILE = "lengths.png"
 ROWS = 20  # of the table

@@ -1,4 +1,4 @@
-"""The process that builds a cache: `python -m data.cache.builder`, started by `data.cache.building`.
+"""The process that builds a cache: `python -m data.tokenized.builder`, started by `data.tokenized.opening`.
 
 It gets a recipe and a folder on its standard input, and writes the cache's path, or what went wrong, to its standard
 output. It is a process of its own because a training process must not fork: that has threads and a GPU. And it does
@@ -20,7 +20,7 @@ BEHIND = 10  # how far a run comes first that trains meanwhile, in the system's 
 
 
 class Progress:
-    """A bar on a terminal for each thing that is done; see `data.cache.tokenizing.Tell`.
+    """A bar on a terminal for each thing that is done; see `data.tokenized.parallel.Tell`.
 
     Args:
         disable: as tqdm takes it.
@@ -49,9 +49,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.nice(BEHIND)
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers then takes it for absent
-    from data.cache.recipe import Recipe
-    from data.cache.store import Cache
     from data.errors import DataError
+    from data.tokenized.recipe import Recipe
+    from data.tokenized.store import Cache
 
     job = json.loads(sys.stdin.readline())
     progress = Progress(disable=None if job["progress"] else True)  # None: only on a terminal

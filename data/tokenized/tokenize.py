@@ -21,7 +21,6 @@ from pydantic import BaseModel
 from tokenizers import Encoding
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from data.chat.chat import Chat
 from data.chat.chat_template import ChatTemplate, chat_template, end_of_sequence
 from data.chat.messages import Said, said_in, with_mask
 from data.chat.native_tokenizers import native_tokenizer
@@ -30,7 +29,8 @@ from data.chat.prompts import PLAIN, PromptFormat, Prompts, as_prompts, format_o
 from data.chat.sandbox import SlowTemplate
 from data.chat.written import Span, Written, join
 from data.errors import DataError
-from data.records import IGNORED, Pretrain, Record, Segments, Tokenized, parse_record
+from data.records.chat import Chat
+from data.records.record import IGNORED, Pretrain, Record, Segments, Tokenized, parse_record
 
 JOINED = "one token holds the end of a prompt and the beginning of its answer, so that a server sends others"
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json")

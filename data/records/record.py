@@ -1,9 +1,9 @@
 """Pipetune's own five kinds of record, and two that are ready made.
 
 Kinds may be mixed. Every record is checked before
-anything is trained, and what is wrong is said in one line with the field and what was expected; `data.files.reading`
+anything is trained, and what is wrong is said in one line with the field and what was expected; `data.records.reading`
 adds the file and the record's number. Other layouts are turned into these kinds, or into a `Chat`, by
-`data.files.formats`.
+`data.records.formats`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
-from data.chat.chat import Chat
 from data.errors import DataError
+from data.records.chat import Chat
 
 NAMED = r"\w+: "  # how a complaint about a field begins
 IGNORED = -100  # the label of a token without loss, as in transformers and torch

@@ -1,7 +1,7 @@
 """What becomes of a dialogue of more tokens than `max_seq_len`.
 
-`turns` cuts behind the last turns that fit, which `data.cache.columns` does; `oldest` leaves out the oldest turns, so
-that the last answer stays, and the system message; `refuse` refuses the record. Texts and what has one turn only are
+`turns` cuts behind the last turns that fit, which `data.tokenized.columns` does; `oldest` leaves out the oldest turns,
+so that the last answer stays, and the system message; `refuse` refuses the record. Texts and what has one turn only are
 cut in any case but the last.
 
 Cost: for a dialogue that is too long, a few more encodings: as many as its number of turns has binary digits.
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from data.chat.chat import Chat
 from data.chat.prompts import Truncate
 from data.errors import DataError
-from data.records import ConverHasApi, Conversation, Pretrain, Record, RefQA
-from data.tokenize import Tokens
+from data.records.chat import Chat
+from data.records.record import ConverHasApi, Conversation, Pretrain, Record, RefQA
+from data.tokenized.tokenize import Tokens
 
 OLDEST = "the oldest turns were left out, so that the last one lies within max_seq_len (truncate: oldest)"
 

@@ -2,7 +2,7 @@
 
 A record has the first format of `FORMATS` whose required fields it has all of. Where that guess is wrong, `format:` in
 data_path names the right one, and `columns:` says what files with names of their own call the fields. The layouts are
-declared in `data.files.layouts`.
+declared in `data.records.layouts`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from pydantic import AliasChoices, BaseModel, ValidationError
 
 from data.errors import DataError
-from data.files import layouts
-from data.files.fields import left_over
-from data.files.layouts import Layout
-from data.records import KINDS, Record, explain, json_type, parse_record, shown
+from data.records import layouts
+from data.records.fields import left_over
+from data.records.layouts import Layout
+from data.records.record import KINDS, Record, explain, json_type, parse_record, shown
 
 FIELDS_SHOWN = 12
 SPEAKERS = ("user", "assistant", "system", "tool")

@@ -1,7 +1,7 @@
 """Tokenized samples in an Arrow file: written batch by batch, read as memory-mapped arrays.
 
 Nothing is loaded: a sample's ids are a view of the file in the system's page cache, which all processes of a host
-share. Its labels are made when it is asked for, from the runs that bear loss (see `data.cache.columns`).
+share. Its labels are made when it is asked for, from the runs that bear loss (see `data.tokenized.columns`).
 
 Every part of a batch has a checksum, which is compared when the part is first used. So opening reads next to nothing,
 however large the file is, and no token is trained on that was not written.
@@ -25,9 +25,9 @@ import numpy
 import pyarrow
 from numpy.typing import NDArray
 
-from data.cache.columns import Columns
 from data.errors import DataError
-from data.tokenize import IGNORED, Sample
+from data.tokenized.columns import Columns
+from data.tokenized.tokenize import IGNORED, Sample
 
 SCHEMA = pyarrow.schema(
     [

@@ -21,10 +21,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from data.files.decompression import chunks_of
-from data.files.json_values import DECODER, LONGEST_TOKEN, MAX_RECORD, split
-from data.files.kinds import foreign
-from data.files.sources import TEXT_FILE, TEXT_SUFFIXES, Source, bare_suffix, files_of
+from data.records.decompression import chunks_of
+from data.records.json_values import DECODER, LONGEST_TOKEN, MAX_RECORD, split
+from data.records.kinds import foreign
+from data.records.sources import TEXT_FILE, TEXT_SUFFIXES, Source, bare_suffix, files_of
 
 HEAD = 64 << 10  # bytes that are looked at to find out what a file holds
 ROWS = 256  # of a Parquet file, made at once

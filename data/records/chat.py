@@ -1,6 +1,6 @@
 """A dialogue in the form that chat APIs use: messages with roles, tools, and calls of tools.
 
-It is the form that every other dialogue format is turned into (`data.files.formats`); a message may be written as
+It is the form that every other dialogue format is turned into (`data.records.formats`); a message may be written as
 OpenAI, ShareGPT or one of their relatives does. Loss is on the messages of the assistant, its calls of tools included.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import from_json
 
-from data.files.fields import SWITCHES, left_over
+from data.records.fields import SWITCHES, left_over
 
 ROLES = {
     **dict.fromkeys(["system", "developer"], "system"),

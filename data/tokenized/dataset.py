@@ -1,6 +1,7 @@
 """The tokenized records of a run, read from the cache, and what happened to them on the way.
 
-Every sample is tokenized once (`data.cache.building`), before the first run that needs it; here it is only looked at.
+Every sample is tokenized once (`data.tokenized.opening`), before the first run that needs it; here it is only looked
+at.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from numpy.typing import NDArray
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from data.cache.building import open_cache
-from data.cache.columns import Tally
-from data.cache.recipe import DataFile, Recipe
-from data.cache.sample_file import SampleFile
-from data.cache.store import default_folder, read_meta
-from data.cache.tokenizing import SAMPLES
 from data.chat.prompts import PromptFormat, Prompts, Truncate, as_prompts
 from data.errors import DataError
-from data.files.paths import expanded
-from data.files.reading import OnBadRecord
-from data.files.sources import Source, as_sources, files_of, mixture
-from data.tokenize import IGNORED, Sample
+from data.paths import expanded
+from data.records.reading import OnBadRecord
+from data.records.sources import Source, as_sources, files_of, mixture
+from data.tokenized.columns import Tally
+from data.tokenized.opening import open_cache
+from data.tokenized.parallel import SAMPLES
+from data.tokenized.recipe import DataFile, Recipe
+from data.tokenized.sample_file import SampleFile
+from data.tokenized.store import default_folder, read_meta
+from data.tokenized.tokenize import IGNORED, Sample
 
 
 class Dataset:
@@ -162,7 +163,7 @@ def load_dataset(
         data_path: files, globs and folders, or a mixture of sources.
         tokenizer: folder of the tokenizer.
         seed: by which a mixture draws.
-        cache_dir: where tokenized data lie; see `data.cache.store.default_folder`.
+        cache_dir: where tokenized data lie; see `data.tokenized.store.default_folder`.
         log: told whom this process waits for.
 
     Raises:

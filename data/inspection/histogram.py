@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy
 
-from data.dataset import Dataset
+from data.tokenized.dataset import Dataset
 
 BINS = 60
 SIZE, DPI = (9.0, 5.0), 120  # inches and dots an inch

@@ -4,7 +4,7 @@ Any number of processes, on one host or on several with a shared folder, call `o
 lease (`data.lease`) builds; a builder that dies loses it. If two should ever build at the same time, the cache that is
 renamed first counts. What went wrong is written beside the lease: those who waited fail with the same words.
 
-Small files are tokenized right here; for larger ones a process of its own is started (`data.cache.builder`), which
+Small files are tokenized right here; for larger ones a process of its own is started (`data.tokenized.builder`), which
 shows how far it is.
 """
 
@@ -22,11 +22,11 @@ from typing import Any
 
 from rich.console import Console
 
-from data.cache.recipe import Recipe
-from data.cache.store import Cache
 from data.errors import DataError
-from data.files.whole_files import replace_text
 from data.lease import Held, Lease
+from data.tokenized.recipe import Recipe
+from data.tokenized.store import Cache
+from data.whole_files import replace_text
 
 SMALL = 2**20  # bytes that are tokenized before another process has started
 POLL = 0.2  # seconds
@@ -46,7 +46,7 @@ def open_cache(recipe: Recipe, folder: Path, log: Console, progress: bool = True
         progress: show a bar on a terminal, in the one process that builds.
 
     Raises:
-        DataError: see `data.cache.store.Cache.make`.
+        DataError: see `data.tokenized.store.Cache.make`.
     """
     cache = Cache(folder)
     identity = recipe.identity()
@@ -93,7 +93,7 @@ def _build(cache: Cache, recipe: Recipe, folder: Path, progress: bool) -> Path:
         return cache.make(recipe, lambda *_: None, workers=0)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     ended = subprocess.run(  # which ends it, should this process be interrupted
-        [sys.executable, "-m", "data.cache.builder"],
+        [sys.executable, "-m", "data.tokenized.builder"],
         input=json.dumps({"recipe": recipe.to_json(), "folder": str(folder.resolve()), "progress": progress}),
         stdout=subprocess.PIPE,
         text=True,

@@ -1,8 +1,8 @@
 """The layouts that records are published in, and the records that each becomes.
 
-A layout is a pydantic model of one object. Its required fields tell it from the others (`data.files.formats`); what it
-does not know is judged by `data.files.fields`. Where one object holds several samples (all questions on an article, all
-instances of an instruction) it becomes several records.
+A layout is a pydantic model of one object. Its required fields tell it from the others (`data.records.formats`); what
+it does not know is judged by `data.records.fields`. Where one object holds several samples (all questions on an
+article, all instances of an instruction) it becomes several records.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any
 
 from pydantic import AliasChoices, BaseModel, Field, field_validator, model_validator
 
-from data.chat.chat import Chat, Message
-from data.records import Instruct, Pretrain, Record, RefQA, Segments, Tokenized
+from data.prompt_texts import CHAT_CONTEXT, CHAT_INPUT, REFERENCE_TITLE
+from data.records.chat import Chat, Message
+from data.records.record import Instruct, Pretrain, Record, RefQA, Segments, Tokenized
 
 
 class Layout(BaseModel):
@@ -151,8 +152,6 @@ class Alpaca(Asked):
         ask, more = (self.instruction, self.input) if self.instruction else (self.input or "", None)
         if self.alone():
             return [_instruct(ask, more, self.output)]
-        from data.chat.prompts import CHAT_INPUT  # brings transformers along, which a reader of configs can do without
-
         return [self.chat(CHAT_INPUT.format(ask=ask, input=more) if more else ask, self.output)]
 
 
@@ -195,8 +194,6 @@ class QuestionAnswer(Asked):
 
     def records(self) -> list[Record]:
         if not self.alone():
-            from data.chat.prompts import CHAT_CONTEXT, REFERENCE_TITLE
-
             text = CHAT_CONTEXT.format(title=REFERENCE_TITLE, text=self.context) if self.context else ""
             return [self.chat(text + self.question, self.answer)]
         if self.context:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import DataError
-from data.files.whole_files import replace_text
+from data.whole_files import replace_text
 
 BLOCK = 4 * 2**20  # bytes read at a time
 SETTLED = 3.0  # seconds without a write

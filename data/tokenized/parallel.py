@@ -27,18 +27,18 @@ from typing import Any, NamedTuple, Protocol
 import numpy
 from numpy.typing import NDArray
 
-from data.cache.columns import Columns, Encoded, Tally, as_columns
-from data.cache.recipe import Recipe
-from data.cache.sample_file import SampleWriter
-from data.chat.chat import Chat
 from data.chat.control_tokens import ControlWords
 from data.errors import DataError
-from data.files.raw_records import RawRecord, read_file
-from data.files.reading import BadRecords, Origin, parse
-from data.files.whole_files import replace_text
-from data.records import Instruct, Pretrain, Record, Segments, Tokenized
-from data.tokenize import Tokens, encode_many, load_tokenizer
-from data.truncation import fit
+from data.records.chat import Chat
+from data.records.raw_records import RawRecord, read_file
+from data.records.reading import BadRecords, Origin, parse
+from data.records.record import Instruct, Pretrain, Record, Segments, Tokenized
+from data.tokenized.columns import Columns, Encoded, Tally, as_columns
+from data.tokenized.recipe import Recipe
+from data.tokenized.sample_file import SampleWriter
+from data.tokenized.tokenize import Tokens, encode_many, load_tokenizer
+from data.tokenized.truncation import fit
+from data.whole_files import replace_text
 
 SAMPLES, META = "samples.arrow", "meta.json"
 CHUNK_RECORDS, CHUNK_BYTES = 512, 2**18

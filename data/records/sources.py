@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from data.errors import DataError
-from data.files.formats import COLUMNS, FORMATS
-from data.files.paths import expanded
+from data.paths import expanded
+from data.records.formats import COLUMNS, FORMATS
 
 TEXT_FILE = "text_file"  # a format of files, not of records: one file is one text
 TEXT_SUFFIXES = (".txt",)
@@ -44,7 +44,7 @@ class Source(BaseModel):
         path: a file, a glob or a folder, or a list of them.
         repeat: how often an epoch holds each record; fractions are allowed.
         weight: the share of the epoch, relative to the weights of the other entries; then every entry needs one.
-        format: of the records (`data.files.formats.FORMATS`), or `text_file`: each file is one text. Recognised where
+        format: of the records (`data.records.formats.FORMATS`), or `text_file`: each file is one text. Recognised where
             absent.
         columns: what the records call a format's fields, `{prompt: my_question}`; of messages also what their `role`
             and `content` are called, and who speaks as `user`, `assistant`, `system` and `tool`.
