@@ -11,7 +11,7 @@ the encoding only for the tokens at the ends of each range.
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -33,6 +33,7 @@ from data.records.chat import Chat
 from data.records.record import IGNORED, Pretrain, Record, Segments, Tokenized, parse_record
 
 JOINED = "one token holds the end of a prompt and the beginning of its answer, so that a server sends others"
+MANY_RANGES = 16  # for so few it costs less to walk than to make a list of all tokens' places
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json")
 
 
@@ -251,7 +252,25 @@ def _ready_made(record: Tokenized, tokenizer: PreTrainedTokenizerBase) -> Tokens
     return Tokens(record.input_ids, list(zip(changes[::2], changes[1::2], strict=True)))
 
 
-def _tokens(written: Written, prefix: list[int], encoding: Encoding) -> Tokens:
+class _Places:
+    """Where an encoding's tokens lie, found by bisection; `Encoding` itself walks past all tokens before a place."""
+
+    def __init__(self, encoding: Encoding) -> None:
+        self.ids = encoding.ids
+        self.offsets = encoding.offsets
+        self._ends = list(accumulate((end for _, end in self.offsets), max))
+
+    def char_to_token(self, place: int) -> int | None:
+        token = bisect_right(self._ends, place)
+        return token if token < len(self.offsets) and self.offsets[token][0] <= place else None
+
+    def token_to_chars(self, token: int) -> tuple[int, int] | None:
+        return self.offsets[token] if token < len(self.offsets) else None
+
+
+def _tokens(written: Written, prefix: list[int], encoding: Encoding | _Places) -> Tokens:
+    if len(written.loss) > MANY_RANGES and isinstance(encoding, Encoding):
+        encoding = _Places(encoding)
     loss = []
     notes = written.notes
     shift = len(prefix)
@@ -267,7 +286,7 @@ def _tokens(written: Written, prefix: list[int], encoding: Encoding) -> Tokens:
     return Tokens(prefix + encoding.ids if prefix else encoding.ids, loss, notes)
 
 
-def _token_at(encoding: Encoding, place: int) -> int:
+def _token_at(encoding: Encoding | _Places, place: int) -> int:
     """The first token that begins at a character or after it."""
     token = encoding.char_to_token(place)
     if token is None:  # no token covers this character: the end of the text, or the normalizer dropped it

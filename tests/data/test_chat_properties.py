@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from data.chat.chat_template import chat_template
 from data.chat.messages import said_in
 from data.chat.prompts import Prompts
-from data.chat.written import Written
+from data.chat.written import Span, Written, join
 from data.records.chat import Chat
+from data.tokenized.tokenize import MANY_RANGES, _tokens, load_tokenizer
 from tests.data.helpers import chat, rendered
 from tests.data.template_styles import (
     QWEN25,
@@ -144,3 +145,23 @@ def read_glaive(path: Path) -> Iterator[Chat]:
             messages.append({"role": "assistant", "content": "", "tool_calls": [{"function": call}]})
         if any(message["role"] == "assistant" for message in messages):
             yield Chat.model_validate({"messages": messages, "tools": entry.get("tools")})
+
+
+@settings(deadline=None, database=None)
+@given(turns=st.lists(WORDS.filter(str.strip), min_size=MANY_RANGES + 1, max_size=2 * MANY_RANGES))
+def test_the_tokens_of_many_ranges_are_those_of_each(turns: list[str], texts: list[PreTrainedTokenizerBase]) -> None:
+    """Ranges are found by bisection in a long dialogue, and one by one in a short one: with the same result."""
+    written = join([Span(f"{turn} {number}", number % 3 > 0) for number, turn in enumerate(turns)])
+    pieces = [(place, place + 1) for place in range(0, len(written.text) - 1, 2)]
+    for tokenizer in texts:
+        encoding = tokenizer.backend_tokenizer.encode(written.text, add_special_tokens=False)
+        one_by_one = [_tokens(Written(written.text, [piece]), [], encoding) for piece in pieces]
+        together = _tokens(Written(written.text, pieces), [], encoding)
+        assert len(pieces) > MANY_RANGES
+        assert together.loss == [piece for each in one_by_one for piece in each.loss]
+        assert together.notes == {note: text for each in reversed(one_by_one) for note, text in each.notes.items()}
+
+
+@pytest.fixture(scope="module")
+def texts(tokenizer_folder: Path, sentencepiece_folder: Path) -> list[PreTrainedTokenizerBase]:
+    return [load_tokenizer(tokenizer_folder), load_tokenizer(sentencepiece_folder)]
