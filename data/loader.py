@@ -100,7 +100,9 @@ class Loader:
         self.row_length = row_length
         self._least = least_micro_batches * replicas
         self._same_everywhere = same_everywhere
-        self._numbers = numpy.arange(len(data.lengths)) if numbers is None else numpy.asarray(numbers)
+        # Four bytes a sample here and four for the epoch's order: a hundred million samples take 0.8 GB.
+        kind = numpy.int32 if len(data.lengths) < 2**31 else numpy.int64
+        self._numbers = numpy.arange(len(data.lengths), dtype=kind) if numbers is None else numpy.array(numbers, kind)
         self._epoch = -1
         self.steps_per_epoch = self._count_steps(drop_last)
 
@@ -118,7 +120,7 @@ class Loader:
         first = step % self.steps_per_epoch * self.batch_size
         self._load(self.epoch(step))
         groups = self._groups[first : first + self.batch_size]
-        return self._spread(groups) if self.packing == "dataset" else self.batch_of(groups)
+        return self.batch_of(groups.tolist()) if isinstance(groups, numpy.ndarray) else self._spread(groups)
 
     def batch_of(self, chosen: Sequence[int]) -> GlobalBatch:
         """A global batch of these samples."""
@@ -231,9 +233,10 @@ class Loader:
         """Keep what the global batches of an epoch are cut from: rows or samples."""
         if epoch != self._epoch:
             self._epoch = epoch
-            self._groups: list[Any] = self._rows(epoch) if self.packing == "dataset" else self._order(epoch).tolist()
+            self._groups: Rows | NDArray[Any] = []  # an epoch's order goes before the next one comes
+            self._groups = self._rows(epoch) if self.packing == "dataset" else self._order(epoch)
 
-    def _order(self, epoch: int) -> NDArray[numpy.int64]:
+    def _order(self, epoch: int) -> NDArray[Any]:
         """The shuffled samples of an epoch."""
         return self._generator(epoch).permutation(self._numbers)
 

@@ -120,9 +120,13 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses the dialogue, leaves out some of it, or cannot be masked exactly.
         """
-        said, tools, notes = self._fitted(in_questions(said), tools or [])
-        text = self._render(said, tools)
+        notes: dict[str, str] = {}
+        said, tools = in_questions(said), tools or []
         key = None if tools else frame_key(said)
+        if key not in self._frames:  # else the template takes such dialogues as they are
+            said, tools, notes = self._fitted(said, tools)
+            key = None if tools else frame_key(said)
+        text = self._render(said, tools)
         turns, more = self._framed(key, said, text) or self._turns(said, tools, text, key)
         notes = notes | more
         loss = [each for turn in turns for each in _loss(said[turn.message], turn)]

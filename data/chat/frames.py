@@ -39,14 +39,14 @@ class Frame(NamedTuple):
 
 def frame_key(said: Sequence[Said]) -> tuple[str, ...] | None:
     """What dialogues have in common that may have the same frame; None where there is more than plain words."""
-    plain = all(
-        each.text
-        and not (each.text[0].isspace() or each.text[-1].isspace() or each.reasoning or each.calls)
-        # A result has an id and a name.
-        and each.role != "tool"
-        for each in said
-    )
-    return tuple([each.role for each in said]) if plain and len(said) <= MOST_MESSAGES else None
+    if len(said) > MOST_MESSAGES:
+        return None
+    for each in said:
+        text = each.text
+        # A result of a tool has an id and a name.
+        if not text or text[0].isspace() or text[-1].isspace() or each.reasoning or each.calls or each.role == "tool":
+            return None
+    return tuple([each.role for each in said])
 
 
 def frame_of(whole: Marked, turns: Sequence[Turn], notes: dict[str, str]) -> Frame | None:
