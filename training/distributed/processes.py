@@ -94,14 +94,19 @@ def end_with_launcher(place: Place) -> None:
         with suppress(psutil.Error):
             while all(child.ppid() == parent for child, parent in links):
                 time.sleep(0.5)
-        if place.local_rank == 0:
-            with suppress(OSError):  # what it printed to may be gone as well
-                print("error: the launcher is gone; the run saves and ends", file=sys.stderr, flush=True)
+        if signal.getsignal(LAUNCHER_GONE) == signal.SIG_DFL and place.local_rank == 0:  # there is nothing to save yet
+            tell("error: the launcher is gone")
         os.kill(os.getpid(), LAUNCHER_GONE)
         time.sleep(GRACE)
         os._exit(1)
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()
+
+
+def tell(line: str) -> None:
+    """Print to where the launcher printed, which may be gone as well."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def start(place: Place, topology: ModelTopo, patience: timedelta = timedelta(minutes=30)) -> None:

@@ -15,7 +15,7 @@ from types import FrameType
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from training.distributed.processes import LAUNCHER_GONE
+from training.distributed.processes import LAUNCHER_GONE, tell
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT)
 SAME_REQUEST = 5.0  # seconds
@@ -47,6 +47,8 @@ class StopRequest:
         number, anybody = asked.tolist()
         if number:
             self.signal = int(number)
+        if number == LAUNCHER_GONE and torch.distributed.get_rank() == 0:  # whichever rank saw it first
+            tell("error: the launcher is gone; the run saves and ends")
         return bool(number), bool(anybody)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
