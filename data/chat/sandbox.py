@@ -24,6 +24,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 LIMIT = 10  # looks at the same rendering
 INTERVAL = 1.0  # seconds between two looks
+OF_DICTIONARIES = frozenset(dir(dict))
 LARGEST = 10_000_000  # bits of a number, entries of a list, characters of a text
 
 
@@ -87,6 +88,15 @@ def _environment() -> Environment:
     environment = _compile_jinja_template("").environment
     environment.intercepted_binops = frozenset({"*", "**"})
     environment.call_binop = _product
+    sandboxed = environment.getattr
+
+    def attribute(value: Any, name: str) -> Any:
+        # What the sandbox comes to for the entry of a dictionary, and two thirds of the time of a rendering there.
+        if type(value) is dict and name in value and name not in OF_DICTIONARIES:
+            return value[name]
+        return sandboxed(value, name)
+
+    environment.getattr = attribute
     return environment
 
 

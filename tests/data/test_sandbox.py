@@ -10,6 +10,7 @@ from queue import SimpleQueue
 import pytest
 from jinja2.exceptions import SecurityError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from data.chat import sandbox
 from data.chat.messages import Said
@@ -104,3 +105,26 @@ def test_a_template_file_is_tried_before_it_is_used(tmp_path: Path) -> None:
     path.write_text(ENDLESS, encoding="utf-8")
     with pytest.raises(DataError, match=r"endless\.jinja: the chat template is still at one dialogue"):
         check_prompt_format(str(path))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ m.role }} {{ m['role'] }} {{ m.get('role') }} {{ m.absent is defined }} {{ m.absent }}",
+        "{% for name, value in m.items() %}{{ name }}={{ value }} {% endfor %}",  # an entry of that name is there, too
+        "{{ m.keys() | list }} {{ m.nested.deep }} {{ m.nested.values() | list }} {{ m.role.upper() }}",
+        "{% set ns = namespace(a=m.role) %}{{ ns.a }}{{ m['items'] }}{{ m.none is none }}{{ loop is defined }}",
+    ],
+)
+def test_entries_are_what_transformers_finds(text: str) -> None:
+    message = {"role": "user", "items": "entry", "keys": 1, "nested": {"deep": [1]}, "none": None}
+    theirs = _compile_jinja_template(text).render(m=message)
+    assert render(text, m=message) == theirs
+
+
+def test_the_insides_of_python_stay_closed() -> None:
+    for text in ("m.__class__", "m.get.__self__", "m | attr('__class__')"):
+        assert render(f"{{{{ {text} }}}}", m={"a": 1}) == ""
+    for text in ("m.__init__.__globals__", "m.update({'a': 2})"):
+        with pytest.raises(SecurityError):
+            render(f"{{{{ {text} }}}}", m={"a": 1})
