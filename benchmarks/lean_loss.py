@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.table import Table
 
+from benchmarks.parts import against_targets
 from benchmarks.ranks import run_ranks, tell
 
 TOKENS, WORDS, WIDTH = 4096, 131072, 576
@@ -47,11 +48,7 @@ def ratio(forms: dict[str, dict[str, float]], what: str) -> float:
 
 def table(figures: dict[str, Any]) -> Table:
     """The figures for people."""
-    made = Table(title=f"loss of {TOKENS:,} tokens over {WORDS:,} words, hidden size {WIDTH}")
-    for column in ("figure", "measured", "target"):
-        made.add_column(column, justify="left" if column == "figure" else "right")
-    for name, target in TARGETS.items():
-        made.add_row(name, f"{figures[name]:.3g}", target)
+    made = against_targets(f"loss of {TOKENS:,} tokens over {WORDS:,} words, hidden size {WIDTH}", figures, TARGETS)
     for dtype in DTYPES:
         for form in FORMS:
             found = figures["lean_loss"][dtype][form]

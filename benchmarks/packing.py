@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from rich.table import Table
 
+from benchmarks.parts import against_targets
 from benchmarks.ranks import run_ranks, tell
 from benchmarks.tokenizing import SAMPLES, SHARED, make_tokenizer
 
@@ -69,11 +70,9 @@ def measure(folder: Path) -> dict[str, Any]:
 def table(figures: dict[str, Any]) -> Table:
     """The figures for people."""
     about = figures["packing"][str(max(LIMITS))]
-    made = Table(title=f"packing {about['samples']:,} samples of {about['mean']:.0f} tokens on average")
-    for column in ("figure", "measured", "target"):
-        made.add_column(column, justify="left" if column == "figure" else "right")
-    for name, target in TARGETS.items():
-        made.add_row(name, f"{figures[name]:.3g}", target)
+    made = against_targets(
+        f"packing {about['samples']:,} samples of {about['mean']:.0f} tokens on average", figures, TARGETS
+    )
     for limit in LIMITS:
         found = figures["packing"][str(limit)]
         for kind in ("packed", "padded"):

@@ -24,6 +24,16 @@ class Part(Protocol):
     def table(self, figures: dict[str, Any]) -> Table: ...
 
 
+def against_targets(title: str, figures: Mapping[str, Any], targets: Mapping[str, str]) -> Table:
+    """A table of the figures that have a target."""
+    made = Table(title=title)
+    for column in ("figure", "measured", "target"):
+        made.add_column(column, justify="left" if column == "figure" else "right")
+    for name, target in targets.items():
+        made.add_row(name, f"{figures[name]:.3g}", target)
+    return made
+
+
 def run_parts(description: str, parts: Mapping[str, Part]) -> None:
     """Measure all parts or the one that is asked for, each in an empty folder, and print what was found."""
     parser = argparse.ArgumentParser(description=description)

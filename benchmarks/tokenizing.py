@@ -26,6 +26,7 @@ from typing import Any
 
 from rich.table import Table
 
+from benchmarks.parts import against_targets
 from benchmarks.ranks import ROOT
 
 SHARED = ROOT.parent / "shared" / "data"
@@ -76,12 +77,7 @@ def table(figures: dict[str, Any]) -> Table:
     """The figures for people."""
     about = figures["tokenizing"]
     title = f"tokenizing {about['gb']:.2f} GB, {about['tokens']:,} tokens, in {about['seconds']:.0f} s"
-    made = Table(title=title)
-    for column in ("figure", "measured", "target"):
-        made.add_column(column, justify="left" if column == "figure" else "right")
-    for name, target in TARGETS.items():
-        made.add_row(name, f"{figures[name]:.3g}", target)
-    return made
+    return against_targets(title, figures, TARGETS)
 
 
 def run(what: str, folder: Path, data: Path) -> dict[str, Any]:
