@@ -175,7 +175,8 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
         def stopped() -> bool:
             return bool(bad.count) and recipe.on_bad_record == "stop"
 
-        for answer in _in_order(Encoder(recipe), _chunks(recipe, tell), workers, stopped):
+        answers = _in_order(Encoder(recipe), _chunks(recipe, tell), workers, stopped)
+        for answer in answers:
             for origin, text in answer.bad:
                 bad.add(origin, DataError(text))
             if answer.columns is not None and not stopped():
@@ -186,7 +187,7 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
                 for group, tally in answer.columns.tallies.items():
                     tallies.setdefault(group, Tally()).add(tally)
             if window is not None and (writer.size >= window.n_bytes or stopped()):
-                end = answer.end
+                end = answer.end if next(answers, None) else end  # no window of nothing at the end of an epoch
                 break
         bad.finish()
     if window is None and not any(tally.samples for tally in tallies.values()):

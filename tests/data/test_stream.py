@@ -284,6 +284,15 @@ def test_windows_without_samples_are_passed_over(stream: Open, files: Path, tmp_
     assert sorted(found[:8]) == sorted(found[8:16]) == sorted(found[16:])
 
 
+def test_a_window_that_an_epoch_just_fills_is_its_last(stream: Open, tmp_path: Path) -> None:
+    path = tmp_path / "full.txt"
+    path.write_text("".join(f"record {number}\n" for number in range(8)))  # two whole chunks
+    stretch = stream(path, gigabytes=2e-9)  # so each chunk is a window
+    taken(stretch, 0, 24)
+    assert [window.samples for window in stretch.windows.made][:6] == [4] * 6
+    assert [stretch.windows.begin(number).epoch for number in range(6)] == [0, 0, 1, 1, 2, 2]
+
+
 def test_repeats_are_whole(stream: Open, files: Path) -> None:
     twice = stream(Source(path=str(files), repeat=2), gigabytes=1)
     once = stream(folder="other", gigabytes=1)
