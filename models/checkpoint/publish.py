@@ -9,7 +9,8 @@ removed last.
 
 The hidden folder carries a mark too, on which its writer holds a lock that the kernel drops when the writer is gone.
 The next writer of the same target removes what nobody has a lock on; a lock says nothing about writers under another
-kernel, whose folders have to be untouched for a day.
+kernel, whose folders have to be untouched for a day. The mark is the first thing in a hidden folder and the last: one
+without it, of a writer that was killed at either moment, is empty, and goes after a minute.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from models.errors import CheckpointError
 
 MARK = ".pipetune-files.json"
 NEW, OLD = "new", "old"  # in the hidden folder: what is being written, and what it replaces
+UNLOCKED = "unlocked"  # what the hidden folder's mark is called until its writer has the lock
 ABANDONED = 24 * 3600.0  # seconds
+UNMARKED = 60.0  # seconds; a writer that lives needs none of them
 
 
 @contextmanager
@@ -180,7 +183,7 @@ def workplace(target: Path) -> Iterator[Path]:
     """
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
     try:
-        with open(work / "unlocked", "w", encoding="utf-8") as mark:
+        with open(work / UNLOCKED, "w", encoding="utf-8") as mark:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(mark, fcntl.LOCK_EX)
             json.dump({"kernel": _kernel()}, mark)
@@ -195,11 +198,21 @@ def workplace(target: Path) -> Iterator[Path]:
 def sweep(found: Iterable[Path]) -> None:
     """Remove those of some hidden folders whose writers are no more."""
     for work in found:
+        if _is_unmarked(work):
+            shutil.rmtree(work, ignore_errors=True)
         with suppress(OSError), open(work / MARK, "r+", encoding="utf-8") as mark:
             fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
             newest = max(path.lstat().st_mtime for path in (work, *work.rglob("*")))
             if _read_mark(work).get("kernel") == _kernel() or time.time() - newest > ABANDONED:
                 _clear(work)
+
+
+def _is_unmarked(work: Path) -> bool:
+    """Whether a hidden folder has had no mark for a minute, and holds nothing."""
+    with suppress(OSError):
+        empty = {path.name for path in work.iterdir()} <= {UNLOCKED}
+        return empty and time.time() - work.stat().st_mtime > UNMARKED
+    return False
 
 
 def _clear(work: Path) -> None:
@@ -209,7 +222,8 @@ def _clear(work: Path) -> None:
         if (work / OLD).exists() and not target.exists():
             (work / OLD).rename(target)
     if not (work / OLD).exists() or not _foreign(work / OLD):
-        shutil.rmtree(work, ignore_errors=True)
+        for part in (work / NEW, work / OLD, work):
+            shutil.rmtree(part, ignore_errors=True)
 
 
 def _kernel() -> str:

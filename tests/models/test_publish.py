@@ -452,10 +452,33 @@ def test_what_another_process_is_writing_stays(kernel: str, tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == [tmp_path / "target"]
 
 
-def test_hidden_folder_without_a_mark_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at", ["os.rename", "os.rmdir"], ids=["beginning", "removing"])
+def test_hidden_folder_whose_writer_was_killed_at_its_mark_is_empty_and_goes(at: str, tmp_path: Path) -> None:
+    def write() -> None:
+        with publish_folder(tmp_path / "target") as folder:
+            (folder / "file.txt").write_text("new")
+            if at == "os.rmdir":
+                raise KeyError
+
+    times = 1 if at == "os.rename" else 2  # of the new folder, then of the hidden one
+    assert killed_at(at, times, write) == signal.SIGKILL
+    (hidden,) = tmp_path.iterdir()
+    assert contents(hidden).keys() <= {publish.UNLOCKED}
+    assert published(tmp_path / "target").exists()
+    assert hidden.exists(), "its writer may live and be about to mark it"
+    minutes_ago = time.time() - 120
+    os.utime(hidden, (minutes_ago, minutes_ago))
+    with publish_folder(tmp_path / "target", overwrite=True) as folder:
+        (folder / "file.txt").write_text("mine")
+    assert list(tmp_path.iterdir()) == [tmp_path / "target"]
+
+
+def test_hidden_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     hidden = tmp_path / ".target.partial-host-1"
     hidden.mkdir()
     (hidden / "mine.txt").write_text("mine")
+    days_ago = time.time() - 2 * 24 * 3600
+    os.utime(hidden, (days_ago, days_ago))
     published(tmp_path / "target")
     assert contents(hidden) == {"mine.txt": b"mine"}
 

@@ -142,7 +142,7 @@ def test_killed_process_leaves_no_model_and_the_next_one_cleans_up(command: str,
         source = arguments[-1]
     target = tmp_path / "target"
     arguments = ("--input-path", source, "--save-path", target)
-    for share in (0.0, 0.3, 0.9):
+    for share in (0.01, 0.3, 0.9):
         launch = start(sys.executable, "convert_model.py", command, *arguments)
         enough = share * 600 * 10**6
         launch.until(partial(more_written, tmp_path, enough), pause=0.002)
