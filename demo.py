@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.terminal import safe_text
 from data.chat.messages import Said
 from data.chat.prompts import PromptFormat, check_prompt_format
-from data.terminal import safe_text
 from training.errors import one_line_at_the_end
 
 if TYPE_CHECKING:

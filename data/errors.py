@@ -3,7 +3,7 @@
 Its text is a single line for the person whose data it is: which file, which record, which field, what was expected.
 """
 
-from data.terminal import safe_line
+from common.terminal import safe_line
 
 
 class DataError(ValueError):

@@ -9,7 +9,7 @@ import pytest
 
 
 def test_no_import_runs_in_a_circle() -> None:
-    graph = grimp.build_graph("models", "data", "training", "quickstart", "benchmarks", cache_dir=None)
+    graph = grimp.build_graph("models", "data", "training", "common", "quickstart", "benchmarks", cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     assert "models.layers" in imports["models.spec"]
     try:

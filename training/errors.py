@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from common.terminal import guard_logging, safe_line
 from data.errors import DataError
-from data.terminal import guard_logging, safe_line
 from models.errors import CheckpointError
 
 

@@ -12,12 +12,12 @@ import torch
 import yaml
 from rich.console import Console
 
+from common.log import Log
+from common.whole_files import replace_text
 from data.inspection import summary
 from data.loader import Loader
-from data.log import Log
 from data.streaming.stream import Stream
 from data.tokenized.dataset import Dataset, check_vocabulary
-from data.whole_files import replace_text
 from models.attention import choose_attention
 from models.checkpoint.layout import resolve
 from models.checkpoint.publish import try_publishing, writing

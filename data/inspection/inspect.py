@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from common.terminal import safe_text
 from data.chat.prompts import Prompts
 from data.errors import DataError
 from data.records.chat import Chat
-from data.terminal import safe_text
 from data.tokenized.tokenize import IGNORED, Sample, encode_whole
 
 MARKS = "\u27e6", "\u27e7"  # white square brackets

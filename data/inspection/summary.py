@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy
 from rich.console import Console
 
+from common.terminal import safe_line
 from data.inspection.histogram import draw_lengths
 from data.loader import Loader
-from data.terminal import safe_line
 from data.tokenized.columns import Tally
 from data.tokenized.dataset import Dataset
 

@@ -12,13 +12,13 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic_core import from_json
 
+from common.terminal import safe_line
 from data.errors import DataError
 from data.records.formats import Converted, convert
 from data.records.kinds import not_a_number
 from data.records.raw_records import RawRecord, raw_records
 from data.records.record import Record
 from data.records.sources import TEXT_FILE, Source
-from data.terminal import safe_line
 
 OnBadRecord = Literal["stop", "skip"]
 

@@ -19,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from common.whole_files import replace_text
 from data.errors import DataError
-from data.whole_files import replace_text
 
 BLOCK = 4 * 2**20  # bytes read at a time
 SETTLED = 3.0  # seconds without a write

@@ -1,8 +1,8 @@
 """One process builds a cache, and all others that want the same one wait for it.
 
 Any number of processes, on one host or on several with a shared folder, call `open_cache`. Whoever gets the recipe's
-lease (`data.lease`) builds; a builder that dies loses it. If two should ever build at the same time, the cache that is
-renamed first counts. What went wrong is written beside the lease: those who waited fail with the same words.
+lease (`common.lease`) builds; a builder that dies loses it. If two should ever build at the same time, the cache that
+is renamed first counts. What went wrong is written beside the lease: those who waited fail with the same words.
 
 Small files are tokenized right here; for larger ones a process of its own is started (`data.tokenized.builder`), which
 shows how far it is.
@@ -22,11 +22,11 @@ from typing import Any
 
 from rich.console import Console
 
+from common.lease import Held, Lease
+from common.whole_files import replace_text
 from data.errors import DataError
-from data.lease import Held, Lease
 from data.tokenized.recipe import Recipe
 from data.tokenized.store import Cache
-from data.whole_files import replace_text
 
 SMALL = 2**20  # bytes that are tokenized before another process has started
 POLL = 0.2  # seconds

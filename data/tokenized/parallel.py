@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy
 from numpy.typing import NDArray
 
+from common.whole_files import replace_text
 from data.chat.control_tokens import ControlWords
 from data.errors import DataError
 from data.records.chat import Chat
@@ -38,7 +39,6 @@ from data.tokenized.recipe import Recipe
 from data.tokenized.sample_file import SampleWriter
 from data.tokenized.tokenize import Tokens, encode_many, load_tokenizer
 from data.tokenized.truncation import fit
-from data.whole_files import replace_text
 
 SAMPLES, META = "samples.arrow", "meta.json"
 CHUNK_RECORDS, CHUNK_BYTES = 512, 2**18

@@ -31,7 +31,7 @@ TOKENIZER_FILES = (
 )
 TOKENIZER_FILES += ["added_tokens.json"]
 # Rooms and modules that no sample depends on: they carry samples and store them, or come later. Any other counts.
-CARRIERS = "lease whole_files tokenized/builder tokenized/opening tokenized/store tokenized/digests tokenized/recipe"
+CARRIERS = "tokenized/builder tokenized/opening tokenized/store tokenized/digests tokenized/recipe"
 LATER = "tokenized/dataset tokenized/sample_set inspection/ streaming/ loader packing"
 LIBRARIES = ("tokenizers", "transformers", "jinja2")
 

@@ -21,13 +21,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from common.whole_files import sync
 from data.errors import DataError
 from data.paths import expanded
 from data.tokenized.digests import Digests
 from data.tokenized.parallel import META, SAMPLES, Tell, build, digest_of
 from data.tokenized.recipe import Recipe
 from data.tokenized.sample_file import DAMAGED, SampleFile
-from data.whole_files import sync
 
 logger = logging.getLogger("pipetune")
 

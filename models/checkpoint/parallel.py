@@ -10,13 +10,14 @@ and pushes nothing else out of memory (`python -m benchmarks.convert` against cp
 
 from __future__ import annotations
 
-import errno
 import os
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+from common.whole_files import sync
 
 if TYPE_CHECKING:  # whoever only replaces a small file does without torch
     from torch import Tensor
@@ -55,22 +56,6 @@ def write_behind(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file's contents, or a folder's list of names, are on the disk.
-
-    Raises:
-        OSError: they cannot be brought there.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that does not do so for folders
-            raise
     finally:
         os.close(descriptor)
 

@@ -20,7 +20,6 @@ import fcntl
 import glob
 import json
 import os
-import platform
 import shutil
 import tempfile
 import time
@@ -29,7 +28,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from models.checkpoint.parallel import sync, sync_files
+from common.lease import kernel_name
+from common.whole_files import sync
+from models.checkpoint.parallel import sync_files
 from models.errors import CheckpointError
 
 MARK = ".pipetune-files.json"
@@ -186,7 +187,7 @@ def workplace(target: Path) -> Iterator[Path]:
         with open(work / UNLOCKED, "w", encoding="utf-8") as mark:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(mark, fcntl.LOCK_EX)
-            json.dump({"kernel": _kernel()}, mark)
+            json.dump({"kernel": kernel_name()}, mark)
             mark.flush()
             os.rename(mark.name, work / MARK)
             (work / NEW).mkdir()
@@ -203,7 +204,7 @@ def sweep(found: Iterable[Path]) -> None:
         with suppress(OSError), open(work / MARK, "r+", encoding="utf-8") as mark:
             fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
             newest = max(path.lstat().st_mtime for path in (work, *work.rglob("*")))
-            if _read_mark(work).get("kernel") == _kernel() or time.time() - newest > ABANDONED:
+            if _read_mark(work).get("kernel") == kernel_name() or time.time() - newest > ABANDONED:
                 _clear(work)
 
 
@@ -224,11 +225,3 @@ def _clear(work: Path) -> None:
     if not (work / OLD).exists() or not _foreign(work / OLD):
         for part in (work / NEW, work / OLD, work):
             shutil.rmtree(part, ignore_errors=True)
-
-
-def _kernel() -> str:
-    """Which boot of which machine this is; containers of one machine have it in common."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return platform.node()

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from models.checkpoint.parallel import sync, write_behind
+from common.whole_files import sync
+from models.checkpoint.parallel import write_behind
 from models.checkpoint.source import same_bytes
 from models.errors import CheckpointError
 

@@ -18,9 +18,9 @@ from typing import Any
 import pyarrow
 import pytest
 
+from common.lease import Lease
 from data.chat.prompts import Prompts
 from data.errors import DataError
-from data.lease import Lease
 from data.tokenized import opening, recipe
 from data.tokenized.dataset import Dataset, load_dataset
 from data.tokenized.digests import Digests

@@ -422,7 +422,7 @@ def test_what_another_process_is_writing_stays(kernel: str, tmp_path: Path, monk
     if child == 0:
         try:
             if kernel == "another":
-                monkeypatch.setattr(publish, "_kernel", lambda: "another")
+                monkeypatch.setattr(publish, "kernel_name", lambda: "another")
             with publish_folder(tmp_path / "target") as folder:
                 (folder / "file.txt").write_text("theirs")
                 os.write(child_is_there[1], b"x")

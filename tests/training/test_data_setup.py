@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from common.log import Log
 from data.errors import DataError
-from data.log import Log
 from data.tokenized.dataset import check_vocabulary
 from models.spec import ModelSpec
 from tests.conftest import FAQ

@@ -21,8 +21,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
+from common.whole_files import replace_text
 from data.streaming.windows import Made
-from data.whole_files import replace_text
 from models.checkpoint.publish import workplace
 from models.errors import GONE, CheckpointError, reading
 from training.topology import Topology

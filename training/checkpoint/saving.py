@@ -20,7 +20,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from rich.console import Console
 
-from data.whole_files import replace_text
+from common.whole_files import replace_text
 from models.checkpoint.convert import copy_side_files
 from models.checkpoint.layout import LATEST
 from models.checkpoint.parallel import sync

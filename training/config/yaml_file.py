@@ -15,8 +15,8 @@ from typing import Any, get_args
 import yaml
 from pydantic import ValidationError
 
+from common.terminal import is_safe_line
 from data.paths import read_small
-from data.terminal import is_safe_line
 from training.config.keys import ALIASES, NOT_PASSED_ON, TrainConfig
 from training.config.sections import nearest
 from training.errors import ConfigError

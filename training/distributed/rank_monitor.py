@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from data.lease import Held, Lease
+from common.lease import Held, Lease
 from training.distributed.failure_detector import DIED, FailureDetector, Report, keep_alive
 from training.distributed.meeting import listen
 from training.distributed.processes import Place, agreed, gather

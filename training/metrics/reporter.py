@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import pydantic_core
 from tqdm import tqdm
 
-from data.terminal import safe_line
-from data.whole_files import replacing
+from common.terminal import safe_line
+from common.whole_files import replacing
 
 if TYPE_CHECKING:  # reading a run's metrics needs neither torch nor a config
     from training.metrics.tracking import Tracker

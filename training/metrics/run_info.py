@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import torch
 
-from data.whole_files import replace_text
+from common.whole_files import replace_text
 from training.config.keys import TrainConfig
 from training.metrics.reporter import to_json
 

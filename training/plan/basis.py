@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
+from common.whole_files import replace_text
 from data.loader import Loader
-from data.whole_files import replace_text
 from models.saved_activations import Saved
 from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from common.log import Log
 from data.errors import DataError
-from data.log import Log
 from models.checkpoint.layout import resolve
 from models.errors import CheckpointError
 from models.spec import ModelSpec

@@ -19,8 +19,8 @@ from statistics import median
 import torch
 from rich.console import Console
 
+from common.whole_files import replace_text
 from data.loader import GlobalBatch
-from data.whole_files import replace_text
 from models.flops import ModelFlops
 from models.spec import ModelSpec
 from training.distributed.processes import gather

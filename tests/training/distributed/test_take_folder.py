@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from data.lease import Holder, Lease
+from common.lease import Holder, Lease
 from training.distributed import rank_monitor
 from training.distributed.rank_monitor import LEASE, take_folder
 from training.errors import ConfigError

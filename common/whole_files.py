@@ -36,7 +36,11 @@ def replace_text(path: Path, text: str, tag: str = "partial") -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
+    """Wait until a file's contents, or a folder's list of names, are on the disk.
+
+    Raises:
+        OSError: they cannot be brought there.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -8,7 +8,7 @@ import unicodedata
 
 import pytest
 
-from data.terminal import guard_logging, is_safe_line, safe_line, safe_text
+from common.terminal import guard_logging, is_safe_line, safe_line, safe_text
 
 BIDIRECTIONAL = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 MARKS = "\u061c\u200e\u200f"

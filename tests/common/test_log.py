@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.text import Text
 
+from common.log import Log
 from data.inspection.inspect import show_samples
-from data.log import Log
 from data.tokenized.tokenize import encode, load_tokenizer
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import platform
 import random
 import secrets
 import socket
@@ -144,7 +145,7 @@ class Lease:
         kernel = ""
         with suppress(OSError):  # a file system without locks
             fcntl.flock(self._file, fcntl.LOCK_EX)
-            kernel = _kernel()
+            kernel = kernel_name()
         now = time.strftime("%Y-%m-%d %H:%M:%S %z")
         self._holder = Holder(socket.gethostname(), os.getpid(), now, kernel, secrets.token_hex(8))
         try:
@@ -164,7 +165,7 @@ class Lease:
         os.close(self._file)
 
     def _see_dead(self, lease: Found) -> None:
-        if lease.holder and lease.holder.kernel == _kernel():
+        if lease.holder and lease.holder.kernel == kernel_name():
             if lease.locked:
                 raise Held(lease.holder)
             return
@@ -199,6 +200,9 @@ def _read(path: Path) -> Found | None:
     return None
 
 
-def _kernel() -> str:
-    """Names the running kernel; processes that find the same name see each other's locks."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+def kernel_name() -> str:
+    """Which boot of which machine this is; processes that find the same name see each other's locks."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return platform.node()

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from data.lease import Held, Holder, Lease
+from common.lease import Held, Holder, Lease
 from tests.disks import fill, small_disk
 
 FORK = multiprocessing.get_context("fork")

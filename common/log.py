@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from data.terminal import safe_text
+from common.terminal import safe_text
 
 
 class Log(Console):
