@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from data.chat.marks import ARGUMENTS, CONTENT, NAME, REASONING, Mark, Marked
@@ -112,6 +113,8 @@ class TurnFinder:
         own = _own_marks(marks)
         asked = last_question(said)
         call_ids = re.compile("|".join(re.escape(one) for each in said for one in each.ids) or "(?!)")
+        shapes = [_shape(each) for each in said]
+        alike = cache(lambda side: VALUES.sub("#", call_ids.sub("#", side)))  # without what each turn has of its own
         turns = []
         notes: dict[str, str] = {}
         thoughts = False
@@ -130,9 +133,9 @@ class TurnFinder:
             left = text[anchor.edge if anchor else 0 : words]
             right = text[marks[last].edge : stop] if last is not None else ""
             key = (
-                *(VALUES.sub("#", call_ids.sub("#", side)) for side in (left, right)),
+                *map(alike, (left, right)),
                 *((marks[one].leaf.part, marks[one].opens) if one is not None else () for one in (first, last)),
-                tuple(_shape(one) for one in said[max(number - 1, 0) : number + 2]),
+                *shapes[max(number - 1, 0) : number + 2],
                 (number == 0, number > asked, thoughts, strict, context),
             )
             kind = self._known.get(key)

@@ -29,7 +29,7 @@ class Function(BaseModel):
     """Which tool is called, and with what."""
 
     name: str = Field(min_length=1)
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("arguments", mode="before")
     @classmethod
@@ -65,7 +65,7 @@ class Message(BaseModel):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] = Field(default=[], fail_fast=True)
+    tool_calls: list[ToolCall] = Field(default_factory=list, fail_fast=True)
     tool_call_id: str | None = None
     name: str | None = None
     weight: Literal[0, 1] = 1
@@ -128,7 +128,7 @@ class Chat(BaseModel):
 
     type: Literal["chat"] = "chat"
     messages: list[Message] = Field(min_length=1, fail_fast=True)
-    tools: list[dict[str, Any]] = Field(default=[], fail_fast=True)
+    tools: list[dict[str, Any]] = Field(default_factory=list, fail_fast=True)
 
     @field_validator("tools", mode="before")
     @classmethod

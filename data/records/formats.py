@@ -55,8 +55,7 @@ class Format(NamedTuple):
 
     def extra(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """What it does not take."""
-        taken = {next((name for name in group if name in raw), None) for group in self.known}
-        return {name: value for name, value in raw.items() if name not in taken}
+        return {name: raw[name] for name in _untaken(self.known, tuple(raw))}
 
     def __str__(self) -> str:
         return ", ".join("|".join(group) for group in self.fields)
@@ -130,6 +129,13 @@ def convert(raw: Any, format_name: str | None = None, columns: Mapping[str, str]
         if isinstance(error, DataError):
             raise
         raise DataError(f"field {error}") from None
+
+
+@lru_cache
+def _untaken(known: tuple[tuple[str, ...], ...], fields: tuple[str, ...]) -> tuple[str, ...]:
+    """Which of an object's fields a format does not take."""
+    taken = {next((name for name in group if name in fields), None) for group in known}
+    return tuple(name for name in fields if name not in taken)
 
 
 @lru_cache
