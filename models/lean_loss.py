@@ -22,6 +22,7 @@ from torch import Tensor
 
 CPU_CHUNK, GPU_CHUNK = 2**28, 2**29  # bytes of fp32 logits held at a time; a GPU is fast only with large products
 HALF_SCALE = 2.0**10  # what fp16 gradients of logits are multiplied with: fp16 has no numbers below 6e-8
+HALF_ROOM = 2.0**3  # what their products, free of that again, are divided by: fp16 has none above 65,504 either
 CPU_CACHE = 2**22  # bytes of logits that a CPU takes through softmax and gradient at a time
 WORDS = 2**13  # words at a time where products of 16-bit matrices have to be widened
 AMPERE = (8, 0)  # the first GPUs on which torch's 16-bit products with fp32 results are known to run
@@ -116,9 +117,9 @@ class _Sums:
                 torch.mul(logits[part], self.scale, out=slopes[part])
         del logits
         if self.hidden_gradient is not None:
-            self.hidden_gradient[chunk] = _product(slopes, weight)
+            self.hidden_gradient[chunk] = _product(slopes, weight, self.scale)
         if self.weight_gradient is not None:
-            _add_product(self.weight_gradient, slopes.T, hidden, beta=0.0 if chunk.start == 0 else 1.0)
+            _add_product(self.weight_gradient, slopes.T, hidden, self.scale, beta=0.0 if chunk.start == 0 else 1.0)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The summed loss of logits [T, V] with targets [T, 1]; they become their gradient where one is wanted."""
@@ -161,14 +162,17 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return logits
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right in fp32."""
+def _product(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
+    """left @ right in fp32; `left` is `scale` times too large, which a result of 16 bits would not bear."""
     if left.dtype != torch.float32 and _gives_fp32(left.device):
         return torch.mm(left, right, out_dtype=torch.float32)
-    return (left @ right).float()
+    if scale == 1:
+        return (left @ right).float()
+    smaller = scale * HALF_ROOM  # by this before the fp32 sums inside of the product are rounded
+    return torch.addmm(left.new_zeros(()), left, right, beta=0, alpha=1 / smaller).float().mul_(smaller)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor, beta: float) -> None:
+def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float, beta: float) -> None:
     """Make `total`, which is fp32, total x beta + left @ right; a beta of 0, else 1, drops what was in it."""
     if left.dtype == torch.float32:
         total.addmm_(left, right, beta=beta)
@@ -176,7 +180,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, beta: float) -> Non
         torch.addmm(total, left, right, beta=beta, out_dtype=torch.float32, out=total)
     else:
         for words in _slices(len(left), WORDS):
-            part = left[words] @ right
+            part = _product(left[words], right, scale)
             if beta:
                 total[words] += part
             else:

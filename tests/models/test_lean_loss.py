@@ -106,6 +106,23 @@ def test_small_probabilities_of_fp16_are_kept() -> None:
     torch.testing.assert_close(found.hidden_gradient[0, 1].float(), truth.hidden_gradient[0, 1], rtol=2e-2, atol=0)
 
 
+@pytest.mark.parametrize("offset", [1.0, 8.0, 200.0])
+def test_a_frequent_word_of_fp16_does_not_overflow(offset: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradient is a sum over many tokens, in which a dimension of the hidden states far from 0 stands out."""
+    monkeypatch.setattr(lean_loss, "CPU_CHUNK", 2**28)  # all tokens in one product
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1024, WIDTH, generator=generator)
+    hidden[:, 3] += offset
+    targets = torch.randint(0, WORDS, (1024,), generator=generator)
+    targets[::8] = 7
+    weight = torch.randn(WORDS, WIDTH, generator=generator) / offset
+    rounded = Problem(hidden.half().float(), weight.half().float(), targets)
+    truth = run(plain, rounded, torch.float32, scale=1 / 8)
+    found = run(linear_cross_entropy, rounded, torch.float16, scale=1 / 8)
+    for mine, true in zip(found, truth, strict=True):
+        assert error(mine, true) < 2 * torch.finfo(torch.float16).eps
+
+
 def test_the_largest_of_equal_logits_share_the_z_loss(problem: Problem) -> None:
     alike = Problem(problem.hidden, problem.weight[:1].repeat(WORDS, 1), problem.targets)
     found = run(linear_cross_entropy, alike, torch.float32, None, 0.3)
