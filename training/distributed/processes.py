@@ -72,8 +72,19 @@ def launch(topology: ModelTopo, arguments: list[str]) -> None:
         )
     if gpus == 0:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(topology.processes)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if gpus else ""
+    launcher = [sys.executable, "-m", *_launcher(topology.processes, [name for name in visible.split(",") if name])]
     os.execv(sys.executable, [*launcher, "--master_port", str(free_port()), *arguments])
+
+
+def _launcher(processes: int, visible: list[str]) -> list[str]:
+    """What starts so many processes, on the first of the GPUs that the user chose, if any."""
+    if not visible:
+        return ["deepspeed.launcher.runner", "--num_gpus", str(processes)]
+    if all(name.isdigit() for name in visible):  # else DeepSpeed takes GPUs from 0 on
+        return ["deepspeed.launcher.runner", "--include", f"localhost:{','.join(visible[:processes])}"]
+    # A slice of a GPU, or one that is named by its serial number, which DeepSpeed does not know.
+    return ["torch.distributed.run", "--master_addr", "127.0.0.1", "--nproc_per_node", str(processes)]
 
 
 def end_with_launcher(place: Place) -> None:
