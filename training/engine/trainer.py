@@ -24,6 +24,7 @@ from models.documents import Documents
 from models.loading import LayerStates, SeededStates
 from models.spec import ModelSpec
 from training.config.deepspeed_config import check_device, deepspeed_config, router_loss_weight, training_dtype
+from training.config.gpu import check_gpu
 from training.config.keys import TrainConfig
 from training.distributed.processes import agreed
 from training.engine.prefetch import Sent, ahead
@@ -102,6 +103,7 @@ def build_engine(
         make_model: takes, by name, what `models.pipeline` and `models.sharded` both take.
     """
     with agreed():
+        check_gpu(config)
         check_device(config)
         router_weight = router_loss_weight(config, spec)
         states: LayerStates = SeededStates(spec, config.seed) if config.from_scratch else open_source(folder, spec)

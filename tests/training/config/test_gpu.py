@@ -1,0 +1,59 @@
+"""What is refused on a GPU that cannot do it; the GPU is named to torch's questions, none is needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from training.config.gpu import check_gpu, has_kernels
+from training.config.keys import TrainConfig
+from training.errors import ConfigError
+
+KEYS = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 8}
+BF16 = TrainConfig.model_validate(KEYS | {"bf16": {"enabled": True}})
+FP16 = TrainConfig.model_validate(KEYS | {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}})
+CUDA_13 = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120".split()
+CUDA_12 = "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90".split()
+
+
+def be(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], built_for: list[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built_for)
+
+
+def test_a_v100_gets_the_right_wheel_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    be(monkeypatch, "Tesla V100-SXM2-32GB", (7, 0), CUDA_13)
+    with pytest.raises(ConfigError, match=r"has no kernels for Tesla V100.* \(sm_70\); .* CUDA 12.6 \(cu126\)"):
+        check_gpu(FP16)
+
+
+def test_a_v100_is_not_asked_for_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    be(monkeypatch, "Tesla V100-SXM2-32GB", (7, 0), CUDA_12)
+    check_gpu(FP16)
+    with pytest.raises(ConfigError, match=r"^bf16\.enabled: Tesla V100.* expected fp16$"):
+        check_gpu(BF16)
+
+
+def test_an_a100_takes_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    be(monkeypatch, "NVIDIA A100-SXM4-80GB", (8, 0), CUDA_13)
+    check_gpu(FP16)
+    check_gpu(BF16)
+
+
+@pytest.mark.parametrize(
+    ("capability", "built_for", "runs"),
+    [
+        ((8, 9), ["sm_80"], True),  # a later one of the same generation
+        ((8, 0), ["sm_86"], False),
+        ((9, 0), ["sm_80"], False),
+        ((9, 0), ["sm_80", "compute_80"], True),
+        ((9, 0), ["sm_90a"], True),
+        ((7, 0), ["sm_75", "compute_75"], False),
+        ((12, 0), ["sm_120"], True),
+        ((10, 3), ["sm_100"], True),
+    ],
+)
+def test_which_kernels_run_where(capability: tuple[int, int], built_for: list[str], runs: bool) -> None:
+    assert has_kernels(capability, built_for) == runs

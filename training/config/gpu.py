@@ -1,0 +1,48 @@
+"""Whether this process's GPU, and the torch that was installed for it, can do what a config asks for.
+
+Asked before anything is built: torch itself fails at the first product, with "no kernel image is available", and
+emulates bf16 without a word where the GPU has none.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from models.lean_loss import AMPERE
+from training.config.keys import TrainConfig
+from training.errors import ConfigError
+
+OLDEST_OF_CUDA_13 = (7, 5)
+
+
+def check_gpu(config: TrainConfig) -> None:
+    """Look at the GPU, where there is one.
+
+    Raises:
+        ConfigError: torch was not built for it, or it does not compute in bf16.
+    """
+    if not torch.cuda.is_available():
+        return
+    name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    if not has_kernels(capability, torch.cuda.get_arch_list()):
+        hint = ", such as one for CUDA 12.6 (cu126)" if capability < OLDEST_OF_CUDA_13 else ""
+        raise ConfigError(
+            f"torch {torch.__version__} has no kernels for {name} (sm_{capability[0]}{capability[1]}); expected a "
+            f"wheel of torch that was built for it{hint}"
+        )
+    if config.bf16.enabled and capability < AMPERE:
+        raise ConfigError(f"bf16.enabled: {name} does not compute in bf16; expected fp16")
+
+
+def has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:
+    """Whether a GPU runs what torch was built for, as `torch.cuda.get_arch_list` tells it: `sm_80`, `compute_90`.
+
+    Machine code runs on its own generation, from its own number on; PTX (compute) is compiled for whatever came later.
+    """
+    for kind, major, minor in re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(built_for)):
+        oldest = int(major), int(minor)
+        if oldest <= capability and (kind == "compute" or oldest[0] == capability[0]):
+            return True
+    return False
