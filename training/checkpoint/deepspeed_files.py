@@ -23,7 +23,8 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from models.checkpoint.parallel import in_parallel, sync, write_behind
+from common.whole_files import sync
+from models.checkpoint.parallel import in_parallel, write_behind
 from models.checkpoint.tensor_files import load_archive
 from training.checkpoint.folder import PIECE, FileRecord
 

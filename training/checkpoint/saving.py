@@ -20,10 +20,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from rich.console import Console
 
-from common.whole_files import replace_text
+from common.whole_files import replace_text, sync
 from models.checkpoint.convert import copy_side_files
 from models.checkpoint.layout import LATEST
-from models.checkpoint.parallel import sync
 from models.checkpoint.publish import sweep, workplace, writing
 from models.errors import CheckpointError
 from training.checkpoint.deepspeed_files import CheckpointFiles
