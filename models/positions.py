@@ -12,7 +12,8 @@ Where documents begin is a question to the device, unless whoever lays out the m
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -93,7 +94,8 @@ class Positions:
 
     def arguments(self, hidden: Tensor, position_ids: Tensor, cache: Cache | None) -> dict[str, Arguments]:
         """The arguments for every kind of attention in the model; padding is still marked here."""
-        angles = self.angles(hidden, position_ids)
+        with fp32_products():
+            angles = self.angles(hidden, position_ids)
         positions = unmarked(position_ids)
         documents = self.documents(position_ids) if cache is None else None
         return {
@@ -173,6 +175,17 @@ def packed_mask(position_ids: Tensor, window: int | None, dtype: torch.dtype) ->
         seen = seen & (order > order[:, None] - window)
     nothing = torch.zeros((), dtype=dtype, device=position_ids.device)
     return torch.where(seen, nothing, torch.finfo(dtype).min)[:, None]
+
+
+@contextmanager
+def fp32_products() -> Iterator[None]:
+    """No TF32 in here: transformers multiplies frequencies with positions, of which it would keep 10 bits."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -34,6 +34,7 @@ EXIT_CODE, INTERRUPTED = 2, 130
 RANK_0_SPEAKS = 20.0  # seconds for rank 0 to find the same mistake as another rank
 LEAVING = 2.0  # seconds for rank 0 to say what all know
 TOO_MANY_FILES = "Too many open files"  # as the C library says it, and torch after it
+NOT_ORDERED = " does not have a deterministic implementation"  # as torch says it, behind the operation's name
 
 _traceback_folder: str | None = None
 
@@ -58,6 +59,9 @@ def description(error: BaseException) -> tuple[int, str, str]:
         return INTERRUPTED, "interrupted", ""
     if TOO_MANY_FILES in str(error):
         return EXIT_CODE, f"{safe_line(str(error))}: the limit of open files is too low; raise it with ulimit -n", ""
+    if NOT_ORDERED in str(error):
+        operation = safe_line(str(error).partition(NOT_ORDERED)[0])
+        return EXIT_CODE, f"deterministic: torch has no {operation} that sums in the same order; expected false", ""
     first = next(iter(str(error).strip().splitlines()), "")
     told = safe_line(f"{type(error).__name__}: {first}" if first else type(error).__name__)
     return 1, told, "".join(traceback.format_exception(error))

@@ -35,6 +35,7 @@ from training.data_setup import RecordReader, build_loader
 from training.distributed.processes import Place, agreed
 from training.distributed.rank_monitor import RankMonitor
 from training.distributed.signals import StopRequest
+from training.engine.numerics import describe_numerics
 from training.engine.trainer import Trainer
 from training.errors import ConfigError
 from training.evaluation import Evaluation
@@ -45,6 +46,7 @@ from training.metrics.tracking import open_trackers
 from training.metrics.utilization import Utilization
 from training.optimizer.lr_schedules import LearningRate
 from training.plan.auto import divide
+from training.plan.out_of_memory import OutOfMemory
 from training.profiler.session import Timeline
 from training.topology import Division
 
@@ -167,7 +169,8 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
     with agreed():
         inputs = Inputs.read(config, log, monitor)
     spec, loader, save_path = inputs.spec, inputs.loader, Path(config.save_path)
-    division = divide(config, spec, kind.in_stages, None if isinstance(inputs.dataset, Stream) else loader)
+    known_loader = None if isinstance(inputs.dataset, Stream) else loader
+    division = divide(config, spec, kind.in_stages, known_loader)
     topology = division.topology
     start = Start.find(config, inputs, log)
     checkpoint, done, total_steps = start.checkpoint, start.done, start.total_steps
@@ -184,11 +187,13 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
     record = CheckpointRecord(step=done, topology=topology, data=start.order, settings=settings_of(config))
     config = config.with_parts(topology.parts)  # what `auto` came to; the resolved config says so
     begin(config, inputs, reporting)
-    if checkpoint and start.known:
-        trainer = resume(checkpoint, start.known, division, config, kind, spec, log)
-        log.print(f"resumed: {checkpoint}, after step {done}")
-    else:
-        trainer = kind.build(config, spec, inputs.folder, division)
+    memory = OutOfMemory(config, spec, config.model_topo.stage_of(place.rank), known_loader)
+    with memory:
+        trainer = (
+            resume(checkpoint, start.known, division, config, kind, spec, log)
+            if checkpoint and start.known
+            else kind.build(config, spec, inputs.folder, division)
+        )
     eval_records = inputs.evaluation.records if inputs.evaluation else ""
     checkpointer = Checkpointer(trainer, config, save_path, inputs.side_files, record, log, eval_records)
     steps = config.profile_steps
@@ -200,7 +205,7 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
         reporter = Reporter(
             save_path, total_steps, reporting, config.steps_per_print, done + 1, trackers, start.evaluate_first
         )
-    with reporter:
+    with memory, reporter:
         run = Run(
             trainer=trainer,
             loader=loader,
@@ -249,10 +254,9 @@ def describe(config: TrainConfig, inputs: Inputs, division: Division, total_step
     attention = choose_attention(config.use_flash_attn, training_dtype(config), spec.attention)
     spec.set_attention(attention.implementation)
     log.print(f"attention: {attention.reason}")
-    on_cpu = not torch.cuda.is_available()
-    if on_cpu and training_dtype(config) is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        log.print("warning: this CPU has no instructions for bf16, which takes it ten times as long as fp32")
-    tokens = chunk_tokens(spec.config.vocab_size, on_cpu)
+    for line in describe_numerics(config):
+        log.print(line)
+    tokens = chunk_tokens(spec.config.vocab_size, on_cpu=not torch.cuda.is_available())
     log.print(f"loss: {tokens:,} tokens at a time, summed in fp32")
     if config.zero_optimization.offloads and config.zero_force_ds_cpu_optimizer:
         log.print("optimizer: on the CPU; DeepSpeed compiles its part at the first use, about a minute")

@@ -1,14 +1,20 @@
-"""Shows when a stage's masks and angles are made anew: once a micro-batch."""
+"""Shows when a stage's masks and angles are made anew, once a micro-batch, and that TF32 does not round them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from models.positions import FULL
 from models.spec import ModelSpec
+from tests.models.cases import CASES
 
 
 def test_masks_are_made_once_a_micro_batch(make_checkpoint: Callable[..., Path]) -> None:
@@ -22,3 +28,34 @@ def test_masks_are_made_once_a_micro_batch(make_checkpoint: Callable[..., Path])
     made = positions(FULL, hidden, equal)
     equal[0, 4:] -= 4
     assert positions(FULL, hidden, equal) is not made
+
+
+class Tf32(TorchDispatchMode):
+    """Rounds the factors of products as tensor cores do in TF32, where a process has allowed it."""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        is_product = operator.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm)
+        if is_product and torch.get_float32_matmul_precision() != "highest":
+            arguments = [((factor.view(torch.int32) + 2**12) & -(2**13)).view(torch.float32) for factor in arguments]
+        return operator(*arguments, **(keywords or {}))
+
+
+@pytest.fixture
+def tf32() -> Any:
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_product_of_positions_is_taken_in_tf32(name: str, make_checkpoint: Callable[..., Path], tf32: None) -> None:
+    case = CASES[name]
+    positions = ModelSpec.from_folder(make_checkpoint(case.model_type, **case.changes)).positions()
+    hidden, position_ids = torch.zeros(1, 2, 32), torch.tensor([[4094, 4095]])
+    expected = positions.arguments(hidden, position_ids, None)
+    with Tf32():
+        found = positions.arguments(hidden, position_ids, None)
+        probe = torch.tensor([[4095.0]]) @ torch.ones(1, 1)
+    tensors = [[leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in (found, expected)]
+    torch.testing.assert_close(*tensors, rtol=0, atol=0)
+    assert probe.item() == 4096  # outside of it the mode does round

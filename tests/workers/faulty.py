@@ -3,7 +3,7 @@
 usage: FAULT=<kind>:<rank>:<step> faulty.py <arguments of train_ds.py>. At the beginning of the step that rank
 - raises: an error of a program, - mistake: an error that a user can mend, - dies: by SIGKILL, - freezes: by SIGSTOP,
 - hangs: waits in Python for what never comes, - fills: cannot write large files any more, as on a full disk,
-- waits: until the file that WAITS_FOR names is there.
+- starves: asks for more memory than any machine has, - waits: until the file that WAITS_FOR names is there.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+
+import torch
 
 import train_ds
 from data.errors import DataError
@@ -44,12 +46,16 @@ def fills() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 
 
+def starves() -> None:
+    torch.empty(2**60)
+
+
 def waits() -> None:
     while not os.path.exists(os.environ["WAITS_FOR"]):
         time.sleep(0.05)
 
 
-KINDS = (raises, mistake, dies, freezes, hangs, fills, waits)
+KINDS = (raises, mistake, dies, freezes, hangs, fills, starves, waits)
 FAULTS: dict[str, Callable[[], None]] = {each.__name__: each for each in KINDS}
 
 

@@ -106,6 +106,7 @@ def resume(
             torch.set_rng_state(states["cpu"])
             if "device" in states:  # not of an early version
                 get_accelerator().set_rng_state(states["device"])
+    log.print(f"resumed: {folder}, after step {record.step}")
     return trainer
 
 

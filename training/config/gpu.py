@@ -1,7 +1,7 @@
 """Whether this process's GPU, and the torch that was installed for it, can do what a config asks for.
 
 Asked before anything is built: torch itself fails at the first product, with "no kernel image is available", and
-emulates bf16 without a word where the GPU has none.
+emulates bf16, or leaves TF32 alone, without a word where the GPU has none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def check_gpu(config: TrainConfig) -> None:
     """Look at the GPU, where there is one.
 
     Raises:
-        ConfigError: torch was not built for it, or it does not compute in bf16.
+        ConfigError: torch was not built for it, or it does not compute in bf16 or TF32.
     """
     if not torch.cuda.is_available():
         return
@@ -34,6 +34,8 @@ def check_gpu(config: TrainConfig) -> None:
         )
     if config.bf16.enabled and capability < AMPERE:
         raise ConfigError(f"bf16.enabled: {name} does not compute in bf16; expected fp16")
+    if config.tf32 and capability < AMPERE:
+        raise ConfigError(f"tf32: {name} does not have it; expected false")
 
 
 def has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:

@@ -154,6 +154,10 @@ class TrainConfig(Section):
     use_flash_attn: bool = False
     # Compile each block with torch.compile.
     compile: bool = False
+    # Only kernels whose sums have the same order each time: on a GPU without it no two runs are equal to the last bit.
+    deterministic: bool = False
+    # Take the products of an fp32 run to tensor cores, with 10 bits of each factor (a GPU from Ampere on).
+    tf32: bool = False
 
     # Record these steps on every rank, from the first to the last: a timeline of what each did and when it waited.
     profile_steps: tuple[int, int] | None = None
@@ -183,6 +187,8 @@ class TrainConfig(Section):
                 raise ValueError(f"{name}: expected at most {LARGEST:,}, found {value}")
         if self.bf16.enabled and self.fp16.enabled:
             raise ValueError("bf16.enabled: expected at most one of bf16 and fp16")
+        if self.tf32 and (self.bf16.enabled or self.fp16.enabled):
+            raise ValueError("tf32: 16-bit products do not use it; expected false, or neither bf16 nor fp16")
         if self.stream_gb and not self.max_steps:
             raise ValueError("max_steps: expected a number, as nobody knows how many steps an epoch of a stream has")
         if self.stream_gb and self.packing == "dataset":

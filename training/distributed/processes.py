@@ -134,6 +134,9 @@ def start(place: Place, topology: ModelTopo, patience: timedelta = timedelta(min
             f"model_topo.process_topology.dims: {topology.process_topology.dims} ask for {topology.processes} "
             f"processes, but {place.world_size} were started; expected --num_gpus {topology.processes}"
         )
+    # Rows of many lengths leave no holes in a GPU's memory then. torch reads it before the first allocation.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     import torch
 
     if not torch.cuda.is_available():

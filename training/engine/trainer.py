@@ -27,6 +27,7 @@ from training.config.deepspeed_config import check_device, deepspeed_config, rou
 from training.config.gpu import check_gpu
 from training.config.keys import TrainConfig
 from training.distributed.processes import agreed
+from training.engine.numerics import set_numerics
 from training.engine.prefetch import Sent, ahead
 from training.engine.timings import Timings
 from training.optimizer.optimizers import build_optimizer
@@ -110,6 +111,7 @@ def build_engine(
         # Building the model communicates, so every rank looks at its weights before any begins.
         for layer in layers:
             states.check_layer(layer)
+    set_numerics(config)
     torch.manual_seed(config.seed + torch.distributed.get_rank())  # dropout differs from rank to rank
     model = make_model(
         states=states,

@@ -49,6 +49,12 @@ def advise(basis: Basis) -> list[Advice]:
     return [*advice, *_more_stages(basis)]
 
 
+def next_change(plan: Plan, stage: int) -> tuple[str, int] | None:
+    """The cheapest change with which a stage needs less memory, and the bytes that it then needs at most."""
+    found = ((change, Plan.make(changed).stages[stage].memory.peak) for change, changed in _changes(plan.basis))
+    return next(((change, peak) for change, peak in found if peak < plan.stages[stage].memory.peak), None)
+
+
 def _changes(basis: Basis) -> Iterator[tuple[str, Basis]]:
     config = basis.config
     zero, topo = config.zero_optimization, config.model_topo

@@ -36,6 +36,12 @@ def test_a_v100_is_not_asked_for_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
         check_gpu(BF16)
 
 
+def test_a_v100_has_no_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    be(monkeypatch, "Tesla V100-SXM2-32GB", (7, 0), CUDA_12)
+    with pytest.raises(ConfigError, match=r"^tf32: Tesla V100.* expected false$"):
+        check_gpu(TrainConfig.model_validate(KEYS | {"tf32": True}))
+
+
 def test_an_a100_takes_both(monkeypatch: pytest.MonkeyPatch) -> None:
     be(monkeypatch, "NVIDIA A100-SXM4-80GB", (8, 0), CUDA_13)
     check_gpu(FP16)

@@ -1,0 +1,82 @@
+"""`deterministic` and `tf32`: what they set, what is said, and what they leave alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from training.config.keys import TrainConfig
+from training.engine import numerics
+from training.engine.numerics import describe_numerics, set_numerics
+from training.errors import EXIT_CODE, description
+from training.metrics.devices import parse_devices
+
+KEYS = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 8}
+
+
+def config_of(**keys: Any) -> TrainConfig:
+    return TrainConfig.model_validate(KEYS | keys)
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leave the process as it was."""
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    yield
+    set_numerics(config_of())
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(numerics, "this_device", lambda: parse_devices("H100")[1])
+
+
+def test_deterministic_asks_torch_cublas_and_flash_attention() -> None:
+    set_numerics(config_of(deterministic=True))
+    assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
+    assert "deterministic: " in describe_numerics(config_of(deterministic=True))[0]
+    set_numerics(config_of())
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_an_operation_without_an_order_is_one_line() -> None:
+    set_numerics(config_of(deterministic=True))
+    with pytest.raises(RuntimeError) as refused:
+        torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
+    code, line, report = description(refused.value)
+    assert (code, report) == (EXIT_CODE, "")
+    assert line == "deterministic: torch has no put_ that sums in the same order; expected false"
+
+
+def test_tf32_is_for_fp32_runs_on_gpus(gpu: None) -> None:
+    assert describe_numerics(config_of()) == [
+        "products: fp32; with tf32: true they are up to 7 times as fast, and have 10 bits"
+    ]
+    set_numerics(config_of())
+    assert torch.get_float32_matmul_precision() == "highest"
+    set_numerics(config_of(tf32=True))
+    assert torch.get_float32_matmul_precision() == "high"
+    assert describe_numerics(config_of(tf32=True)) == ["products: TF32, with 10 bits of each factor"]
+    assert describe_numerics(config_of(bf16={"enabled": True})) == []
+
+
+def test_tf32_without_a_gpu_is_told_and_changes_nothing() -> None:
+    set_numerics(config_of(tf32=True))
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert describe_numerics(config_of(tf32=True)) == ["warning: tf32 is without effect, as there is no GPU"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_tf32_in_16_bits_is_refused(precision: str) -> None:
+    with pytest.raises(ValueError, match="tf32: 16-bit products do not use it"):
+        config_of(tf32=True, **{precision: {"enabled": True}})

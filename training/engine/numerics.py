@@ -1,0 +1,57 @@
+"""How a process rounds its products and orders its sums: `deterministic` and `tf32`.
+
+Kernels that add up with atomic operations, such as flash attention's backward pass, sum in another order each time: on
+a GPU a resumed run is equal to the last bit only with `deterministic: true`, by which torch takes ordered kernels and
+refuses an operation that has none. It costs a part of attention's backward pass. On a CPU all kernels are ordered.
+
+TF32 keeps 10 bits of the factors of an fp32 product and sums in fp32, on tensor cores. The angles of positions are
+never computed so (`models.positions`).
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from models.attention import AMPERE
+from training.config.deepspeed_config import training_dtype
+from training.config.keys import TrainConfig
+from training.metrics.devices import Device, this_device
+
+WORTH = 1.5  # times as fast as fp32: from there on the log tells of TF32
+
+
+def set_numerics(config: TrainConfig) -> None:
+    """Set this process up, before it computes anything on a GPU."""
+    if config.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it torch refuses every product
+        os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # what transformers asks the flash-attn package for
+        # It would fill what is allocated with NaN, which looks for bugs and takes time.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(config.deterministic)
+    torch.set_float32_matmul_precision("high" if config.tf32 and torch.cuda.is_available() else "highest")
+
+
+def describe_numerics(config: TrainConfig) -> list[str]:
+    """What the log says of it."""
+    lines, dtype = [], training_dtype(config)
+    if config.deterministic:
+        lines.append("deterministic: sums have the same order each time, so a resumed run is equal to the last bit")
+    if not torch.cuda.is_available():
+        if config.tf32:
+            lines.append("warning: tf32 is without effect, as there is no GPU")
+        if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            lines.append("warning: this CPU has no instructions for bf16, which takes it ten times as long as fp32")
+    elif config.tf32:
+        lines.append("products: TF32, with 10 bits of each factor")
+    elif dtype is torch.float32 and torch.cuda.get_device_capability() >= AMPERE:
+        times = tf32_speed(this_device())
+        if times >= WORTH:
+            lines.append(f"products: fp32; with tf32: true they are up to {times:.0f} times as fast, and have 10 bits")
+    return lines
+
+
+def tf32_speed(device: Device) -> float:
+    """How many times as fast as in fp32 a device multiplies in TF32, at half the rate of 16-bit numbers."""
+    return device.half / 2 / device.single
