@@ -33,7 +33,7 @@ def by_pipetune(config: TrainConfig, samples: SampleSet, way: type[Way], pace: P
 
     folder = Path(config.model_path)
     spec = ModelSpec.from_folder(folder)
-    attention = choose_attention(config.use_flash_attn, training_dtype(config), spec.attention)
+    attention = choose_attention(config.use_flash_attn is True, training_dtype(config), spec.attention)
     spec.set_attention(attention.implementation)
     loader = build_loader(samples, config, config.model_topo.replicas)
     train(way.build(config, spec, folder, divide(config, spec, way.in_stages)), loader, pace)

@@ -2,9 +2,9 @@
 
 transformers calls the kernels; all of them are exact and keep packed documents apart. The usual one is torch's own
 scaled_dot_product_attention, document by document (`models.document_attention`), or for some families the layer's own
-arithmetic. `use_flash_attn: true` asks for kernels that never hold the scores and take all documents in one launch.
-They need a GPU from Ampere on and 16-bit weights (on older ones Triton, which flex attention is made of, is no longer
-supported either), and are tried in this order:
+arithmetic. Others never hold the scores and take all documents in one launch. They need a GPU from Ampere on and 16-bit
+weights (on older ones Triton, which flex attention is made of, is no longer supported either). `use_flash_attn: true`
+takes the first of them that can run, in this order, and `auto` the fastest of all (`training.engine.kernels`):
 
     flash-attn       where its package is installed; the most tuned one
     varlen_attn      the same algorithm inside torch (`models.varlen_attention`); nothing to install
@@ -29,7 +29,7 @@ TORCH, FLASH, EAGER = BY_DOCUMENT, "flash_attention_2", "eager"
 ALL = (TORCH, FLASH, VARLEN, FLEX)  # what computes plain attention and sliding windows
 WITHOUT_DROPOUT = (VARLEN, FLEX)  # kernels that cannot drop attention weights
 AMPERE = (8, 0)
-_NAMES = {
+NAMES = {
     TORCH: "torch's scaled_dot_product_attention",
     FLASH: "flash-attn",
     VARLEN: "torch's varlen_attn",
@@ -53,19 +53,27 @@ def choose_attention(use_flash_attn: bool, dtype: torch.dtype, exact: tuple[str,
     """
     usual = exact[0]
     if not use_flash_attn:
-        return AttentionChoice(usual, _NAMES[usual])
+        return AttentionChoice(usual, NAMES[usual])
     obstacle = _device_obstacle(dtype)
     if obstacle:
-        return AttentionChoice(usual, f"{_NAMES[usual]}: use_flash_attn is set, but {obstacle}")
+        return AttentionChoice(usual, f"{NAMES[usual]}: use_flash_attn is set, but {obstacle}")
     passed_over: list[str] = []
     for kernel, missing in ((FLASH, _flash_missing), (VARLEN, None), (FLEX, _flex_missing)):
         obstacle = missing() if missing else None
         if kernel not in exact:
-            obstacle = f"{_NAMES[kernel]} does not compute this model's attention"
+            obstacle = f"{NAMES[kernel]} does not compute this model's attention"
         if obstacle is None:
-            return AttentionChoice(kernel, ": ".join([_NAMES[kernel], *filter(None, ["; ".join(passed_over)])]))
+            return AttentionChoice(kernel, ": ".join([NAMES[kernel], *filter(None, ["; ".join(passed_over)])]))
         passed_over.append(obstacle)
-    return AttentionChoice(usual, f"{_NAMES[usual]}: use_flash_attn is set, but {'; '.join(passed_over)}")
+    return AttentionChoice(usual, f"{NAMES[usual]}: use_flash_attn is set, but {'; '.join(passed_over)}")
+
+
+def candidates(dtype: torch.dtype, exact: tuple[str, ...] = ALL) -> list[str]:
+    """All exact kernels that can run here, the usual one first."""
+    if _device_obstacle(dtype):
+        return [exact[0]]
+    missing = {FLASH: _flash_missing, FLEX: _flex_missing}
+    return [kernel for kernel in exact if kernel not in missing or missing[kernel]() is None]
 
 
 def _device_obstacle(dtype: torch.dtype) -> str | None:

@@ -18,7 +18,6 @@ from data.inspection import summary
 from data.loader import Loader
 from data.streaming.stream import Stream
 from data.tokenized.dataset import Dataset, check_vocabulary
-from models.attention import choose_attention
 from models.checkpoint.layout import resolve
 from models.checkpoint.publish import try_publishing, writing
 from models.lean_loss import chunk_tokens
@@ -35,6 +34,7 @@ from training.data_setup import RecordReader, build_loader
 from training.distributed.processes import Place, agreed
 from training.distributed.rank_monitor import RankMonitor
 from training.distributed.signals import StopRequest
+from training.engine.kernels import choose_kernels
 from training.engine.numerics import describe_numerics
 from training.engine.trainer import Trainer
 from training.errors import ConfigError
@@ -48,7 +48,6 @@ from training.optimizer.lr_schedules import LearningRate
 from training.plan.auto import divide
 from training.plan.out_of_memory import OutOfMemory
 from training.profiler.session import Timeline
-from training.topology import Division
 
 
 @dataclass
@@ -183,9 +182,12 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
         return
     with agreed():
         inputs.start(start, place, monitor)
-    describe(config, inputs, division, total_steps, log)
+    kernels = choose_kernels(config, spec, known_loader)
+    model = f"model: {spec.family.name}, {spec.n_layers} layers {topology.description}"
+    describe(config, inputs, [model, *division.report, *kernels.report], total_steps, log)
     record = CheckpointRecord(step=done, topology=topology, data=start.order, settings=settings_of(config))
-    config = config.with_parts(topology.parts)  # what `auto` came to; the resolved config says so
+    # What `auto` came to; the resolved config says so.
+    config = config.with_parts(topology.parts).model_copy(update={"compile": kernels.compile})
     begin(config, inputs, reporting)
     memory = OutOfMemory(config, spec, config.model_topo.stage_of(place.rank), known_loader)
     with memory:
@@ -245,18 +247,11 @@ def begin(config: TrainConfig, inputs: Inputs, reporting: bool) -> None:
             try_publishing(save_path / EXPORTED, True, [inputs.folder])
 
 
-def describe(config: TrainConfig, inputs: Inputs, division: Division, total_steps: int, log: Console) -> None:
-    """Choose the attention and say what is about to run."""
-    spec = inputs.spec
-    log.print(f"model: {spec.family.name}, {spec.n_layers} layers {division.topology.description}")
-    for line in division.report:
+def describe(config: TrainConfig, inputs: Inputs, report: list[str], total_steps: int, log: Console) -> None:
+    """Say what is about to run, and what was chosen for it."""
+    for line in [*report, *describe_numerics(config)]:
         log.print(line)
-    attention = choose_attention(config.use_flash_attn, training_dtype(config), spec.attention)
-    spec.set_attention(attention.implementation)
-    log.print(f"attention: {attention.reason}")
-    for line in describe_numerics(config):
-        log.print(line)
-    tokens = chunk_tokens(spec.config.vocab_size, on_cpu=not torch.cuda.is_available())
+    tokens = chunk_tokens(inputs.spec.config.vocab_size, on_cpu=not torch.cuda.is_available())
     log.print(f"loss: {tokens:,} tokens at a time, summed in fp32")
     if config.zero_optimization.offloads and config.zero_force_ds_cpu_optimizer:
         log.print("optimizer: on the CPU; DeepSpeed compiles its part at the first use, about a minute")

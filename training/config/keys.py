@@ -150,10 +150,10 @@ class TrainConfig(Section):
     use_grad_ckpt: bool | Literal["auto"] | EveryNth = False
     # Keep activations in the host's memory until the backward pass needs them: a GPU's memory for time on the bus.
     offload_activations: bool = False
-    # Flash attention on GPUs that have it (not V100).
-    use_flash_attn: bool = False
-    # Compile each block with torch.compile.
-    compile: bool = False
+    # Flash attention on GPUs that have it (not V100); auto tries all exact kernels at the start, and takes the fastest.
+    use_flash_attn: bool | Literal["auto"] = "auto"
+    # Compile each block with torch.compile; auto does where it is known to help: on GPUs from Ampere on.
+    compile: bool | Literal["auto"] = "auto"
     # Only kernels whose sums have the same order each time: on a GPU without it no two runs are equal to the last bit.
     deterministic: bool = False
     # Take the products of an fp32 run to tensor cores, with 10 bits of each factor (a GPU from Ampere on).
@@ -170,6 +170,13 @@ class TrainConfig(Section):
         every = value.get("every") if isinstance(value, dict) and len(value) == 1 else None
         if not (isinstance(value, (bool, EveryNth)) or value == "auto" or (type(every) is int and every > 0)):
             raise ValueError("expected true, false, auto or {every: n}")
+        return value
+
+    @field_validator("use_flash_attn", "compile", mode="before")
+    @classmethod
+    def _boolean_or_auto(cls, value: Any) -> Any:
+        if not isinstance(value, bool) and value != "auto":
+            raise ValueError("expected true, false or auto")
         return value
 
     @field_validator("profile_steps", mode="before")
@@ -193,7 +200,7 @@ class TrainConfig(Section):
             raise ValueError("max_steps: expected a number, as nobody knows how many steps an epoch of a stream has")
         if self.stream_gb and self.packing == "dataset":
             raise ValueError("packing: dataset packs whole epochs, which no stream knows; expected batch or false")
-        if self.compile and self.zero_optimization.stage == 3:
+        if self.compile is True and self.zero_optimization.stage == 3:
             raise ValueError("compile: ZeRO stage 3 gathers weights inside of the blocks; expected false or stage <= 2")
         unit = self.train_micro_batch_size_per_gpu * self.model_topo.replicas
         if self.train_batch_size % unit:
@@ -218,6 +225,19 @@ class TrainConfig(Section):
     def v_schedule(self) -> bool:
         """Whether each stage holds two chunks of the layers. With one stage there is nothing to wait for."""
         return self.schedule == "dualpipev" and self.model_topo.stages > 1
+
+    def compiles(self, ampere: bool) -> bool:
+        """Whether blocks are compiled on a GPU from Ampere on, or elsewhere.
+
+        With `auto` not where gradients of weights wait, nor where ZeRO gathers inside of blocks.
+        """
+        if self.compile != "auto":
+            return self.compile
+        return ampere and not self.v_schedule and self.zero_optimization.stage < 3
+
+    def has_flash(self, ampere: bool) -> bool:
+        """Whether attention holds no scores, on a GPU from Ampere on or elsewhere."""
+        return bool(self.use_flash_attn) and ampere and (self.bf16.enabled or self.fp16.enabled)
 
     @property
     def chunks(self) -> int:

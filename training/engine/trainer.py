@@ -116,7 +116,7 @@ def build_engine(
     model = make_model(
         states=states,
         dtype=training_dtype(config),
-        blocks=BlockOptions(recompute=recompute, offload=config.offload_activations, compile=config.compile),
+        blocks=BlockOptions(recompute=recompute, offload=config.offload_activations, compile=config.compile is True),
         z_loss_weight=config.aux_max_z_loss.weight,
         router_loss_weight=router_weight,
     )

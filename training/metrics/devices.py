@@ -48,6 +48,11 @@ class Device:
     known: bool = True
     bf16: bool = True
 
+    @property
+    def ampere(self) -> bool:
+        """Whether it is a GPU from Ampere on, the first that compute in bf16."""
+        return self.reserves and self.bf16
+
     def flops(self, dtype: torch.dtype) -> float:
         """FLOP/s that a run in `dtype` can expect."""
         return self.efficiency * (self.single if dtype == torch.float32 else self.half)

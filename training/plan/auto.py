@@ -48,7 +48,7 @@ def divide(config: TrainConfig, spec: ModelSpec, in_stages: bool = True, loader:
 
 def choose(config: TrainConfig, spec: ModelSpec, device: Device, loader: Loader | None = None) -> Division:
     """The division of a pipeline over such devices, with what the log says of it; see `divide`."""
-    workload = Workload.measured(loader, config) if loader else Workload.assumed(config)
+    workload = Workload.of(loader, config)
     calibration = Calibration.read(Path(config.save_path), config, spec)
     plan = Plan.make(Basis(config, spec, workload, device, calibration))
     report = []

@@ -58,6 +58,11 @@ class Workload:
     source: str
 
     @classmethod
+    def of(cls, loader: Loader | None, config: TrainConfig) -> Workload:
+        """Measured where there is a loader, else assumed."""
+        return cls.measured(loader, config) if loader else cls.assumed(config)
+
+    @classmethod
     def assumed(cls, config: TrainConfig) -> Workload:
         """As if every sample had `max_seq_len` tokens, all supervised."""
         rows, length = config.train_micro_batch_size_per_gpu, config.max_seq_len

@@ -41,16 +41,16 @@ def calibrate(config: TrainConfig, spec: ModelSpec, workload: Workload) -> Calib
     estimates = layer_times(Basis(config, spec, workload, this_device(), recompute=frozenset()))
     layers: dict[str, tuple[float, float]] = {}
     for kind in dict.fromkeys(kinds(spec)):
-        forward, backward = _time_layer(kind, config, spec, workload, device)
+        forward, backward = time_layer(kind, config, spec, workload, device)
         layers[str(kind)] = (forward / estimates[kind].forward, backward / estimates[kind].backward)
     update = _time_update(config, spec, device) / update_time(config, this_device())
     return Calibration.of(config, spec, layers, update)
 
 
-def _time_layer(
+def time_layer(
     kind: int, config: TrainConfig, spec: ModelSpec, workload: Workload, device: torch.device
 ) -> list[float]:
-    """Seconds of the forward and the backward pass of one micro-batch."""
+    """Seconds of the forward and the backward pass of one micro-batch through a layer of random weights."""
     dtype = training_dtype(config)
     module = spec.build(kind, spec.positions()).to(device=device, dtype=dtype)
     for parameter in module.parameters():

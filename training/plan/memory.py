@@ -118,7 +118,7 @@ class MemoryModel:
     def _saved(self) -> list[Saved]:
         """What each layer keeps without recomputation."""
         work, known = self._basis.workload, self._basis.known
-        flash = self._config.use_flash_attn and self._device.reserves
+        flash = self._config.has_flash(self._device.ampere)
         found = []
         for kind in kinds(self._spec):
             case = (kind, work.rows, work.longest, training_dtype(self._config), flash)
@@ -144,7 +144,7 @@ class MemoryModel:
 
     def _waiting(self, begin: int, end: int) -> int:
         """Bytes that a stage keeps of a micro-batch whose gradients of weights wait (`models.weight_gradients`)."""
-        if self._config.offload_activations or self._config.compile:
+        if self._config.offload_activations or self._config.compiles(self._device.ampere):
             return 0
         blocks = (layer for layer in range(begin, end) if layer not in self._basis.recomputed)
         return sum(self._saved[block].waiting for block in blocks)

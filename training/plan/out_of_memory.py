@@ -64,9 +64,8 @@ class OutOfMemory:
         config = self.config
         if config.model_topo.parts is None:  # a plan is one of a pipeline
             return ""
-        work = Workload.measured(self.loader, config) if self.loader else Workload.assumed(config)
         calibration = Calibration.read(Path(config.save_path), config, self.spec)
-        plan = Plan.make(Basis(config, self.spec, work, this_device(), calibration))
+        plan = Plan.make(Basis(config, self.spec, Workload.of(self.loader, config), this_device(), calibration))
         line = f"; --plan says {_gib(plan.stages[self.stage].memory.peak)}"
         advice = next_change(plan, self.stage)
         return f"{line}; next: {advice[0]}, with which it says {_gib(advice[1])}" if advice else line

@@ -64,7 +64,8 @@ def test_four_keys_make_a_run_with_sensible_defaults(tmp_path: Path) -> None:
     assert (config.train_batch_size, config.train_micro_batch_size_per_gpu, config.n_epoches) == (8, 1, 1)
     assert (config.gradient_clipping, config.zero_optimization.stage, config.optimizer.type) == (1.0, 1, "AdamW")
     assert (config.model_topo.stages, config.model_topo.replicas, config.scheduler) == (1, 1, None)
-    assert not (config.from_scratch or config.use_grad_ckpt or config.use_flash_attn or config.dataloader_drop_last)
+    assert not (config.from_scratch or config.use_grad_ckpt or config.dataloader_drop_last)
+    assert config.use_flash_attn == config.compile == "auto"
 
 
 @pytest.mark.parametrize(("name", "other"), [("n_epoches", "n_epochs"), ("n_epochs", "n_epoches")])
@@ -262,7 +263,7 @@ def test_the_type_of_a_schedule_says_which_params_there_are(line: str, params: W
         ("use_grad_ckpt: maybe", "use_grad_ckpt: expected true, false, auto or {every: n}, found 'maybe'"),
         ("use_grad_ckpt: {every: 0}", "use_grad_ckpt: expected true, false, auto or {every: n}, found {'every': 0}"),
         ("use_grad_ckpt: {each: 2}", "use_grad_ckpt: expected true, false, auto or {every: n}, found {'each': 2}"),
-        ("compile: {deepcompile: true}", "compile: expected a boolean"),
+        ("compile: {deepcompile: true}", "compile: expected true, false or auto"),
         ("compile: true\nzero_optimization: {stage: 3}", "compile: ZeRO stage 3 gathers weights"),
         ("data_path: 3", "data_path.0: expected a string, found 3"),
         ("optimizer: AdamW", "optimizer: expected a dictionary"),

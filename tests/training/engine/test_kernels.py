@@ -1,0 +1,111 @@
+"""What `use_flash_attn: auto` and `compile: auto` come to, on this machine and where torch says that there is a GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.attention import EAGER, FLASH, TORCH, VARLEN
+from models.spec import ModelSpec
+from tests.launching import topology
+from training.config.keys import TrainConfig
+from training.engine import kernels
+from training.engine.kernels import FILE, fastest
+
+KNOWN = {"device": "H100-80G", "torch": "2.11.0"}
+TIMES = {TORCH: 12.0, FLASH: 9.5, VARLEN: 9.0}
+
+
+def config_of(folder: Path, **keys: Any) -> TrainConfig:
+    fields = {"model_path": "m", "data_path": "d", "save_path": str(folder), "train_batch_size": 8, "max_seq_len": 64}
+    return TrainConfig.model_validate(fields | keys)
+
+
+def be(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+
+
+def test_the_fastest_attention_is_taken_and_kept(tmp_path: Path) -> None:
+    taken, told = fastest(list(TIMES), TIMES.__getitem__, tmp_path / FILE, KNOWN)
+    assert taken == VARLEN
+    assert "torch's varlen_attn 9.0 ms, flash-attn 9.5 ms, torch's scaled_dot_product_attention 12.0 ms" in told
+    later = {TORCH: 1.0, FLASH: 2.0, VARLEN: 3.0}
+    assert fastest(list(TIMES), later.__getitem__, tmp_path / FILE, KNOWN)[0] == VARLEN  # a run goes on as it began
+    assert fastest(list(TIMES), later.__getitem__, tmp_path / FILE, KNOWN | {"torch": "2.13.0"})[0] == TORCH
+    (tmp_path / FILE).write_text("{", encoding="utf-8")
+    assert fastest(list(TIMES), TIMES.__getitem__, tmp_path / FILE, KNOWN)[0] == VARLEN
+
+
+def test_a_kernel_that_cannot_run_the_rows_is_left_out(tmp_path: Path) -> None:
+    def milliseconds(kernel: str) -> float:
+        if kernel == TORCH:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return TIMES[kernel]
+
+    assert fastest([TORCH, FLASH], milliseconds, tmp_path / FILE, KNOWN)[0] == FLASH
+    assert json.loads((tmp_path / FILE).read_text(encoding="utf-8"))["milliseconds"] == {FLASH: 9.5}
+    with pytest.raises(torch.OutOfMemoryError):
+        fastest([TORCH], milliseconds, tmp_path / "other.json", KNOWN)
+
+
+def test_blocks_are_really_run(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = ModelSpec.from_folder(make_checkpoint("llama"))
+    monkeypatch.setattr(kernels, "candidates", lambda *_: [TORCH, EAGER])
+    taken, told = kernels._attention(config_of(tmp_path), spec, None)
+    times = json.loads((tmp_path / FILE).read_text(encoding="utf-8"))["milliseconds"]
+    assert times.keys() == {TORCH, EAGER} and min(times.values()) > 0 and taken == min(times, key=times.__getitem__)
+    assert "the fastest of a block" in told
+
+
+def test_without_a_gpu_auto_is_the_usual_kernel_and_nothing_is_compiled(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    spec = ModelSpec.from_folder(make_checkpoint("llama"))
+    config = config_of(tmp_path)
+    assert (config.use_flash_attn, config.compile) == ("auto", "auto")
+    assert kernels._attention(config, spec, None) == (TORCH, "torch's scaled_dot_product_attention")
+    assert kernels._compilation(config) == (False, [])
+    assert kernels._compilation(config_of(tmp_path, compile=True)) == (True, [])
+    assert not (tmp_path / FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("capability", "keys", "trial", "told"),
+    [
+        ((9, 0), {}, None, "blocks: compiled"),
+        ((9, 0), {}, "no C compiler", "blocks: not compiled: no C compiler"),
+        ((7, 0), {}, None, "blocks: not compiled: a GPU is older"),
+        ((9, 0), {"zero_optimization": {"stage": 3}}, None, "blocks: not compiled: .* ZeRO stage 3"),
+        ((9, 0), {"schedule": "dualpipev", "model_topo": topology((2, 1))}, None, "blocks: not compiled: dualpipev"),
+        ((9, 0), {"compile": False}, None, None),
+    ],
+)
+def test_blocks_are_compiled_where_that_is_known_to_help(
+    capability: tuple[int, int],
+    keys: dict[str, Any],
+    trial: str | None,
+    told: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    be(monkeypatch, "a GPU", capability)
+    monkeypatch.setattr(kernels, "_compile_trial", lambda: trial)
+    compiles, lines = kernels._compilation(config_of(tmp_path, **keys))
+    assert compiles == (told == "blocks: compiled")
+    assert len(lines) == (told is not None)
+    assert told is None or re.match(told, lines[0])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what is said where torch cannot compile for a GPU")
+def test_a_trial_says_why_torch_cannot_compile() -> None:
+    assert (kernels._compile_trial() or "").startswith("torch.compile does not work here: ")

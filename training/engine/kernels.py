@@ -1,0 +1,142 @@
+"""Which kernels a run takes where its config says `auto`: of attention, and for what lies between the matrix products.
+
+Attention: on a GPU that has flash attention each exact kernel runs one block forward and backward on rows like the
+run's, and the fastest is taken. It takes a second or two, the log says the times, and the run's folder keeps the
+choice, as a run that goes on with another kernel would round otherwise. Elsewhere the family's usual kernel is taken.
+
+Compilation: on a GPU from Ampere on blocks are compiled, where a trial shows that torch.compile works. dualpipev's are
+not: the gradients of their weights could not wait (`models.weight_gradients`). A CPU's blocks are compiled when asked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from common.whole_files import replace_text
+from data.loader import Loader
+from models.attention import AMPERE, NAMES, candidates, choose_attention
+from models.spec import ModelSpec
+from training.config.deepspeed_config import training_dtype
+from training.config.keys import TrainConfig
+from training.distributed.processes import gather
+from training.metrics.devices import this_device
+from training.plan.basis import Workload
+from training.plan.calibration import time_layer
+
+FILE = "kernels.json"
+
+Time = Callable[[str], float]  # milliseconds of a block with this attention
+
+
+class Kernels(NamedTuple):
+    """What a run takes.
+
+    Attributes:
+        attention: as transformers knows the kernel.
+        compile: whether blocks are compiled.
+        report: for the log.
+    """
+
+    attention: str
+    compile: bool
+    report: list[str]
+
+
+def choose_kernels(config: TrainConfig, spec: ModelSpec, loader: Loader | None) -> Kernels:
+    """Take what rank 0 finds best; all ranks call it together, once the run's folder is there.
+
+    Args:
+        loader: of the run's rows; every sample counts as `max_seq_len` tokens where absent.
+    """
+    chosen = None
+    if torch.distributed.get_rank() == 0:
+        attention, reason = _attention(config, spec, loader)
+        compiles, lines = _compilation(config)
+        chosen = Kernels(attention, compiles, [f"attention: {reason}", *lines])
+    kernels = gather(chosen)[0]
+    assert kernels is not None
+    spec.set_attention(kernels.attention)
+    return kernels
+
+
+def _attention(config: TrainConfig, spec: ModelSpec, loader: Loader | None) -> tuple[str, str]:
+    """The kernel, and why."""
+    dtype = training_dtype(config)
+    if config.use_flash_attn != "auto":
+        return choose_attention(config.use_flash_attn, dtype, spec.attention)
+    kernels = candidates(dtype, spec.attention)
+    if len(kernels) == 1:
+        return choose_attention(False, dtype, spec.attention)
+
+    workload = Workload.of(loader, config)
+
+    def milliseconds(kernel: str) -> float:
+        spec.set_attention(kernel)
+        return 1000 * sum(time_layer(1, config, spec, workload, torch.device(get_accelerator().current_device_name())))
+
+    known = {"device": this_device().name, "torch": torch.__version__, "dtype": str(dtype), "kernels": kernels}
+    return fastest(kernels, milliseconds, Path(config.save_path) / FILE, known)
+
+
+def fastest(kernels: list[str], milliseconds: Time, file: Path, known: dict[str, Any]) -> tuple[str, str]:
+    """The kernel with which a block takes least time, and the times in words.
+
+    Args:
+        file: where the times are kept, and where those of an earlier start are found.
+        known: what they depend on; those of another machine do not count.
+
+    Raises:
+        RuntimeError: none of the kernels can run a block.
+    """
+    with suppress(OSError, ValueError):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found["known"] == known:
+            return _told(found["milliseconds"], "as measured when the run began")
+    times, failed = {}, None
+    for kernel in kernels:
+        try:
+            times[kernel] = milliseconds(kernel)
+        except RuntimeError as error:  # such as scores that do not fit into memory
+            failed = error
+    if not times:
+        raise failed or RuntimeError("no attention kernel")
+    with suppress(OSError):  # a full disk is told when the config is written
+        replace_text(file, json.dumps({"known": known, "milliseconds": times}, indent=2) + "\n")
+    return _told(times, "of a block")
+
+
+def _told(times: dict[str, float], what: str) -> tuple[str, str]:
+    ranked = sorted(times, key=lambda kernel: times[kernel])
+    shown = ", ".join(f"{NAMES[kernel]} {times[kernel]:.1f} ms" for kernel in ranked)
+    return ranked[0], f"{NAMES[ranked[0]]}, the fastest {what}: {shown}"
+
+
+def _compilation(config: TrainConfig) -> tuple[bool, list[str]]:
+    """Whether blocks are compiled, and what the log says of it."""
+    on_gpu = torch.cuda.is_available()
+    ampere = on_gpu and torch.cuda.get_device_capability() >= AMPERE
+    if config.compile != "auto" or not on_gpu:
+        return config.compiles(ampere), []
+    obstacle = None if ampere else f"{torch.cuda.get_device_name()} is older than it is known to help"
+    if ampere and not config.compiles(ampere):
+        obstacle = "dualpipev's gradients of weights could not wait, and ZeRO stage 3 gathers weights inside of blocks"
+    obstacle = obstacle or _compile_trial()
+    if obstacle:
+        return False, [f"blocks: not compiled: {obstacle}"]
+    return True, ["blocks: compiled by torch.compile; the first steps take up to some minutes more"]
+
+
+def _compile_trial() -> str | None:
+    """Why torch.compile does not work here, such as for want of a C compiler."""
+    try:
+        torch.compile(lambda numbers: numbers.sin() + 1)(torch.ones(8, device="cuda"))
+    except Exception as error:  # of many kinds, from dynamo down to the driver
+        return f"torch.compile does not work here: {' '.join(str(error).split())[:160]}"
+    return None
