@@ -27,6 +27,7 @@ from training.config.deepspeed_config import check_device, deepspeed_config, rou
 from training.config.gpu import check_gpu
 from training.config.keys import TrainConfig
 from training.distributed.processes import agreed
+from training.engine.gradient_sums import sum_as_they_are
 from training.engine.numerics import set_numerics
 from training.engine.prefetch import Sent, ahead
 from training.engine.timings import Timings
@@ -124,4 +125,5 @@ def build_engine(
         optimizer = build_optimizer(config, model.named_parameters(), spec.tied_names)
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the memory in use, four times
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config))
+    sum_as_they_are(engine.optimizer)
     return engine

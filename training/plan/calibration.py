@@ -23,6 +23,7 @@ from models.lean_loss import linear_cross_entropy
 from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
+from training.engine.gradient_sums import add
 from training.metrics.devices import this_device
 from training.optimizer.optimizers import build_optimizer
 from training.plan.basis import Basis, Calibration, Workload
@@ -93,14 +94,14 @@ def _time_update(config: TrainConfig, spec: ModelSpec, device: torch.device) -> 
 def _sum_in_fp32(module: nn.Module) -> None:
     """Add 16-bit gradients up in fp32 as they arrive, as the run's optimizer does."""
 
-    def add(total: Tensor, parameter: Tensor) -> None:
+    def take(total: Tensor, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        total.add_(parameter.grad.float())
+        add(total, parameter.grad)
         parameter.grad = None
 
     for parameter in module.parameters():
         total = torch.zeros_like(parameter, dtype=torch.float32)
-        parameter.register_post_accumulate_grad_hook(partial(add, total))
+        parameter.register_post_accumulate_grad_hook(partial(take, total))
 
 
 def _least_seconds(device: torch.device, *works: Callable[[Any], Any]) -> list[float]:

@@ -156,7 +156,7 @@ class MemoryModel:
         again = max((self._saved[block].inside for block in whole), default=0)
         backward = BACKWARD * max((self._saved[block].largest for block in blocks), default=0)
         arriving = max((self._largest[layer] for layer in range(begin, min(end, self._spec.n_layers - 1))), default=0)
-        arriving *= self._itemsize + (4 if self._states.gradient > self._states.weight else 0)
+        arriving *= self._itemsize
         return max(again + backward + arriving, self._loss if end == self._spec.n_layers else 0)
 
     @cached_property
