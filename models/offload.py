@@ -72,7 +72,7 @@ class Offloading(saved_tensors_hooks):
         def come_back(kept: Tensor | HostCopy) -> Tensor:
             return kept if isinstance(kept, Tensor) else kept.back()
 
-        super().__init__(leave, come_back)
+        super().__init__(torch.compiler.disable(leave), torch.compiler.disable(come_back))
 
 
 @cache

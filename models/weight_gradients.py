@@ -36,10 +36,11 @@ class WeightGradients:
     def defer(self, module: nn.Module) -> None:
         """Let the linear layers inside of a module leave the gradients of their weights for later.
 
-        Inside of torch.compile and autocast they do as ever.
+        Under autocast they do as ever. torch.compile leaves them out and fuses what lies between them: what it took in
+        would have a backward pass of its own.
         """
         for linear in linear_layers(module):
-            vars(linear)["forward"] = MethodType(self._forward, linear)
+            vars(linear)["forward"] = torch.compiler.disable(MethodType(self._forward, linear))
 
     def close(self) -> None:
         """A backward pass is over; what it left is one piece of work."""
@@ -65,7 +66,7 @@ class WeightGradients:
             torch.autograd.backward(weights, gradients)
 
     def _forward(self, linear: nn.Linear, inputs: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled(inputs.device.type):
+        if torch.is_autocast_enabled(inputs.device.type):
             return F.linear(inputs, linear.weight, linear.bias)
         outputs: Tensor = _Linear.apply(inputs, linear, self)
         return outputs

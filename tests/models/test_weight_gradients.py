@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
+from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from models.weight_gradients import WeightGradients
+from models.block_options import PLAIN, BlockOptions
+from models.weight_gradients import WeightGradients, linear_layers
+from tests.models.test_block_options import build
 
 PASSES = 3
 
@@ -58,6 +64,30 @@ def test_hooks_see_each_gradient_once() -> None:
     later.close()
     later.compute()
     assert sorted(seen) == sorted(name for name, _ in model.named_parameters())
+
+
+@pytest.mark.slow
+def test_compiled_layers_leave_them_too(make_checkpoint: Callable[..., Path]) -> None:
+    """All of a block's are left for later, and are what a block gives that nobody compiles."""
+    torch._dynamo.reset()
+    models = [build(make_checkpoint("llama"), PLAIN) for _ in range(2)]
+    later = WeightGradients()
+    compiled, usual = (model.blocks[0] for model in models)
+    later.defer(compiled)
+    BlockOptions(compile=True).apply(1, compiled)
+    torch.manual_seed(0)
+    for length in (5, 9, 16, 23):
+        hidden = torch.randn(1, length, models[0].spec.config.hidden_size)
+        for block in (compiled, usual):
+            block((hidden, torch.arange(length)[None]))[0].square().sum().backward()
+        later.close()
+    weights = [layer.weight for layer in linear_layers(compiled)]
+    assert len(weights) == 7 and all(weight.grad is None for weight in weights)
+    assert counters["stats"]["unique_graphs"]
+    while len(later):
+        later.compute()
+    for (name, expected), found in zip(usual.named_parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(gradient(found), gradient(expected), msg=name)
 
 
 def test_under_autocast_nothing_is_left() -> None:

@@ -227,13 +227,8 @@ class TrainConfig(Section):
         return self.schedule == "dualpipev" and self.model_topo.stages > 1
 
     def compiles(self, ampere: bool) -> bool:
-        """Whether blocks are compiled on a GPU from Ampere on, or elsewhere.
-
-        With `auto` not where gradients of weights wait, nor where ZeRO gathers inside of blocks.
-        """
-        if self.compile != "auto":
-            return self.compile
-        return ampere and not self.v_schedule and self.zero_optimization.stage < 3
+        """Whether blocks are compiled on a GPU from Ampere on, or elsewhere."""
+        return self.compile if self.compile != "auto" else ampere and self.zero_optimization.stage < 3
 
     def has_flash(self, ampere: bool) -> bool:
         """Whether attention holds no scores, on a GPU from Ampere on or elsewhere."""

@@ -4,8 +4,8 @@ Attention: on a GPU that has flash attention each exact kernel runs one block fo
 run's, and the fastest is taken. It takes a second or two, the log says the times, and the run's folder keeps the
 choice, as a run that goes on with another kernel would round otherwise. Elsewhere the family's usual kernel is taken.
 
-Compilation: on a GPU from Ampere on blocks are compiled, where a trial shows that torch.compile works. dualpipev's are
-not: the gradients of their weights could not wait (`models.weight_gradients`). A CPU's blocks are compiled when asked.
+Compilation: on a GPU from Ampere on blocks are compiled, where a trial shows that torch.compile works; those of ZeRO
+stage 3 are not, as it gathers weights inside of them. A CPU's blocks are compiled when asked.
 """
 
 from __future__ import annotations
@@ -124,10 +124,12 @@ def _compilation(config: TrainConfig) -> tuple[bool, list[str]]:
     ampere = on_gpu and torch.cuda.get_device_capability() >= AMPERE
     if config.compile != "auto" or not on_gpu:
         return config.compiles(ampere), []
-    obstacle = None if ampere else f"{torch.cuda.get_device_name()} is older than it is known to help"
-    if ampere and not config.compiles(ampere):
-        obstacle = "dualpipev's gradients of weights could not wait, and ZeRO stage 3 gathers weights inside of blocks"
-    obstacle = obstacle or _compile_trial()
+    if not ampere:
+        obstacle: str | None = f"{torch.cuda.get_device_name()} is older than the GPUs that it is known to help"
+    elif not config.compiles(ampere):
+        obstacle = "ZeRO stage 3 gathers weights inside of them"
+    else:
+        obstacle = _compile_trial()
     if obstacle:
         return False, [f"blocks: not compiled: {obstacle}"]
     return True, ["blocks: compiled by torch.compile; the first steps take up to some minutes more"]

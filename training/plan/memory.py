@@ -144,7 +144,7 @@ class MemoryModel:
 
     def _waiting(self, begin: int, end: int) -> int:
         """Bytes that a stage keeps of a micro-batch whose gradients of weights wait (`models.weight_gradients`)."""
-        if self._config.offload_activations or self._config.compiles(self._device.ampere):
+        if self._config.offload_activations:
             return 0
         blocks = (layer for layer in range(begin, end) if layer not in self._basis.recomputed)
         return sum(self._saved[block].waiting for block in blocks)

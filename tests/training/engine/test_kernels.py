@@ -85,8 +85,8 @@ def test_without_a_gpu_auto_is_the_usual_kernel_and_nothing_is_compiled(
         ((9, 0), {}, None, "blocks: compiled"),
         ((9, 0), {}, "no C compiler", "blocks: not compiled: no C compiler"),
         ((7, 0), {}, None, "blocks: not compiled: a GPU is older"),
-        ((9, 0), {"zero_optimization": {"stage": 3}}, None, "blocks: not compiled: .* ZeRO stage 3"),
-        ((9, 0), {"schedule": "dualpipev", "model_topo": topology((2, 1))}, None, "blocks: not compiled: dualpipev"),
+        ((9, 0), {"zero_optimization": {"stage": 3}}, None, "blocks: not compiled: ZeRO stage 3"),
+        ((9, 0), {"schedule": "dualpipev", "model_topo": topology((2, 1))}, None, "blocks: compiled"),
         ((9, 0), {"compile": False}, None, None),
     ],
 )
