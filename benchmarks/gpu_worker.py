@@ -50,23 +50,26 @@ ON_GPU = torch.cuda.is_available()
 
 
 class Seen(Straight):
-    """The steps one after the other, each told as it ends; the last one is taken apart where that is asked for."""
+    """The steps one after the other, each told as it ends.
+
+    Where that is asked for, one more is taken apart by kinds of kernels, after one in which the profiler warms up.
+    """
 
     def __init__(self, profile: bool) -> None:
-        super().__init__(WARM + STEPS + profile)
+        super().__init__(WARM + STEPS + (2 if profile else 0))
         self.seconds: list[float] = []
         self.losses: list[float] = []
         self.profile: dict[str, Any] | None = None
         self._profiler: Any = None
-        self._profiled = WARM + STEPS if profile else None
 
     def wait(self) -> bool:
-        if len(self.speeds) == self._profiled:
+        goes_on = super().wait()
+        if goes_on and len(self.speeds) >= WARM + STEPS:
             from torch.profiler import ProfilerActivity, profile
 
             self._profiler = profile(activities=[ProfilerActivity.CUDA if ON_GPU else ProfilerActivity.CPU])
             self._profiler.__enter__()
-        return super().wait()
+        return goes_on
 
     def done(self, seconds: float, tokens: int, **more: Any) -> None:
         super().done(seconds, tokens, **more)
@@ -120,16 +123,15 @@ def by_pipetune(measurement: Measurement, folder: Path, size: Size, half: bool) 
         loader = build_loader(samples, config, config.model_topo.replicas)
         trainer = PipelineTrainer.build(config, spec, model, divide(config, spec))
         train(trainer, loader, pace)
-        measured = max(gather(peak_memory() - before))
-        seconds = pace.figures()["step_s"]
+        figures = pace.figures()
         return {
             "layers": spec.n_blocks,
             "attention": attention,
-            "mfu": mfu(config, spec, loader.batch(0), seconds),
+            "mfu": mfu(config, spec, loader.batch(0), figures["step_s"]),
             "planned_bytes": planned,
-            "measured_bytes": measured,
+            "measured_bytes": max(gather(peak_memory() - before)),
             "reserved_bytes": torch.cuda.max_memory_reserved() if ON_GPU else None,
-            **pace.figures(),
+            **figures,
         }
 
 

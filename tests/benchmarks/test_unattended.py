@@ -44,6 +44,7 @@ def test_failures_are_rows_and_the_others_go_on(tmp_path: Path, capsys: pytest.C
         job("dies", DIES),
         job("forgets", "print('done')"),
         job("crashes", "import os; os.abort()"),
+        job("late", TELLS + "; sys.exit('at exit')"),
         job("lacks", TELLS, needs=("no_such_package",)),
         job("tells", TELLS),
         job("prints", "print('first'); print('2 passed')", tells=False),
@@ -54,11 +55,12 @@ def test_failures_are_rows_and_the_others_go_on(tmp_path: Path, capsys: pytest.C
     assert rows["dies"]["tail"] == ["loading", "torch.OutOfMemoryError: too much", "noise"]
     assert rows["forgets"]["reason"] == "it left no figures: done"
     assert rows["crashes"]["reason"].startswith("ended by SIGABRT")
+    assert (rows["late"]["speed"], rows["late"]["reason"]) == (7, "exit code 1: at exit")
     assert rows["lacks"]["left_out"] == "no_such_package is not installed"
     assert rows["tells"]["speed"] == 7
     assert rows["prints"]["said"] == "2 passed"
     printed = capsys.readouterr().out
-    assert "left out: lacks\n" in printed and "failed: dies, forgets, crashes\n" in printed
+    assert "left out: lacks\n" in printed and "failed: dies, forgets, crashes, late\n" in printed
     assert "    | noise" in printed
 
 
