@@ -4,7 +4,8 @@ A job is a command that leaves its figures with `benchmarks.ranks.tell`, or only
 with all that it started, and whatever becomes of it is one row: its figures, or why there are none and the end of what
 it printed; the others go on. Each row is printed as it comes and appended to a file of JSON lines, so that nothing is
 lost when the machine goes. A job whose estimate does not fit into the minutes that are left is said to be left out, and
-shorter ones behind it still get their turn. Nothing but the standard library is needed before `--wheels` is installed.
+shorter ones behind it still get their turn. Before `--wheels` is installed nothing is needed but the standard library
+and packaging, which transformers brings.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def parser(prog: str, description: str, names: Iterable[str]) -> argparse.Argume
     made.add_argument("--minutes", type=float, default=60.0, help="start nothing that would take longer (%(default)g)")
     made.add_argument("--only", nargs="+", choices=list(names), metavar="NAME", help=f"of: {', '.join(names)}")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny shapes, to try the script")
+    made.set_defaults(began=time.monotonic())  # installing takes some of the minutes
     made.add_argument("--results", type=Path, default=Path("runs") / f"{prog.rpartition('.')[2]}.jsonl")
     return made
 
@@ -78,6 +80,7 @@ def prepare(arguments: argparse.Namespace, gpus: int) -> int | None:
     Raises:
         SystemExit: there are fewer, or the wheels cannot be installed.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the job that is under way ends as well
     if arguments.wheels:
         say(*wheels.install(arguments.wheels))
         if site.ENABLE_USER_SITE:  # where pip installs if it may not write elsewhere; it may be new
@@ -100,7 +103,7 @@ def run_all(jobs: Sequence[Job], arguments: argparse.Namespace, words: Callable[
     Args:
         words: figures for people, in a line.
     """
-    end = time.monotonic() + 60 * arguments.minutes
+    end = arguments.began + 60 * arguments.minutes
     chosen = [job for job in jobs if not arguments.only or job.name in arguments.only]
     say(
         f"{len(chosen)} ways, {sum(job.minutes for job in chosen):.1f} minutes by estimate; {arguments.minutes:g} given"

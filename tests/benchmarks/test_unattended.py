@@ -67,9 +67,30 @@ def test_failures_are_rows_and_the_others_go_on(tmp_path: Path, capsys: pytest.C
 def test_one_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
     hanging, after = run([job("hangs", HANGS, minutes=3 / 60 / SLACK), job("tells", TELLS)], tmp_path)
     assert hanging["reason"].startswith("killed after 3 s")
-    child = int(hanging["tail"][0])
-    launching.eventually(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+    launching.eventually(lambda: ended(int(hanging["tail"][0])))
     assert after["speed"] == 7
+
+
+def ended(process: int) -> bool:
+    """Whether it is there no more, or only waits to be counted."""
+    return not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_job_ends_with_the_command_that_is_terminated(tmp_path: Path) -> None:
+    script = f"""
+import sys
+from benchmarks.unattended import Job, parser, prepare, run_all
+words = ["--device", "cpu", "--results", {str(tmp_path / "rows")!r}]
+options = parser("benchmarks.some", "", ["hangs"]).parse_args(words)
+prepare(options, gpus=1)
+run_all([Job("hangs", 1, [sys.executable, "-c", {HANGS!r}], tells=False)], options, str)
+"""
+    launch = launching.start(sys.executable, "-c", script)
+    launch.until(lambda: len(launch.family()) == 3)
+    job, apart = launch.family()[1:]
+    psutil.Process(launch.pid).terminate()
+    assert launch.end().returncode == 143
+    launching.eventually(lambda: ended(job.pid) and ended(apart.pid))
 
 
 def test_what_does_not_fit_into_the_minutes_is_left_out_and_said(
