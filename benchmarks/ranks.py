@@ -13,8 +13,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from training.distributed.processes import free_port
-
 ROOT = Path(__file__).parent.parent
 RESULT = "result.json"
 
@@ -26,15 +24,10 @@ class Workers:
     """
 
     def __init__(self, processes: int | None, module: str, folder: Path, *words: str) -> None:
-        start = ["-m"]
-        if processes:
-            start += ["deepspeed.launcher.runner", "--num_gpus", str(processes), "--master_port", str(free_port())]
-            start += ["--module"]
-        self._command = [sys.executable, *start, module, "--folder", str(folder), *words]
+        self._command = [*command(processes, module), "--folder", str(folder), *words]
         self._printed = tempfile.TemporaryFile("w+")
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
         self._process = subprocess.Popen(
-            self._command, cwd=ROOT, env=environment, stdout=self._printed, stderr=subprocess.STDOUT
+            self._command, cwd=ROOT, env=environment(), stdout=self._printed, stderr=subprocess.STDOUT
         )
 
     def check(self) -> None:
@@ -47,6 +40,21 @@ class Workers:
         """Until all have ended."""
         self._process.wait()
         self.check()
+
+
+def command(processes: int | None, module: str) -> list[str]:
+    """What starts a module; see `Workers`."""
+    if not processes:
+        return [sys.executable, "-m", module]
+    from training.distributed.processes import free_port  # what a bare machine may not have yet
+
+    launcher = ["deepspeed.launcher.runner", "--num_gpus", str(processes), "--master_port", str(free_port())]
+    return [sys.executable, "-m", *launcher, "--module", module]
+
+
+def environment() -> dict[str, str]:
+    """This process's, with the project's root in front of whatever packages were carried along."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 
 def run_ranks(processes: int | None, module: str, folder: Path, *words: str) -> Any:

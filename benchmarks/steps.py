@@ -38,8 +38,8 @@ def train(trainer: Trainer, loader: Loader, pace: Pace, figures: Callable[[], di
             return
         batch = loader.batch(step)
         begin = now()
-        trainer.train_step(loader, batch)
-        pace.done(now() - begin, batch.tokens, **figures())
+        loss = trainer.train_step(loader, batch)
+        pace.done(now() - begin, batch.tokens, loss=loss, **figures())
 
 
 def now() -> float:

@@ -1,0 +1,158 @@
+"""The GPU benchmarks as far as a CPU can show them: how much is trained, what kernels count as, and whole runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import gpu, gpus
+from benchmarks.gpu_models import (
+    MODELS,
+    ROOM,
+    TINY,
+    WHOLE,
+    Measurement,
+    config_of,
+    fit,
+    planned_peak,
+    samples_of,
+    write_model,
+)
+from benchmarks.gpu_worker import TOLERANCE, against
+from benchmarks.kernel_classes import REST, Span, kind, shares
+from models.flops import ModelFlops
+from models.spec import ModelSpec
+from tests.launching import run
+from training.data_setup import build_loader
+from training.metrics.devices import parse_devices
+
+
+def layers_of(folder: Path) -> int:
+    return int(json.loads((folder / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"])
+
+
+@pytest.mark.parametrize("device_name", ["H200", "H100", "A100-40G"])
+@pytest.mark.parametrize("asked", [8, None])
+def test_as_many_layers_as_fit_with_room(device_name: str, asked: int | None, tmp_path: Path) -> None:
+    _, device = parse_devices(device_name)
+    assert device.memory
+    measurement = Measurement(layers=asked)
+    samples = samples_of(measurement, MODELS["7b"]["vocab_size"], WHOLE)
+    config, planned = fit(measurement, tmp_path, samples, WHOLE, device, device.memory, half=True)
+    layers, limit = layers_of(tmp_path), (1 - ROOM) * device.memory
+    assert planned == planned_peak(config, samples, device) <= limit
+    most = asked or MODELS["7b"]["num_hidden_layers"]
+    if layers < most:
+        write_model(tmp_path, MODELS["7b"], layers + 1, WHOLE.length)
+        assert planned_peak(config, samples, device) > limit
+    assert layers == most if asked and device_name != "A100-40G" else layers < most
+
+
+def test_memory_that_others_hold_is_not_planned_with(tmp_path: Path) -> None:
+    _, device = parse_devices("H100")
+    measurement = Measurement()
+    samples = samples_of(measurement, MODELS["7b"]["vocab_size"], WHOLE)
+    fit(measurement, tmp_path, samples, WHOLE, device, 30 * 10**9, half=True)
+    assert layers_of(tmp_path) < 8
+    with pytest.raises(SystemExit, match="not one layer fits"):
+        fit(measurement, tmp_path, samples, WHOLE, device, 2 * 10**9, half=True)
+
+
+def test_packed_rows_hold_as_many_tokens_as_full_ones(tmp_path: Path) -> None:
+    measurement = Measurement(rows="packed", layers=1)
+    samples = samples_of(measurement, 512, WHOLE)
+    write_model(tmp_path, MODELS["tiny"], 1, WHOLE.length)
+    config = config_of(measurement, tmp_path, len(samples.samples), WHOLE, half=True)
+    batch = build_loader(samples, config, 1).batch(0)
+    assert batch.tokens == WHOLE.rows * WHOLE.length
+    assert any(len(row) > 1 for rows in batch.micro_batches[0] for row in rows)
+    flops = ModelFlops(ModelSpec.from_folder(tmp_path))
+    whole = flops.by_layer([WHOLE.length] * WHOLE.rows, batch.supervised)
+    assert flops.by_layer(batch.lengths, batch.supervised)[1] < whole[1]  # documents do not see each other
+
+
+def test_every_way_makes_a_config(tmp_path: Path) -> None:
+    ways = [job.command for job in [*gpu.jobs(full=False, cpu=False), *gpus.jobs(4)] if "--measurement" in job.command]
+    assert len(ways) == len(gpu.WAYS) + len(gpus.WAYS)
+    for command in ways:
+        measurement = Measurement(**json.loads(command[command.index("--measurement") + 1]))
+        samples = samples_of(measurement, 512, TINY)
+        config = config_of(measurement, tmp_path, len(samples.samples), TINY, half=not measurement.exact)
+        assert config.model_topo.processes == math.prod(measurement.dims)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("void pytorch_flash::flash_bwd_kernel<Flash_bwd_kernel_traits<128, cutlass::bfloat16_t>>", "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80", "attention"),
+        ("triton_tem_fused_flex_attention_0", "attention"),
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_TNT", "matrix products"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64", "matrix products"),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>", "optimizer"),
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "communication"),
+        ("Memcpy HtoD (Pinned -> Device)", "copies"),
+        ("void at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda>", "copies"),
+        ("triton_poi_fused__to_copy_mul_silu_3", REST),
+        ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>", REST),
+    ],
+)
+def test_kernels_are_known_by_their_names(name: str, expected: str) -> None:
+    assert kind(name) == expected
+
+
+def test_shares_of_a_step_with_what_is_idle() -> None:
+    gemm, copy = "nvjet_hsh", "Memcpy DtoD"
+    found = shares([Span(gemm, 100, 400), Span(copy, 300, 500), Span(gemm, 700, 800)], seconds=1e-3)
+    assert found["classes"]["idle"] == pytest.approx(0.5)  # 100 to 500 and 700 to 800 of 1,000 microseconds
+    assert sum(found["classes"].values()) == pytest.approx(1)
+    assert found["classes"]["matrix products"] == pytest.approx(2 * found["classes"]["copies"])
+    assert list(found["longest"]) == [gemm, copy]
+
+
+def test_losses_are_held_to_those_of_another_way(tmp_path: Path) -> None:
+    reference = tmp_path / "result.json"
+    assert against([6.0], reference)["compared"].startswith("with nothing")
+    reference.write_text(json.dumps({"losses": [6.0, 5.0]}))
+    assert against([6.0, 5.0 * (1 + TOLERANCE / 2)], reference)["difference"] == pytest.approx(TOLERANCE / 2)
+    for losses in ([6.0, 5.0 * (1 + 2 * TOLERANCE)], [6.0, math.nan]):
+        with pytest.raises(SystemExit, match="error: losses"):
+            against(losses, reference)
+
+
+def rows_of(module: str, results: Path, *names: str) -> list[dict[str, Any]]:
+    """What a benchmark finds on this CPU."""
+    found = run(sys.executable, "-m", module, "--device", "cpu", "--results", results, "--only", *names)
+    assert found.returncode == 0, found.stdout + found.stderr
+    rows = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    assert [row["way"] for row in rows] == [*names]
+    return rows
+
+
+@pytest.mark.launched
+def test_a_way_runs_on_a_cpu(tmp_path: Path) -> None:
+    (row,) = rows_of("benchmarks.gpu", tmp_path / "rows.jsonl", "profile")
+    assert row["tokens_per_s"] > 0 and row["planned_bytes"] > 0 and row["measured_bytes"] > 0
+    assert row["losses"] == sorted(row["losses"], reverse=True)  # it learns its rows by heart
+    assert set(row["profile"]["classes"]) >= {"matrix products", "attention", "optimizer", REST, "idle"}
+
+
+@pytest.mark.slow
+@pytest.mark.launched
+def test_ways_of_every_kind_run_on_a_cpu(tmp_path: Path) -> None:
+    names = ("packed-sdpa", "trainer", "micro-batch-4", "sums-bf16", "recomputed", "lion")
+    rows = rows_of("benchmarks.gpu", tmp_path / "rows.jsonl", *names)
+    assert all(row["tokens_per_s"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.launched
+def test_processes_give_the_losses_of_one(tmp_path: Path) -> None:
+    names = (gpus.REFERENCE, "exact-pipeline", "exact-dualpipev", "exact-replicas")
+    _, *others = rows_of("benchmarks.gpus", tmp_path / "rows.jsonl", *names)
+    assert all(row["difference"] <= TOLERANCE for row in others)
