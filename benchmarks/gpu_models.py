@@ -137,6 +137,7 @@ def config_of(measurement: Measurement, model: Path, samples: int, size: Size, h
         "pack_len": size.length if measurement.rows == "packed" else None,
         "bf16": {"enabled": half},
         "use_flash_attn": half,
+        "compile": False,
         "optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3 if measurement.exact else 1.0e-4}},
         "model_topo": {"process_topology": {"dims": list(measurement.dims)}},
     }

@@ -117,7 +117,7 @@ def by_pipetune(measurement: Measurement, folder: Path, size: Size, half: bool) 
         free = min(gather(torch.cuda.mem_get_info()[0])) if ON_GPU else None
         config, planned = fit(measurement, model, samples, size, this_device(), free, half)
         spec = ModelSpec.from_folder(model)
-        usual = choose_attention(config.use_flash_attn, training_dtype(config), spec.attention)
+        usual = choose_attention(config.use_flash_attn is True, training_dtype(config), spec.attention)
         attention = KERNELS[measurement.attention] if measurement.attention else usual.implementation
         spec.set_attention(attention)
         loader = build_loader(samples, config, config.model_topo.replicas)
