@@ -18,7 +18,6 @@ from pydantic import (
     Field,
     NonNegativeInt,
     Tag,
-    TypeAdapter,
     ValidationError,
     field_validator,
     model_validator,
@@ -166,14 +165,14 @@ class Tokenized(BaseModel):
 
 
 Record = Pretrain | Instruct | Conversation | ConverHasApi | RefQA | Chat | Segments | Tokenized
-KINDS: dict[str, type[BaseModel]] = {
+KINDS: dict[str, type[Pretrain | Instruct | Conversation | ConverHasApi | RefQA]] = {
     "pretrain": Pretrain,
     "instruct": Instruct,
     "conversation": Conversation,
     "conver_has_api": ConverHasApi,
     "ref_qa": RefQA,
 }
-_ADAPTERS: dict[str, TypeAdapter[Any]] = {kind: TypeAdapter(model) for kind, model in KINDS.items()}
+TYPES = (*KINDS, "chat", "segments", "tokenized")  # of all records
 
 
 def parse_record(raw: Any) -> Record:
@@ -190,10 +189,9 @@ def parse_record(raw: Any) -> Record:
     if not isinstance(kind, str) or kind not in KINDS:
         raise DataError(f"field type: expected one of {', '.join(KINDS)}, found {shown(kind)}")
     try:
-        record: Record = _ADAPTERS[kind].validate_python(raw)
+        return KINDS[kind].model_validate(raw)
     except ValidationError as error:
         raise DataError(explain(error)) from None
-    return record
 
 
 def explain(error: ValidationError) -> str:

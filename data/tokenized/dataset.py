@@ -22,6 +22,7 @@ from data.chat.prompts import PromptFormat, Prompts, Truncate, as_prompts
 from data.errors import DataError
 from data.paths import expanded
 from data.records.reading import OnBadRecord
+from data.records.record import TYPES
 from data.records.sources import Source, as_sources, files_of, mixture
 from data.tokenized.columns import Tally
 from data.tokenized.opening import open_cache
@@ -64,7 +65,6 @@ class Dataset:
         self.unused: dict[str, int] = meta["unused"]
         self.notes: list[tuple[str, int, str]] = meta["notes"]
         self.duplicates: int = meta["duplicates"]
-        self._kinds: list[str] = meta["kinds"]
         self._fingerprint: str = meta["fingerprint"]
         self._numbers = numbers
 
@@ -88,7 +88,7 @@ class Dataset:
     @cached_property
     def types(self) -> list[str]:
         """[n], the type of each sample's record."""
-        names: list[str] = numpy.array(self._kinds, dtype=object)[self.samples.column("kind")].tolist()
+        names: list[str] = numpy.array(TYPES, dtype=object)[self.samples.column("kind")].tolist()
         return names
 
     @cached_property

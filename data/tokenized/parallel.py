@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy
-from numpy.typing import NDArray
+import pyarrow
 
 from common.whole_files import replace_text
 from data.chat.control_tokens import ControlWords
@@ -34,9 +34,9 @@ from data.records.chat import Chat
 from data.records.raw_records import RawRecord, read_file
 from data.records.reading import BadRecords, Origin, parse
 from data.records.record import Instruct, Pretrain, Record, Segments, Tokenized
-from data.tokenized.columns import Columns, Encoded, Tally, as_columns
+from data.tokenized.columns import Encoded, Tallies, Tally, as_columns
 from data.tokenized.recipe import Recipe
-from data.tokenized.sample_file import SampleWriter
+from data.tokenized.sample_file import SampleFile, SampleWriter
 from data.tokenized.tokenize import Tokens, encode_many, load_tokenizer
 from data.tokenized.truncation import fit
 
@@ -82,14 +82,16 @@ class Answer:
     """What became of a chunk.
 
     Attributes:
-        columns: the samples, unless the records were only checked.
+        samples: those of the records, unless these were only checked.
+        tallies: what became of the records.
         bad: the records that cannot be used.
         unused: how many records have which fields that were not used.
         notes: how many records were written in a way that has to be told, with the first example of each.
         end: file and place of the chunk's last record.
     """
 
-    columns: Columns | None
+    samples: pyarrow.RecordBatch | None
+    tallies: Tallies
     bad: list[tuple[Origin, str]]
     unused: Counter[str]
     notes: Notes
@@ -124,7 +126,7 @@ class Encoder:
                 bad.append((Origin(raw.record.file, raw.record.number), str(error)))
         notes = Notes()
         if only_check:
-            return Answer(None, bad, unused, notes, end)
+            return Answer(None, {}, bad, unused, notes, end)
         encoded = []
         for (raw, record), tokens in zip(parsed, self._tokens([record for _, record in parsed]), strict=True):
             if isinstance(tokens, DataError):
@@ -134,7 +136,7 @@ class Encoder:
                 encoded.append(Encoded(raw.file, raw.record.number, record.type, empty, control, tokens))
                 if tokens.notes:
                     notes.note(tokens.notes)
-        return Answer(as_columns(encoded, self._recipe.max_seq_len), bad, unused, notes, end)
+        return Answer(*as_columns(encoded, self._recipe.max_seq_len), bad, unused, notes, end)
 
     def _tokens(self, records: list[Record]) -> list[Tokens | DataError]:
         recipe = self._recipe
@@ -164,12 +166,11 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
         DataError: a file or a record is wrong, or nothing that bears loss is left; a window may be empty.
     """
     window, end = recipe.window, (len(recipe.files), 0)
-    tallies: dict[tuple[int, str], Tally] = {}
+    tallies: Tallies = {}
     skipped: list[str] = []
     unused: Counter[str] = Counter()
     notes = Notes()
     bad = BadRecords(recipe.on_bad_record, skipped.append)
-    digests: list[NDArray[numpy.uint64]] = []
     with SampleWriter(folder / SAMPLES) as writer:
 
         def stopped() -> bool:
@@ -179,12 +180,11 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
         for answer in answers:
             for origin, text in answer.bad:
                 bad.add(origin, DataError(text))
-            if answer.columns is not None and not stopped():
-                writer.write(answer.columns)
+            if answer.samples is not None and not stopped():
+                writer.write(answer.samples)
                 unused.update(answer.unused)
                 notes.add(answer.notes)
-                digests.append(answer.columns.digests)
-                for group, tally in answer.columns.tallies.items():
+                for group, tally in answer.tallies.items():
                     tallies.setdefault(group, Tally()).add(tally)
             if window is not None and (writer.size >= window.n_bytes or stopped()):
                 end = answer.end if next(answers, None) else end  # no window of nothing at the end of an epoch
@@ -193,11 +193,10 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
     if window is None and not any(tally.samples for tally in tallies.values()):
         limit = recipe.max_seq_len
         raise DataError(f"{recipe.names}: nothing bears loss within max_seq_len {limit}; expected a larger limit")
-    together = numpy.concatenate([numpy.empty(0, dtype=numpy.uint64), *digests])
+    digests = SampleFile(folder / SAMPLES).column("digest")
     meta = {
-        "fingerprint": sha256(together.tobytes()).hexdigest(),
-        "duplicates": len(together) - len(numpy.unique(together)),
-        "kinds": writer.kinds,
+        "fingerprint": sha256(digests.tobytes()).hexdigest(),
+        "duplicates": len(digests) - len(numpy.unique(digests)),
         "tallies": [[file, kind, asdict(tally)] for (file, kind), tally in tallies.items()],
         "n_bad": bad.count,
         "skipped": skipped,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import pyarrow
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from data.inspection import summary
 from data.inspection.histogram import draw_lengths
 from data.records.record import parse_record
 from data.records.sources import Source
-from data.tokenized.columns import Columns, Encoded, as_columns
+from data.tokenized.columns import Encoded, as_columns
 from data.tokenized.dataset import Dataset, load_dataset, supervised_count
 from data.tokenized.parallel import has_empty_answer
 from data.tokenized.tokenize import Sample, Tokens, encode, encode_whole, load_tokenizer
@@ -162,61 +163,60 @@ def make(length: int, runs: list[tuple[int, int]], kind: str = "conversation", f
     return Encoded(0, 1, kind, False, False, Tokens(list(range(first, first + length)), runs))
 
 
-def samples_of(columns: Columns) -> list[tuple[list[int], list[int]]]:
+def samples_of(batch: pyarrow.RecordBatch) -> list[tuple[list[int], list[int]]]:
     """Ids and labels, read from the columns in the plainest way."""
     made = []
-    for number in range(len(columns.offsets) - 1):
-        ids = columns.ids[columns.offsets[number] : columns.offsets[number + 1]].tolist()
-        runs = columns.runs[columns.run_offsets[number] : columns.run_offsets[number + 1]].tolist()
+    for row in batch.to_pylist():
+        ids, runs = row["input_ids"], row["runs"]
         bears = {place for begin, end in zip(runs[::2], runs[1::2], strict=True) for place in range(begin, end)}
         made.append((ids, [token if place in bears else -100 for place, token in enumerate(ids)]))
     return made
 
 
 def test_an_over_long_dialogue_is_cut_after_the_last_turn_that_fits() -> None:
-    columns = as_columns([make(20, [(3, 6), (8, 11), (14, 19)])], limit=13)
-    ((ids, labels),) = samples_of(columns)
+    batch, tallies = as_columns([make(20, [(3, 6), (8, 11), (14, 19)])], limit=13)
+    ((ids, labels),) = samples_of(batch)
     assert ids == list(range(1, 12))
     assert [label != -100 for label in labels].count(True) == 6
-    tally = columns.tallies[0, "conversation"]
+    tally = tallies[0, "conversation"]
     assert (tally.cut, tally.cut_at_turn, tally.longest, tally.tokens, tally.supervised) == (1, 1, 20, 11, 6)
 
 
 @pytest.mark.parametrize(("limit", "length"), [(11, 11), (12, 11), (10, 6), (13, 11)])
 def test_a_turn_that_ends_at_the_limit_fits(limit: int, length: int) -> None:
-    ((ids, _),) = samples_of(as_columns([make(20, [(3, 6), (8, 11), (14, 19)])], limit))
+    ((ids, _),) = samples_of(as_columns([make(20, [(3, 6), (8, 11), (14, 19)])], limit)[0])
     assert len(ids) == length
 
 
 def test_where_no_turn_fits_the_first_one_is_cut() -> None:
-    columns = as_columns([make(20, [(3, 15)])], limit=10)
-    ((ids, labels),) = samples_of(columns)
+    batch, tallies = as_columns([make(20, [(3, 15)])], limit=10)
+    ((ids, labels),) = samples_of(batch)
     assert (len(ids), labels.count(-100)) == (10, 3)
-    assert columns.tallies[0, "conversation"].cut_at_turn == 0
+    assert tallies[0, "conversation"].cut_at_turn == 0
 
 
 def test_an_over_long_text_is_split() -> None:
-    columns = as_columns([make(21, [(0, 21)], "pretrain"), make(5, [(0, 5)], "pretrain")], limit=10)
-    pieces = samples_of(columns)
+    batch, tallies = as_columns([make(21, [(0, 21)], "pretrain"), make(5, [(0, 5)], "pretrain")], limit=10)
+    pieces = samples_of(batch)
     assert [len(ids) for ids, _ in pieces] == [10, 10, 5]  # the 21st token alone has nothing to predict it
     assert [token for ids, _ in pieces[:2] for token in ids] == list(range(1, 21))
     assert all(ids == labels for ids, labels in pieces)
-    assert columns.supervised.tolist() == [9, 9, 4]
-    assert columns.records.tolist() == [1, 1, 1]
-    tally = columns.tallies[0, "pretrain"]
+    assert batch["supervised"].to_pylist() == [9, 9, 4]
+    assert batch["record"].to_pylist() == [1, 1, 1]
+    tally = tallies[0, "pretrain"]
     assert (tally.records, tally.samples, tally.split, tally.cut, tally.silent) == (2, 3, 1, 0, 0)
 
 
 def test_a_sample_whose_only_loss_is_on_its_first_token_is_left_out() -> None:
-    columns = as_columns([make(4, [(0, 1)]), make(0, [])], limit=10)
-    assert len(columns.supervised) == 0
-    assert columns.tallies[0, "conversation"].silent == 2
+    batch, tallies = as_columns([make(4, [(0, 1)]), make(0, [])], limit=10)
+    assert batch.num_rows == 0
+    assert tallies[0, "conversation"].silent == 2
 
 
 def test_equal_samples_have_equal_digests_and_others_do_not() -> None:
     pair = [make(6, [(2, 4)]), make(6, [(2, 4)])]
     others = [make(6, [(2, 5)]), make(6, [(2, 4)], first=2), make(5, [(2, 4)]), make(6, [(2, 3), (3, 4)], first=9)]
-    digests = as_columns(pair + others, 10).digests.tolist()
+    digests = as_columns(pair + others, 10)[0]["digest"].to_pylist()
     assert digests[0] == digests[1]
     assert len(set(digests)) == 5
 
@@ -243,10 +243,10 @@ def test_columns_hold_what_a_plain_loop_would_make(cases: list[tuple[str, list[b
             cuts = [(0, turns[-1] if len(ids) > limit and turns else limit)]
         pieces = [(ids[begin:end], labels[begin:end]) for begin, end in cuts]
         wanted += [(its, own) for its, own in pieces if any(label != -100 for label in own[1:])]
-    columns = as_columns(encoded, limit)
-    assert samples_of(columns) == wanted
-    assert columns.supervised.tolist() == [sum(label != -100 for label in labels[1:]) for _, labels in wanted]
-    total = sum(tally.tokens for tally in columns.tallies.values())
+    batch, tallies = as_columns(encoded, limit)
+    assert samples_of(batch) == wanted
+    assert batch["supervised"].to_pylist() == [sum(label != -100 for label in labels[1:]) for _, labels in wanted]
+    total = sum(tally.tokens for tally in tallies.values())
     assert total == sum(len(ids) for ids, _ in wanted)
 
 
