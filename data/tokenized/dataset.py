@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from data.chat.prompts import PromptFormat, Prompts, Truncate, as_prompts
 from data.errors import DataError
 from data.paths import expanded
-from data.records.reading import OnBadRecord
+from data.records.reading import OnBadRecord, origin
 from data.records.record import TYPES
 from data.records.sources import Source, as_sources, files_of, mixture
 from data.tokenized.columns import Tally
@@ -116,7 +116,7 @@ class Dataset:
     def origin(self, number: int) -> str:
         """Where a sample comes from, for a person."""
         files, records = self._places
-        return f"{self.files[files[number]]}: record {records[number]}"
+        return origin(self.files[files[number]], records[number])
 
     def fingerprint(self) -> str:
         """A digest of all tokens and labels: it changes with the records, the prompts, the tokenizer and the limit."""
