@@ -37,7 +37,7 @@ from data.records.record import Instruct, Pretrain, Record, Segments, Tokenized
 from data.tokenized.columns import Encoded, Tallies, Tally, as_columns
 from data.tokenized.recipe import Recipe
 from data.tokenized.sample_file import SampleFile, SampleWriter
-from data.tokenized.tokenize import Tokens, encode_many, load_tokenizer
+from data.tokenized.tokenize import Tokens, encode_many, encode_tokens, load_tokenizer
 from data.tokenized.truncation import fit
 
 SAMPLES, META = "samples.arrow", "meta.json"
@@ -96,10 +96,10 @@ class Encoder:
 
     def encode(self, chunk: list[Raw], only_check: bool) -> Answer:
         """Parse the records and, unless they are only to be checked, tokenize and cut them."""
-        answer = Answer(end=(chunk[-1].file, chunk[-1].place))
+        recipe, answer = self._recipe, Answer(end=(chunk[-1].file, chunk[-1].place))
         parsed: list[tuple[Raw, Record]] = []
         for raw in chunk:
-            _, format_name, columns = self._recipe.files[raw.file]
+            _, format_name, columns = recipe.files[raw.file]
             try:
                 converted = parse(raw.record, format_name, columns)
             except DataError as error:
@@ -110,32 +110,27 @@ class Encoder:
         if only_check:
             return answer
         encoded = []
-        for (raw, record), tokens in zip(parsed, self._tokens([record for _, record in parsed]), strict=True):
-            if isinstance(tokens, DataError):
-                answer.bad.append(self._complaint(raw, tokens))
+        many = encode_many([record for _, record in parsed], self._tokenizer, recipe.prompts)
+        for (raw, record), whole in zip(parsed, many, strict=True):
+            try:
+                if isinstance(whole, DataError):
+                    raise whole
+                tokens = fit(record, whole, recipe.max_seq_len, recipe.truncate, self._tokens)
+            except DataError as error:
+                answer.bad.append(self._complaint(raw, error))
                 continue
             empty, control = has_empty_answer(record), self._has_control_words(raw.record, record)
             encoded.append(Encoded(raw.file, raw.record.number, record.type, empty, control, tokens))
             answer.notes.update(tokens.notes.keys())
             answer.examples = tokens.notes | answer.examples
-        answer.samples, answer.tallies = as_columns(encoded, self._recipe.max_seq_len)
+        answer.samples, answer.tallies = as_columns(encoded, recipe.max_seq_len)
         return answer
 
     def _complaint(self, raw: Raw, error: DataError) -> str:
         return f"{origin(self._recipe.files[raw.file].path, raw.record.number)}: {error}"
 
-    def _tokens(self, records: list[Record]) -> list[Tokens | DataError]:
-        recipe = self._recipe
-
-        def encode(record: Record) -> Tokens | DataError:
-            return encode_many([record], self._tokenizer, recipe.prompts)[0]
-
-        return [
-            tokens
-            if isinstance(tokens, DataError) or len(tokens.ids) <= recipe.max_seq_len
-            else fit(record, tokens, recipe.max_seq_len, recipe.truncate, encode)
-            for record, tokens in zip(records, encode_many(records, self._tokenizer, recipe.prompts), strict=True)
-        ]
+    def _tokens(self, record: Record) -> Tokens:
+        return encode_tokens(record, self._tokenizer, self._recipe.prompts)
 
     def _has_control_words(self, raw: RawRecord, record: Record) -> bool:
         possible = self._control_words.possible(raw.value) if isinstance(raw.value, bytes) else True

@@ -122,10 +122,19 @@ def encode_whole(
     prompt_format: Prompts | PromptFormat | None = None,
 ) -> Sample:
     """`encode` without a limit on the length."""
+    return encode_tokens(record, tokenizer, prompt_format).sample()
+
+
+def encode_tokens(
+    record: Record | dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_format: Prompts | PromptFormat | None = None,
+) -> Tokens:
+    """`encode_whole` in the form that samples are kept in."""
     (tokens,) = encode_many([record], tokenizer, prompt_format)
     if isinstance(tokens, DataError):
         raise tokens
-    return tokens.sample()
+    return tokens
 
 
 def encode_many(
@@ -133,7 +142,7 @@ def encode_many(
     tokenizer: PreTrainedTokenizerBase,
     prompt_format: Prompts | PromptFormat | None = None,
 ) -> list[Tokens | DataError]:
-    """`encode_whole` for many records at once, in their order; what is wrong with a record stands in its place.
+    """`encode_tokens` for many records at once, in their order; what is wrong with a record stands in its place.
 
     Raises:
         DataError: the format cannot be used with this tokenizer, whatever the record.
