@@ -22,10 +22,10 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import from_json
 
 from data.errors import DataError
 from data.records.chat import Chat
+from data.records.fields import from_text
 
 NAMED = r"\w+: "  # how a complaint about a field begins
 IGNORED = -100  # the label of a token without loss, as in transformers and torch
@@ -58,12 +58,7 @@ class ApiCall(BaseModel):
     @field_validator("api_param", mode="before")
     @classmethod
     def _parse(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        try:
-            return from_json(value, allow_inf_nan=False)
-        except ValueError:
-            raise ValueError("expected an object or a JSON string of one") from None
+        return from_text(value, "an object")
 
 
 class ApiAnswer(BaseModel):
