@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+from data.chat.control_tokens import one_of
 from data.chat.marks import ARGUMENTS, CONTENT, NAME, REASONING, Mark, Marked
 from data.chat.messages import Said, last_question
 from data.chat.serving import EXAMPLE, agreement, differences
@@ -112,7 +113,7 @@ class TurnFinder:
         text, marks = whole
         own = _own_marks(marks)
         asked = last_question(said)
-        call_ids = re.compile("|".join(re.escape(one) for each in said for one in each.ids) or "(?!)")
+        call_ids = one_of(one for each in said for one in each.ids)
         shapes = [_shape(each) for each in said]
         alike = cache(lambda side: VALUES.sub("#", call_ids.sub("#", side)))  # without what each turn has of its own
         turns = []
