@@ -76,10 +76,6 @@ class Dataset:
         """[n], tokens of each sample."""
         return self.samples.lengths
 
-    def largest_id(self) -> int:
-        """The largest token id of the cache; reads all of it."""
-        return self.samples.largest_id()
-
     @cached_property
     def supervised(self) -> NDArray[numpy.int32]:
         """[n], tokens of each sample that bear loss: the first has no predecessor that could predict it."""
@@ -137,7 +133,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, *sets: objec
     """
     if len(tokenizer) <= size:
         return
-    largest = max(each.largest_id() if isinstance(each, Dataset) else len(tokenizer) - 1 for each in sets)
+    largest = max(each.samples.largest_id() if isinstance(each, Dataset) else len(tokenizer) - 1 for each in sets)
     if largest >= size:
         raise DataError(
             f"{tokenizer.name_or_path}: the tokenizer gives ids up to {largest}, but the model's vocab_size is {size}; "

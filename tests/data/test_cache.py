@@ -210,7 +210,7 @@ def use(dataset: Dataset) -> None:
     """Everything that a run may look at."""
     assert dataset.lengths.sum() and dataset.supervised.sum() and len(dataset.digests) == len(dataset.types)
     assert all(dataset.origin(number) for number in range(len(dataset)))
-    assert dataset.largest_id()
+    assert dataset.samples.largest_id()
     assert len(ids_of(dataset)) == len(dataset)
 
 
