@@ -31,8 +31,8 @@ from data.records.raw_records import PARQUET, RawRecord
 from data.records.reading import LONGEST_LINE, SHOWN, parse
 from data.records.record import Pretrain, Record
 from data.records.sources import TEXT_FILE, Source
+from tests.data.format_cases import CASES
 from tests.data.helpers import RECORDS, read
-from tests.data.test_formats import CASES
 
 BASES: list[Any] = [*RECORDS.values(), *(raw for cases in CASES.values() for raw, _ in cases)]
 
