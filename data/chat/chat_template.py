@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
+from data.chat.control_tokens import one_of
 from data.chat.fallbacks import (
     ANSWER,
     CALLING,
@@ -100,7 +101,7 @@ class ChatTemplate:
         self._tracks = bool(GENERATION.search(text))
         added = [token for token in tokenizer.added_tokens_decoder.values() if not token.content.isspace()]
         special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
-        self._vocabulary = Vocabulary(_one_of(special), _one_of(special | {token.content for token in added}))
+        self._vocabulary = Vocabulary(one_of(special), one_of(special | {token.content for token in added}))
         self._finder = TurnFinder(self._vocabulary)
         self._taken: dict[str, bool] = {}
         self._frames: dict[tuple[str, ...] | None, Frame | None] = {}
@@ -293,8 +294,3 @@ def _loss(said: Said, turn: Turn) -> list[Range]:
     origin = turn.words[0] - said.text.index(said.text.strip())
     pieces = ranges_of(said.pieces, origin, not said.supervised, turn.words)
     return [left for part in turn.parts for left in without(part, pieces)] if said.supervised else pieces
-
-
-def _one_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Matches any of the tokens, the longest first; nothing where there are none."""
-    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from transformers import PreTrainedTokenizerBase
 
@@ -32,7 +32,7 @@ class ControlWords:
         names = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
         self._beginnings = {name[:BEGINNING] for name in names}
         self._hints = [*(beginning.encode() for beginning in self._beginnings), ESCAPE]
-        self._names = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
+        self._names = one_of(names)
 
     def possible(self, raw: bytes) -> bool:
         """Whether a record may hold any, by its JSON: tells of nearly all records at once that they do not."""
@@ -46,6 +46,11 @@ class ControlWords:
             if any(beginning in words for beginning in self._beginnings)
             for name in self._names.findall(words)
         ]
+
+
+def one_of(words: Iterable[str]) -> re.Pattern[str]:
+    """Matches any of the words, the longest first; nothing where there are none."""
+    return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)")
 
 
 def _words(record: Record) -> Iterator[str]:

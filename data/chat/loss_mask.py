@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+from data.chat.control_tokens import one_of
 from data.chat.marks import ARGUMENTS, CONTENT, NAME, REASONING, Mark, Marked
 from data.chat.messages import Said, last_question
 from data.chat.serving import EXAMPLE, agreement, differences
@@ -69,6 +70,21 @@ class Turn(NamedTuple):
     words: tuple[int, int] | None
 
 
+class _Gap(NamedTuple):
+    """Where a turn is looked for: between the marks of others, less than all of which may be its own.
+
+    Attributes:
+        anchor: the last mark before the turn.
+        first, last: the turn's own.
+        stop: where the words behind it begin, or where the text ends.
+    """
+
+    anchor: Mark | None
+    first: Mark | None
+    last: Mark | None
+    stop: int
+
+
 class _Kind(NamedTuple):
     """What turns of one kind have in common.
 
@@ -112,7 +128,7 @@ class TurnFinder:
         text, marks = whole
         own = _own_marks(marks)
         asked = last_question(said)
-        call_ids = re.compile("|".join(re.escape(one) for each in said for one in each.ids) or "(?!)")
+        call_ids = one_of(one for each in said for one in each.ids)
         shapes = [_shape(each) for each in said]
         alike = cache(lambda side: VALUES.sub("#", call_ids.sub("#", side)))  # without what each turn has of its own
         turns = []
@@ -124,29 +140,32 @@ class TurnFinder:
             if each.role != "assistant":
                 place = place if last is None else last
                 continue
-            # What is between the marks around the turn, less than all of which may be its own.
-            anchor = marks[place] if (place := place if first is None else first - 1) >= 0 else None
+            place = place if first is None else first - 1
             after = (place if last is None else last) + 1
-            stop = marks[after].edge if after < len(marks) else len(text)
-            start = anchor.at if anchor else 0
-            words = stop if first is None else marks[first].edge
-            left = text[anchor.edge if anchor else 0 : words]
-            right = text[marks[last].edge : stop] if last is not None else ""
+            gap = _Gap(
+                anchor=marks[place] if place >= 0 else None,
+                first=None if first is None else marks[first],
+                last=None if last is None else marks[last],
+                stop=marks[after].edge if after < len(marks) else len(text),
+            )
+            words = gap.first.edge if gap.first else gap.stop
+            left = text[gap.anchor.edge if gap.anchor else 0 : words]
+            right = text[gap.last.edge : gap.stop] if gap.last else ""
             key = (
                 *map(alike, (left, right)),
-                *((marks[one].leaf.part, marks[one].opens) if one is not None else () for one in (first, last)),
+                *((mark.leaf.part, mark.opens) if mark else () for mark in (gap.first, gap.last)),
                 *shapes[max(number - 1, 0) : number + 2],
                 (number == 0, number > asked, thoughts, strict, context),
             )
             kind = self._known.get(key)
             if kind is None:
-                kind = self._look(whole, anchor, first, last, stop, number, said, render, strict)
+                kind = self._look(text, gap, said[: number + 1], render, strict)
                 if len(self._known) >= MOST_KNOWN:
                     self._known.clear()
                 self._known[key] = kind
             begin = words - kind.begin
-            end = stop - kind.end if kind.end is not None else marks[last].edge if last is not None else begin
-            if not start <= begin <= end:
+            end = gap.stop - kind.end if kind.end is not None else gap.last.edge if gap.last else begin
+            if not (gap.anchor.at if gap.anchor else 0) <= begin <= end:
                 raise Unplaceable
             turns.append(Turn(number, [(begin, end)], kind.ended, _words(marks, first, last)))
             notes |= kind.notes
@@ -156,70 +175,50 @@ class TurnFinder:
             place = place if last is None else last
         return turns, notes
 
-    def _look(
-        self,
-        whole: Marked,
-        anchor: Mark | None,
-        first: int | None,
-        last: int | None,
-        stop: int,
-        number: int,
-        said: Sequence[Said],
-        render: Render,
-        strict: bool,
-    ) -> _Kind:
-        text, marks = whole
-        prompt = render(said[:number], asking=True) if number else None
-        upto = render(said[: number + 1])
-        opening, closing = (None if place is None else marks[place] for place in (first, last))
-        begin = self._begin(whole, anchor, opening, stop, prompt, render, said[:number], strict)
-        end, ended = self._end(text, closing, begin, stop, upto, prompt)
-        known = stop if opening is None else opening.edge
+    def _look(self, text: str, gap: _Gap, said: Sequence[Said], render: Render, strict: bool) -> _Kind:
+        """The kind of a turn, which is the last of these messages."""
+        before = said[:-1]
+        prompt = render(before, asking=True) if before else None
+        upto = render(said)
+        begin = self._begin(text, gap, prompt, before, render, strict)
+        end, ended = self._end(text, gap, begin, upto, prompt)
+        known = gap.first.edge if gap.first else gap.stop
         notes = differences(text, begin, end, prompt, upto)
-        at_words = last is not None and not ended and end == marks[last].edge
-        return _Kind(known - begin, None if at_words else stop - end, ended, notes)
+        at_words = gap.last is not None and not ended and end == gap.last.edge
+        return _Kind(known - begin, None if at_words else gap.stop - end, ended, notes)
 
     def _begin(
-        self,
-        whole: Marked,
-        anchor: Mark | None,
-        first: Mark | None,
-        stop: int,
-        prompt: Marked | None,
-        render: Render,
-        before: Sequence[Said],
-        strict: bool,
+        self, text: str, gap: _Gap, prompt: Marked | None, before: Sequence[Said], render: Render, strict: bool
     ) -> int:
         """Where the turn begins."""
-        start = anchor.at if anchor else 0
-        limit = first.at if first else stop
-        at = _after(prompt, anchor)
+        start = gap.anchor.at if gap.anchor else 0
+        limit = gap.first.at if gap.first else gap.stop
+        at = _after(prompt, gap.anchor)
         if prompt is not None and at is not None:
             asked = prompt.text[at:]
-            if whole.text.startswith(asked, start) and start + len(asked) <= limit:
+            if text.startswith(asked, start) and start + len(asked) <= limit:
                 return start + len(asked)
-        words_first = first is not None and first.leaf.part in (CONTENT, REASONING) and first.opens
-        if first is not None and words_first and (at is None or not strict):
-            return first.edge
+        words = gap.first if gap.first and gap.first.leaf.part in (CONTENT, REASONING) and gap.first.opens else None
+        if words and (at is None or not strict):
+            return words.edge
         # The prompt may end with more than the dialogue goes on with (an opened thought), but only that may differ.
         unasked = render(before)
-        between = whole.text[start:limit]
+        between = text[start:limit]
         if prompt is None or at is None or unasked is None or not prompt.text.startswith(unasked.text):
             raise Unplaceable
         agreed = agreement(prompt.text[at:], between)
         if agreed < len(unasked.text) - at:
             raise Unplaceable
-        if first is not None and words_first:
-            return first.edge
+        if words:
+            return words.edge
         tokens = self._vocabulary.any.finditer(between)
         return start + next((token.start() for token in tokens if token.end() > agreed), agreed)
 
-    def _end(
-        self, text: str, last: Mark | None, begin: int, stop: int, upto: Marked | None, prompt: Marked | None
-    ) -> tuple[int, bool]:
+    def _end(self, text: str, gap: _Gap, begin: int, upto: Marked | None, prompt: Marked | None) -> tuple[int, bool]:
         """Where the turn ends, and whether a token ends it."""
+        last = gap.last
         place = last.edge if last else begin
-        behind = text[place:stop]
+        behind = text[place : gap.stop]
         rest = behind
         if upto is not None:
             if last is None:

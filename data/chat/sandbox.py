@@ -44,12 +44,12 @@ class _Watch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: dict[int, object] = {}
+        self._running: dict[int, int] = {}  # looks at what each thread renders
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> None:
         with self._lock:
-            self._running[threading.get_ident()] = object()
+            self._running[threading.get_ident()] = 0
             if self._thread is None:
                 self._thread = threading.Thread(target=self._look, name="template watch", daemon=True)
                 self._thread.start()
@@ -59,20 +59,15 @@ class _Watch:
             self._running.pop(threading.get_ident(), None)
 
     def _look(self) -> None:
-        seen: dict[int, tuple[object, int]] = {}
         while True:
             time.sleep(INTERVAL)
             with self._lock:  # nobody leaves meanwhile, so the exception meets the rendering that it is meant for
                 if not self._running:
                     self._thread = None
                     return
-                looks = {thread: seen.get(thread, (None, 0)) for thread in self._running}
-                seen = {
-                    thread: (running, looks[thread][1] + 1 if looks[thread][0] is running else 1)
-                    for thread, running in self._running.items()
-                }
-                for thread, (_, count) in seen.items():
-                    if count >= LIMIT:
+                for thread in self._running:
+                    self._running[thread] += 1
+                    if self._running[thread] >= LIMIT:
                         ctypes.pythonapi.PyThreadState_SetAsyncExc(
                             ctypes.c_ulong(thread), ctypes.py_object(SlowTemplate)
                         )

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import from_json
 
-from data.records.fields import SWITCHES, left_over
+from data.records.fields import SWITCHES, from_text, left_over
 
 ROLES = {
     **dict.fromkeys(["system", "developer"], "system"),
@@ -34,12 +34,7 @@ class Function(BaseModel):
     @field_validator("arguments", mode="before")
     @classmethod
     def _parse(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return {} if value is None else value
-        try:
-            return from_json(value or "{}", allow_inf_nan=False)
-        except ValueError:
-            raise ValueError("expected an object or a JSON string of one") from None
+        return {} if value is None or value == "" else from_text(value, "an object")
 
 
 class ToolCall(BaseModel):
@@ -133,11 +128,7 @@ class Chat(BaseModel):
     @field_validator("tools", mode="before")
     @classmethod
     def _schemas(cls, tools: Any) -> Any:
-        if isinstance(tools, str):  # datasets often keep them as a JSON string
-            try:
-                tools = from_json(tools or "[]", allow_inf_nan=False)
-            except ValueError:
-                raise ValueError("expected a list or a JSON string of one") from None
+        tools = None if tools == "" else from_text(tools, "a list")
         if not isinstance(tools, list):
             return [] if tools is None else tools  # pydantic says what is wrong
         return [_as_tool(tool) for tool in tools]

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pydantic_core import from_json
+
 PREFERENCE = frozenset(
     "chosen rejected chosen_response rejected_response response_chosen response_rejected kto_tag preference".split()
 )
@@ -25,6 +27,21 @@ QUIET = frozenset(
     "category created_at date dataset domain file hash id idx index lang language license meta metadata model name "
     "n_tokens number origin score source split tags task timestamp title topic type url uuid version".split()
 )
+
+
+def from_text(value: Any, expected: str) -> Any:
+    """A field that datasets also keep as a JSON string.
+
+    Args:
+        expected: what it holds, with its article.
+
+    Raises:
+        ValueError: it is a string of something else than JSON.
+    """
+    try:
+        return from_json(value, allow_inf_nan=False) if isinstance(value, str) else value
+    except ValueError:
+        raise ValueError(f"expected {expected} or a JSON string of one") from None
 
 
 def left_over(extra: Mapping[str, Any] | None, texts: Callable[[], str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""From a source's files to raw records: cheap pieces that any process can parse.
+"""From a file to raw records: cheap pieces that any process can parse.
 
 What a file holds is found from its content: Parquet and Arrow have a mark, and the first line of a JSON file tells a
 list, one object a line and objects over several lines apart. Only plain text, `.txt`, and tables as text, `.csv` and
@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 from data.records.decompression import chunks_of
 from data.records.json_values import DECODER, LONGEST_TOKEN, MAX_RECORD, split
 from data.records.kinds import foreign
-from data.records.sources import TEXT_FILE, TEXT_SUFFIXES, Source, bare_suffix, files_of
+from data.records.sources import TEXT_FILE, TEXT_SUFFIXES, bare_suffix
 
 HEAD = 64 << 10  # bytes that are looked at to find out what a file holds
 ROWS = 256  # of a Parquet file, made at once
@@ -39,44 +39,30 @@ WRAPPED = re.compile(rb'\s*\{(?:\s*"\w+"\s*:\s*(?:"[^"\\]*"|[\d.]+|null)\s*,)*\s
 
 
 class RawRecord(NamedTuple):
-    """One record, not yet parsed.
+    """One record of a file, not yet parsed.
 
     Attributes:
-        file: where it is from.
         number: from 1; in a file of lines, the number of the line. 0 for the file as a whole.
         kind: what `value` is: bytes of "json" or of "text", a "row" of a table, or the complaint about "damage".
     """
 
-    file: str
     number: int
     kind: Literal["json", "text", "row", "damage"]
     value: Any
 
 
-def raw_records(source: Source) -> Iterator[RawRecord]:
-    """All the records of a source, file by file, as they stand.
-
-    Raises:
-        DataError: a path leads to nothing that can be read.
-    """
-    for file in files_of(source):
-        yield from read_file(file, source.format)
-
-
 def read_file(file: Path, format_name: str | None = None) -> Iterator[RawRecord]:
     """The records of one file; a file without any gives one that says so."""
-    empty = True
-    for number, kind, value in _read(file, format_name):
-        empty = False
-        yield RawRecord(str(file), number, kind, value)
-    if empty:
-        yield RawRecord(str(file), 0, "damage", "expected at least one record, found none")
+    records = _read(file, format_name)
+    yield next(records, _damage(0, "expected at least one record, found none"))
+    yield from records
 
 
-_Item = tuple[int, Literal["json", "text", "row", "damage"], Any]
+def _damage(number: int, complaint: str) -> RawRecord:
+    return RawRecord(number, "damage", complaint)
 
 
-def _read(file: Path, format_name: str | None) -> Iterator[_Item]:
+def _read(file: Path, format_name: str | None) -> Iterator[RawRecord]:
     damage: list[str] = []
     chunks = chunks_of(file, damage)
     head = b""
@@ -87,7 +73,7 @@ def _read(file: Path, format_name: str | None) -> Iterator[_Item]:
     if head.startswith((PARQUET, ARROW, ARROW_STREAM)):
         yield from _rows(file, head)
     elif complaint := foreign(head, suffix in TEXT_SUFFIXES):
-        yield 0, "damage", complaint
+        yield _damage(0, complaint)
     elif suffix in DELIMITERS:
         parts = [head] if following is None else [head, following]
         yield from _cells(itertools.chain(parts, chunks), DELIMITERS[suffix])
@@ -96,12 +82,12 @@ def _read(file: Path, format_name: str | None) -> Iterator[_Item]:
         rest = itertools.chain([following], chunks) if following is not None else iter(())
         yield from _read_text(file, format_name, head, rest, ended=following is None, damage=damage)
     for complaint in damage:
-        yield 0, "damage", complaint
+        yield _damage(0, complaint)
 
 
 def _read_text(
     file: Path, format_name: str | None, head: bytes, rest: Iterator[bytes], ended: bool, damage: list[str]
-) -> Iterator[_Item]:
+) -> Iterator[RawRecord]:
     whole = itertools.chain([head], rest)
     named_text = bare_suffix(file) in TEXT_SUFFIXES
     if format_name == TEXT_FILE:
@@ -120,7 +106,7 @@ def _read_text(
         else:
             records = itertools.chain([head[skipped:]], rest)
             for number, value in split(records, in_list=layout != "objects", wrapped=layout == "wrapped"):
-                yield number, "json" if isinstance(value, bytes) else "damage", value
+                yield RawRecord(number, "json" if isinstance(value, bytes) else "damage", value)
 
 
 def _layout_of(head: bytes, ended: bool, suffix: str) -> tuple[Literal["lines", "list", "objects", "wrapped"], int]:
@@ -161,10 +147,10 @@ def _completeness(line: str, cut: bool) -> Literal["whole", "several", "open", "
         return "broken"
 
 
-def _line(number: int, kind: Literal["json", "text"], line: bytes | None) -> _Item:
+def _line(number: int, kind: Literal["json", "text"], line: bytes | None) -> RawRecord:
     if line is None:
-        return number, "damage", f"longer than {MAX_RECORD >> 20} MiB; expected a shorter record"
-    return number, kind, line
+        return _damage(number, f"longer than {MAX_RECORD >> 20} MiB; expected a shorter record")
+    return RawRecord(number, kind, line)
 
 
 def _joined(chunks: Iterable[bytes]) -> bytes | None:
@@ -199,7 +185,7 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes | None, bool]]:
         yield number + 1, last, False
 
 
-def _cells(chunks: Iterable[bytes], delimiter: str) -> Iterator[_Item]:
+def _cells(chunks: Iterable[bytes], delimiter: str) -> Iterator[RawRecord]:
     """The rows of a table as text. An empty cell is left out, as such a table has no null."""
     csv.field_size_limit(MAX_RECORD)
     number = 0
@@ -207,17 +193,17 @@ def _cells(chunks: Iterable[bytes], delimiter: str) -> Iterator[_Item]:
         rows = csv.reader(_text_lines(chunks), delimiter=delimiter, strict=True)
         header = next(rows, [])
         if repeated := [name for name in header if header.count(name) > 1]:
-            yield 0, "damage", f"two columns are called {repeated[0]!r}; expected a first line of different names"
+            yield _damage(0, f"two columns are called {repeated[0]!r}; expected a first line of different names")
             return
         for row in filter(None, rows):
             number += 1
             if len(row) == len(header):
-                yield number, "row", {name: cell for name, cell in zip(header, row, strict=True) if cell}
+                yield RawRecord(number, "row", {name: cell for name, cell in zip(header, row, strict=True) if cell})
             else:
-                yield number, "damage", f"expected {len(header)} cells, as in the first line, found {len(row)}"
+                yield _damage(number, f"expected {len(header)} cells, as in the first line, found {len(row)}")
     except (csv.Error, UnicodeDecodeError) as error:
         reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else error
-        yield number + 1, "damage", f"cannot be read, and what follows neither: {reason}"
+        yield _damage(number + 1, f"cannot be read, and what follows neither: {reason}")
 
 
 def _text_lines(chunks: Iterable[bytes]) -> Iterator[str]:
@@ -245,7 +231,7 @@ def _batches(file: Path, head: bytes) -> Iterator[Any]:
             yield from table
 
 
-def _rows(file: Path, head: bytes) -> Iterator[_Item]:
+def _rows(file: Path, head: bytes) -> Iterator[RawRecord]:
     """The rows of a table. What is null is left out: a table has all fields in all its rows."""
     import pyarrow
 
@@ -254,10 +240,10 @@ def _rows(file: Path, head: bytes) -> Iterator[_Item]:
         for batch in _batches(file, head):
             for row in _rows_of(batch):
                 number += 1
-                yield (number, "damage", row) if isinstance(row, str) else (number, "row", _without_nulls(row))
+                yield _damage(number, row) if isinstance(row, str) else RawRecord(number, "row", _without_nulls(row))
     except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
         reason = " ".join(str(error).split())[:160]
-        yield 0, "damage", f"cannot be read to its end, records may be missing: {reason}"
+        yield _damage(0, f"cannot be read to its end, records may be missing: {reason}")
 
 
 def _rows_of(batch: Any) -> Iterator[dict[str, Any] | str]:

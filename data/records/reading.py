@@ -7,8 +7,8 @@ counts them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 from pydantic_core import from_json
 
@@ -16,9 +16,8 @@ from common.terminal import safe_line
 from data.errors import DataError
 from data.records.formats import Converted, convert
 from data.records.kinds import not_a_number
-from data.records.raw_records import RawRecord, raw_records
-from data.records.record import Record
-from data.records.sources import TEXT_FILE, Source
+from data.records.raw_records import RawRecord
+from data.records.sources import TEXT_FILE
 
 OnBadRecord = Literal["stop", "skip"]
 
@@ -26,37 +25,9 @@ SHOWN = 20
 LONGEST_LINE = 1000
 
 
-class Origin(NamedTuple):
-    """Where a record comes from: the file, and the number of the record in it, from 1 (0: the file as a whole)."""
-
-    file: str
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.file}: record {self.number}" if self.number else self.file
-
-
-def read(
-    sources: Sequence[Source], on_bad_record: OnBadRecord, log: Callable[[str], None]
-) -> Iterator[tuple[Origin, Record]]:
-    """All the records of the sources, once each, in order; read and parsed in this process while they are asked for.
-
-    Args:
-        log: gets the line of each bad record that is skipped, and their count.
-
-    Raises:
-        DataError: a path leads to nothing; or with `stop`, some records are bad: a line for each.
-    """
-    bad = BadRecords(on_bad_record, log)
-    for source in sources:
-        for raw in raw_records(source):
-            try:
-                records = parse(raw, source.format, source.columns).records
-            except DataError as error:
-                bad.add(Origin(raw.file, raw.number), error)
-            else:
-                yield from ((Origin(raw.file, raw.number), record) for record in records)
-    bad.finish()
+def origin(file: str, number: int) -> str:
+    """Where a record comes from, for a person: the file, and the number of the record in it, from 1 (0: all of it)."""
+    return f"{file}: record {number}" if number else file
 
 
 def parse(raw: RawRecord, format_name: str | None = None, columns: Mapping[str, str] | None = None) -> Converted:
@@ -110,8 +81,11 @@ class BadRecords:
         self.count = 0
         self._lines: list[str] = []
 
-    def add(self, origin: Origin, error: DataError) -> None:
+    def add(self, line: str) -> None:
         """Take note of one.
+
+        Args:
+            line: where it is from, and what is wrong.
 
         Raises:
             DataError: with `stop`, once there are as many as are shown.
@@ -119,7 +93,7 @@ class BadRecords:
         self.count += 1
         if self.count > SHOWN:
             return
-        line = safe_line(f"{origin}: {error}", LONGEST_LINE)
+        line = safe_line(line, LONGEST_LINE)
         if self.on_bad_record == "skip":
             self.log(f"skipped: {line}")
             return

@@ -18,15 +18,14 @@ from pydantic import (
     Field,
     NonNegativeInt,
     Tag,
-    TypeAdapter,
     ValidationError,
     field_validator,
     model_validator,
 )
-from pydantic_core import from_json
 
 from data.errors import DataError
 from data.records.chat import Chat
+from data.records.fields import from_text
 
 NAMED = r"\w+: "  # how a complaint about a field begins
 IGNORED = -100  # the label of a token without loss, as in transformers and torch
@@ -59,12 +58,7 @@ class ApiCall(BaseModel):
     @field_validator("api_param", mode="before")
     @classmethod
     def _parse(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        try:
-            return from_json(value, allow_inf_nan=False)
-        except ValueError:
-            raise ValueError("expected an object or a JSON string of one") from None
+        return from_text(value, "an object")
 
 
 class ApiAnswer(BaseModel):
@@ -166,14 +160,14 @@ class Tokenized(BaseModel):
 
 
 Record = Pretrain | Instruct | Conversation | ConverHasApi | RefQA | Chat | Segments | Tokenized
-KINDS: dict[str, type[BaseModel]] = {
+KINDS: dict[str, type[Pretrain | Instruct | Conversation | ConverHasApi | RefQA]] = {
     "pretrain": Pretrain,
     "instruct": Instruct,
     "conversation": Conversation,
     "conver_has_api": ConverHasApi,
     "ref_qa": RefQA,
 }
-_ADAPTERS: dict[str, TypeAdapter[Any]] = {kind: TypeAdapter(model) for kind, model in KINDS.items()}
+TYPES = (*KINDS, "chat", "segments", "tokenized")  # of all records
 
 
 def parse_record(raw: Any) -> Record:
@@ -190,10 +184,9 @@ def parse_record(raw: Any) -> Record:
     if not isinstance(kind, str) or kind not in KINDS:
         raise DataError(f"field type: expected one of {', '.join(KINDS)}, found {shown(kind)}")
     try:
-        record: Record = _ADAPTERS[kind].validate_python(raw)
+        return KINDS[kind].model_validate(raw)
     except ValidationError as error:
         raise DataError(explain(error)) from None
-    return record
 
 
 def explain(error: ValidationError) -> str:

@@ -169,20 +169,13 @@ def _matches(pattern: Path, path: str) -> set[Path]:
 
 
 def _below(place: Path, only_folders: bool) -> Iterator[Path]:
-    """A folder and what is in it at any depth, hidden names aside: what two stars match."""
-    folders = [place]
-    while folders:
-        folder = folders.pop()
-        yield folder
-        try:
-            entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
-        except OSError:  # a glob passes over what it may not read
-            continue
-        for entry in entries:
-            if entry.is_dir():
-                folders.append(folder / entry.name)
-            elif not only_folders:
-                yield folder / entry.name
+    """A place and what is in it at any depth, hidden names aside: what two stars match."""
+    yield place
+    for folder, folders, files in os.walk(place, followlinks=True):  # passes over what it may not read
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(folder, name) for name in folders)
+        if not only_folders:
+            yield from (Path(folder, name) for name in files if not name.startswith("."))
 
 
 def bare_suffix(file: Path) -> str:

@@ -10,6 +10,7 @@ beginning, but not tokenized; files that are larger than a window make that slow
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -75,7 +76,7 @@ class Windows:
         self._seed = seed
         self._folder = folder
         self._log = log
-        self._ahead: dict[int, _Job] = {}
+        self._ahead: dict[int, Future[Path]] = {}
 
     def begin(self, number: int) -> Place:
         """Where a window begins; the one before it was made."""
@@ -92,10 +93,13 @@ class Windows:
         """
         begin, recipe = self.begin(number), self._recipe_of(number)
         job = self._ahead.pop(number, None)
-        if job is not None and job.is_alive():
+        if job is not None and not job.done():
             self._log.print(f"data: the run waits for window {number + 1}: tokenizing is slower than training")
-        job = job or _Job(lambda: open_cache(recipe, self._folder, self._log))
-        folder = job.result(waiting)
+        job = job or _begun(lambda: open_cache(recipe, self._folder, self._log))
+        while not job.done():
+            waiting()
+            wait([job], POLL)
+        folder = job.result()
         dataset = Dataset(folder, [file.path for file in recipe.files])
         file, skip = read_meta(folder)["end"]
         for path in {each.path for each in recipe.files[begin.file : file + 1]}:
@@ -123,7 +127,7 @@ class Windows:
         """Begin to make a window whose predecessor was made, and go on; `open` will wait for it."""
         if number not in self._ahead:
             recipe, quiet = self._recipe_of(number), Console(quiet=True)
-            self._ahead[number] = _Job(lambda: open_cache(recipe, self._folder, quiet, progress=False))
+            self._ahead[number] = _begun(lambda: open_cache(recipe, self._folder, quiet, progress=False))
 
     def keep(self, numbers: Collection[int]) -> None:
         """Remove the samples of all windows but these."""
@@ -146,27 +150,15 @@ class Windows:
         )
 
 
-class _Job(Thread):
+def _begun(work: Callable[[], Path]) -> Future[Path]:
     """Something that is done while the main thread goes on, and is given up when the process ends."""
+    job: Future[Path] = Future()
 
-    def __init__(self, work: Callable[[], Path]) -> None:
-        super().__init__(name="window", daemon=True)
-        self._work = work
-        self._made: Path | None = None
-        self._failure: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
+    def run() -> None:
         try:
-            self._made = self._work()
-        except BaseException as failure:  # the main thread raises it
-            self._failure = failure
+            job.set_result(work())
+        except BaseException as failure:  # whoever asks for the result gets it
+            job.set_exception(failure)
 
-    def result(self, waiting: Callable[[], object]) -> Path:
-        while self.is_alive():
-            waiting()
-            self.join(POLL)
-        if self._failure is not None:
-            raise self._failure
-        assert self._made is not None
-        return self._made
+    Thread(target=run, name="window", daemon=True).start()
+    return job

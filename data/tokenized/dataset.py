@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from data.chat.prompts import PromptFormat, Prompts, Truncate, as_prompts
 from data.errors import DataError
 from data.paths import expanded
-from data.records.reading import OnBadRecord
+from data.records.reading import OnBadRecord, origin
+from data.records.record import TYPES
 from data.records.sources import Source, as_sources, files_of, mixture
 from data.tokenized.columns import Tally
 from data.tokenized.opening import open_cache
@@ -64,7 +65,6 @@ class Dataset:
         self.unused: dict[str, int] = meta["unused"]
         self.notes: list[tuple[str, int, str]] = meta["notes"]
         self.duplicates: int = meta["duplicates"]
-        self._kinds: list[str] = meta["kinds"]
         self._fingerprint: str = meta["fingerprint"]
         self._numbers = numbers
 
@@ -76,10 +76,6 @@ class Dataset:
         """[n], tokens of each sample."""
         return self.samples.lengths
 
-    def largest_id(self) -> int:
-        """The largest token id of the cache; reads all of it."""
-        return self.samples.largest_id()
-
     @cached_property
     def supervised(self) -> NDArray[numpy.int32]:
         """[n], tokens of each sample that bear loss: the first has no predecessor that could predict it."""
@@ -88,7 +84,7 @@ class Dataset:
     @cached_property
     def types(self) -> list[str]:
         """[n], the type of each sample's record."""
-        names: list[str] = numpy.array(self._kinds, dtype=object)[self.samples.column("kind")].tolist()
+        names: list[str] = numpy.array(TYPES, dtype=object)[self.samples.column("kind")].tolist()
         return names
 
     @cached_property
@@ -116,7 +112,7 @@ class Dataset:
     def origin(self, number: int) -> str:
         """Where a sample comes from, for a person."""
         files, records = self._places
-        return f"{self.files[files[number]]}: record {records[number]}"
+        return origin(self.files[files[number]], records[number])
 
     def fingerprint(self) -> str:
         """A digest of all tokens and labels: it changes with the records, the prompts, the tokenizer and the limit."""
@@ -137,7 +133,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, *sets: objec
     """
     if len(tokenizer) <= size:
         return
-    largest = max(each.largest_id() if isinstance(each, Dataset) else len(tokenizer) - 1 for each in sets)
+    largest = max(each.samples.largest_id() if isinstance(each, Dataset) else len(tokenizer) - 1 for each in sets)
     if largest >= size:
         raise DataError(
             f"{tokenizer.name_or_path}: the tokenizer gives ids up to {largest}, but the model's vocab_size is {size}; "

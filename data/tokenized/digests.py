@@ -79,14 +79,10 @@ class Digests:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from None
         age = time.time() - max(before[1:]) / 1e9
         if before == stamp(path) and age > SETTLED:
-            self.remember(path, digest.hexdigest())
+            note = {"path": str(path.resolve()), "stamp": before, "digest": digest.hexdigest()}
+            self._folder.mkdir(parents=True, exist_ok=True)
+            replace_text(self._note(path), json.dumps(note), secrets.token_hex(4))
         return digest.hexdigest()
-
-    def remember(self, path: Path, digest: str) -> None:
-        """Note the digest of a file that nobody is writing."""
-        note = {"path": str(path.resolve()), "stamp": stamp(path), "digest": digest}
-        self._folder.mkdir(parents=True, exist_ok=True)
-        replace_text(self._note(path), json.dumps(note), secrets.token_hex(4))
 
     def _note(self, path: Path) -> Path:
         return self._folder / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"

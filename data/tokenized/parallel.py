@@ -18,26 +18,26 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy
-from numpy.typing import NDArray
+import pyarrow
 
 from common.whole_files import replace_text
 from data.chat.control_tokens import ControlWords
 from data.errors import DataError
 from data.records.chat import Chat
 from data.records.raw_records import RawRecord, read_file
-from data.records.reading import BadRecords, Origin, parse
+from data.records.reading import BadRecords, origin, parse
 from data.records.record import Instruct, Pretrain, Record, Segments, Tokenized
-from data.tokenized.columns import Columns, Encoded, Tally, as_columns
+from data.tokenized.columns import Encoded, Tallies, Tally, as_columns
 from data.tokenized.recipe import Recipe
-from data.tokenized.sample_file import SampleWriter
-from data.tokenized.tokenize import Tokens, encode_many, load_tokenizer
+from data.tokenized.sample_file import SampleFile, SampleWriter
+from data.tokenized.tokenize import Tokens, encode_many, encode_tokens, load_tokenizer
 from data.tokenized.truncation import fit
 
 SAMPLES, META = "samples.arrow", "meta.json"
@@ -59,41 +59,27 @@ class Raw(NamedTuple):
     record: RawRecord
 
 
-class Notes:
-    """What has to be told of how records were written: of how many records, with the first example."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.examples: dict[str, str] = {}
-
-    def add(self, other: Notes) -> None:
-        """Take in others, of later records."""
-        self.counts.update(other.counts)
-        self.examples = other.examples | self.examples
-
-    def note(self, notes: dict[str, str]) -> None:
-        """Take in those of one record."""
-        self.counts.update(notes.keys())
-        self.examples = notes | self.examples
-
-
 @dataclass
 class Answer:
     """What became of a chunk.
 
     Attributes:
-        columns: the samples, unless the records were only checked.
-        bad: the records that cannot be used.
-        unused: how many records have which fields that were not used.
-        notes: how many records were written in a way that has to be told, with the first example of each.
         end: file and place of the chunk's last record.
+        bad: a line for each record that cannot be used.
+        unused: how many records have which fields that were not used.
+        notes: what has to be told of how records were written, and of how many.
+        examples: of each of these, the first.
+        samples: those of the records, unless these were only checked.
+        tallies: what became of the records.
     """
 
-    columns: Columns | None
-    bad: list[tuple[Origin, str]]
-    unused: Counter[str]
-    notes: Notes
     end: tuple[int, int]
+    bad: list[str] = field(default_factory=list)
+    unused: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+    samples: pyarrow.RecordBatch | None = None
+    tallies: Tallies = field(default_factory=dict)
 
 
 class Encoder:
@@ -110,44 +96,41 @@ class Encoder:
 
     def encode(self, chunk: list[Raw], only_check: bool) -> Answer:
         """Parse the records and, unless they are only to be checked, tokenize and cut them."""
-        end = chunk[-1].file, chunk[-1].place
-        bad: list[tuple[Origin, str]] = []
-        unused: Counter[str] = Counter()
+        recipe, answer = self._recipe, Answer(end=(chunk[-1].file, chunk[-1].place))
         parsed: list[tuple[Raw, Record]] = []
         for raw in chunk:
+            _, format_name, columns = recipe.files[raw.file]
             try:
-                _, format_name, columns = self._recipe.files[raw.file]
                 converted = parse(raw.record, format_name, columns)
-                parsed += [(raw, record) for record in converted.records]
-                unused.update(converted.unused)
             except DataError as error:
-                bad.append((Origin(raw.record.file, raw.record.number), str(error)))
-        notes = Notes()
-        if only_check:
-            return Answer(None, bad, unused, notes, end)
-        encoded = []
-        for (raw, record), tokens in zip(parsed, self._tokens([record for _, record in parsed]), strict=True):
-            if isinstance(tokens, DataError):
-                bad.append((Origin(raw.record.file, raw.record.number), str(tokens)))
+                answer.bad.append(self._complaint(raw, error))
             else:
-                empty, control = has_empty_answer(record), self._has_control_words(raw.record, record)
-                encoded.append(Encoded(raw.file, raw.record.number, record.type, empty, control, tokens))
-                if tokens.notes:
-                    notes.note(tokens.notes)
-        return Answer(as_columns(encoded, self._recipe.max_seq_len), bad, unused, notes, end)
+                parsed += [(raw, record) for record in converted.records]
+                answer.unused.update(converted.unused)
+        if only_check:
+            return answer
+        encoded = []
+        many = encode_many([record for _, record in parsed], self._tokenizer, recipe.prompts)
+        for (raw, record), whole in zip(parsed, many, strict=True):
+            try:
+                if isinstance(whole, DataError):
+                    raise whole
+                tokens = fit(record, whole, recipe.max_seq_len, recipe.truncate, self._tokens)
+            except DataError as error:
+                answer.bad.append(self._complaint(raw, error))
+                continue
+            empty, control = has_empty_answer(record), self._has_control_words(raw.record, record)
+            encoded.append(Encoded(raw.file, raw.record.number, record.type, empty, control, tokens))
+            answer.notes.update(tokens.notes.keys())
+            answer.examples = tokens.notes | answer.examples
+        answer.samples, answer.tallies = as_columns(encoded, recipe.max_seq_len)
+        return answer
 
-    def _tokens(self, records: list[Record]) -> list[Tokens | DataError]:
-        recipe = self._recipe
+    def _complaint(self, raw: Raw, error: DataError) -> str:
+        return f"{origin(self._recipe.files[raw.file].path, raw.record.number)}: {error}"
 
-        def encode(record: Record) -> Tokens | DataError:
-            return encode_many([record], self._tokenizer, recipe.prompts)[0]
-
-        return [
-            tokens
-            if isinstance(tokens, DataError) or len(tokens.ids) <= recipe.max_seq_len
-            else fit(record, tokens, recipe.max_seq_len, recipe.truncate, encode)
-            for record, tokens in zip(records, encode_many(records, self._tokenizer, recipe.prompts), strict=True)
-        ]
+    def _tokens(self, record: Record) -> Tokens:
+        return encode_tokens(record, self._tokenizer, self._recipe.prompts)
 
     def _has_control_words(self, raw: RawRecord, record: Record) -> bool:
         possible = self._control_words.possible(raw.value) if isinstance(raw.value, bytes) else True
@@ -164,12 +147,12 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
         DataError: a file or a record is wrong, or nothing that bears loss is left; a window may be empty.
     """
     window, end = recipe.window, (len(recipe.files), 0)
-    tallies: dict[tuple[int, str], Tally] = {}
+    tallies: Tallies = {}
     skipped: list[str] = []
     unused: Counter[str] = Counter()
-    notes = Notes()
+    notes: Counter[str] = Counter()
+    examples: dict[str, str] = {}
     bad = BadRecords(recipe.on_bad_record, skipped.append)
-    digests: list[NDArray[numpy.uint64]] = []
     with SampleWriter(folder / SAMPLES) as writer:
 
         def stopped() -> bool:
@@ -177,14 +160,14 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
 
         answers = _in_order(Encoder(recipe), _chunks(recipe, tell), workers, stopped)
         for answer in answers:
-            for origin, text in answer.bad:
-                bad.add(origin, DataError(text))
-            if answer.columns is not None and not stopped():
-                writer.write(answer.columns)
+            for line in answer.bad:
+                bad.add(line)
+            if answer.samples is not None and not stopped():
+                writer.write(answer.samples)
                 unused.update(answer.unused)
-                notes.add(answer.notes)
-                digests.append(answer.columns.digests)
-                for group, tally in answer.columns.tallies.items():
+                notes.update(answer.notes)
+                examples = answer.examples | examples
+                for group, tally in answer.tallies.items():
                     tallies.setdefault(group, Tally()).add(tally)
             if window is not None and (writer.size >= window.n_bytes or stopped()):
                 end = answer.end if next(answers, None) else end  # no window of nothing at the end of an epoch
@@ -193,16 +176,15 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
     if window is None and not any(tally.samples for tally in tallies.values()):
         limit = recipe.max_seq_len
         raise DataError(f"{recipe.names}: nothing bears loss within max_seq_len {limit}; expected a larger limit")
-    together = numpy.concatenate([numpy.empty(0, dtype=numpy.uint64), *digests])
+    digests = SampleFile(folder / SAMPLES).column("digest")
     meta = {
-        "fingerprint": sha256(together.tobytes()).hexdigest(),
-        "duplicates": len(together) - len(numpy.unique(together)),
-        "kinds": writer.kinds,
+        "fingerprint": sha256(digests.tobytes()).hexdigest(),
+        "duplicates": len(digests) - len(numpy.unique(digests)),
         "tallies": [[file, kind, asdict(tally)] for (file, kind), tally in tallies.items()],
         "n_bad": bad.count,
         "skipped": skipped,
         "unused": dict(unused.most_common()),
-        "notes": [[note, count, notes.examples[note]] for note, count in notes.counts.most_common()],
+        "notes": [[note, count, examples[note]] for note, count in notes.most_common()],
         "end": end,
     }
     meta["own_digest"] = digest_of(meta)

@@ -131,8 +131,7 @@ class Recipe:
         """
         if self.window is not None:
             return _digest([self._settings, self.window, self.files])
-        how = [file._replace(path=_endings(file.path)) for file in self.files]  # its name says how it is read, too
-        return _digest([self._settings, list(zip(digests, how, strict=True))])
+        return _digest([self._settings, list(zip(digests, self._how, strict=True))])
 
     def asked(self, sizes: Sequence[int]) -> str:
         """A digest of what a person asked for, whatever the version of the code.
@@ -140,8 +139,12 @@ class Recipe:
         Args:
             sizes: of the files, in bytes.
         """
-        how = [file._replace(path=_endings(file.path)) for file in self.files]
-        return _digest([self._wishes, list(zip(sizes, how, strict=True))])
+        return _digest([self._wishes, list(zip(sizes, self._how, strict=True))])
+
+    @property
+    def _how(self) -> list[DataFile]:
+        """How each file is read, which its name says, too."""
+        return [file._replace(path="".join(Path(file.path.lower()).suffixes[-2:])) for file in self.files]
 
     @cached_property
     def _wishes(self) -> list[Any]:
@@ -170,10 +173,6 @@ def code_digest() -> str:
     others = tuple(f"{CARRIERS} {LATER}".split())
     counted = sorted((name, path) for name, path in modules.items() if not name.startswith(others))
     return _digest([(name, hashlib.sha256(path.read_bytes()).hexdigest()) for name, path in counted])
-
-
-def _endings(file: str) -> str:
-    return "".join(suffix.lower() for suffix in Path(file).suffixes[-2:])
 
 
 def _digest(value: Any) -> str:

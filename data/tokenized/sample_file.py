@@ -26,21 +26,8 @@ import pyarrow
 from numpy.typing import NDArray
 
 from data.errors import DataError
-from data.tokenized.columns import Columns
+from data.tokenized.columns import SCHEMA
 from data.tokenized.tokenize import IGNORED, Sample
-
-SCHEMA = pyarrow.schema(
-    [
-        ("input_ids", pyarrow.list_(pyarrow.int32())),
-        ("runs", pyarrow.list_(pyarrow.int32())),
-        ("supervised", pyarrow.int32()),
-        ("kind", pyarrow.int8()),
-        ("file", pyarrow.int32()),
-        ("record", pyarrow.int64()),
-        ("digest", pyarrow.uint64()),
-    ]
-)
-
 
 # What checksums are taken of: whole columns, and of lists their entries and where these begin.
 PARTS = "input_ids.values input_ids.offsets runs.values runs.offsets supervised kind file record digest".split()
@@ -56,14 +43,9 @@ def _part(batch: pyarrow.RecordBatch, name: str) -> NDArray[Any]:
 
 
 class SampleWriter:
-    """Writes columns into a new file, on the disk when the block ends.
-
-    Attributes:
-        kinds: the types of record that were written; the file names them by their places here.
-    """
+    """Writes batches into a new file, on the disk when the block ends."""
 
     def __init__(self, path: Path) -> None:
-        self.kinds: list[str] = []
         self._file = open(path, "wb")
         self._writer = pyarrow.ipc.new_file(self._file, SCHEMA)
 
@@ -72,20 +54,8 @@ class SampleWriter:
         """Bytes written so far."""
         return self._file.tell()
 
-    def write(self, columns: Columns) -> None:
+    def write(self, batch: pyarrow.RecordBatch) -> None:
         """Add samples."""
-        self.kinds += [name for name in columns.names if name not in self.kinds]
-        places = numpy.array([self.kinds.index(name) for name in columns.names], dtype=numpy.int8)
-        arrays = [
-            pyarrow.ListArray.from_arrays(columns.offsets, columns.ids),
-            pyarrow.ListArray.from_arrays(columns.run_offsets, columns.runs),
-            columns.supervised,
-            places[columns.kinds],
-            columns.files,
-            columns.records,
-            columns.digests,
-        ]
-        batch = pyarrow.record_batch(arrays, schema=SCHEMA)
         checksums = " ".join(str(zlib.crc32(_part(batch, name).data)) for name in PARTS)
         self._writer.write_batch(batch, custom_metadata={CHECKSUMS: checksums})
 
@@ -156,9 +126,6 @@ class SampleFile(Sequence[Sample]):
             labels[begin:end] = ids[begin:end]
         sample: Any = {"input_ids": ids, "labels": labels}  # arrays where a Sample has lists
         return sample
-
-    def __iter__(self) -> Iterator[Sample]:
-        return (self[number] for number in range(len(self)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SampleFile, (self._path, self._numbers)

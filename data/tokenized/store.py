@@ -62,17 +62,13 @@ class Cache:
                 "in the environment's PIPETUNE_CACHE"
             ) from None
 
-    def path(self, key: str) -> Path:
-        """Where the cache of a key is, or would be."""
-        return self._datasets / key
-
     def find(self, recipe: Recipe) -> Path | None:
         """A recipe's whole cache, if there is one and no data has to be read to know that."""
         digests = [] if recipe.window else [self._digests.known(Path(file.path)) for file in recipe.files]
         known = [digest for digest in digests if digest is not None]
         if len(known) < len(digests):
             return None
-        found = self.path(recipe.key(known))
+        found = self._datasets / recipe.key(known)
         return found if is_whole(found) else None
 
     def make(self, recipe: Recipe, tell: Tell, workers: int) -> Path:
@@ -82,8 +78,7 @@ class Cache:
             DataError: a file or a record is wrong, a file changed meanwhile, the disk is full.
         """
         identity = recipe.identity()
-        key = recipe.key(self._take_digests(recipe, tell))
-        found = self.path(key)
+        found = self._datasets / recipe.key(self._take_digests(recipe, tell))
         if is_whole(found):
             return found
         if found.exists():

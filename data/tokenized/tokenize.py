@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
@@ -62,9 +63,6 @@ class Tokens(NamedTuple):
         for begin, end in self.loss:
             labels[begin:end] = self.ids[begin:end]
         return {"input_ids": self.ids, "labels": labels}
-
-
-_NOT_YET = DataError("not encoded yet")
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
@@ -122,10 +120,19 @@ def encode_whole(
     prompt_format: Prompts | PromptFormat | None = None,
 ) -> Sample:
     """`encode` without a limit on the length."""
+    return encode_tokens(record, tokenizer, prompt_format).sample()
+
+
+def encode_tokens(
+    record: Record | dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_format: Prompts | PromptFormat | None = None,
+) -> Tokens:
+    """`encode_whole` in the form that samples are kept in."""
     (tokens,) = encode_many([record], tokenizer, prompt_format)
     if isinstance(tokens, DataError):
         raise tokens
-    return tokens.sample()
+    return tokens
 
 
 def encode_many(
@@ -133,36 +140,29 @@ def encode_many(
     tokenizer: PreTrainedTokenizerBase,
     prompt_format: Prompts | PromptFormat | None = None,
 ) -> list[Tokens | DataError]:
-    """`encode_whole` for many records at once, in their order; what is wrong with a record stands in its place.
+    """`encode_tokens` for many records at once, in their order; what is wrong with a record stands in its place.
 
     Raises:
         DataError: the format cannot be used with this tokenizer, whatever the record.
     """
     writer = Writer(tokenizer, as_prompts(prompt_format))
-    done: list[Tokens | DataError] = []
-    written: list[tuple[int, Written, list[int]]] = []
-    for number, given in enumerate(records):
-        done.append(_NOT_YET)
+    made: list[tuple[Written, list[int]] | Tokens | DataError] = []
+    for given in records:
         try:
             record = given if isinstance(given, BaseModel) else parse_record(given)
-            if isinstance(record, Tokenized):
-                done[number] = _ready_made(record, tokenizer)
-                continue
-            text, prefix = writer.write(record)
-            written.append((number, text, prefix))
+            made.append(_ready_made(record, tokenizer) if isinstance(record, Tokenized) else writer.write(record))
         except DataError as error:
-            done[number] = error
+            made.append(error)
         except SlowTemplate as error:
             raise DataError(str(error)) from None
+    texts = [each[0].text for each in made if not isinstance(each, (Tokens, DataError))]
     # transformers itself goes this way, and then makes objects of each sample that nobody needs here.
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = tokenizer.split_special_tokens
-    encodings = backend.encode_batch([text.text for _, text, _ in written], add_special_tokens=False)
-    for (number, text, prefix), encoding in zip(written, encodings, strict=True):
-        done[number] = _tokens(text, prefix, encoding)
-    return done
+    encodings = iter(backend.encode_batch(texts, add_special_tokens=False))
+    return [each if isinstance(each, (Tokens, DataError)) else _tokens(*each, next(encodings)) for each in made]
 
 
 class Writer:
@@ -172,8 +172,7 @@ class Writer:
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._plain = format_of(prompts, tokenizer) == PLAIN
-        self._templates: dict[bool, ChatTemplate] = {}
-        self._prefix: list[int] | None = None
+        self._template: Callable[[bool], ChatTemplate] = cache(partial(chat_template, tokenizer, prompts))
 
     def write(self, record: Record) -> tuple[Written, list[int]]:
         """A record's text with its loss, and the ids that go before it.
@@ -185,7 +184,7 @@ class Writer:
         """
         if isinstance(record, Pretrain):
             end = end_of_sequence(self._tokenizer.eos_token)
-            return Written(record.text + end, [(0, len(record.text + end))]), self._beginning()
+            return Written(record.text + end, [(0, len(record.text + end))]), self._beginning
         if isinstance(record, Segments):
             return join([Span(segment.text, segment.label) for segment in record.segments]), []
         assert not isinstance(record, Tokenized)  # which has no text
@@ -197,24 +196,18 @@ class Writer:
             written = self._template(bool(tools)).write(said, tools)
         if self._prompts.mask == "all":
             written = written._replace(loss=[(0, len(written.text))])
-        return written, self._beginning() if self._plain else []
+        return written, self._beginning if self._plain else []
 
     def ask(self, said: Sequence[Said]) -> tuple[str, list[int]]:
         """The text up to where the answer to the last message begins, and the ids that go before it."""
         if self._plain:
             end = end_of_sequence(self._tokenizer.eos_token)
-            return write_plain(said, [], end, open_end=True).text, self._beginning()
+            return write_plain(said, [], end, open_end=True).text, self._beginning
         return self._template(False).ask(said), []
 
-    def _template(self, tools: bool) -> ChatTemplate:
-        if tools not in self._templates:
-            self._templates[tools] = chat_template(self._tokenizer, self._prompts, tools)
-        return self._templates[tools]
-
+    @cached_property
     def _beginning(self) -> list[int]:
-        if self._prefix is None:
-            self._prefix = beginning_of_sequence(self._tokenizer)
-        return self._prefix
+        return beginning_of_sequence(self._tokenizer)
 
 
 def encode_question(

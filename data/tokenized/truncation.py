@@ -9,6 +9,7 @@ Cost: for a dialogue that is too long, a few more encodings: as many as its numb
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 
 from data.chat.prompts import Truncate
@@ -20,36 +21,30 @@ from data.tokenized.tokenize import Tokens
 OLDEST = "the oldest turns were left out, so that the last one lies within max_seq_len (truncate: oldest)"
 
 
-def fit(
-    record: Record, tokens: Tokens, limit: int, how: Truncate, encode: Callable[[Record], Tokens | DataError]
-) -> Tokens | DataError:
-    """The tokens of a record that is too long, in the way that was asked for; they may still be too many.
+def fit(record: Record, tokens: Tokens, limit: int, how: Truncate, encode: Callable[[Record], Tokens]) -> Tokens:
+    """A record's tokens; where they are too many, in the way that was asked for, and they may still be too many.
 
     Args:
-        tokens: of the whole record, more than `limit`.
+        tokens: of the whole record.
         encode: tokenizes a record.
+
+    Raises:
+        DataError: it is refused; or what `encode` raises.
     """
-    if isinstance(record, Pretrain) or how == "turns":
+    if len(tokens.ids) <= limit or isinstance(record, Pretrain) or how == "turns":
         return tokens
     if how == "refuse":
-        return DataError(f"{len(tokens.ids):,} tokens; expected at most max_seq_len, {limit} (truncate: refuse)")
+        raise DataError(f"{len(tokens.ids):,} tokens; expected at most max_seq_len, {limit} (truncate: refuse)")
     begins = _turns(record)
-    fewest, most = 1, len(begins)  # turns that are left out; with `most`, nothing would be left
-    while fewest < most:
-        middle = (fewest + most - 1) // 2
-        found = encode(_from(record, begins, middle))
-        if isinstance(found, DataError):
-            return found
-        if len(found.ids) <= limit:
-            most = middle
-        else:
-            fewest = middle + 1
-    left_out = min(most, len(begins) - 1)  # the last turn stays, whatever its length
-    if left_out < 1:
+    if len(begins) < 2:
         return tokens
+
+    def fits(left_out: int) -> bool:
+        return len(encode(_from(record, begins, left_out)).ids) <= limit
+
+    # The last turn stays, whatever its length.
+    left_out = 1 + bisect_left(range(1, len(begins) - 1), True, key=fits)
     kept = encode(_from(record, begins, left_out))
-    if isinstance(kept, DataError):
-        return kept
     return kept._replace(notes=kept.notes | {OLDEST: f"{left_out} of {len(begins)} turns"})
 
 

@@ -1,15 +1,21 @@
-"""Two tokenizers for the tests of the data wing: byte-level BPE with ChatML, and a real sentencepiece model."""
+"""Fixtures of the data wing: byte-level BPE with ChatML, a real sentencepiece model, and a cache of the test's own."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from data.tokenized import opening
+from data.tokenized.dataset import Dataset, load_dataset
+from data.tokenized.recipe import Recipe
+from data.tokenized.store import Cache
 from data.tokenized.tokenize import load_tokenizer
+from tests.data.caches import LIMIT, Load
 
 
 @pytest.fixture
@@ -34,3 +40,33 @@ def sentencepiece_folder(shared: Path, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture
 def sentencepiece(sentencepiece_folder: Path) -> PreTrainedTokenizerBase:
     return load_tokenizer(sentencepiece_folder)
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests of files that were just written are remembered as well: nobody writes them twice in a tick here."""
+    monkeypatch.setattr("data.tokenized.digests.SETTLED", -1.0)
+
+
+@pytest.fixture
+def load(tmp_path: Path, tokenizer_folder: Path, settled: None) -> Load:
+    """`load_dataset` with a cache of the test's own."""
+
+    def run(data: Any, tokenizer: Path = tokenizer_folder, limit: int = LIMIT, **options: Any) -> Dataset:
+        return load_dataset(data, tokenizer, limit, "plain", cache_dir=tmp_path / "cache", **options)
+
+    return run
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that were tokenized, build by build."""
+    seen: list[str] = []
+    build = opening._build
+
+    def counted(cache: Cache, wanted: Recipe, *rest: Any) -> Path:
+        seen.append(wanted.names)
+        return build(cache, wanted, *rest)
+
+    monkeypatch.setattr(opening, "_build", counted)
+    return seen

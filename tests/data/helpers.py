@@ -1,17 +1,23 @@
-"""What the tests of the data wing share: a record of each type, and a sample's text cut where the loss begins."""
+"""What the tests of the data wing share: a record of each type, reading, and a sample's text cut where loss begins."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from data.chat.messages import said_in
 from data.chat.prompts import PromptFormat, Prompts
+from data.errors import DataError
 from data.records.chat import Chat
-from data.records.record import Pretrain, Segments, Tokenized, parse_record
+from data.records.raw_records import read_file
+from data.records.reading import BadRecords, OnBadRecord, origin, parse
+from data.records.record import Pretrain, Record, Segments, Tokenized, parse_record
+from data.records.sources import Source, files_of
 from data.tokenized.tokenize import Sample, encode, encode_question, encode_whole
 from tests.data.template_styles import Style
 
@@ -61,6 +67,23 @@ RECORDS: dict[str, dict[str, Any]] = {
         "rounds": [["ask", "How many?"], ["ans", "One."], ["ask", "And AdamW?"], ["ans", "两个。"]],
     },
 }
+
+
+def read(
+    sources: Sequence[Source], on_bad_record: OnBadRecord, log: Callable[[str], None]
+) -> Iterator[tuple[tuple[Path, int], Record]]:
+    """All the records of some sources, with their files and numbers there: what a build does before it tokenizes."""
+    bad = BadRecords(on_bad_record, log)
+    for source in sources:
+        for file in files_of(source):
+            for raw in read_file(file, source.format):
+                try:
+                    records = parse(raw, source.format, source.columns).records
+                except DataError as error:
+                    bad.add(f"{origin(str(file), raw.number)}: {error}")
+                else:
+                    yield from (((file, raw.number), record) for record in records)
+    bad.finish()
 
 
 def runs(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat | None = None) -> Runs:

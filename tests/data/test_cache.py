@@ -1,118 +1,26 @@
-"""The cache of tokenized data: one build however many want it, whole or not there, and another one for every change."""
+"""The cache of tokenized data: whole or not there, and another one for every change."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pyarrow
 import pytest
 
-from common.lease import Lease
-from data.chat.prompts import Prompts
 from data.errors import DataError
-from data.tokenized import opening, recipe
+from data.tokenized import recipe
 from data.tokenized.dataset import Dataset, load_dataset
 from data.tokenized.digests import Digests
 from data.tokenized.parallel import SAMPLES
-from data.tokenized.recipe import DataFile, Recipe
 from data.tokenized.sample_file import PARTS
-from data.tokenized.store import Cache, default_folder
+from data.tokenized.store import default_folder
 from tests.conftest import ROOT
-from tests.launching import IDLE, Launch, eventually
-
-LIMIT = 160
-WORKER = ROOT / "tests" / "workers" / "caching.py"
-
-Load = Callable[..., Dataset]
-
-
-def records(count: int, answer: str = "One is a number.") -> list[dict[str, Any]]:
-    return [{"type": "instruct", "instruct": f"What is {number}?", "output": answer} for number in range(count)]
-
-
-def write(path: Path, entries: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
-    age(path)
-    return path
-
-
-def age(path: Path, seconds: float = 60) -> None:
-    """As if the file had been written a while ago, so that its digest is worth remembering."""
-    os.utime(path, (time.time() - seconds,) * 2)
-
-
-@pytest.fixture(autouse=True)
-def settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Digests of files that were just written are remembered as well: nobody writes them twice in a tick here."""
-    monkeypatch.setattr("data.tokenized.digests.SETTLED", -1.0)
-
-
-@pytest.fixture
-def load(tmp_path: Path, tokenizer_folder: Path) -> Load:
-    def run(data: Any, tokenizer: Path = tokenizer_folder, limit: int = LIMIT, **options: Any) -> Dataset:
-        return load_dataset(data, tokenizer, limit, "plain", cache_dir=tmp_path / "cache", **options)
-
-    return run
-
-
-@pytest.fixture
-def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the files that were tokenized, build by build."""
-    seen: list[str] = []
-    build = opening._build
-
-    def counted(cache: Cache, wanted: Recipe, *rest: Any) -> Path:
-        seen.append(wanted.names)
-        return build(cache, wanted, *rest)
-
-    monkeypatch.setattr(opening, "_build", counted)
-    return seen
-
-
-def caches(folder: Path) -> list[Path]:
-    return sorted((folder / "cache" / "datasets").iterdir())
-
-
-def left_over(folder: Path) -> list[Path]:
-    return [path for path in (folder / "cache" / "builds").iterdir() if path.is_dir()]
-
-
-def printed(launch: Launch, text: str) -> bool:
-    return launch.stdout == text
-
-
-def start(folder: Path, tokenizer: Path, data: Path, count: int, small: int = 0) -> list[Launch]:
-    """Processes that want the same samples at the same moment."""
-    job = {
-        "data": str(data),
-        "tokenizer": str(tokenizer),
-        "limit": LIMIT,
-        "cache": str(folder / "cache"),
-        "go": str(folder / "go"),
-        "small": small,
-    }
-    (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-    launches = [Launch(sys.executable, WORKER, folder / "job.json") for _ in range(count)]
-    for launch in launches:
-        launch.until(partial(printed, launch, "ready\n"))
-    (folder / "go").touch()
-    return launches
-
-
-def outcome(launch: Launch) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(launch.end().stdout.splitlines()[-1])
-    return result
+from tests.data.caches import LIMIT, Load, caches, left_over, plain_recipe, records, write
 
 
 def test_a_second_start_tokenizes_nothing_and_reads_no_data(
@@ -136,12 +44,6 @@ def test_a_file_that_was_only_touched_is_read_but_not_tokenized(tmp_path: Path, 
     data.touch()
     assert load(data).folder == folder
     assert (folder / SAMPLES).stat().st_mtime_ns == written.st_mtime_ns
-
-
-def plain_recipe(data: Path, tokenizer: Path, **changes: Any) -> Recipe:
-    prompts = {name: changes.pop(name) for name in Prompts.__dataclass_fields__ if name in changes}
-    fields: dict[str, Any] = {"max_seq_len": LIMIT} | changes
-    return Recipe((DataFile(str(data)),), str(tokenizer), Prompts(**{"prompt_format": "plain"} | prompts), **fields)
 
 
 def test_every_change_of_what_samples_depend_on_gives_another_cache(
@@ -210,7 +112,7 @@ def use(dataset: Dataset) -> None:
     """Everything that a run may look at."""
     assert dataset.lengths.sum() and dataset.supervised.sum() and len(dataset.digests) == len(dataset.types)
     assert all(dataset.origin(number) for number in range(len(dataset)))
-    assert dataset.largest_id()
+    assert dataset.samples.largest_id()
     assert len(ids_of(dataset)) == len(dataset)
 
 
@@ -281,118 +183,6 @@ def test_a_file_of_the_right_size_that_is_no_arrow_file_is_noticed(tmp_path: Pat
         file.write(bytes(200))
     assert len(load(data).samples) == 50
     assert path.read_bytes().endswith(b"ARROW1")
-
-
-@pytest.mark.parametrize("small", [0, 2**30])
-def test_processes_that_start_cold_at_once_make_one_build(tmp_path: Path, tokenizer_folder: Path, small: int) -> None:
-    data = write(tmp_path / "a.jsonl", records(3000))
-    results = [outcome(process) for process in start(tmp_path, tokenizer_folder, data, count=3, small=small)]
-    assert sum(result["built"] for result in results) == 1
-    assert len({result["fingerprint"] for result in results}) == 1
-    assert len(caches(tmp_path)) == 1
-    assert not left_over(tmp_path)
-    if not small:
-        waited = [result["told"] for result in results if not result["built"]]
-        assert all("waiting for it" in told and "data: process" in told for told in waited)
-
-
-def test_those_who_waited_fail_with_the_builders_words(tmp_path: Path, tokenizer_folder: Path) -> None:
-    data = write(tmp_path / "a.jsonl", [*records(3000), {"type": "instruct", "instruct": 7, "output": ""}])
-    results = [outcome(process) for process in start(tmp_path, tokenizer_folder, data, count=3)]
-    assert sum(result["built"] for result in results) == 1
-    texts = {result["error"] for result in results}
-    assert len(texts) == 1
-    assert f"{data}: record 3001: " in texts.pop()
-    assert not caches(tmp_path)
-
-
-def wait_for_build(folder: Path, launch: Launch) -> Path:
-    """The samples' file of a build that is under way."""
-    builds = folder / "cache" / "builds"
-    launch.until(lambda: list(builds.glob(f"*/{SAMPLES}")))
-    (found,) = builds.glob(f"*/{SAMPLES}")
-    return found
-
-
-def test_the_lease_of_a_killed_process_is_free(tmp_path: Path, tokenizer_folder: Path, load: Load) -> None:
-    data = write(tmp_path / "a.jsonl", records(20_000))
-    (killed,) = start(tmp_path, tokenizer_folder, data, count=1)
-    partial = wait_for_build(tmp_path, killed)
-    os.killpg(killed.pid, signal.SIGKILL)  # the builder and its workers too
-    killed.end()
-    assert partial.exists()  # it was killed in the middle
-    assert list((tmp_path / "cache" / "builds").glob("*.lease-*"))
-    assert not caches(tmp_path)
-    dataset = load(data)
-    assert len(dataset.samples) == 20_000
-    assert caches(tmp_path) == [dataset.folder]
-    assert not left_over(tmp_path)
-
-
-@pytest.mark.parametrize("content", ["", json.dumps(["node9", 17, "2020-01-01", "another kernel", "token"])])
-def test_a_lease_of_somebody_silent_is_taken_over(
-    content: str, tmp_path: Path, load: Load, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process was killed before it could say in the file who it is, or a machine is gone."""
-    monkeypatch.setattr(opening, "Lease", partial(Lease, interval=0.05))
-    data = write(tmp_path / "a.jsonl", records(50))
-    built = load(data).folder
-    shutil.rmtree(built)
-    left = tmp_path / "cache" / "builds" / f"{plain_recipe(data, tokenizer_folder).identity()}.lease-000007"
-    left.write_text(content)
-    again = Thread(target=load, args=[data], daemon=True)
-    again.start()
-    again.join(IDLE)
-    assert not again.is_alive(), "it waits for nobody"
-    assert caches(tmp_path) == [built]
-    assert not left.exists()
-
-
-def test_a_killed_builder_is_one_line_and_its_workers_leave(tmp_path: Path, tokenizer_folder: Path) -> None:
-    data = write(tmp_path / "a.jsonl", records(20_000))
-    (waiting,) = start(tmp_path, tokenizer_folder, data, count=1)
-    wait_for_build(tmp_path, waiting)
-    builder, *_ = children(waiting.pid)
-    waiting.until(lambda: children(builder))
-    workers = children(builder)
-    os.kill(builder, signal.SIGKILL)
-    assert "ended by SIGKILL" in outcome(waiting)["error"]
-    assert not left_over(tmp_path)
-    eventually(lambda: not any(alive(worker) for worker in workers))
-
-
-def children(process: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
-
-
-def alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def test_a_build_by_workers_equals_one_without(
-    tmp_path: Path, load: Load, builds: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entries = [
-        *records(1500),
-        {"type": "pretrain", "text": "All of it. " * 100},
-        *records(700, answer="Two."),
-    ]
-    data = write(tmp_path / "a.jsonl", entries)
-    alone = load(data)
-    shutil.rmtree(alone.folder.parent)
-    monkeypatch.setattr(opening, "SMALL", 0)
-    together = load(data)
-    assert len(builds) == 2
-    assert together.fingerprint() == Dataset(together.folder, [str(data)]).fingerprint()
-    pieces = together.total.samples - 2200
-    assert pieces > 2
-    origins = [together.origin(number) for number in range(len(together))]
-    numbers = [*range(1, 1501), *[1501] * pieces, *range(1502, 2202)]
-    assert origins == [f"{data}: record {number}" for number in numbers]
-    assert together.total.records == 2201
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(

@@ -28,11 +28,11 @@ from data.records.formats import FORMATS
 from data.records.json_values import REST_IS_LOST
 from data.records.kinds import MARKS
 from data.records.raw_records import PARQUET, RawRecord
-from data.records.reading import LONGEST_LINE, SHOWN, parse, read
+from data.records.reading import LONGEST_LINE, SHOWN, parse
 from data.records.record import Pretrain, Record
 from data.records.sources import TEXT_FILE, Source
-from tests.data.helpers import RECORDS
-from tests.data.test_formats import CASES
+from tests.data.format_cases import CASES
+from tests.data.helpers import RECORDS, read
 
 BASES: list[Any] = [*RECORDS.values(), *(raw for cases in CASES.values() for raw, _ in cases)]
 
@@ -152,9 +152,9 @@ def record_body(base: Any, damage: Damage | None, kind: Any, format_name: str | 
     )
     if kind == "row":
         if b"\\ud800" not in content:  # no table holds half a character
-            check_record(RawRecord("f", 1, kind, base), format_name)
+            check_record(RawRecord(1, kind, base), format_name)
     else:
-        check_record(RawRecord("f", 1, kind, damage.on(content) if damage else content), format_name)
+        check_record(RawRecord(1, kind, damage.on(content) if damage else content), format_name)
 
 
 RECORD_ARGUMENTS: dict[str, SearchStrategy[Any]] = {

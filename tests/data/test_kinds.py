@@ -16,9 +16,9 @@ import pytest
 from pyarrow import ipc
 
 from data.errors import DataError
-from data.records.reading import read
 from data.records.record import Instruct, Pretrain, Record
 from data.records.sources import Source, as_sources
+from tests.data.helpers import read
 
 
 def good(path: Path, **options: Any) -> list[Record]:

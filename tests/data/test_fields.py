@@ -1,0 +1,104 @@
+"""No field is dropped in silence: it is used, refused by its name, or named in the report; `columns` renames any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from data.records.formats import convert
+from data.records.record import Pretrain, Record
+from tests.data.format_cases import ANSWER, USER, chat, instruct, refusal
+
+QA = {"question": "q", "answer": "a"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "name"),
+    [
+        ({"prompt": "q", "completion": "a", "label": False}, "label: preference data"),
+        ({"prompt": "q", "completion": "a", "label": True}, "label: preference data"),
+        ({"messages": [USER, ANSWER], "kto_tag": False}, "kto_tag: preference data"),
+        ({"messages": [USER, ANSWER], "chosen": [ANSWER], "rejected": [ANSWER]}, "chosen: preference data"),
+        ({"instruction": "i", "output": "o", "rejected_response": "n"}, "rejected_response: preference data"),
+        *(
+            ({"messages": [USER, ANSWER], name: ["a.png"]}, f"{name}: expected records without it")
+            for name in ("images", "image", "audio", "audios", "video", "videos")
+        ),
+        ({"messages": [USER, ANSWER | {"images": ["a.png"]}]}, "messages[1].images: expected records without it"),
+        ({"text": "t", "label": 1}, "label: the record's format has no place for it"),
+        ({"messages": [USER, ANSWER], "weight": 0.5}, "weight: the record's format has no place for it"),
+        ({"messages": [USER, ANSWER], "history": [["r", "b"]]}, "history: the record's format has no place for it"),
+        (QA | {"reasoning": "because"}, "reasoning: the record's format has no place for it"),
+        (QA | {"context": "c", "passage": "d"}, "passage: the record's format has no place for it"),
+        (QA | {"train": False}, "train: the record's format has no place for it"),
+        ({"type": "instruct", "instruct": "i", "output": "o", "system": "s"}, "system: the record's format has no "),
+        ({"type": "pretrain", "text": "t", "images": ["a.png"]}, "images: expected records without it"),
+    ],
+)
+def test_a_field_that_matters_is_used_or_refused_by_its_name(raw: dict[str, Any], name: str) -> None:
+    assert refusal(raw).startswith(f"field {name}")
+
+
+@pytest.mark.parametrize("value", [None, "", [], {}])
+@pytest.mark.parametrize("name", ["images", "history", "rejected", "context"])
+def test_an_empty_field_is_no_field(name: str, value: Any) -> None:
+    assert convert({"messages": [USER, ANSWER], name: value}) == ([chat(USER, ANSWER)], [])
+
+
+def test_what_the_record_holds_already_may_stand_there_again() -> None:
+    """As `prompt` does beside the messages of UltraChat."""
+    records, unused = convert({"messages": [USER | {"content": "What is it?"}, ANSWER], "prompt": "What is it?"})
+    assert len(records) == 1
+    assert unused == ["prompt"]
+
+
+def test_other_fields_are_named_but_for_those_that_nobody_would_ask_about() -> None:
+    raw = QA | {"id": 7, "source": "web", "difficulty": "hard", "n_hops": 3, "weight": 1, "url": "u"}
+    assert convert(raw) == ([instruct("q", "a")], ["difficulty", "n_hops", "weight"])
+
+
+COLUMNS: list[tuple[dict[str, str], dict[str, Any], list[Record]]] = [
+    ({"prompt": "my_question", "completion": "chosen"}, {"my_question": "q", "chosen": "a"}, [instruct("q", "a")]),
+    (
+        {"question": "q", "answer": "a"},
+        {"q": "q", "a": "a", "rejected": "n", "question": "other"},
+        [instruct("q", "a")],
+    ),
+    ({"text": "content"}, {"content": "t", "title": "x"}, [Pretrain(type="pretrain", text="t")]),
+    (
+        {"messages": "dialog", "role": "who", "content": "says", "user": "customer", "assistant": "agent"},
+        {
+            "dialog": [
+                {"who": "customer", "says": "q"},
+                {"who": "agent", "says": "a", "loss": False},
+                {"who": "agent", "says": "a"},
+            ]
+        },
+        [chat(USER, ANSWER | {"weight": 0}, ANSWER)],
+    ),
+    (
+        {"role": "speaker", "content": "text", "system": "setup"},
+        {
+            "messages": [
+                {"speaker": "setup", "text": "s"},
+                {"speaker": "user", "text": "q"},
+                {"speaker": "assistant", "text": "a"},
+            ]
+        },
+        [chat({"role": "system", "content": "s"}, USER, ANSWER)],
+    ),
+    ({"instruction": "task", "input": "data", "output": "result"}, {"task": "i", "result": "o"}, [instruct("i", "o")]),
+]
+
+
+@pytest.mark.parametrize(("columns", "raw", "expected"), COLUMNS)
+def test_columns_name_the_fields_of_any_file(
+    columns: dict[str, str], raw: dict[str, Any], expected: list[Record]
+) -> None:
+    assert convert(raw, columns=columns).records == expected
+
+
+def test_a_column_that_is_missing_is_named() -> None:
+    line = refusal({"q": "q", "b": "a"}, columns={"question": "q", "answer": "a"})
+    assert line.startswith("no known format has the fields 'b', 'question'; expected columns that name them")
