@@ -1,4 +1,4 @@
-"""One layer of a model on fake tensors, which have shapes and no numbers: what it keeps and what it does can be counted.
+"""One layer of a model on fake tensors, which have shapes and no numbers: what it keeps and does can be counted.
 
 So nothing is derived by hand, and every family is right by construction. Masks and angles are made for a short row and
 enlarged to the length asked for. Experts share the tokens evenly. Costs 0.1 s a kind of layer and no memory.
@@ -49,6 +49,11 @@ class FakeLayer:
             return self.module((self._ids, self._ids))[0]
         output: Tensor = self.module.norm(self._hidden)
         return output
+
+    def run_backward(self, output: Tensor) -> None:
+        """The backward pass, without what becomes of the gradients of weights."""
+        sources = [self._hidden, *self.module.parameters()]
+        torch.autograd.grad(output, sources, torch.empty_like(output), allow_unused=True)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ SUSTAINED = 0.9  # of the fastest product in a burst, at the power limit: 722 of
 STREAMED = 0.9  # of the memory's bandwidth, in kernels that only move data (github.com/calculon-ai/calculon, a100_80g)
 LINKED = 0.84  # of a link: 380 of 450 GB/s on an H100 (github.com/NVIDIA/nccl, issue 1264)
 PCIE = 25.0  # GB/s of PCIe 4 x16, after its own headers
+HOST_LINK = LINKED * PCIE * GIGA  # bytes/s between a GPU and main memory
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Device:
     products: float = BEST * SUSTAINED
     attention: float = 0.6
     cores: int = 100
-    link: float = LINKED * PCIE * GIGA
+    link: float = HOST_LINK
     kernel: float = 2e-6  # the rates of small and large copies differ by so much (calculon's a100_80g again)
     launch: float = 8e-6  # of Python, autograd and the driver; 5 to 20 are told
     reserves: bool = True

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.table import Column, Table
 
+from training.metrics.devices import TERA
 from training.plan.alternatives import Advice
 from training.plan.plan import Plan
 
@@ -51,7 +52,8 @@ def facts(plan: Plan) -> list[str]:
     if basis.calibration:
         lines.append(f"times: measured on {basis.calibration.device} by --calibrate")
     elif device.known:
-        lines.append(f"times: estimated, at {device.efficiency:.0%} of the peak of {device.name}")
+        products = f"{device.products:.0%} of the peak for large products, {device.bandwidth / TERA:.2f} TB/s of memory"
+        lines.append(f"times: estimated, a roofline of {device.name}: {products}")
     else:
         lines.append("times: in proportion only; --devices or --calibrate make seconds of them")
     if basis.calibration or device.known:

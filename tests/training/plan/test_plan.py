@@ -283,10 +283,10 @@ def test_measured_times_replace_estimates(tmp_path: Path) -> None:
     basis = Basis(config, spec, workload, this_device(), read)
     assert best_parts(basis) == [7, 1]
     longer = replace(basis, workload=replace(workload, length=128.0))
-    ratio = layer_times(longer)[1].forward / layer_times(basis)[1].forward
+    ratio = layer_times(longer)[1].forward.total / layer_times(basis)[1].forward.total
     assert 1.5 < ratio < 2.5
     recomputed = replace(basis, recompute=frozenset())
-    assert layer_times(recomputed)[1].backward < layer_times(basis)[1].backward
+    assert layer_times(recomputed)[1].backward.total < layer_times(basis)[1].backward.total
     for other in (config.model_copy(update={"bf16": config.bf16.model_copy(update={"enabled": True})}), config):
         changed = spec if other is not config else tiny(tmp_path, num_hidden_layers=7)
         assert Calibration.read(tmp_path / "run", other, changed) is None

@@ -1,0 +1,93 @@
+"""How long kernels take on a device: by their arithmetic or by their memory traffic, whichever is longer.
+
+A matrix product gets the share of the peak that large products get (`Device.products`), less where its result does not
+fill all cores with tiles: the last wave of them takes as long as a full one. An attention kernel gets
+`Device.attention` with long documents and less with short ones, and skips the half of the pairs that a causal mask
+hides. All else goes at the memory's bandwidth. Each kernel takes a moment to begin and to end; and where the host
+cannot launch them as fast as they are done, the device waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+import torch
+
+from models.layer_work import Operation
+from training.metrics.devices import Device
+
+TILE = 128  # rows and columns of the result that a core computes at a time (NVIDIA's guide to matrix multiplication)
+HALF_LENGTH = 512  # tokens at which causal attention gets half of its rate; flash kernels at 512 tokens without a mask
+# get 0.69 of what they get at 16,384, which is that of a document twice as long (github.com/pytorch/benchmark, 2391)
+PAIRS = 0.5  # of query and key, that a causal mask leaves
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds by kind of work.
+
+    Attributes:
+        products: matrix products of the blocks.
+        attention: attention kernels; where scores lie in memory they are products and traffic.
+        traffic: norms, rotary angles, activation functions and residuals; the embedding.
+        launches: the device waits for the host to launch kernels.
+        sums: gradients are added up over the micro-batches.
+        loss: the projection to the vocabulary and the cross-entropy, forward and backward.
+        optimizer: the gradient's norm and the optimizer's step.
+        replicas: gradients are summed over the replicas, and weights handed round.
+    """
+
+    products: float = 0.0
+    attention: float = 0.0
+    traffic: float = 0.0
+    launches: float = 0.0
+    sums: float = 0.0
+    loss: float = 0.0
+    optimizer: float = 0.0
+    replicas: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+    def times(self, factor: float) -> Spent:
+        return Spent(*(factor * value for value in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A device that computes in `dtype`, with documents of so many tokens, of which a row has `length`."""
+
+    device: Device
+    dtype: torch.dtype
+    length: int
+    document: float
+
+    def seconds(self, operation: Operation) -> float:
+        """Of one kernel."""
+        flops = self.device.flops(self.dtype)
+        arithmetic = 0.0
+        if operation.kind == "product":
+            count, rows, columns = operation.shape
+            tiles = count * math.ceil(rows / TILE) * math.ceil(columns / TILE)
+            waves = math.ceil(tiles / self.device.cores) * self.device.cores / tiles
+            arithmetic = operation.flops * waves / (self.device.products * flops)
+        elif operation.kind == "attention":
+            rate = self.device.attention * flops * self.document / (self.document + HALF_LENGTH)
+            arithmetic = PAIRS * operation.flops * self.document / self.length / rate
+        return max(arithmetic, operation.bytes / self.device.bandwidth) + self.device.kernel
+
+    def pass_of(self, operations: Iterable[Operation]) -> Spent:
+        """Of the kernels of one pass through a layer."""
+        seconds = {"product": 0.0, "attention": 0.0, "traffic": 0.0}
+        launches = 0.0
+        for operation in operations:
+            seconds[operation.kind] += self.seconds(operation)
+            launches += self.device.launch
+        late = max(0.0, launches - sum(seconds.values()))
+        return Spent(seconds["product"], seconds["attention"], seconds["traffic"], late)
