@@ -18,14 +18,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.modeling_utils import local_torch_dtype
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, local_torch_dtype
 
-from models.attention import TORCH
 from models.layers import Block, Embedding, Head
 from models.spec import ModelSpec
 
 SHORT = 23  # the length of the row that masks and angles are made for: no other dimension of a model is a prime like it
 EXPERTS = "planned"  # what transformers knows `_even_experts` by
+SCORELESS = "planned_attention"  # and `_scoreless`
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def _apart(spec: ModelSpec, flash: bool) -> ModelSpec:
     config = copy.deepcopy(spec.config)
     config._experts_implementation = EXPERTS
     apart = ModelSpec(spec.family, config, spec.raw, spec.fields)
-    apart.set_attention(TORCH if flash else spec.attention[0])
+    apart.set_attention(SCORELESS if flash else spec.attention[0])
     return apart
 
 
@@ -95,6 +96,14 @@ def _resized(arguments: dict[str, Any], length: int, dtype: torch.dtype) -> dict
 
     made: dict[str, Any] = tree_map_only(Tensor, resized, arguments)
     return made
+
+
+def _scoreless(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention that keeps no scores, with whatever is done to them inside of the kernel: [B, heads, S, D]."""
+    output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    return output.transpose(1, 2).contiguous(), None
 
 
 def _even_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -110,4 +119,6 @@ def _even_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weight
     return outputs.reshape(-1, count, hidden.shape[-1]).sum(dim=1).to(hidden.dtype)
 
 
+ALL_ATTENTION_FUNCTIONS.register(SCORELESS, _scoreless)
+ALL_MASK_ATTENTION_FUNCTIONS.register(SCORELESS, sdpa_mask)
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _even_experts)

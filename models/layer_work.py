@@ -35,7 +35,7 @@ class Operation:
     """One kernel.
 
     Attributes:
-        kind: `product`, `attention`, or `traffic`.
+        kind: `products`, `attention` or `traffic`.
         reads, writes: bytes by storage.
         flops: of a product or of attention, whose causal half that a kernel may skip is included.
         shape: (products at a time, rows, columns) of the result of a product.
@@ -63,7 +63,7 @@ class LayerWork:
 def product(rows: int, inner: int, columns: int, itemsize: int, written: int) -> Operation:
     """The product [rows, inner] x [inner, columns], with `written` bytes for each element of the result."""
     reads = {0: rows * inner * itemsize, 1: inner * columns * itemsize}
-    return Operation("product", reads, {2: rows * columns * written}, 2.0 * rows * inner * columns, (1, rows, columns))
+    return Operation("products", reads, {2: rows * columns * written}, 2.0 * rows * inner * columns, (1, rows, columns))
 
 
 def work_of(
@@ -124,7 +124,7 @@ class _Recorder(TorchDispatchMode):
             left, right = inputs[-2:]
             shape = (prod(left.shape[:-2]), left.shape[-2], right.shape[-1])
             flops = 2.0 * left.numel() * right.shape[-1]
-            self.noted.append(Operation("product", reads, writes, flops, shape))
+            self.noted.append(Operation("products", reads, writes, flops, shape))
         elif "scaled_dot_product" in name:
             backward = "backward" in name
             query, key = inputs[backward : backward + 2]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from models.layer_work import LayerWork, product, work_of
+from models.layer_work import LayerWork, Operation, product, work_of
 from models.lean_loss import chunk_tokens
 from models.positions import SLIDING, attention_kind
 from models.spec import ModelSpec
@@ -109,7 +109,7 @@ def _passes(basis: Basis, layer: int, device: Device, dtype: torch.dtype) -> tup
     counted = _counted(basis, layer, dtype, device)
     forward, backward = roofline.pass_of(counted.forward), roofline.pass_of(counted.backward)
     if layer == spec.n_layers - 1:
-        forward += _loss(basis, roofline)
+        forward += Spent(loss=sum(roofline.seconds(each) for each in loss_work(basis, dtype, device)))
         head = spec.shapes(layer)[spec.family.tie.head].numel()
         backward += Spent(loss=head * HEAD_GRADIENT / device.bandwidth)
     return forward, backward
@@ -125,17 +125,17 @@ def _counted(basis: Basis, layer: int, dtype: torch.dtype, device: Device) -> La
     return basis.counted[case]
 
 
-def _loss(basis: Basis, roofline: Roofline) -> Spent:
-    """The loss of a micro-batch, which takes its gradients along, chunk by chunk (`models.lean_loss`)."""
-    work, itemsize = basis.workload, roofline.dtype.itemsize
+def loss_work(basis: Basis, dtype: torch.dtype, device: Device) -> list[Operation]:
+    """What the loss of a micro-batch does, which takes its gradients along, chunk by chunk (`models.lean_loss`)."""
+    work, itemsize = basis.workload, dtype.itemsize
     words, hidden = basis.spec.shapes(basis.spec.n_layers - 1)[basis.spec.family.tie.head]
     tokens = work.micro_tokens * work.supervised
-    chunks = max(1, math.ceil(tokens / chunk_tokens(words, not roofline.device.reserves)))
-    rows = math.ceil(tokens / chunks)
-    products = (
+    chunks = max(1, math.ceil(tokens / chunk_tokens(words, not device.reserves)))
+    rows = max(1, math.ceil(tokens / chunks))
+    chunk = [
         product(rows, hidden, words, itemsize, 4),
         product(rows, words, hidden, itemsize, 4),
         product(words, rows, hidden, itemsize, 8),  # added to what the chunks before gave
-    )
-    passing = tokens * words * (LOGIT + (ROUNDED if itemsize < 4 else 0)) / roofline.device.bandwidth
-    return Spent(loss=passing + chunks * sum(roofline.seconds(each) for each in products))
+    ]
+    passes = rows * words * (LOGIT + (ROUNDED if itemsize < 4 else 0))
+    return chunks * [*chunk, Operation("traffic", {0: passes}, {})]

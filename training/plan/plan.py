@@ -112,7 +112,7 @@ class Plan:
     @property
     def bubble(self) -> float:
         """The share of the ranks' time in which nothing is computed."""
-        return 1 - sum(stage.seconds for stage in self.stages) / (len(self.stages) * self.seconds)
+        return max(0.0, 1 - sum(stage.seconds for stage in self.stages) / (len(self.stages) * self.seconds))
 
     @property
     def tokens_per_s(self) -> float:

@@ -37,6 +37,18 @@ def stages_table(plan: Plan) -> Table:
     return made
 
 
+def times_table(plan: Plan) -> Table:
+    """What each stage's part of a step is made of, in shares of the step; kinds of work that there are none of are left
+    out, and waiting includes the messages."""
+    every = [vars(stage.spent) for stage in plan.stages]
+    kinds = [kind for kind in every[0] if any(spent[kind] for spent in every)]
+    made = _table("what the time of a step is made of", ["stage", *kinds, "waiting"])
+    for number, spent in enumerate(every):
+        shares = [spent[kind] / plan.seconds for kind in kinds]
+        made.add_row(str(number), *(f"{share:.1%}" for share in [*shares, max(0.0, 1 - sum(shares))]))
+    return made
+
+
 def facts(plan: Plan) -> list[str]:
     """What the plan comes to, and what it rests on."""
     basis, device = plan.basis, plan.basis.device

@@ -72,7 +72,7 @@ class Roofline:
         """Of one kernel."""
         flops = self.device.flops(self.dtype)
         arithmetic = 0.0
-        if operation.kind == "product":
+        if operation.kind == "products":
             count, rows, columns = operation.shape
             tiles = count * math.ceil(rows / TILE) * math.ceil(columns / TILE)
             waves = math.ceil(tiles / self.device.cores) * self.device.cores / tiles
@@ -84,10 +84,9 @@ class Roofline:
 
     def pass_of(self, operations: Iterable[Operation]) -> Spent:
         """Of the kernels of one pass through a layer."""
-        seconds = {"product": 0.0, "attention": 0.0, "traffic": 0.0}
+        seconds = dict.fromkeys(("products", "attention", "traffic"), 0.0)
         launches = 0.0
         for operation in operations:
             seconds[operation.kind] += self.seconds(operation)
             launches += self.device.launch
-        late = max(0.0, launches - sum(seconds.values()))
-        return Spent(seconds["product"], seconds["attention"], seconds["traffic"], late)
+        return Spent(**seconds, launches=max(0.0, launches - sum(seconds.values())))
