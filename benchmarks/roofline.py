@@ -2,6 +2,7 @@
 
 Nothing is measured here, and no GPU is needed: the tables that stand in docs/performance.md, in Markdown.
 
+- What a run gets of each device, by the constants in training/metrics/gpus.yml and devices.py.
 - Where a step goes: FLOPs, bytes and launches of each kind of work in a micro-batch of one row of 4,096 tokens, and the
   milliseconds that they take on each device.
 - What a setting saves: the same step when blocks are compiled, gradients are added to their fp32 sum without a copy,
@@ -32,6 +33,7 @@ from training.plan.basis import Basis, Workload
 from training.plan.plan import Plan
 
 DEVICES = ("A100-80G", "H100", "H200")
+OTHERS = ("V100-32G", "A100-40G", *DEVICES, "H100PCIe", "L40S", "A10", "RTX4090", "RTX3090")
 LENGTH, MICRO_BATCHES = 4096, 8
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 LLAMA: dict[str, Any] = {
@@ -49,7 +51,8 @@ LLAMA3 = LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_s
 # MPT-7B's blocks have as many weights, 12 x 4096 x 4096; their layer norms and GELU are fewer kernels than these.
 MPT = LLAMA | {"intermediate_size": 10922, "vocab_size": 50432, "tie_word_embeddings": True}
 DIRECT_SUM = 10  # bytes to add a 16-bit gradient to a sum in fp32 in one kernel: 2 and 4 read, 4 written
-FLASH_3 = 0.6  # of the peak; 0.43 to 0.62 forward, from 512 to 16,384 tokens (github.com/pytorch/benchmark, 2391)
+FLASH_3 = 0.75  # of large products, 0.54 of an H100's peak; forward 0.43 to 0.62, from 512 to 16,384 tokens
+# (github.com/pytorch/benchmark, 2391)
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,18 @@ def llama_7b(device: str, **keys: Any) -> Plan:
     return make_plan(LLAMA, device, (1, 1), MICRO_BATCHES, LENGTH, **(BF16 | {"use_flash_attn": True} | keys))
 
 
+def what_a_run_gets() -> list[list[str]]:
+    """A row for each device."""
+    rows = [["", "peak, TFLOP/s", "large products", "attention, long documents", "memory, TB/s", "link, GB/s", "cores"]]
+    for name in OTHERS:
+        device = parse_devices(name)[1]
+        products = device.products * device.half
+        rates = (device.half, products, device.attention * products)
+        memory, link = f"{device.bandwidth / 1e12:.2f}", f"{device.link / 1e9:.0f}"
+        rows.append([name, *(f"{rate / 1e12:.0f}" for rate in rates), memory, link, str(device.cores)])
+    return rows
+
+
 def where_a_step_goes() -> list[list[str]]:
     """A row for each kind of work, of a micro-batch; the optimizer's once a step."""
     plans = [llama_7b(device) for device in DEVICES]
@@ -247,6 +262,7 @@ def _print(title: str, rows: Sequence[Sequence[str]]) -> None:
 
 
 if __name__ == "__main__":
+    _print("What a run gets of a device, in 16 bits", what_a_run_gets())
     _print(f"llama-7b in bf16, a row of {LENGTH:,} tokens, {MICRO_BATCHES} micro-batches a step", where_a_step_goes())
     _print("What settings save", what_settings_save())
     _print("Published runs", published_runs())

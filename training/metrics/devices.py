@@ -38,7 +38,7 @@ class Device:
         half, single: FLOP/s at best, in 16-bit numbers with fp32 sums and in fp32.
         bandwidth: of its memory, in bytes/s, as a run gets it.
         products: the share of the FLOP/s at best that large products get.
-        attention: the same of attention kernels with long documents.
+        attention: what attention kernels get with long documents, of what large products get.
         cores: that compute a tile of a product each.
         link: bytes/s to a neighbour, as a run gets it.
         kernel: seconds that a kernel takes besides, to begin and to end.
@@ -54,7 +54,7 @@ class Device:
     single: float
     bandwidth: float
     products: float = BEST * SUSTAINED
-    attention: float = 0.6
+    attention: float = 0.75
     cores: int = 100
     link: float = HOST_LINK
     kernel: float = 2e-6  # the rates of small and large copies differ by so much (calculon's a100_80g again)

@@ -70,13 +70,13 @@ class Roofline:
 
     def seconds(self, operation: Operation) -> float:
         """Of one kernel."""
-        flops = self.device.flops(self.dtype)
+        flops = self.device.products * self.device.flops(self.dtype)
         arithmetic = 0.0
         if operation.kind == "products":
             count, rows, columns = operation.shape
             tiles = count * math.ceil(rows / TILE) * math.ceil(columns / TILE)
             waves = math.ceil(tiles / self.device.cores) * self.device.cores / tiles
-            arithmetic = operation.flops * waves / (self.device.products * flops)
+            arithmetic = operation.flops * waves / flops
         elif operation.kind == "attention":
             rate = self.device.attention * flops * self.document / (self.document + HALF_LENGTH)
             arithmetic = PAIRS * operation.flops * self.document / self.length / rate
