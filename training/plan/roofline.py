@@ -26,27 +26,16 @@ PAIRS = 0.5  # of query and key, that a causal mask leaves
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds by kind of work.
+    """Seconds by kind of work."""
 
-    Attributes:
-        products: matrix products of the blocks.
-        attention: attention kernels; where scores lie in memory they are products and traffic.
-        traffic: norms, rotary angles, activation functions and residuals; the embedding.
-        launches: the device waits for the host to launch kernels.
-        sums: gradients are added up over the micro-batches.
-        loss: the projection to the vocabulary and the cross-entropy, forward and backward.
-        optimizer: the gradient's norm and the optimizer's step.
-        replicas: gradients are summed over the replicas, and weights handed round.
-    """
-
-    products: float = 0.0
-    attention: float = 0.0
-    traffic: float = 0.0
-    launches: float = 0.0
-    sums: float = 0.0
-    loss: float = 0.0
-    optimizer: float = 0.0
-    replicas: float = 0.0
+    products: float = 0.0  # matrix products of the blocks
+    attention: float = 0.0  # attention kernels; where scores lie in memory they are products and traffic
+    traffic: float = 0.0  # norms, rotary angles, activation functions and residuals; the embedding
+    launches: float = 0.0  # the device waits for the host to launch kernels
+    sums: float = 0.0  # gradients are added up over the micro-batches
+    loss: float = 0.0  # the projection to the vocabulary and the cross-entropy, forward and backward
+    optimizer: float = 0.0  # the gradient's norm and the optimizer's step
+    replicas: float = 0.0  # gradients are summed over the replicas, and weights handed round
 
     @property
     def total(self) -> float:
