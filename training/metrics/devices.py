@@ -69,7 +69,9 @@ class Device:
 
 
 # A core of a desktop or a server; only the ratio of arithmetic to memory matters, for the division of layers.
-CPU = Device("CPU", None, 1e11, 5e10, 1e10, 1.0, 1.0, 1, 1e9, 0.0, 0.0, reserves=False, known=False)
+CPU = Device(
+    "CPU", None, 1e11, 5e10, 1e10, 1.0, 1.0, cores=1, link=1e9, kernel=0, launch=0, reserves=False, known=False
+)
 _GPUS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("gpus.yml").read_text(encoding="utf-8"))
 
 
@@ -123,12 +125,12 @@ def _device(name: str, gib: int) -> Device:
     return Device(
         f"{name}-{gib}G",
         int(gib * GIB * USABLE),
-        gpu["half"] * TERA,
-        gpu["single"] * TERA,
-        STREAMED * gpu["memory"][gib] * GIGA,
-        SUSTAINED * gpu.get("best", BEST * gpu["half"]) / gpu["half"],
-        gpu.get("flash", Device.attention),
-        gpu["cores"],
-        LINKED * gpu.get("link", PCIE) * GIGA,
+        half=gpu["half"] * TERA,
+        single=gpu["single"] * TERA,
+        bandwidth=STREAMED * gpu["memory"][gib] * GIGA,
+        products=SUSTAINED * gpu.get("best", BEST * gpu["half"]) / gpu["half"],
+        attention=gpu.get("flash", Device.attention),
+        cores=gpu["cores"],
+        link=LINKED * gpu.get("link", PCIE) * GIGA,
         bf16=gpu.get("bf16", True),
     )
