@@ -39,6 +39,7 @@ class Device:
         bandwidth: of its memory, in bytes/s, as a run gets it.
         products: the share of the FLOP/s at best that large products get.
         attention: what attention kernels get with long documents, of what large products get.
+        half_length: tokens of a document at which causal attention gets half of that.
         cores: that compute a tile of a product each.
         link: bytes/s to a neighbour, as a run gets it.
         kernel: seconds that a kernel takes besides, to begin and to end.
@@ -55,6 +56,9 @@ class Device:
     bandwidth: float
     products: float = BEST * SUSTAINED
     attention: float = 0.75
+    # Flash kernels without a mask get 0.69 at 512 tokens of what they get at 16,384, and so at twice as many with one
+    # (github.com/pytorch/benchmark, 2391).
+    half_length: float = 512.0
     cores: int = 100
     link: float = HOST_LINK
     kernel: float = 2e-6  # the rates of small and large copies differ by so much (calculon's a100_80g again)
@@ -70,7 +74,7 @@ class Device:
 
 # A core of a desktop or a server; only the ratio of arithmetic to memory matters, for the division of layers.
 CPU = Device(
-    "CPU", None, 1e11, 5e10, 1e10, 1.0, 1.0, cores=1, link=1e9, kernel=0, launch=0, reserves=False, known=False
+    "CPU", None, 1e11, 5e10, 1e10, 1.0, 1.0, 0.0, cores=1, link=1e9, kernel=0, launch=0, reserves=False, known=False
 )
 _GPUS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("gpus.yml").read_text(encoding="utf-8"))
 

@@ -19,8 +19,6 @@ from models.layer_work import Operation
 from training.metrics.devices import Device
 
 TILE = 128  # rows and columns of the result that a core computes at a time (NVIDIA's guide to matrix multiplication)
-HALF_LENGTH = 512  # tokens at which causal attention gets half of its rate; flash kernels at 512 tokens without a mask
-# get 0.69 of what they get at 16,384, which is that of a document twice as long (github.com/pytorch/benchmark, 2391)
 PAIRS = 0.5  # of query and key, that a causal mask leaves
 
 
@@ -67,7 +65,7 @@ class Roofline:
             waves = math.ceil(tiles / self.device.cores) * self.device.cores / tiles
             arithmetic = operation.flops * waves / flops
         elif operation.kind == "attention":
-            rate = self.device.attention * flops * self.document / (self.document + HALF_LENGTH)
+            rate = self.device.attention * flops * self.document / (self.document + self.device.half_length)
             arithmetic = PAIRS * operation.flops * self.document / self.length / rate
         return max(arithmetic, operation.bytes / self.device.bandwidth) + self.device.kernel
 
