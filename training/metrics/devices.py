@@ -1,7 +1,8 @@
 """What a device can do: memory, arithmetic, bandwidth.
 
 Of the memory, `USABLE` may be planned with: drivers, CUDA and NCCL take some 0.5 to 1 GB, and the allocator cannot use
-every hole. What datasheets say of GPUs stands in gpus.yml.
+every hole. What datasheets and public measurements say of GPUs stands in gpus.yml; what a run gets of it, hour after
+hour, is the same share for all of them.
 """
 
 from __future__ import annotations
@@ -16,9 +17,15 @@ import yaml
 
 from training.errors import ConfigError
 
-TERA = 1e12
+GIGA, TERA = 1e9, 1e12
 USABLE = 0.96
 GIB = 2**30
+BEST = 0.8  # of the peak, where the fastest product of a GPU was not measured: the middle of the others
+SUSTAINED = 0.9  # of the fastest product in a burst, at the power limit: 722 of 795 TFLOP/s on an H200 (ml-engineering)
+STREAMED = 0.9  # of the memory's bandwidth, in kernels that only move data (github.com/calculon-ai/calculon, a100_80g)
+LINKED = 0.84  # of a link: 380 of 450 GB/s on an H100 (github.com/NVIDIA/nccl, issue 1264)
+PCIE = 25.0  # GB/s of PCIe 4 x16, after its own headers
+HOST_LINK = LINKED * PCIE * GIGA  # bytes/s between a GPU and main memory
 
 
 @dataclass(frozen=True)
@@ -29,9 +36,14 @@ class Device:
         name: as in `--devices`.
         memory: bytes that may be planned with; None where nothing is known to limit them.
         half, single: FLOP/s at best, in 16-bit numbers with fp32 sums and in fp32.
-        bandwidth: of its memory, in bytes/s.
-        efficiency: the share of the peak that a run gets while it computes; an assumption that `--calibrate` replaces.
-        link: bytes/s to a neighbour: PCIe 4 x16; NVLink is faster, and hidden states are small either way.
+        bandwidth: of its memory, in bytes/s, as a run gets it.
+        products: the share of the FLOP/s at best that large products get.
+        attention: what attention kernels get with long documents, of what large products get.
+        half_length: tokens of a document at which causal attention gets half of that.
+        cores: that compute a tile of a product each.
+        link: bytes/s to a neighbour, as a run gets it.
+        kernel: seconds that a kernel takes besides, to begin and to end.
+        launch: seconds that the host takes to launch one; it works ahead of the device.
         reserves: whether freshly allocated memory counts before it is written to (CUDA), or only then (a CPU).
         known: whether speeds in seconds may be told.
         bf16: whether it computes in bf16.
@@ -42,8 +54,15 @@ class Device:
     half: float
     single: float
     bandwidth: float
-    efficiency: float = 0.5
-    link: float = 20e9
+    products: float = BEST * SUSTAINED
+    attention: float = 0.75
+    # Flash kernels without a mask get 0.69 at 512 tokens of what they get at 16,384, and so at twice as many with one
+    # (github.com/pytorch/benchmark, 2391).
+    half_length: float = 512.0
+    cores: int = 100
+    link: float = HOST_LINK
+    kernel: float = 2e-6  # the rates of small and large copies differ by so much (calculon's a100_80g again)
+    launch: float = 8e-6  # of Python, autograd and the driver; 5 to 20 are told
     reserves: bool = True
     known: bool = True
     bf16: bool = True
@@ -54,12 +73,14 @@ class Device:
         return self.reserves and self.bf16
 
     def flops(self, dtype: torch.dtype) -> float:
-        """FLOP/s that a run in `dtype` can expect."""
-        return self.efficiency * (self.single if dtype == torch.float32 else self.half)
+        """FLOP/s at best in `dtype`."""
+        return self.single if dtype == torch.float32 else self.half
 
 
 # A core of a desktop or a server; only the ratio of arithmetic to memory matters, for the division of layers.
-CPU = Device("CPU", None, 1e11, 5e10, 1e10, 1.0, 1e9, reserves=False, known=False)
+CPU = Device(
+    "CPU", None, 1e11, 5e10, 1e10, 1.0, 1.0, 0.0, cores=1, link=1e9, kernel=0, launch=0, reserves=False, known=False
+)
 _GPUS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("gpus.yml").read_text(encoding="utf-8"))
 
 
@@ -82,7 +103,7 @@ def parse_devices(text: str) -> tuple[int, Device]:
     known = next((key for key in _GPUS if key.lower() == name.lower()), None)
     if known is None or int(count or 1) < 1:
         raise ConfigError(f"--devices: {text!r} is not known; expected at least one of {', '.join(_GPUS)}")
-    sizes = _GPUS[known]["sizes"]
+    sizes = list(_GPUS[known]["memory"])
     if size and int(size) not in sizes:
         raise ConfigError(f"--devices: {text!r}: {known} has {' or '.join(map(str, sizes))} GB")
     return int(count or 1), _device(known, int(size or sizes[0]))
@@ -94,7 +115,7 @@ def this_device() -> Device:
         return CPU
     name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
     known = _known(name)
-    near = [size for size in _GPUS[known]["sizes"] if 0.9 < memory / (size * GIB) <= 1.01] if known else []
+    near = [size for size in _GPUS[known]["memory"] if 0.9 < memory / (size * GIB) <= 1.01] if known else []
     if known and near:
         return _device(known, near[0])
     half = peak_flops(name) or 1e14
@@ -110,5 +131,15 @@ def _known(device_name: str) -> str | None:
 
 def _device(name: str, gib: int) -> Device:
     gpu = _GPUS[name]
-    memory, bf16 = int(gib * GIB * USABLE), gpu.get("bf16", True)
-    return Device(f"{name}-{gib}G", memory, gpu["half"] * TERA, gpu["single"] * TERA, gpu["bandwidth"] * 1e9, bf16=bf16)
+    return Device(
+        f"{name}-{gib}G",
+        int(gib * GIB * USABLE),
+        half=gpu["half"] * TERA,
+        single=gpu["single"] * TERA,
+        bandwidth=STREAMED * gpu["memory"][gib] * GIGA,
+        products=SUSTAINED * gpu.get("best", BEST * gpu["half"]) / gpu["half"],
+        attention=gpu.get("flash", Device.attention),
+        cores=gpu["cores"],
+        link=LINKED * gpu.get("link", PCIE) * GIGA,
+        bf16=gpu.get("bf16", True),
+    )

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 
 from common.whole_files import replace_text
 from data.loader import Loader
+from models.layer_work import LayerWork
 from models.saved_activations import Saved
 from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
@@ -28,6 +29,7 @@ from training.metrics.devices import Device
 from training.schedule.instructions import Schedule
 
 FILE = "calibration.json"
+ESTIMATES = 2  # one more whenever costs are estimated in another way: the factors of before do not fit then
 STEPS = 16  # of the first epoch, which stand for the others
 
 
@@ -109,7 +111,7 @@ class Calibration(BaseModel):
     Attributes:
         device: that was measured.
         dtype: of the run.
-        model: digest of config.json.
+        model: digest of config.json, and of the way to estimate.
         layers: of forward and backward, by the number of the first layer of each kind.
         update: of the optimizer's work.
     """
@@ -125,7 +127,7 @@ class Calibration(BaseModel):
         cls, config: TrainConfig, spec: ModelSpec, layers: dict[str, tuple[float, float]], update: float
     ) -> Calibration:
         """As measured by this process."""
-        digest = hashlib.sha256(json.dumps(spec.raw, sort_keys=True).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps([ESTIMATES, spec.raw], sort_keys=True).encode()).hexdigest()
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         return cls(device=device, dtype=str(training_dtype(config)), model=digest, layers=layers, update=update)
 
@@ -154,6 +156,7 @@ class Basis:
         calibration: what was measured; all is estimated where absent.
         recompute: the layers that do; as the config says, and with `auto` all, where absent.
         known: what kinds of layers were found to keep, shared by all that is made of this basis.
+        counted: what they were found to do, likewise.
     """
 
     config: TrainConfig
@@ -163,6 +166,7 @@ class Basis:
     calibration: Calibration | None = None
     recompute: frozenset[int] | None = None
     known: dict[tuple[object, ...], Saved] = field(default_factory=dict, repr=False, compare=False)
+    counted: dict[tuple[object, ...], LayerWork] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def recomputed(self) -> frozenset[int]:

@@ -39,11 +39,12 @@ def calibrate(config: TrainConfig, spec: ModelSpec, workload: Workload) -> Calib
     if device.type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // config.model_topo.processes))
     torch.manual_seed(config.seed)
-    estimates = layer_times(Basis(config, spec, workload, this_device(), recompute=frozenset()))
+    plain = config.model_copy(update={"compile": False, "use_flash_attn": False})  # as the layers are run below
+    estimates = layer_times(Basis(plain, spec, workload, this_device(), recompute=frozenset()))
     layers: dict[str, tuple[float, float]] = {}
     for kind in dict.fromkeys(kinds(spec)):
         forward, backward = time_layer(kind, config, spec, workload, device)
-        layers[str(kind)] = (forward / estimates[kind].forward, backward / estimates[kind].backward)
+        layers[str(kind)] = (forward / estimates[kind].forward.total, backward / estimates[kind].backward.total)
     update = _time_update(config, spec, device) / update_time(config, this_device())
     return Calibration.of(config, spec, layers, update)
 

@@ -26,7 +26,7 @@ from training.plan.alternatives import advise, search
 from training.plan.basis import Basis, Calibration, Workload
 from training.plan.calibration import calibrate
 from training.plan.plan import Plan
-from training.plan.rendering import PICTURE, advice_table, draw, facts, search_table, stages_table
+from training.plan.rendering import PICTURE, advice_table, draw, facts, search_table, stages_table, times_table
 
 DOES_NOT_FIT = 1
 WIDTH = 160  # of a plan that is written to a file
@@ -67,6 +67,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     else:
         plan = Plan.make(basis)
     log.print(stages_table(plan))
+    log.print(times_table(plan))
     for line in facts(plan):
         log.print(line)
     if not plan.fits:

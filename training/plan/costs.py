@@ -1,78 +1,82 @@
-"""How long each layer takes for a micro-batch: estimated from shapes, and corrected by what was measured
+"""How long each layer takes for a micro-batch: estimated from what it does, and corrected by what was measured
 (`training.plan.calibration`).
 
-A layer's products take 2 FLOPs a weight and token forward and twice that backward; attention adds 4 x heads x head_dim
-for each pair of query and key (`models.flops`). Of stacked experts those count that a token is sent to, of
-the head the supervised tokens, and of the embedding nothing. Recomputed activations add a forward pass to the backward
-pass. Memory traffic comes on top: weights are read, and gradients are written and added up in every micro-batch, the
-dense one of the embedding included, which is what a large vocabulary costs the first stage; the last one takes the
-logits through the softmax to their gradient. Once a step the replicas sum their gradients and the optimizer does its
-work, in main memory where it is offloaded.
+What a layer does is found by running one of its kind on fake tensors (`models.layer_work`), and how long that takes is
+a roofline (`training.plan.roofline`): FLOPs, bytes and launches, each kernel by itself. Recomputed activations add a
+forward pass to the backward pass. Gradients are added up in every micro-batch, the dense one of the embedding included,
+which is what a large vocabulary costs the first stage; the last one takes the logits through the softmax to their
+gradient. Once a step the replicas sum their gradients and the optimizer does its work, in main memory where it is
+offloaded.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from models.flops import ModelFlops
-from models.positions import attention_kind
+import torch
+
+from models.layer_work import LayerWork, Operation, product, work_of
+from models.lean_loss import chunk_tokens
+from models.positions import SLIDING, attention_kind
 from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
-from training.metrics.devices import Device, this_device
-from training.plan.basis import Basis, Workload
+from training.metrics.devices import HOST_LINK, Device, this_device
+from training.plan.basis import Basis
 from training.plan.optimizer_memory import StateBytes
+from training.plan.roofline import Roofline, Spent
 
-GRADIENT = 12  # bytes that are read and written to add a gradient to the sum in fp32
-LOGIT = 36  # bytes that are read and written from a logit to its gradient, in nine passes (`models.lean_loss`)
+# Bytes that are read and written for each of what is counted.
+LOGIT = 36  # from a logit to its gradient, in nine passes over fp32 (`models.lean_loss`)
+ROUNDED = 6  # to give that gradient 16 bits
+HEAD_GRADIENT = 14  # to scale the gradient of the head's weights, which is fp32, and round it
+FP32_SUM = 10  # to add a 16-bit gradient to a sum in fp32 (`training.engine.gradient_sums`)
+UPDATE = 50  # a parameter in AdamW's step: 28 the update itself, 6 the 16-bit weight, 4 the norm of the gradient, 8 its
+# clipping, 4 its zeros
 HOST = 2e10  # bytes/s of main memory for each process
-UPDATE = 40  # bytes that an optimizer reads and writes for a parameter, about: weights, gradient, two states
 
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of a layer.
+    """What a layer's time is made of.
 
     Attributes:
         forward, backward: for one micro-batch; backward includes what is recomputed.
         update: once a step: of the sum over the replicas and the optimizer.
     """
 
-    forward: float
-    backward: float
-    update: float
+    forward: Spent
+    backward: Spent
+    update: Spent
 
-    def of_step(self, micro_batches: int) -> float:
-        """Seconds in a whole step."""
-        return micro_batches * (self.forward + self.backward) + self.update
+    def of_step(self, micro_batches: int) -> Spent:
+        """Of a whole step."""
+        return (self.forward + self.backward).times(micro_batches) + self.update
 
 
 def layer_times(basis: Basis) -> list[LayerTime]:
     """The times of all layers, the embedding first."""
-    config, spec, work = basis.config, basis.spec, basis.workload
-    measured = basis.calibration
+    config, spec, measured = basis.config, basis.spec, basis.calibration
     device = this_device() if measured else basis.device  # a calibration speaks of the device that it was measured on
-    dtype = training_dtype(config)
+    dtype, states, replicas = training_dtype(config), StateBytes.of(config), config.model_topo.replicas
     # A ring all-reduce of the gradients and an all-gather of the weights.
-    sent = (1 - 1 / config.model_topo.replicas) * (2 * StateBytes.of(config).gradient + dtype.itemsize)
-    sharing = config.model_topo.replicas if config.zero_optimization.stage else 1
-    update = sent / device.link + (measured.update if measured else 1.0) * update_time(config, device) / sharing
+    sent = (1 - 1 / replicas) * (2 * states.gradient + dtype.itemsize) / device.link
+    update = (measured.update if measured else 1.0) * update_time(config, device)
+    update /= replicas if config.zero_optimization.stage else 1
+    added = FP32_SUM if states.gradient > dtype.itemsize else 3 * dtype.itemsize
+    passes = {kind: _passes(basis, kind, device, dtype) for kind in set(kinds(spec))}
     times = []
-    for number, (kind, flops) in enumerate(zip(kinds(spec), _forward_flops(spec, work), strict=True)):
-        product = flops / device.flops(dtype)
+    for number, kind in enumerate(kinds(spec)):
         weights = sum(shape.numel() for shape in spec.shapes(number).values())
-        backward = weights * (dtype.itemsize + GRADIENT) / device.bandwidth
-        if number == spec.n_layers - 1:  # the loss takes the gradients along (models.lean_loss)
-            logits = work.micro_tokens * work.supervised * spec.config.vocab_size
-            forward = 3 * product + logits * LOGIT / device.bandwidth
-        else:
-            read = weights if number else 2 * work.micro_tokens * spec.config.hidden_size
-            forward = product + read * dtype.itemsize / device.bandwidth
-            backward += 2 * product
-        slower = measured.layers[str(kind)] if measured else (1.0, 1.0)
-        forward *= slower[0]
-        again = forward if number in basis.recomputed else 0.0
-        times.append(LayerTime(forward, backward * slower[1] + again, weights * update))
+        forward, backward = passes[kind]
+        backward += Spent(sums=weights * added / device.bandwidth)
+        if measured:
+            factors = measured.layers[str(kind)]
+            forward, backward = forward.times(factors[0]), backward.times(factors[1])
+        if number in basis.recomputed:
+            backward += forward
+        times.append(LayerTime(forward, backward, Spent(optimizer=weights * update, replicas=weights * sent)))
     return times
 
 
@@ -81,7 +85,7 @@ def update_time(config: TrainConfig, device: Device) -> float:
     if not config.zero_optimization.offloads:
         return UPDATE / device.bandwidth
     moved = StateBytes.of(config).gradient + training_dtype(config).itemsize
-    return UPDATE / HOST + moved / device.link
+    return UPDATE / HOST + moved / HOST_LINK
 
 
 def kinds(spec: ModelSpec) -> list[int]:
@@ -95,9 +99,43 @@ def kinds(spec: ModelSpec) -> list[int]:
     return alike
 
 
-def _forward_flops(spec: ModelSpec, work: Workload) -> list[float]:
-    """FLOPs of each layer's forward pass for one micro-batch."""
-    document = max(1, round(work.attended))
-    of_one = ModelFlops(spec).by_layer([document], 1)
-    *layers, head = (flops / 3 for flops in of_one)  # forward, and twice that backward
-    return [*(flops * work.micro_tokens / document for flops in layers), head * work.micro_tokens * work.supervised]
+def _passes(basis: Basis, layer: int, device: Device, dtype: torch.dtype) -> tuple[Spent, Spent]:
+    """The forward and the backward pass of a layer for one micro-batch, gradients not yet added up."""
+    spec, work = basis.spec, basis.workload
+    is_block = 0 < layer < spec.n_layers - 1
+    slides = is_block and attention_kind(spec.config, layer - 1) == SLIDING
+    document = min(work.attended, spec.config.sliding_window if slides else math.inf)
+    roofline = Roofline(device, dtype, math.ceil(work.length), document)
+    counted = _counted(basis, layer, dtype, device)
+    forward, backward = roofline.pass_of(counted.forward), roofline.pass_of(counted.backward)
+    if layer == spec.n_layers - 1:
+        forward += Spent(loss=sum(roofline.seconds(each) for each in loss_work(basis, dtype, device)))
+        head = spec.shapes(layer)[spec.family.tie.head].numel()
+        backward += Spent(loss=head * HEAD_GRADIENT / device.bandwidth)
+    return forward, backward
+
+
+def _counted(basis: Basis, layer: int, dtype: torch.dtype, device: Device) -> LayerWork:
+    """What a layer does, found once for all that is made of a basis."""
+    config, work = basis.config, basis.workload
+    kernels = config.has_flash(device.ampere), config.compiles(device.ampere)
+    case = (layer, work.rows, math.ceil(work.length), dtype, *kernels)
+    if case not in basis.counted:
+        basis.counted[case] = work_of(basis.spec, *case)
+    return basis.counted[case]
+
+
+def loss_work(basis: Basis, dtype: torch.dtype, device: Device) -> list[Operation]:
+    """What the loss of a micro-batch does, which takes its gradients along, chunk by chunk (`models.lean_loss`)."""
+    work, itemsize = basis.workload, dtype.itemsize
+    words, hidden = basis.spec.shapes(basis.spec.n_layers - 1)[basis.spec.family.tie.head]
+    tokens = work.micro_tokens * work.supervised
+    chunks = max(1, math.ceil(tokens / chunk_tokens(words, not device.reserves)))
+    rows = max(1, math.ceil(tokens / chunks))
+    chunk = [
+        product(rows, hidden, words, itemsize, 4),
+        product(rows, words, hidden, itemsize, 4),
+        product(words, rows, hidden, itemsize, 8),  # added to what the chunks before gave
+    ]
+    passes = rows * words * (LOGIT + (ROUNDED if itemsize < 4 else 0))
+    return chunks * [*chunk, Operation("traffic", {0: passes}, {})]

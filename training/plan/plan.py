@@ -13,6 +13,7 @@ from training.plan.basis import Basis
 from training.plan.costs import LayerTime, layer_times
 from training.plan.memory import MemoryModel, StageMemory
 from training.plan.partition import Fits, LayerRange, best_split, held_layers, layer_ranges, layers_of
+from training.plan.roofline import Spent
 from training.schedule.simulation import simulate
 
 DAY = 86_400.0
@@ -28,13 +29,17 @@ class StagePlan:
     Attributes:
         ranges: the layers that it holds, [begin, end); two with dualpipev.
         parameters: their weights.
-        seconds: of its work in a step.
+        spent: on its work in a step.
     """
 
     ranges: tuple[LayerRange, ...]
     parameters: int
     memory: StageMemory
-    seconds: float
+    spent: Spent
+
+    @property
+    def seconds(self) -> float:
+        return self.spent.total
 
     @property
     def layers(self) -> list[int]:
@@ -77,8 +82,8 @@ class Plan:
         for rank, held in enumerate(self.held):
             layers = layers_of(held)
             weights = sum(shape.numel() for layer in layers for shape in self.basis.spec.shapes(layer).values())
-            seconds = sum(self._times[layer].of_step(self.basis.micro_batches) for layer in layers)
-            found.append(StagePlan(held, weights, self.memory.rank(rank, held), seconds))
+            spent = sum((self._times[layer].of_step(self.basis.micro_batches) for layer in layers), Spent())
+            found.append(StagePlan(held, weights, self.memory.rank(rank, held), spent))
         return found
 
     @cached_property
@@ -94,20 +99,20 @@ class Plan:
         simulated = min(basis.micro_batches, 8 * basis.config.chunks)
         step = simulate(
             basis.schedule,
-            [sum(time.forward for time in times) for times in chunks],
-            [sum(time.backward for time in times) for times in chunks],
+            [sum(time.forward.total for time in times) for times in chunks],
+            [sum(time.backward.total for time in times) for times in chunks],
             simulated,
             hidden / basis.device.link,
         )
         by_rank = [[self._times[layer] for layer in stage.layers] for stage in self.stages]
-        micro_batch = max(sum(time.forward + time.backward for time in times) for times in by_rank)
-        update = max(sum(time.update for time in times) for times in by_rank)
+        micro_batch = max(sum((time.forward + time.backward).total for time in times) for times in by_rank)
+        update = max(sum(time.update.total for time in times) for times in by_rank)
         return step.seconds + (basis.micro_batches - simulated) * micro_batch + update
 
     @property
     def bubble(self) -> float:
         """The share of the ranks' time in which nothing is computed."""
-        return 1 - sum(stage.seconds for stage in self.stages) / (len(self.stages) * self.seconds)
+        return max(0.0, 1 - sum(stage.seconds for stage in self.stages) / (len(self.stages) * self.seconds))
 
     @property
     def tokens_per_s(self) -> float:
@@ -163,5 +168,5 @@ def fitting_parts(basis: Basis) -> list[int] | None:
 
 
 def _split(basis: Basis, fits: Fits) -> list[int] | None:
-    costs = [round(time.of_step(basis.micro_batches) / RESOLUTION) for time in layer_times(basis)]
+    costs = [round(time.of_step(basis.micro_batches).total / RESOLUTION) for time in layer_times(basis)]
     return best_split(costs, basis.config.model_topo.stages, fits, basis.config.v_schedule)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.table import Column, Table
 
+from training.metrics.devices import TERA
 from training.plan.alternatives import Advice
 from training.plan.plan import Plan
 
@@ -36,6 +37,18 @@ def stages_table(plan: Plan) -> Table:
     return made
 
 
+def times_table(plan: Plan) -> Table:
+    """What each stage's part of a step is made of, in shares of the step; kinds of work that there are none of are left
+    out, and waiting includes the messages."""
+    every = [vars(stage.spent) for stage in plan.stages]
+    kinds = [kind for kind in every[0] if any(spent[kind] for spent in every)]
+    made = _table("what the time of a step is made of", ["stage", *kinds, "waiting"])
+    for number, spent in enumerate(every):
+        shares = [spent[kind] / plan.seconds for kind in kinds]
+        made.add_row(str(number), *(f"{share:.1%}" for share in [*shares, max(0.0, 1 - sum(shares))]))
+    return made
+
+
 def facts(plan: Plan) -> list[str]:
     """What the plan comes to, and what it rests on."""
     basis, device = plan.basis, plan.basis.device
@@ -51,7 +64,8 @@ def facts(plan: Plan) -> list[str]:
     if basis.calibration:
         lines.append(f"times: measured on {basis.calibration.device} by --calibrate")
     elif device.known:
-        lines.append(f"times: estimated, at {device.efficiency:.0%} of the peak of {device.name}")
+        products = f"{device.products:.0%} of the peak for large products, {device.bandwidth / TERA:.2f} TB/s of memory"
+        lines.append(f"times: estimated, a roofline of {device.name}: {products}")
     else:
         lines.append("times: in proportion only; --devices or --calibrate make seconds of them")
     if basis.calibration or device.known:

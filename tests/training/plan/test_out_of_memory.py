@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.plan.test_plan import config_of, llama
+from tests.training.plan.helpers import config_of, llama
 from training.errors import ConfigError
 from training.metrics import devices
 from training.metrics.devices import GIB, parse_devices

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import Namespace
 from dataclasses import replace
@@ -14,7 +13,7 @@ import pytest
 from models.spec import ModelSpec
 from tests.conftest import FAQ, TINY
 from tests.launching import error_lines, run
-from training.config.keys import TrainConfig
+from tests.training.plan.helpers import basis_of, config_of, llama, spec_of
 from training.errors import ConfigError
 from training.metrics.devices import GIB, USABLE, parse_devices, this_device
 from training.plan.alternatives import advise, search
@@ -26,53 +25,6 @@ from training.plan.costs import layer_times
 from training.plan.memory import MemoryModel
 from training.plan.optimizer_memory import StateBytes
 from training.plan.plan import Plan, best_parts
-
-SIZES = {  # hidden size, width of the MLP, blocks, heads
-    "llama-7b": (4096, 11008, 32, 32),
-    "llama-13b": (5120, 13824, 40, 40),
-    "llama-30b": (6656, 17920, 60, 52),
-    "llama-65b": (8192, 22016, 80, 64),
-}
-
-
-def llama(folder: Path, name: str = "llama-7b", **changes: Any) -> ModelSpec:
-    """A spec from config.json alone, as a planner's user has it."""
-    hidden, inner, blocks, heads = SIZES[name]
-    fields = {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": blocks,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "vocab_size": 32000,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": False,
-    }
-    return spec_of(folder, fields | changes)
-
-
-def spec_of(folder: Path, fields: dict[str, Any]) -> ModelSpec:
-    (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    return ModelSpec.from_folder(folder)
-
-
-def config_of(folder: Path, stages: int, replicas: int = 1, **keys: Any) -> TrainConfig:
-    defaults: dict[str, Any] = {
-        "model_path": str(folder),
-        "data_path": str(folder / "records.json"),
-        "save_path": str(folder / "run"),
-        "train_batch_size": 256,
-        "max_seq_len": 2048,
-        "fp16": {"enabled": True},
-        "use_grad_ckpt": True,
-        "model_topo": {"process_topology": {"dims": [stages, replicas]}},
-    }
-    return TrainConfig.model_validate(defaults | keys)
-
-
-def basis_of(spec: ModelSpec, config: TrainConfig, devices: str = "V100-32G") -> Basis:
-    return Basis(config, spec, Workload.assumed(config), parse_devices(devices)[1])
 
 
 @pytest.mark.parametrize(
@@ -212,7 +164,7 @@ def test_a_plan_adds_up(schedule: str, tmp_path: Path) -> None:
     assert sum(plan.parts) == 34 and len(plan.parts) == config.chunks
     assert sum(stage.parameters for stage in plan.stages) == 6_738_415_616
     assert 0 < plan.bubble < 0.2
-    assert plan.mfu is not None and 0.2 < plan.mfu < 0.5  # half of the peak, less bubble and recomputation
+    assert plan.mfu is not None and 0.2 < plan.mfu < 0.6  # 0.78 of the peak, less traffic, bubble and recomputation
     assert plan.days is None
     known = Plan.make(replace(plan.basis, workload=replace(plan.basis.workload, steps=1000)))
     assert known.days == pytest.approx(1000 * plan.seconds / 86400)
@@ -283,10 +235,10 @@ def test_measured_times_replace_estimates(tmp_path: Path) -> None:
     basis = Basis(config, spec, workload, this_device(), read)
     assert best_parts(basis) == [7, 1]
     longer = replace(basis, workload=replace(workload, length=128.0))
-    ratio = layer_times(longer)[1].forward / layer_times(basis)[1].forward
+    ratio = layer_times(longer)[1].forward.total / layer_times(basis)[1].forward.total
     assert 1.5 < ratio < 2.5
     recomputed = replace(basis, recompute=frozenset())
-    assert layer_times(recomputed)[1].backward < layer_times(basis)[1].backward
+    assert layer_times(recomputed)[1].backward.total < layer_times(basis)[1].backward.total
     for other in (config.model_copy(update={"bf16": config.bf16.model_copy(update={"enabled": True})}), config):
         changed = spec if other is not config else tiny(tmp_path, num_hidden_layers=7)
         assert Calibration.read(tmp_path / "run", other, changed) is None
@@ -299,6 +251,7 @@ def test_the_door_plans_without_weights_and_records(tmp_path: Path, capsys: pyte
     plan_run(config_of(tmp_path, 14), arguments(devices="14xV100-32G"))
     told = capsys.readouterr().out
     assert "memory: fits" in told and "data: assumed" in told and "bubble" in told and "MFU" in told
+    assert "attention" in told and "waiting" in told and "replicas" not in told  # of which there is one
     assert (tmp_path / "run" / "plan.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit) as leaving:
         plan_run(config_of(tmp_path, 4), arguments(devices="4xV100-32G"))

@@ -1,0 +1,124 @@
+"""One layer of a model on fake tensors, which have shapes and no numbers: what it keeps and does can be counted.
+
+So nothing is derived by hand, and every family is right by construction. Masks and angles are made for a short row and
+enlarged to the length asked for. Experts share the tokens evenly. Costs 0.1 s a kind of layer and no memory.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, local_torch_dtype
+
+from models.layers import Block, Embedding, Head
+from models.spec import ModelSpec
+
+SHORT = 23  # the length of the row that masks and angles are made for: no other dimension of a model is a prime like it
+EXPERTS = "planned"  # what transformers knows `_even_experts` by
+SCORELESS = "planned_attention"  # and `_scoreless`
+
+
+@dataclass(frozen=True)
+class FakeLayer:
+    """A layer and what it is called with.
+
+    Attributes:
+        arguments: masks and angles, which the blocks of a stage share.
+    """
+
+    module: Embedding | Block | Head
+    arguments: dict[str, Any]
+    _hidden: Tensor
+    _ids: Tensor
+
+    def run(self) -> Tensor:
+        """The forward pass; of a head the norm alone."""
+        if isinstance(self.module, Block):
+            return self.module._run(self._hidden, self._ids, self.arguments)[0]
+        if isinstance(self.module, Embedding):
+            return self.module((self._ids, self._ids))[0]
+        output: Tensor = self.module.norm(self._hidden)
+        return output
+
+    def run_backward(self, output: Tensor) -> None:
+        """The backward pass, without what becomes of the gradients of weights."""
+        sources = [self._hidden, *self.module.parameters()]
+        torch.autograd.grad(output, sources, torch.empty_like(output), allow_unused=True)
+
+
+@contextmanager
+def fake_layer(
+    spec: ModelSpec, layer: int, rows: int, length: int, dtype: torch.dtype, flash: bool = False
+) -> Iterator[FakeLayer]:
+    """A layer for micro-batches [rows, length]; it can run inside of the block.
+
+    Args:
+        flash: attention without scores in memory, whatever the family's usual kernel does.
+    """
+    spec = _apart(spec, flash)
+    positions = spec.positions()
+    short = torch.zeros(rows, SHORT, spec.config.hidden_size)
+    kinds = positions.arguments(short, torch.arange(SHORT).repeat(rows, 1), None)
+    with FakeTensorMode(), local_torch_dtype(dtype):
+        module = spec.build(layer, positions)
+        hidden = torch.empty(rows, length, spec.config.hidden_size, requires_grad=True)
+        ids = torch.empty(rows, length, dtype=torch.int64)
+        arguments = _resized(kinds[module.kind], length, dtype) if isinstance(module, Block) else {}
+        yield FakeLayer(module, arguments, hidden, ids)
+
+
+def _apart(spec: ModelSpec, flash: bool) -> ModelSpec:
+    """The same spec with a config of its own, whose kernels run on fake tensors."""
+    config = copy.deepcopy(spec.config)
+    config._experts_implementation = EXPERTS
+    apart = ModelSpec(spec.family, config, spec.raw, spec.fields)
+    apart.set_attention(SCORELESS if flash else spec.attention[0])
+    return apart
+
+
+def _resized(arguments: dict[str, Any], length: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The same for rows of another length."""
+
+    def resized(tensor: Tensor) -> Tensor:
+        shape = [length if size == SHORT else size for size in tensor.shape]
+        return torch.empty(shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
+
+    made: dict[str, Any] = tree_map_only(Tensor, resized, arguments)
+    return made
+
+
+def _scoreless(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention that keeps no scores, with whatever is done to them inside of the kernel: [B, heads, S, D]."""
+    output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _even_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """As much work and memory as experts take, without looking at who is sent where: [T, H] to [T, H]."""
+    count, experts = top_k_index.shape[-1], len(module.gate_up_proj)
+    sent = hidden.repeat_interleave(count, dim=0)
+    missing = -len(sent) % experts
+    if missing:
+        sent = F.pad(sent, (0, 0, 0, missing))
+    products = torch.bmm(sent.unflatten(0, (experts, -1)), module.gate_up_proj.transpose(1, 2))
+    outputs = torch.bmm(module._apply_gate(products), module.down_proj.transpose(1, 2)).flatten(0, 1)
+    outputs = outputs[: len(top_k_weights) * count] * top_k_weights.reshape(-1, 1)
+    return outputs.reshape(-1, count, hidden.shape[-1]).sum(dim=1).to(hidden.dtype)
+
+
+ALL_ATTENTION_FUNCTIONS.register(SCORELESS, _scoreless)
+ALL_MASK_ATTENTION_FUNCTIONS.register(SCORELESS, sdpa_mask)
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _even_experts)

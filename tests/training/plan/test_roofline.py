@@ -1,0 +1,93 @@
+"""A kernel's time by arithmetic, by memory and by launches; and what a plan's time is made of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.layer_work import product
+from tests.training.plan.helpers import basis_of, config_of, llama
+from training.metrics.devices import parse_devices
+from training.plan.costs import layer_times
+from training.plan.plan import Plan
+from training.plan.rendering import times_table
+from training.plan.roofline import TILE, Roofline, Spent
+
+A100 = parse_devices("A100-80G")[1]
+BF16 = torch.bfloat16
+
+
+def test_a_large_product_gets_its_share_of_the_peak() -> None:
+    roofline = Roofline(A100, BF16, 1, 1.0)
+    large = product(128 * 108, 8192, 128 * 108, 2, 2)  # as many tiles as fill all cores
+    rate = large.flops / (roofline.seconds(large) - A100.kernel)
+    assert rate == pytest.approx(A100.products * 312e12)
+
+
+def test_the_last_wave_of_tiles_takes_as_long_as_a_full_one() -> None:
+    roofline = Roofline(A100, BF16, 1, 1.0)
+    full, more = (roofline.seconds(product(tiles * TILE, 8192, 12 * TILE, 2, 2)) for tiles in (9, 10))  # of 108 cores
+    assert more - A100.kernel == pytest.approx(2 * (full - A100.kernel))
+
+
+def test_a_thin_product_waits_for_memory() -> None:
+    thin = product(4096, 16, 4096, 2, 4)
+    seconds = Roofline(A100, BF16, 1, 1.0).seconds(thin) - A100.kernel
+    assert thin.bytes == 2 * 2 * 4096 * 16 + 4 * 4096 * 4096
+    assert seconds == pytest.approx(thin.bytes / A100.bandwidth)
+
+
+def test_short_documents_take_less_attention_and_at_a_lower_rate(tmp_path: Path) -> None:
+    basis = basis_of(llama(tmp_path), config_of(tmp_path, 8, use_flash_attn=True), "A100-80G")
+    of_documents = {
+        attended: layer_times(replace(basis, workload=replace(basis.workload, attended=attended)))[1].forward.attention
+        for attended in (256, 1024, 2048)
+    }
+    assert of_documents[256] < of_documents[1024] < of_documents[2048] < 2 * of_documents[1024]
+
+
+def test_tiny_micro_batches_wait_for_the_host(tmp_path: Path) -> None:
+    spec = llama(tmp_path)
+    waits = {
+        length: layer_times(basis_of(spec, config_of(tmp_path, 8, max_seq_len=length), "H100"))[1].forward.launches
+        for length in (2, 2048)
+    }
+    assert waits[2] > 0 == waits[2048]
+
+
+def test_newer_and_larger_devices_are_faster(tmp_path: Path) -> None:
+    spec, config = llama(tmp_path), config_of(tmp_path, 8)
+    speeds = [
+        Plan(basis_of(spec, config, device), [5, 4, 4, 4, 4, 4, 4, 5]).tokens_per_s
+        for device in ("V100-32G", "A100-40G", "A100-80G", "H100PCIe", "H100", "H200")
+    ]
+    assert speeds == sorted(speeds)
+
+
+def test_sums_in_fp32_go_through_a_copy(tmp_path: Path) -> None:
+    """DeepSpeed widens a bf16 gradient first: 18 bytes; fp16 sums are 16 bits wide: 6."""
+    spec = llama(tmp_path)
+    bf16 = config_of(tmp_path, 8, bf16={"enabled": True}, fp16={"enabled": False})
+    half, single = (
+        layer_times(basis_of(spec, config, "H100"))[1].backward.sums for config in (config_of(tmp_path, 8), bf16)
+    )
+    assert single == pytest.approx(3 * half)
+
+
+def test_the_shares_of_a_step_add_up(tmp_path: Path) -> None:
+    plan = Plan.make(basis_of(llama(tmp_path), config_of(tmp_path, 4, 2), "A100-80G"))
+    table = times_table(plan)
+    kinds = [str(column.header) for column in table.columns]
+    assert kinds[0] == "stage" and kinds[-1] == "waiting" and "launches" not in kinds and "replicas" in kinds
+    for row in zip(*(column.cells for column in table.columns[1:]), strict=True):
+        assert sum(float(str(cell).rstrip("%")) for cell in row) == pytest.approx(100, abs=0.5)
+    loss = [stage.spent.loss for stage in plan.stages]
+    assert loss[:-1] == [0.0] * 3 and loss[-1] > 0
+
+
+def test_spent_adds_kind_by_kind() -> None:
+    total = Spent(products=1.0, sums=2.0) + Spent(sums=3.0, optimizer=4.0).times(2)
+    assert total == Spent(products=1.0, sums=8.0, optimizer=8.0) and total.total == 17.0
