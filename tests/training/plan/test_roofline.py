@@ -51,10 +51,10 @@ def test_short_documents_take_less_attention_and_at_a_lower_rate(tmp_path: Path)
 
 def test_tiny_micro_batches_wait_for_the_host(tmp_path: Path) -> None:
     spec = llama(tmp_path)
-    waits = {
-        length: layer_times(basis_of(spec, config_of(tmp_path, 8, max_seq_len=length), "H100"))[1].forward.launches
-        for length in (2, 2048)
-    }
+    waits = {}
+    for length in (2, 2048):
+        basis = basis_of(spec, config_of(tmp_path, 8, max_seq_len=length, compile=False), "H100")
+        waits[length] = layer_times(basis)[1].forward.launches
     assert waits[2] > 0 == waits[2048]
 
 
@@ -67,14 +67,14 @@ def test_newer_and_larger_devices_are_faster(tmp_path: Path) -> None:
     assert speeds == sorted(speeds)
 
 
-def test_sums_in_fp32_go_through_a_copy(tmp_path: Path) -> None:
-    """DeepSpeed widens a bf16 gradient first: 18 bytes; fp16 sums are 16 bits wide: 6."""
+def test_sums_in_fp32_move_more_than_sums_in_16_bits(tmp_path: Path) -> None:
+    """A bf16 gradient and its fp32 sum, read and written: 10 bytes; fp16 sums are 16 bits wide: 6."""
     spec = llama(tmp_path)
     bf16 = config_of(tmp_path, 8, bf16={"enabled": True}, fp16={"enabled": False})
     half, single = (
         layer_times(basis_of(spec, config, "H100"))[1].backward.sums for config in (config_of(tmp_path, 8), bf16)
     )
-    assert single == pytest.approx(3 * half)
+    assert single == pytest.approx(10 / 6 * half)
 
 
 def test_the_shares_of_a_step_add_up(tmp_path: Path) -> None:
