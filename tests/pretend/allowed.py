@@ -47,6 +47,9 @@ STEP = [
     *_of_the_optimizer(
         "bool", f"{DEEPSPEED}/utils.py clip_tensors_by_global_norm", 1, "DeepSpeed clips where it has to"
     ),
+    *_of_the_optimizer(
+        "item", "torch/optim/_adafactor.py _single_tensor_adafactor", 2 * A_WEIGHT, "torch asks for two norms a weight"
+    ),
     *_of_the_optimizer("item", f"{STAGES} has_overflow", 1, "fp16: DeepSpeed leaves out a step that overflows"),
     Allowed(
         "copy from host to device",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -42,6 +43,7 @@ def make_case(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.Tem
         door: str = "pipeline",
         kernel: str | None = None,
         planted: str | None = None,
+        hang: str | list[str] | None = None,
         **keys: Any,
     ) -> dict[str, Any]:
         config = {
@@ -53,9 +55,25 @@ def make_case(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.Tem
             "pack_len": 64,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         }
-        return {"name": name, "door": door, "kernel": kernel, "planted": planted, "config": config | keys}
+        case = {"name": name, "door": door, "kernel": kernel, "planted": planted, "config": config | keys}
+        return case | ({"hang": hang} if hang else {})
 
     return make
+
+
+def end_together(cases: list[dict[str, Any]], processes: int, folder: Path) -> list[subprocess.CompletedProcess[str]]:
+    """Run cases in so many processes, by rank."""
+    path = folder / "cases.json"
+    for case in cases:
+        case["config"] = {"model_topo": topology((processes, 1))} | case["config"]
+    path.write_text(json.dumps(cases))
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
+    common["LOCAL_WORLD_SIZE"] = str(processes)
+    ranks = [
+        start(sys.executable, "-m", "tests.pretend.worker", path, RANK=str(rank), LOCAL_RANK=str(rank), **common)
+        for rank in range(processes)
+    ]
+    return [launch.end() for launch in ranks]
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +82,7 @@ def run_pretended(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
     def run(cases: list[dict[str, Any]], processes: int) -> dict[str, list[dict[str, Any]]]:
         folder = tmp_path_factory.mktemp("pretended")
-        path = folder / "cases.json"
-        for case in cases:
-            case["config"] = {"model_topo": topology((processes, 1))} | case["config"]
-        path.write_text(json.dumps(cases))
-        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
-        common["LOCAL_WORLD_SIZE"] = str(processes)
-        ranks = [
-            start(sys.executable, "-m", "tests.pretend.worker", path, RANK=str(rank), LOCAL_RANK=str(rank), **common)
-            for rank in range(processes)
-        ]
-        for launch in ranks:
-            result = launch.end()
+        for result in end_together(cases, processes, folder):
             assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
         return {
             case["name"]: [

@@ -90,6 +90,8 @@ def patch_tensors(watch: Watch) -> None:
 
 def _asking(watch: Watch, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
     def ask(tensor: Tensor, *args: Any) -> Any:
+        if on_device(tensor):
+            Stream.wait_for_all()
         with watch.asked(name.strip("_")):
             return real(tensor, *args)
 
@@ -99,6 +101,7 @@ def _asking(watch: Watch, name: str, real: Callable[..., Any]) -> Callable[..., 
 def _reading(watch: Watch, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
     def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if on_device(tensor):
+            Stream.wait_for_all()
             watch.note("wait" if name == "tolist" else "mismatch", name)
         with watch.silent():
             return real(tensor, *args, **kwargs)
@@ -193,10 +196,16 @@ def _moving(watch: Watch, real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Stream:
-    """Work is done when it is given, so no stream waits for another one."""
+    """Work is done when it is given, so no stream waits for another one.
+
+    Attributes:
+        hangs: whether the device does not come to the end of what it is given from now on; who needs a number waits.
+        waited_for: whether somebody does.
+    """
 
     watch: ClassVar[Watch]
-    hangs: ClassVar[bool] = False  # whether the device does not come to the end of what it was given
+    hangs: ClassVar[bool] = False
+    waited_for: ClassVar[bool] = False
     cuda_stream = stream_id = device_index = 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -215,7 +224,16 @@ class Stream:
         return not self.hangs
 
     def synchronize(self) -> None:
+        self.wait_for_all()
         self.watch.note("wait", "synchronize a stream")
+
+    @classmethod
+    def wait_for_all(cls) -> None:
+        """What the host does until the device has done all it was given."""
+        while cls.hangs:
+            cls.waited_for = True
+            time.sleep(0.01)
+        cls.waited_for = False
 
 
 class Event:
@@ -236,6 +254,7 @@ class Event:
     def wait(self, stream: Stream | None = None) -> None: ...
 
     def query(self) -> bool:
+        self._done = self._done or not Stream.hangs
         return self._done
 
     def elapsed_time(self, other: Event) -> float:

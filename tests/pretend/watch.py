@@ -175,7 +175,8 @@ def _where() -> tuple[str, int]:
         path, name = frame.f_code.co_filename, frame.f_code.co_name
         if "site-packages/" in path:
             short = path.split("site-packages/")[1]
-            if not library and not short.startswith(("torch/", "typing_extensions.py")):
+            inner = short.startswith(("torch/", "typing_extensions.py")) and not short.startswith("torch/optim/")
+            if not library and not inner:
                 library = f" > {short} {name}"
         elif path.startswith(ROOT) and not path.startswith(OWN):
             return f"{path.removeprefix(ROOT)} {name}{library}", frame.f_lineno
