@@ -6,10 +6,10 @@ what is meant for NCCL, so training, evaluation and generation give what they gi
 
 How. A note says for each piece of memory whether it lies on the host, in the host's pinned memory or on the device
 (`places`). Methods and functions of torch that make, move or look at a tensor are replaced by ones that heed it
-(`stand_ins`). A dispatch mode sees every operation, those of backward passes and collectives too, hands the notes on,
-and writes down (`watch`): operations that mix host and device, beyond the numbers that torch lets pass; tensors of the
-host in a collective, which NCCL refuses; and whatever makes the host wait for the device: copies that block, reading a
-number, shapes that depend on values, synchronizing. Nothing of it raises, so one run shows all.
+(`stand_ins`, `cuda`). A dispatch mode sees every operation, those of backward passes and collectives too, hands the
+notes on, and writes down (`watch`): operations that mix host and device, beyond the numbers that torch lets pass;
+tensors of the host in a collective, which NCCL refuses; and whatever makes the host wait for the device: copies that
+block, reading a number, shapes that depend on values, synchronizing. Nothing of it raises, so one run shows all.
 
 What it cannot see. Time, memory, races between streams, kernels that only a GPU has (flash attention, Triton and what
 torch.compile makes of a block), NCCL's own failures, work of other threads, and waits inside a library's C++ that
@@ -28,7 +28,8 @@ os.environ |= {"DS_ACCELERATOR": "cuda", "USE_TORCH_XLA": "0"}
 import torch
 import torch._dynamo  # which looks for CUDA when it is imported
 
-from tests.pretend.stand_ins import patch_collectives, patch_cuda, patch_tensors
+from tests.pretend.cuda import patch_collectives, patch_cuda
+from tests.pretend.stand_ins import patch_tensors
 from tests.pretend.watch import Watch
 
 

@@ -37,7 +37,7 @@ from models import load_model
 from models.generate import Sampling, generate
 from models.spec import ModelSpec
 from tests.pretend import kernels, planted
-from tests.pretend.stand_ins import Event, Stream
+from tests.pretend.cuda import Event, Stream
 from tests.pretend.watch import Watch
 from tests.workers.cases import close_engines, loader_of
 from tests.workers.zero import KINDS, build

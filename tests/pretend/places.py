@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any
@@ -26,6 +27,10 @@ class Place(Enum):
 
 _places: dict[int, tuple[StorageWeakRef, Place]] = {}  # the weak reference keeps an address from being used again
 MOST = 100_000  # entries before those of freed memory are dropped
+
+
+def this_device() -> torch.device:
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def is_ours(value: object) -> bool:
