@@ -57,7 +57,7 @@ class Positions:
     is no nn.Module on purpose: the rotary frequencies stay fp32 when the model is cast to bf16.
 
     Attributes:
-        slopes: of ALiBi, [heads] fp32; None in families without it.
+        slopes: of ALiBi, [heads] fp32, where they were last asked for; None in families without it.
     """
 
     cache_argument = "past_key_values"
@@ -94,8 +94,9 @@ class Positions:
 
     def arguments(self, hidden: Tensor, position_ids: Tensor, cache: Cache | None) -> dict[str, Arguments]:
         """The arguments for every kind of attention in the model; padding is still marked here."""
+        seen = cache.get_seq_length() if cache is not None else 0
         with fp32_products():
-            angles = self.angles(hidden, position_ids)
+            angles = self.angles(hidden, position_ids, seen + position_ids.shape[1])
         positions = unmarked(position_ids)
         documents = self.documents(position_ids) if cache is None else None
         return {
@@ -131,7 +132,7 @@ class Positions:
         kernel = self.config._attn_implementation
         window = self.config.sliding_window if kind == SLIDING else None
         if kernel == FLEX:
-            slopes = None if self.slopes is None else self.slopes.to(hidden.device)
+            slopes = None if self.slopes is None else self.slopes_on(hidden.device)
             return {"attention_mask": flex_attention.scope(positions, window, slopes)}
         if kernel in (FLASH, VARLEN):
             told = {} if kernel == FLASH else {"document_window": window}  # transformers tells flash-attn of windows
@@ -142,11 +143,22 @@ class Positions:
         packed = packed_mask(positions, window, hidden.dtype) if documents.packed else None
         return {"attention_mask": self.mask(kind, hidden, None, None) if packed is None else packed}
 
-    def angles(self, hidden: Tensor, position_ids: Tensor) -> dict[str, Angles]:
-        """The rotary angles (cos, sin) for every kind of attention, here the same for all."""
+    def slopes_on(self, device: torch.device) -> Tensor:
+        """The slopes, which stay on `device`: the host would wait for a copy in each micro-batch."""
+        assert self.slopes is not None
+        self.slopes = self.slopes.to(device)
+        return self.slopes
+
+    def angles(self, hidden: Tensor, position_ids: Tensor, longest: int) -> dict[str, Angles]:
+        """The rotary angles (cos, sin) for every kind of attention, here the same for all.
+
+        Args:
+            longest: no document has more tokens, those in a cache among them.
+        """
         assert self.rotary is not None
-        positions = position_ids if isinstance(self.rotary, DocumentRotary) else unmarked(position_ids)
-        return dict.fromkeys(self.kinds, self.rotary.to(hidden.device)(hidden, positions))
+        if isinstance(self.rotary, DocumentRotary):
+            return dict.fromkeys(self.kinds, self.rotary(hidden, position_ids, longest))
+        return dict.fromkeys(self.kinds, self.rotary.to(hidden.device)(hidden, unmarked(position_ids)))
 
     def mask(self, kind: str, hidden: Tensor, positions: Tensor | None, cache: Cache | None) -> Any:
         """The mask of rows that are one document each; None where plain causal attention is enough.

@@ -100,7 +100,8 @@ def _step(run: Run, step: int) -> None:
     with run.timeline.step(step, batch) if run.timeline else nullcontext():
         loss = run.trainer.train_step(run.loader, batch)
     seconds = time.monotonic() - begin
-    grad_norm = float(run.trainer.engine.get_global_grad_norm() or 0.0)
+    norm = run.trainer.engine.get_global_grad_norm()
+    grad_norm = 0.0 if norm is None else float(norm)
     run.monitor.mark(f"step {step}")
     run.reporter.report(
         StepMetrics(

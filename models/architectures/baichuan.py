@@ -66,7 +66,7 @@ class AlibiPositions(Positions):
             self.config = copy.copy(config)
             self.config._attn_implementation = EAGER  # a mask of numbers, also where nothing is packed
 
-    def angles(self, hidden: Tensor, position_ids: Tensor) -> dict[str, Angles]:
+    def angles(self, hidden: Tensor, position_ids: Tensor, longest: int) -> dict[str, Angles]:
         one = torch.ones(1, 1, self.config.head_dim, dtype=hidden.dtype, device=hidden.device)
         return {FULL: (one, torch.zeros_like(one))}
 
@@ -80,8 +80,7 @@ class AlibiPositions(Positions):
         mask = super().scope(kind, hidden, positions, cache, documents)["attention_mask"]
         keys = positions if cache is None else torch.arange(mask.shape[-1], device=hidden.device)[None]
         distances = keys[:, None, None, :] - positions[:, None, :, None]
-        assert self.slopes is not None
-        biases = self.slopes.to(hidden.device)[None, :, None, None] * distances
+        biases = self.slopes_on(hidden.device)[None, :, None, None] * distances
         return {"attention_mask": mask + biases.to(hidden.dtype)}
 
 

@@ -60,8 +60,7 @@ class BloomPositions(Positions):
         keys = positions
         if seen:
             keys = torch.arange(seen + hidden.shape[1], device=hidden.device).expand(len(hidden), -1)
-        assert self.slopes is not None
-        alibi = self.slopes.to(hidden.device)[None, :, None] * keys[:, None, :]
+        alibi = self.slopes_on(hidden.device)[None, :, None] * keys[:, None, :]
         return scope | {"alibi": alibi.reshape(-1, 1, keys.shape[1]).to(hidden.dtype)}
 
 

@@ -19,7 +19,7 @@ from models.positions import Angles, Positions
 class Gemma3Positions(Positions):
     """Rotary angles by kind of attention."""
 
-    def angles(self, hidden: Tensor, position_ids: Tensor) -> dict[str, Angles]:
+    def angles(self, hidden: Tensor, position_ids: Tensor, longest: int) -> dict[str, Angles]:
         assert self.rotary is not None
         rotary = self.rotary.to(hidden.device)
         positions = unmarked(position_ids)

@@ -5,7 +5,8 @@ closes before its rank is done, the rank died: the kernel closes it, whatever en
 machine. A host that vanishes is found by TCP's keepalive within half a minute. When one rank fails, others soon fail
 after it because they were talking to it, so reports are collected for a moment: an error that is not about
 communication counts before a silent death, and that before errors of communication. A run that makes no progress for
-`timeout_minutes` is asked where each rank is: the one at fault does not answer, or is the one that does not wait.
+`timeout_minutes` is asked where each rank is: the one at fault does not answer, or is the one that does not wait. Under
+NCCL it is the GPU that waits, and its place in the schedule that tells (`training.distributed.gpu_progress`).
 
 A message is a line of JSON, but for a connection's first, which has to bring the run's secret within HANDSHAKE. Whoever
 does not know it, or says nothing, is disconnected and holds nobody up.

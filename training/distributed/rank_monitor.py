@@ -30,6 +30,7 @@ import torch
 
 from common.lease import Held, Lease
 from training.distributed.failure_detector import DIED, FailureDetector, Report, keep_alive
+from training.distributed.gpu_progress import on_its_own, standing
 from training.distributed.meeting import listen
 from training.distributed.processes import Place, agreed, gather
 from training.errors import ConfigError, RunRefused, description, with_traceback
@@ -147,17 +148,22 @@ def whereabouts(device: int) -> Report:
     """Where the main thread is, and whether this process waits for other ranks.
 
     It does where some thread is inside communication, or where the GPU has not finished what it was given: NCCL's
-    kernels wait there, while Python waits for some number of theirs. A GPU that computes for ever looks the same.
+    kernels wait there, while Python waits for some number of theirs. It does not where the GPU stands in a computation
+    of the schedule (`training.distributed.gpu_progress`): then the others wait for this one. A GPU whose host hangs
+    comes to the end of what it was given, or waits for one whose host does: schedules have no circles.
     """
     frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
     stacks = {ident: "".join(traceback.format_stack(frame)) for ident, frame in frames.items()}
     waiting = any(part in stack for stack in stacks.values() for part in COMMUNICATION)
-    if torch.cuda.is_initialized():
-        waiting = waiting or not torch.cuda.default_stream(device).query()
+    on_gpu = ""
+    if torch.cuda.is_initialized() and not torch.cuda.default_stream(device).query():
+        name = standing()
+        waiting = not on_its_own(name)
+        on_gpu = f", its GPU in {name or 'what follows the schedule'}"
     main = threading.main_thread().ident or 0
     code = frames[main].f_code
     return Report(
-        f"{Path(code.co_filename).name}:{frames[main].f_lineno} in {code.co_name}", stacks[main], waiting=waiting
+        f"{Path(code.co_filename).name}:{frames[main].f_lineno} in {code.co_name}{on_gpu}", stacks[main], waiting
     )
 
 

@@ -42,7 +42,8 @@ class StopRequest:
     def agreed(self, other: bool) -> tuple[bool, bool]:
         """Whether any rank was asked to stop, and whether `other` holds on any rank; the same on all of them."""
         device = get_accelerator().current_device_name()
-        asked = torch.tensor([float(self.signal or 0), float(other)], device=device)
+        asked = torch.zeros(2, device=device)
+        asked[0], asked[1] = self.signal or 0, other  # made there, as the host would wait for a copy
         torch.distributed.all_reduce(asked, op=torch.distributed.ReduceOp.MAX)
         number, anybody = asked.tolist()
         if number:

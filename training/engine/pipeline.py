@@ -16,6 +16,7 @@ from data.loader import GlobalBatch, Loader
 from models.pipeline import PipelineModel, VScheduleModel
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
+from training.distributed.gpu_progress import followed
 from training.engine.dualpipev import VScheduleEngine
 from training.engine.prefetch import Sent
 from training.engine.stage_engine import StageEngine
@@ -31,7 +32,9 @@ class PipelineTrainer(Trainer):
 
     def __init__(self, engine: StageEngine) -> None:
         super().__init__(engine, engine.grid.get_data_parallel_id(), engine.stage_id)
-        engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {schedule.OptimizerStep: self._take_optimizer_step}
+        engine._INSTRUCTION_MAP = followed(
+            engine._INSTRUCTION_MAP | {schedule.OptimizerStep: self._take_optimizer_step}
+        )
 
     @classmethod
     def build(cls, config: TrainConfig, spec: ModelSpec, folder: Path, division: Division) -> PipelineTrainer:

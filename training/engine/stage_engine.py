@@ -9,6 +9,7 @@ import torch
 from deepspeed.runtime.pipe import p2p, schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import combine_grad_norm_groups
+from deepspeed.utils.timer import NoopTimer
 from torch import Tensor
 
 
@@ -20,6 +21,9 @@ class StageEngine(PipelineEngine):
         """Turn what `deepspeed.initialize` made into one of this class."""
         engine.__class__ = cls
         assert isinstance(engine, cls)
+        engine.timers = (
+            NoopTimer()
+        )  # DeepSpeed's keeps two CUDA events of each step, to print times that nobody asks for
         if hasattr(engine.optimizer, "scaled_global_norm"):
             _count_uneven_groups(engine)
         return engine
@@ -129,12 +133,13 @@ def _count_uneven_groups(engine: PipelineEngine) -> None:
     """
     optimizer = engine.optimizer
     own = len(optimizer.bit16_groups)
-    most = torch.tensor(own, device=engine.device)
-    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+    largest = torch.tensor(own, device=engine.device)
+    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+    most = int(largest)
 
     def norm() -> Tensor:
         parts = []
-        for group in range(int(most)):
+        for group in range(most):
             parameters = optimizer.params_in_partition[group] if group < own else []
             if optimizer.cpu_offload:
                 parts.append(optimizer.complete_grad_norm_calculation_for_cpu_offload(parameters))

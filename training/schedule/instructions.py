@@ -28,6 +28,7 @@ _KINDS: dict[str, tuple[Kind, tuple[Literal["activation", "gradient"], int] | No
     "ReduceGrads": ("optimizer", None),
     "OptimizerStep": ("optimizer", None),
 }
+ON_ITS_OWN = frozenset(name for name, (kind, _) in _KINDS.items() if kind in (*WORK, "data"))  # needs no other rank
 
 
 class Message(NamedTuple):

@@ -1,0 +1,94 @@
+"""Cases on the pretend device: models and samples for them, and the processes that run them."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import FAQ
+from tests.launching import start, topology
+from tests.models.cases import CASES
+from training.distributed.processes import free_port
+
+LENGTHS = (5, 60, 17, 8, 41, 23, 55, 12)
+
+Run = Callable[[list[dict[str, Any]], int], dict[str, list[dict[str, Any]]]]
+MakeCase = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def make_case(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> MakeCase:
+    """A function that gives a case of `tests.pretend.doors`, by the name of a model in `tests.models.cases`."""
+    folder = tmp_path_factory.mktemp("pretend-samples")
+    generator = random.Random(0)
+    ids = [[generator.randrange(8, 512) for _ in range(length)] for length in LENGTHS]
+    samples = [{"input_ids": row, "labels": [-100] * (len(row) // 3) + row[len(row) // 3 :]} for row in ids]
+    (folder / "samples.json").write_text(json.dumps(samples))
+
+    @cache
+    def model(name: str) -> Path:
+        return make_checkpoint(CASES[name].model_type, **CASES[name].changes)
+
+    def make(
+        name: str,
+        model_name: str,
+        door: str = "pipeline",
+        kernel: str | None = None,
+        planted: str | None = None,
+        hang: str | list[str] | None = None,
+        **keys: Any,
+    ) -> dict[str, Any]:
+        config = {
+            "model_path": str(model(model_name)),
+            "data_path": str(FAQ if door == "job" else folder / "samples.json"),
+            "save_path": str(folder / name),
+            "train_batch_size": len(LENGTHS),
+            "max_seq_len": 64,
+            "pack_len": 64,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        }
+        case = {"name": name, "door": door, "kernel": kernel, "planted": planted, "config": config | keys}
+        return case | ({"hang": hang} if hang else {})
+
+    return make
+
+
+def end_together(cases: list[dict[str, Any]], processes: int, folder: Path) -> list[subprocess.CompletedProcess[str]]:
+    """Run cases in so many processes, by rank."""
+    path = folder / "cases.json"
+    for case in cases:
+        case["config"] = {"model_topo": topology((processes, 1))} | case["config"]
+    path.write_text(json.dumps(cases))
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
+    common["LOCAL_WORLD_SIZE"] = str(processes)
+    ranks = [
+        start(sys.executable, "-m", "tests.pretend.worker", path, RANK=str(rank), LOCAL_RANK=str(rank), **common)
+        for rank in range(processes)
+    ]
+    return [launch.end() for launch in ranks]
+
+
+@pytest.fixture(scope="module")
+def run_pretended(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A function that runs cases in so many processes of their own; by case, what each rank found."""
+
+    def run(cases: list[dict[str, Any]], processes: int) -> dict[str, list[dict[str, Any]]]:
+        folder = tmp_path_factory.mktemp("pretended")
+        for result in end_together(cases, processes, folder):
+            assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+        return {
+            case["name"]: [
+                json.loads((folder / f"{case['name']}.{rank}.json").read_text()) for rank in range(processes)
+            ]
+            for case in cases
+        }
+
+    return run

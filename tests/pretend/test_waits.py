@@ -1,0 +1,120 @@
+"""On the pretend device nothing mixes places, NCCL refuses nothing, and the host waits for what is allowed alone.
+
+Each case trains two steps of several micro-batches and evaluates around them; what is counted is the second step and
+the second evaluation, as tables may go to the device once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from models.flex_attention import FLEX
+from models.varlen_attention import VARLEN
+from tests.conftest import FAQ
+from tests.models.cases import CASES
+from tests.pretend.allowed import unexpected
+from tests.pretend.conftest import MakeCase, Run
+from tests.pretend.doors import STEPS
+
+pytestmark = pytest.mark.launched
+
+AT_ONCE = 60  # cases for one process, which keeps some 10 MB of each
+
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+ON_CPU = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+RECOMPUTED = {"use_grad_ckpt": True}
+OFFLOADED = {"offload_activations": True}
+
+
+def zero(stage: int) -> dict[str, Any]:
+    return {"door": "zero", "zero_optimization": {"stage": stage}}
+
+
+# Of one process, for every model.
+CELLS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": BF16,
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},  # at which no first step overflows
+    "recomputed": RECOMPUTED,
+    "offloaded": OFFLOADED,
+    "offloaded-recomputed": OFFLOADED | RECOMPUTED,
+    "unsharded": {"zero_optimization": {"stage": 0}},
+    "unsharded-clipped": {"zero_optimization": {"stage": 0}, "gradient_clipping": 1.0},
+    "optimizer-on-cpu": {"zero_optimization": ON_CPU, "zero_force_ds_cpu_optimizer": False},
+    "z-loss": {"aux_max_z_loss": {"weight": 0.01}},
+    "unpacked": {"packing": False, "pack_len": None},
+    "zero-0": zero(0),
+    "zero-1": zero(1) | BF16,
+    "zero-2": zero(2),
+    "zero-3": zero(3),
+    "generation": {"door": "generation"},
+}
+# Of two processes, for every model.
+PAIRED: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "1f1b-bf16-recomputed": BF16 | RECOMPUTED,
+    "dualpipev": {"schedule": "dualpipev"},
+    "dualpipev-offloaded": {"schedule": "dualpipev"} | OFFLOADED,
+}
+ROUTED = {"aux_router_loss": {"weight": 0.5}}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral-router-loss": ("mixtral", ROUTED),
+    "llama-tied-varlen": ("llama-tied", BF16 | {"kernel": VARLEN}),
+    "mistral-window-varlen": ("mistral-window", BF16 | {"kernel": VARLEN}),
+    "bloom-flex": ("bloom", BF16 | {"kernel": FLEX}),
+    "baichuan2-13b-flex": ("baichuan2-13b", BF16 | {"kernel": FLEX}),
+    "gemma2-flex": ("gemma2", BF16 | {"kernel": FLEX}),
+    "llama-tied-adafactor": (
+        "llama-tied",
+        {"zero_optimization": {"stage": 0}, "optimizer": {"type": "Adafactor", "params": {"lr": 1e-3}}},
+    ),
+    "llama-tied-lion": ("llama-tied", {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}),
+}
+OF_ONE = {f"{model}-{cell}": (model, keys) for model in CASES for cell, keys in CELLS.items()} | OTHERS
+OF_TWO = {f"{model}-{cell}": (model, keys) for model in CASES for cell, keys in PAIRED.items()} | {
+    "qwen3_moe-router-loss": ("qwen3_moe", ROUTED | {"schedule": "dualpipev"}),
+}
+ALWAYS = {  # one of each kind; all others take minutes
+    *(f"llama-tied-{cell}" for cell in CELLS if cell not in ("unsharded", "z-loss", "zero-1")),
+    *(f"{model}-fp32" for model in ("bloom", "baichuan2-13b", "phi3-long", "gemma3", "chatglm3")),
+    *("llama-dynamic-bf16", "mixtral-router-loss", "qwen3_moe-offloaded", "gemma2-recomputed"),
+    *("llama-tied-varlen", "bloom-flex", "llama-dynamic-generation"),
+    *("llama-tied-1f1b", "mixtral-dualpipev", "phi3-long-1f1b-bf16-recomputed"),
+}
+
+
+def cases(names: dict[str, Any]) -> list[Any]:
+    return [pytest.param(name, id=name, marks=() if name in ALWAYS else pytest.mark.longest) for name in names]
+
+
+@pytest.fixture(scope="module")
+def found(run_pretended: Run, make_case: MakeCase, asked: set[str]) -> dict[str, list[dict[str, Any]]]:
+    """What every rank of every case found."""
+    outcomes: dict[str, list[dict[str, Any]]] = {}
+    for processes, named in ((1, OF_ONE), (2, OF_TWO)):
+        made = [make_case(name, model, **keys) for name, (model, keys) in named.items() if name in asked]
+        for first in range(0, len(made), AT_ONCE):
+            outcomes |= run_pretended(made[first : first + AT_ONCE], processes)
+    return outcomes
+
+
+@pytest.mark.parametrize("name", cases(OF_ONE | OF_TWO))
+def test_nothing_waits_or_is_refused(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
+    for rank in found[name]:
+        assert not unexpected(rank)
+        if "losses" in rank:
+            assert rank["micro_batches"] > 2
+            assert all(map(math.isfinite, rank["losses"])) and rank["losses"][-1] < rank["losses"][0]
+            assert rank["events"] == 0, "CUDA events that nobody reads"
+
+
+def test_all_that_a_run_does_for_a_step(run_pretended: Run, make_case: MakeCase) -> None:
+    """The whole job, with evaluation, checkpoint and export."""
+    keys = {"eval_data_path": str(FAQ), "max_steps": STEPS, "export_hf": True, "max_seq_len": 256, "pack_len": None}
+    case = make_case("job", "llama-tied", "job", **BF16, **keys)
+    ((phases,),) = run_pretended([case], 1).values()
+    assert {"warm-up", "step", "rest"} <= set(phases)
+    assert not unexpected(phases)
