@@ -77,6 +77,7 @@ def open_door(
                 raise ConfigError("--prove: proves pipelines; expected train_ds.py")
             if place is not None:
                 raise ConfigError("--prove: starts processes of its own, on this machine; expected python train_ds.py")
+            processes.name_accelerator()
             prove(config)
         elif arguments.inspect:
             inspect(config, arguments.inspect, arguments.html)

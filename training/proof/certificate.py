@@ -20,7 +20,7 @@ from common.whole_files import replace_text
 from training.config.keys import TrainConfig
 from training.metrics.reporter import to_json
 from training.metrics.run_info import CODE, git_state, machine, versions
-from training.proof.rows import Row
+from training.proof.comparison import Row
 
 CERTIFICATE = "proof.json"
 
@@ -33,14 +33,19 @@ def table(rows: Sequence[Row], title: str) -> Table:
     for row in rows:
         style = "green" if row.holds else "bold red"
         made.add_row(
-            row.property,
+            row.what,
             f"{row.count:,}",
-            row.found,
-            row.limit,
+            short(row.largest),
+            short(row.bound),
             Text("holds" if row.holds else "FAILS", style),
             row.where if row.largest else "",
         )
     return made
+
+
+def short(value: float) -> str:
+    """A difference or a bound, for a person."""
+    return f"{value:.1e}" if value else "0"
 
 
 def write_certificate(

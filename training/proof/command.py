@@ -25,10 +25,9 @@ from rich.text import Text
 from common.log import Log
 from training.config.gpu import check_gpu
 from training.config.keys import TrainConfig
-from training.proof.certificate import table, write_certificate
-from training.proof.comparison import Comparison
-from training.proof.launches import Start, launched
-from training.proof.rows import Row
+from training.proof.certificate import short, table, write_certificate
+from training.proof.comparison import Comparison, Row
+from training.proof.launches import launched
 from training.proof.shrink_config import SAVED, STEPS, room
 from training.proof.small_run import SmallRun
 
@@ -60,7 +59,7 @@ def prove_run(config: TrainConfig, door: str) -> None:
     log.print(table(rows, f"{small.spec.family.name}, {small.config.schedule}, {grid.axes} {grid.dims}, {STEPS} steps"))
     failed = [row for row in rows if not row.holds]
     for row in failed:
-        log.print(Text(f"{row.property}: {row.found} at {row.where}; expected at most {row.limit}", "bold red"))
+        log.print(Text(f"{row.what}: {short(row.largest)} at {row.where}; expected {short(row.bound)}", "bold red"))
     log.print(f"{'NOT proved' if failed else 'proved'} in {seconds:.0f} s; the certificate: {path}")
     if failed:
         sys.exit(NOT_PROVED)
@@ -80,7 +79,7 @@ def _do(small: SmallRun, door: str, log: Console) -> list[Row]:
     with _told(log, f"resumed after step {SAVED}") as shown, launched(broken) as run:
         run.until(run.ended, shown)
     comparison.with_resumed(broken)
-    return comparison.rows()
+    return comparison.rows
 
 
 @contextmanager

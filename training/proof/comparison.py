@@ -1,10 +1,17 @@
-"""What the runs and the reference came to, put side by side: the rows of a proof."""
+"""The rows of a proof: what was compared, how far it was apart at most, the bound and the place.
+
+Differences are relative; of a tensor the norm of the difference over the norm of the reference, of an update over that
+of the update and a thousandth of the weight, whose last digits a weight cannot hold. A bound is a number of roundings.
+In fp32 gradients are sums of many terms in another order, 2^-23 x 256; in bf16 and fp16 sums are in fp32, and each
+value between two operations is rounded once more, 2^-7 x 8 and 2^-10 x 8. The optimizer computes in fp32 whatever the
+precision: 2^-23 x 1024. Where the same bits are due, the bound is 0.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
-from pathlib import Path
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,30 +23,67 @@ from training.config.deepspeed_config import training_dtype
 from training.proof.launches import Start, metrics
 from training.proof.recorder import Recorded
 from training.proof.reference import Reference
-from training.proof.rows import UPDATE, Difference, Row, bound_of, flat, number, same_bits, tensors
 from training.proof.shrink_config import SAVED, STEPS
 from training.proof.small_run import SmallRun
 
-LOSS, NORM, GRADIENTS = "loss", "norm of the gradient", "gradients"
-FLAT, UPDATES, COPIES = "gradients that are zero, flat or not finite", "updates of the weights", "weights of all replicas"
-EVALUATION, SAVE, RESUME = "loss of the evaluation", "weights in the checkpoint", "weights after kill and resume"
-RESUMED_LOSS = "loss after kill and resume"
+ROUNDINGS = {torch.float32: 256, torch.bfloat16: 8, torch.float16: 8}
+OF_AN_UPDATE = 1024 * torch.finfo(torch.float32).eps
+UNHELD = 1e-3  # the share of a weight that counts as a part of its update
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass
+class Row:
+    """A property, with the largest difference of all that were compared.
+
+    Attributes:
+        bound: what it may be at most.
+        where: it is.
+    """
+
+    what: str
+    bound: float
+    count: int = 0
+    largest: float = 0.0
+    where: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """A property of which nothing was compared does not."""
+        return self.count > 0 and self.largest <= self.bound
+
+    def note(self, value: float, where: str) -> None:
+        """Take up one difference; what is no number is infinite."""
+        value = value if math.isfinite(value) else math.inf
+        self.count += 1
+        if value > self.largest:
+            self.largest, self.where = value, where
 
 
 class Comparison:
-    """Collects differences.
+    """Fills the rows.
 
     Args:
         run: that went through.
     """
 
     def __init__(self, small: SmallRun, run: Start) -> None:
-        self._small, self._run = small, run
-        self._dtype = training_dtype(small.config)
-        self._found: dict[str, list[Difference]] = defaultdict(list)
-        record = CheckpointRecord.read(step_folder(run.folder, STEPS))
-        assert record is not None
-        self._topology = record.topology
+        self._small, self._run, self._dtype = small, run, training_dtype(small.config)
+        bound = bound_of(self._dtype)
+        self.loss = Row("loss", bound)
+        self.norm = Row("norm of the gradient", bound)
+        self.gradients = Row("gradients", bound)
+        self.flat = Row("gradients that say nothing", 0.0)
+        self.updates = Row("updates of the weights", OF_AN_UPDATE)
+        self.replicas = Row("weights of every replica", 0.0)
+        self.evaluation = Row("loss of the evaluation", bound)
+        self.saved = Row("weights in the checkpoint", 0.0)
+        self.resumed_loss = Row("loss after kill and resume", 0.0)
+        self.resumed = Row("weights after kill and resume", 0.0)
+
+    @property
+    def rows(self) -> list[Row]:
+        return [value for value in vars(self).values() if isinstance(value, Row)]
 
     def with_reference(self, shown: Callable[[int], None]) -> None:
         """Each step of the run with that of one process, and what was saved and evaluated.
@@ -47,54 +91,99 @@ class Comparison:
         Args:
             shown: told the steps that are done.
         """
-        found, numbers = self._found, metrics(self._run.folder)
+        numbers, tied = metrics(self._run.folder), self._small.spec.tied_names
         reference = Reference(self._small.config, self._small.samples)
         for step in range(1, STEPS + 1):
-            noted = Recorded(self._run.notes, step)
+            noted, place = Recorded(self._run.notes, step), self._place(step)
             expected = reference.step(step, noted.gradients)
-            found[LOSS].append(number(step, numbers["loss"].get(step), expected.loss))
-            found[NORM].append(number(step, numbers["grad_norm"].get(step), expected.norm))
-            tied = self._small.spec.tied_names
-            found[GRADIENTS] += tensors(step, noted.gradients, expected.gradients, tied)
-            found[FLAT] += flat(step, noted.gradients)
-            found[UPDATES] += tensors(step, noted.masters, expected.weights, tied, expected.before)
-            for copies in zip(*noted.weights.values(), strict=True):
-                weights = dict(zip(noted.weights, copies, strict=True))
-                found[COPIES] += same_bits(step, weights, self._rounded(noted.masters))
+            self.loss.note(apart(numbers["loss"].get(step), expected.loss), place(""))
+            self.norm.note(apart(numbers["grad_norm"].get(step), expected.norm), place(""))
+            compare(self.gradients, place, noted.gradients, expected.gradients, tied)
+            for name, gradient in noted.gradients.items():
+                self.flat.note(float(is_flat(gradient)), place(name))
+            compare(self.updates, place, noted.masters, expected.weights, tied, expected.before)
+            rounded = {name: master.to(self._dtype) for name, master in noted.masters.items()}
+            for weights in noted.weights:
+                compare_bits(self.replicas, place, weights, {name: rounded[name] for name in weights})
             if step % SAVED == 0:
                 loss = reference.evaluate(self._small.evaluated)
-                found[EVALUATION].append(number(step, numbers["eval_loss"].get(step), loss))
-                saved = self._saved(step)
-                found[SAVE] += same_bits(step, saved, {name: noted.weights[name][0] for name in noted.weights})
+                self.evaluation.note(apart(numbers["eval_loss"].get(step), loss), place(""))
+                compare_bits(self.saved, place, self._saved(step), rounded)
             shown(step)
 
     def with_resumed(self, run: Start) -> None:
         """The run that was killed and resumed with the one that went through."""
         expected, found = metrics(self._run.folder)["loss"], metrics(run.folder)["loss"]
         for step in range(SAVED + 1, STEPS + 1):
-            self._found[RESUMED_LOSS].append(number(step, found.get(step), expected[step]))
-            masters = (Recorded(each.notes, step).masters for each in (run, self._run))
-            self._found[RESUME] += same_bits(step, *masters)
-
-    def rows(self) -> list[Row]:
-        """A row for each property, in the order of a step."""
-        bound = bound_of(self._dtype)
-        bounds = {LOSS: bound, NORM: bound, GRADIENTS: bound, FLAT: 0.0, UPDATES: UPDATE, COPIES: 0.0, SAVE: 0.0}
-        bounds |= {EVALUATION: bound, RESUMED_LOSS: 0.0, RESUME: 0.0}
-        return [Row.of(name, self._found[name], limit, self._place) for name, limit in bounds.items()]
-
-    def _rounded(self, masters: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: master.to(self._dtype) for name, master in masters.items()}
+            place = self._place(step)
+            self.resumed_loss.note(apart(found.get(step), expected[step]), place(""))
+            compare_bits(self.resumed, place, *(Recorded(each.notes, step).masters for each in (run, self._run)))
 
     def _saved(self, step: int) -> dict[str, Tensor]:
-        source = open_source(step_folder(self._run.folder, step), self._small.spec)
-        return {
-            f"{layer}.{name}": tensor.to(self._dtype)
-            for layer in range(self._small.spec.n_layers)
-            for name, tensor in source.read_layer(layer).items()
-        }
+        """The weights in a checkpoint's layer files."""
+        spec = self._small.spec
+        source = open_source(step_folder(self._run.folder, step), spec)
+        layers = ((layer, source.read_layer(layer)) for layer in range(spec.n_layers))
+        return {f"{layer}.{name}": tensor for layer, state in layers for name, tensor in state.items()}
 
-    def _place(self, name: str) -> str:
-        """A weight with its layer and stage."""
-        layer = layer_of(name)
-        return f"{name} (layer {layer}, stage {self._topology.stage_of(layer)})"
+    def _place(self, step: int) -> Callable[[str], str]:
+        """Names a step and, of a weight, its layer and stage."""
+        record = CheckpointRecord.read(step_folder(self._run.folder, STEPS))
+        assert record is not None
+        stage_of = record.topology.stage_of
+
+        def place(name: str) -> str:
+            at = f", {name}: layer {layer_of(name)}, stage {stage_of(layer_of(name))}" if name else ""
+            return f"step {step}{at}"
+
+        return place
+
+
+def bound_of(dtype: torch.dtype) -> float:
+    """Of losses, norms and gradients of a run in `dtype`."""
+    return ROUNDINGS[dtype] * torch.finfo(dtype).eps
+
+
+def apart(found: float | None, expected: float) -> float:
+    """The relative difference of two numbers."""
+    return math.inf if found is None else abs(found - expected) / abs(expected)
+
+
+def is_flat(gradient: Tensor) -> bool:
+    """Whether a gradient is zero, constant or not finite: no comparison could tell it from none."""
+    return not gradient.isfinite().all() or bool((gradient == gradient.flatten()[0]).all())
+
+
+def compare(
+    row: Row,
+    place: Callable[[str], str],
+    found: Tensors,
+    expected: Tensors,
+    tied: tuple[str, str] | None,
+    before: Tensors | None = None,
+) -> None:
+    """Note how far tensors of the same name are apart; one that is absent on a side is so without end.
+
+    Args:
+        tied: the names of the weight that is both embedding and head; on several stages each end holds all of it.
+        before: the weights before the update, where weights are compared.
+    """
+    for name in {**expected, **found}:
+        twin = tied[0] if tied and name == tied[1] and name not in expected else name
+        if name not in found or twin not in expected:
+            row.note(math.inf, place(name))
+            continue
+        scale = expected[twin].norm()
+        if before is not None:
+            scale = (expected[twin] - before[twin]).norm() + UNHELD * before[twin].norm()
+        row.note(((found[name] - expected[twin]).norm() / scale).item(), place(name))
+
+
+def compare_bits(row: Row, place: Callable[[str], str], found: Tensors, expected: Tensors) -> None:
+    """Note the largest difference between numbers of tensors of the same name that should have the same bits."""
+    for name in {**expected, **found}:
+        one, other = found.get(name), expected.get(name)
+        if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+            row.note(math.inf, place(name))
+        else:
+            row.note(0.0 if torch.equal(one, other) else (one.float() - other.float()).abs().max().item(), place(name))

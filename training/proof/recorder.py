@@ -77,23 +77,25 @@ class Recorded:
     Attributes:
         gradients: by `<layer>.<name>`, in fp32.
         masters: the optimizer's weights after the step, in fp32.
-        weights: what the ranks compute with after the step: for each name one of each replica.
+        weights: what each rank computes with after the step, by name.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
         self.gradients: dict[str, Tensor] = {}
         self.masters: dict[str, Tensor] = {}
-        self.weights: dict[str, list[Tensor]] = {}
+        self.weights: list[dict[str, Tensor]] = []
         pieces: dict[str, dict[int, Tensor]] = {}
         for path in sorted(folder.glob(f"step-{step}.rank-*.safetensors")):
+            self.weights.append({})
             for key, tensor in load_file(path).items():
                 kind, name = key.split("/", 1)
                 if kind == GRADIENT:
                     self.gradients[name] = tensor
                 elif kind == WEIGHT:
-                    self.weights.setdefault(name, []).append(tensor)
+                    self.weights[-1][name] = tensor
                 else:
                     offset, name = name.split("/")
                     pieces.setdefault(name, {})[int(offset)] = tensor
+        shapes = {name: weight.shape for weights in self.weights for name, weight in weights.items()}
         for name, parts in pieces.items():
-            self.masters[name] = torch.cat([parts[at] for at in sorted(parts)]).view(self.weights[name][0].shape)
+            self.masters[name] = torch.cat([parts[at] for at in sorted(parts)]).view(shapes[name])

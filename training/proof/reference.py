@@ -69,9 +69,7 @@ class Reference:
             router_loss=self._router_weight > 0,
         )
         self._model = CausalLM(spec, open_source(folder, spec), training_dtype(config), torch.device("cpu")).float()
-        self._weights = {
-            name.removeprefix("layers."): weight for name, weight in self._model.named_parameters()
-        }
+        self._weights = {name.removeprefix("layers."): weight for name, weight in self._model.named_parameters()}
         self._masters = {name: weight.detach().clone().requires_grad_() for name, weight in self._weights.items()}
         whole = config.model_copy(update={"zero_optimization": Zero(stage=0), "bf16": type(config.bf16)()})
         whole = whole.model_copy(update={"fp16": type(config.fp16)()})

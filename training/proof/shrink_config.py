@@ -1,8 +1,7 @@
-"""The user's run made small: the same config with few steps, short samples and no more processes than there is room for.
+"""The user's config made small: few steps, short samples, and no more processes than there is room for.
 
 What is proved stays as it is: precision, optimizer, clipping, schedule, losses, packing, recomputation, offload,
-compilation, attention, the axes and the form of `dims` and `parts`. The samples are the first of the run's own order,
-with the run's own tokenizer; ids that the small vocabulary lacks are taken modulo its size.
+compilation, attention, the axes and the form of `dims` and `parts`.
 """
 
 from __future__ import annotations
@@ -25,6 +24,10 @@ MICRO_BATCH = 4  # rows at most
 PROCESSES = 4  # on a machine without GPUs, or as many as it has cores
 LR = 1e-3  # at least: a smaller update drowns in the rounding of the weights
 WARM_UP = 2  # steps at most
+# What the samples do not need any more, and what would only take time.
+NOT_TAKEN = (
+    "stream_gb pack_len gradient_accumulation_steps profile_steps save_minutes template_args template_fallback".split()
+)
 LOSS_SCALE = 8  # the power of two that fp16 starts with: none of so few steps may be left out
 
 
@@ -34,7 +37,7 @@ def room() -> int:
 
 
 def small_topology(config: TrainConfig, processes: int) -> ModelTopo:
-    """The same grid where there is room for it, else fewer stages and at most two replicas; uneven parts stay uneven."""
+    """The same grid where there is room, else fewer stages and at most two replicas; uneven parts stay uneven."""
     topo = config.model_topo
     stages, replicas = topo.stages, topo.replicas
     if topo.processes > processes:
@@ -54,23 +57,18 @@ def small_depth(config: TrainConfig, topo: ModelTopo, n_layers: int) -> int:
     return sum(topo.parts) if topo.parts else min(n_layers, max(5, 2 * chunks + 1))
 
 
-def small_config(
-    config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: Path
-) -> tuple[TrainConfig, list[str]]:
+def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: Path) -> tuple[TrainConfig, list[str]]:
     """The config of the small run in `folder`, and a line for each thing that is not as the user has it.
 
     Raises:
         ConfigError: the run keeps no fp32 weights to compare.
     """
-    for section in (config.bf16, config.fp16):
-        name = f"{type(section).__name__.lower()}_master_weights_and_grads"
-        if getattr(section, name):
-            raise ConfigError(f"--prove: {type(section).__name__.lower()}.{name} leaves no fp32 weights to compare")
+    if config.bf16.bf16_master_weights_and_grads or config.fp16.fp16_master_weights_and_grads:
+        raise ConfigError("--prove: master_weights_and_grads leaves no fp32 weights to compare; expected none of it")
     values, said = config.dump(), []
     if topo.processes != config.model_topo.processes:
-        device = "GPUs" if torch.cuda.is_available() else "cores"
         dims = f"{config.model_topo.process_topology.dims} -> {topo.process_topology.dims}"
-        said.append(f"dims: {dims}, what there are {device} for on this machine")
+        said.append(f"dims: {dims}, as this machine has room for {room()} processes")
     if spec.family.router and training_dtype(config) is not torch.float32:
         said.append("precision: fp32, as by rounding alone a router sends a token to another expert")
         values |= {"bf16": {}, "fp16": {}}
@@ -89,7 +87,7 @@ def small_config(
     unit = micro_batch * topo.replicas
     steps = config.train_batch_size // (config.train_micro_batch_size_per_gpu * config.model_topo.replicas)
     small = config.model_copy(update={"model_topo": topo})
-    for key in ("stream_gb", "pack_len", "gradient_accumulation_steps", "profile_steps", "save_minutes"):
+    for key in NOT_TAKEN:
         values.pop(key, None)
     if config.stream_gb:
         said.append("stream_gb: the samples of the first window, not streamed")

@@ -7,7 +7,6 @@ as the default is that of a large model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ def shrunk_fields(spec: ModelSpec, n_blocks: int) -> dict[str, Any]:
     few_keys = min(keys, max(2, HEADS // ratio))
     few_queries, few_head = few_keys * ratio, min(head, HEAD)
     narrow = _multiple(few_queries * few_head * width / (queries * head))
-    sizes: dict[tuple[str, ...], int | None] = {
+    sizes: dict[tuple[str, ...], int] = {
         DEPTH: n_blocks,
         WIDTH: narrow,
         QUERIES: few_queries,
@@ -54,15 +53,12 @@ def shrunk_fields(spec: ModelSpec, n_blocks: int) -> dict[str, Any]:
         HEAD_WIDTH: few_head,
         WORDS: min(int(config.vocab_size), VOCABULARY),
     }
-    for names in (INNER, INNER_OF_EXPERTS):
-        if inner := getattr(config, names[0], None):
-            sizes[names] = _multiple(inner * narrow / width)
+    inner: tuple[tuple[str, ...], ...] = INNER, INNER_OF_EXPERTS
+    sizes |= {names: _multiple((getattr(config, names[0], None) or 0) * narrow / width) for names in inner}
     if spec.family.router:
         sizes[EXPERTS] = min(int(config.num_experts), max(LEAST_EXPERTS, 2 * int(config.num_experts_per_tok)))
     for names, size in sizes.items():
-        present = [name for name in names if name in raw]
-        if not present and hasattr(config, names[0]):
-            present = [names[0]]
+        present = [name for name in names if name in raw] or [name for name in names[:1] if hasattr(config, name)]
         raw |= dict.fromkeys(present, size)
     if getattr(config, "query_pre_attn_scalar", None) == head:
         raw["query_pre_attn_scalar"] = few_head
@@ -72,14 +68,23 @@ def shrunk_fields(spec: ModelSpec, n_blocks: int) -> dict[str, Any]:
         raw["layer_types"] = [kinds[block % len(kinds)] for block in range(n_blocks)]
     if raw.get("mlp_only_layers"):
         raw["mlp_only_layers"] = [n_blocks - 1]
-    for name, value in raw.items():
-        if isinstance(value, float) and any(word in name for word in WITH_DROPOUT):
-            raw[name] = 0.0
-        elif name.endswith("_token_id"):
-            raw[name] = _in_vocabulary(value, sizes[WORDS])
-        elif name in ("rope_scaling", "rope_parameters") and isinstance(value, Mapping):
-            raw[name] = {key: _thinned(entry, few_head / head) for key, entry in value.items()}
-    return raw
+    return {name: _small_value(name, value, sizes[WORDS], few_head / head) for name, value in raw.items()}
+
+
+def _small_value(name: str, value: Any, words: int, share: float) -> Any:
+    """What depends on a size: ids of tokens below `words`, factors for a `share` of a head; and no dropout."""
+    if is_dropout(name) and value:
+        return 0.0
+    if name.endswith("_token_id"):
+        return [each % words for each in value] if isinstance(value, list) else value and value % words
+    if name in ("rope_scaling", "rope_parameters") and isinstance(value, dict):
+        return {key: _thinned(entry, share) for key, entry in value.items()}
+    return value
+
+
+def is_dropout(name: str) -> bool:
+    """Whether a field of a config.json says how much is dropped, by chance."""
+    return any(word in name for word in WITH_DROPOUT)
 
 
 def write_model(folder: Path, spec: ModelSpec, seed: int) -> None:
@@ -104,12 +109,6 @@ def _random(tensor: Tensor) -> Tensor:
 
 def _multiple(size: float) -> int:
     return max(1, round(size / MULTIPLE)) * MULTIPLE
-
-
-def _in_vocabulary(value: Any, words: int | None) -> Any:
-    if isinstance(value, list):
-        return [_in_vocabulary(each, words) for each in value]
-    return value % words if isinstance(value, int) and words else value
 
 
 def _thinned(entry: Any, share: float) -> Any:

@@ -11,7 +11,7 @@ import yaml
 from rich.console import Console
 
 from data.tokenized.dataset import check_vocabulary
-from data.tokenized.tokenize import Sample
+from data.tokenized.tokenize import IGNORED, Sample
 from models.checkpoint.convert import copy_files
 from models.checkpoint.layout import Manifest, resolve, side_files
 from models.spec import ModelSpec
@@ -19,9 +19,8 @@ from training.config.deepspeed_config import router_loss_weight
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader, build_loader
 from training.proof.launches import Start
-from training.proof.shrink_config import DATA, EVALUATION, MODEL, small_config, small_depth, small_topology
-from training.proof.shrink_model import shrunk_fields, write_model
-from training.proof.shrink_samples import first_samples, shrunk, write_samples
+from training.proof.shrink_config import DATA, EVALUATION, LENGTH, MODEL, small_config, small_depth, small_topology
+from training.proof.shrink_model import is_dropout, shrunk_fields, write_model
 
 BATCHES = 2.5  # in an epoch: its last one is smaller, and the last step is one of the second epoch
 EVALUATED = 6  # samples
@@ -69,14 +68,16 @@ class SmallRun:
         spec = ModelSpec.from_folder(model)
         write_model(model, spec, config.seed)
         words = int(spec.config.vocab_size)
-        made = cls(small, spec, shrunk(samples, words), shrunk(evaluated, words), differs, folder)
-        write_samples(made.samples, folder / DATA)
-        write_samples(made.evaluated, folder / EVALUATION)
+        samples, evaluated = ([shortened(sample, words) for sample in its] for its in (samples, evaluated))
+        for name, its in ((DATA, samples), (EVALUATION, evaluated)):
+            (folder / name).write_text("".join(json.dumps(sample) + "\n" for sample in its), encoding="utf-8")
         sizes = [f"{spec.n_layers} of {whole.n_layers} layers"]
         for name, meaning in (("hidden_size", "hidden"), ("vocab_size", "vocabulary")):
             sizes.append(f"{meaning} {getattr(spec.config, name):,} of {getattr(whole.config, name):,}")
         differs.insert(0, f"model: random weights, {', '.join(sizes)}; token ids modulo that")
-        return made
+        if any(is_dropout(name) and value != fields[name] for name, value in whole.raw.items()):
+            differs.append("dropout: none, as no two processes draw the same numbers")
+        return cls(small, spec, samples, evaluated, differs, folder)
 
     def start(self, door: str, name: str) -> Start:
         """A run with a `save_path` of its own."""
@@ -95,6 +96,21 @@ def _samples(
     check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), data)
     router_loss = router_loss_weight(config, spec) > 0
     loader = build_loader(data, config, config.model_topo.replicas, config.dataloader_drop_last, None, router_loss)
-    chosen = first_samples(loader, math.ceil(BATCHES * small.train_batch_size))
+    count = math.ceil(BATCHES * small.train_batch_size)
+    chosen: dict[int, None] = {}
+    for step in range(loader.steps_per_epoch):
+        if len(chosen) < count:
+            chosen |= dict.fromkeys(loader.batch(step).samples)
     held_out = reader.read("evaluation data", config.eval_data_path) if config.eval_data_path else data
-    return chosen, [held_out.samples[number] for number in range(min(EVALUATED, len(held_out)))]
+    first = [data.samples[number] for number in list(chosen)[:count]]
+    return first, [held_out.samples[number] for number in range(min(EVALUATED, len(held_out)))]
+
+
+def shortened(sample: Sample, words: int) -> Sample:
+    """A sample from where its loss begins, with ids modulo `words`."""
+    ids, labels = ([int(each) for each in numbers] for numbers in (sample["input_ids"], sample["labels"]))
+    first = next((place for place, label in enumerate(labels) if place and label != IGNORED), 0)
+    begin = max(0, min(first - LENGTH // 4, len(ids) - LENGTH))
+    kept = slice(begin, begin + LENGTH)
+    labels = [each if each == IGNORED else each % words for each in labels[kept]]
+    return {"input_ids": [each % words for each in ids[kept]], "labels": labels}
