@@ -2,9 +2,10 @@
 
 Differences are relative; of a tensor the norm of the difference over the norm of the reference, of an update over that
 of the update and a thousandth of the weight, whose last digits a weight cannot hold. A bound is a number of roundings.
-In fp32 gradients are sums of many terms in another order, 2^-23 x 256; in bf16 and fp16 sums are in fp32, and each
-value between two operations is rounded once more, 2^-7 x 8 and 2^-10 x 8. The optimizer computes in fp32 whatever the
-precision: 2^-23 x 1024. Where the same bits are due, the bound is 0.
+In fp32 a gradient is a sum of many terms in another order, 2^-23 x 256; in bf16 and fp16 sums are in fp32, and each
+value between two operations is rounded once more, 2^-7 x 8 and 2^-10 x 8. Losses and norms are means in which most of
+that goes out: 2^-23 x 32, 2^-7 and 2^-10. The optimizer computes in fp32 whatever the precision: 2^-23 x 1024. Where
+the same bits are due, the bound is 0.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from training.proof.reference import Reference
 from training.proof.shrink_config import SAVED, STEPS
 from training.proof.small_run import SmallRun
 
-ROUNDINGS = {torch.float32: 256, torch.bfloat16: 8, torch.float16: 8}
+ROUNDINGS = {torch.float32: (32, 256), torch.bfloat16: (1, 8), torch.float16: (1, 8)}  # of means, of gradients
 OF_AN_UPDATE = 1024 * torch.finfo(torch.float32).eps
 UNHELD = 1e-3  # the share of a weight that counts as a part of its update
 Tensors = Mapping[str, Tensor]
@@ -69,14 +70,14 @@ class Comparison:
 
     def __init__(self, small: SmallRun, run: Start) -> None:
         self._small, self._run, self._dtype = small, run, training_dtype(small.config)
-        bound = bound_of(self._dtype)
-        self.loss = Row("loss", bound)
-        self.norm = Row("norm of the gradient", bound)
-        self.gradients = Row("gradients", bound)
+        of_means, of_gradients = bounds_of(self._dtype)
+        self.loss = Row("loss", of_means)
+        self.norm = Row("norm of the gradient", of_means)
+        self.gradients = Row("gradients", of_gradients)
         self.flat = Row("gradients that say nothing", 0.0)
         self.updates = Row("updates of the weights", OF_AN_UPDATE)
         self.replicas = Row("weights of every replica", 0.0)
-        self.evaluation = Row("loss of the evaluation", bound)
+        self.evaluation = Row("loss of the evaluation", of_means)
         self.saved = Row("weights in the checkpoint", 0.0)
         self.resumed_loss = Row("loss after kill and resume", 0.0)
         self.resumed = Row("weights after kill and resume", 0.0)
@@ -108,6 +109,8 @@ class Comparison:
             if step % SAVED == 0:
                 loss = reference.evaluate(self._small.evaluated)
                 self.evaluation.note(apart(numbers["eval_loss"].get(step), loss), place(""))
+                if tied:  # both ends are in the files, also where a stage holds them as one
+                    rounded[tied[1]] = rounded[tied[0]]
                 compare_bits(self.saved, place, self._saved(step), rounded)
             shown(step)
 
@@ -139,9 +142,10 @@ class Comparison:
         return place
 
 
-def bound_of(dtype: torch.dtype) -> float:
-    """Of losses, norms and gradients of a run in `dtype`."""
-    return ROUNDINGS[dtype] * torch.finfo(dtype).eps
+def bounds_of(dtype: torch.dtype) -> tuple[float, float]:
+    """Of losses and norms, and of gradients, of a run in `dtype`."""
+    of_means, of_gradients = ROUNDINGS[dtype]
+    return of_means * torch.finfo(dtype).eps, of_gradients * torch.finfo(dtype).eps
 
 
 def apart(found: float | None, expected: float) -> float:

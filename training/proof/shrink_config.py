@@ -63,8 +63,9 @@ def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: 
     Raises:
         ConfigError: the run keeps no fp32 weights to compare.
     """
-    if config.bf16.bf16_master_weights_and_grads or config.fp16.fp16_master_weights_and_grads:
-        raise ConfigError("--prove: master_weights_and_grads leaves no fp32 weights to compare; expected none of it")
+    for name in ("bf16", "fp16"):
+        if getattr(getattr(config, name), key := f"{name}_master_weights_and_grads"):
+            raise ConfigError(f"--prove: {name}.{key} leaves no fp32 weights to compare; expected none of it")
     values, said = config.dump(), []
     if topo.processes != config.model_topo.processes:
         dims = f"{config.model_topo.process_topology.dims} -> {topo.process_topology.dims}"

@@ -18,7 +18,7 @@ from models.checkpoint.layout import layer_file
 from models.spec import ModelSpec
 
 HEAD, WINDOW, VOCABULARY = 16, 16, 512
-HEADS = 4  # at least, where the model has so many
+HEADS, MANY_HEADS = 4, 16  # at least, where the model has so many; from when on they are narrower still
 LEAST_EXPERTS = 4
 MULTIPLE = 8  # of widths, as kernels like them
 # What the families call the same size, the name that transformers itself takes first.
@@ -43,7 +43,8 @@ def shrunk_fields(spec: ModelSpec, n_blocks: int) -> dict[str, Any]:
     head = int(getattr(config, "head_dim", None) or width // queries)
     ratio = queries // keys
     few_keys = min(keys, max(2, HEADS // ratio))
-    few_queries, few_head = few_keys * ratio, min(head, HEAD)
+    few_queries = few_keys * ratio
+    few_head = min(head, HEAD if few_queries <= MANY_HEADS else HEAD // 2)
     narrow = _multiple(few_queries * few_head * width / (queries * head))
     sizes: dict[tuple[str, ...], int] = {
         DEPTH: n_blocks,
@@ -54,7 +55,7 @@ def shrunk_fields(spec: ModelSpec, n_blocks: int) -> dict[str, Any]:
         WORDS: min(int(config.vocab_size), VOCABULARY),
     }
     inner: tuple[tuple[str, ...], ...] = INNER, INNER_OF_EXPERTS
-    sizes |= {names: _multiple((getattr(config, names[0], None) or 0) * narrow / width) for names in inner}
+    sizes |= {names: _multiple(narrow * min(2, (getattr(config, names[0], None) or 0) / width)) for names in inner}
     if spec.family.router:
         sizes[EXPERTS] = min(int(config.num_experts), max(LEAST_EXPERTS, 2 * int(config.num_experts_per_tok)))
     for names, size in sizes.items():
