@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
@@ -46,10 +47,11 @@ def prove_run(config: TrainConfig, door: str) -> None:
     """
     log = Log(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(ENDED))  # so that nothing is left under way
+    torch.set_num_threads(1)  # for small products threads take longer to meet than to compute
     check_gpu(config)
     begin = time.monotonic()
     with TemporaryDirectory(prefix="pipetune-proof-") as folder:
-        small = SmallRun.make(config, Path(folder), room(), Console(quiet=True))
+        small = SmallRun.make(config, Path(folder), room(), log)
         for line in small.differs:
             log.print(line)
         rows = _do(small, door, log)

@@ -80,13 +80,14 @@ class Launch:
 
     def kill(self) -> None:
         """SIGKILL for every process of it."""
-        with suppress(psutil.NoSuchProcess):
-            runner = psutil.Process(self._process.pid)
-            family = [*runner.children(recursive=True), runner]
-            for member in family:
-                with suppress(psutil.NoSuchProcess):
-                    member.kill()
-            psutil.wait_procs(family)
+        if self._process.poll() is not None:
+            return
+        launcher = psutil.Process(self._process.pid)
+        family = [*launcher.children(recursive=True), launcher]
+        for member in family:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+        psutil.wait_procs(family)
         self._process.wait()
 
     def _last_words(self) -> str:

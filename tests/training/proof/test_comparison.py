@@ -31,7 +31,7 @@ def gradients() -> dict[str, Tensor]:
 
 
 def rows_of(found: dict[str, Tensor], expected: dict[str, Tensor], before: dict[str, Tensor] | None = None) -> Row:
-    row = Row("gradients", bounds_of(torch.float32)[1])
+    row = Row("gradients", bounds_of(torch.float32, 5)[1])
     compare(row, place, found, expected, TIED, before)
     return row
 
