@@ -28,8 +28,8 @@ CERTIFICATE = "proof.json"
 def table(rows: Sequence[Row], title: str) -> Table:
     """A row for each property."""
     made = Table(title=title, title_justify="left")
-    for heading in ("property", "compared", "largest difference", "bound", "verdict", "where the largest is"):
-        made.add_column(heading, justify="right" if heading in ("compared", "largest difference", "bound") else "left")
+    for heading in ("property", "compared", "largest", "bound", "verdict", "where"):
+        made.add_column(heading, justify="right" if heading in ("compared", "largest", "bound") else "left")
     for row in rows:
         style = "green" if row.holds else "bold red"
         made.add_row(

@@ -33,7 +33,7 @@ from training.proof.shrink_config import SAVED, STEPS, room
 from training.proof.small_run import SmallRun
 
 NOT_PROVED, ENDED = 1, 143
-WIDTH = 150  # of a table that is written to a file
+WIDTH = 120  # of a table that is written to a file
 
 
 def prove_run(config: TrainConfig, door: str) -> None:

@@ -103,6 +103,7 @@ def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: 
         "train_batch_size": unit * min(steps, 4 * small.chunks),
         "max_steps": STEPS,
         "max_seq_len": LENGTH,
+        "dataloader_drop_last": config.dataloader_drop_last and config.packing != "dataset",  # of a handful of rows
         "from_scratch": False,
         "prompt_format": "plain",
         "mask": "assistant",
