@@ -5,8 +5,9 @@ of the update and a thousandth of the weight, whose last digits a weight cannot 
 A gradient passes all layers, whose roundings add up as a random walk does: in bf16 and fp16, where sums are in fp32 but
 each value between two operations is rounded, 8 x the root of their number, of 2^-7 and 2^-10; in fp32, where what is
 rounded is mostly sums of many terms, 100 x that root, of 2^-23. The biases of keys, whose gradients nearly cancel, come
-to three quarters of it, most weights to a fifth. Losses and norms are means in which most of it goes out: 2^-23 x 32, 2^-7 and 2^-10. The optimizer
-computes in fp32 whatever the precision: 2^-23 x 1024. Where the same bits are due, the bound is 0.
+to three quarters of it, most weights to a fifth. Losses and norms are means in which most of it goes out: 2^-23 x 32,
+2^-7 and 2^-10. The optimizer computes in fp32 whatever the precision: 2^-23 x 1024. Where the same bits are due, the
+bound is 0.
 """
 
 from __future__ import annotations
