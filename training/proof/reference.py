@@ -9,7 +9,7 @@ is the whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.loader import GlobalBatch, Loader
+from data.loader import GlobalBatch
 from data.tokenized.sample_set import InMemory
 from data.tokenized.tokenize import Sample
 from models.causal_lm import CausalLM
@@ -26,7 +26,7 @@ from models.router import router_loss
 from models.spec import ModelSpec
 from training.config.deepspeed_config import router_loss_weight, training_dtype
 from training.config.keys import TrainConfig
-from training.config.sections import Zero
+from training.config.sections import BF16, FP16, Zero
 from training.data_setup import build_loader
 from training.optimizer.lr_schedules import LearningRate
 from training.optimizer.optimizers import build_optimizer
@@ -49,11 +49,7 @@ class Step:
 
 
 class Reference:
-    """One process that trains as the run in `config` does.
-
-    Attributes:
-        loader: of the run's global batches.
-    """
+    """One process that trains as the run in `config` does."""
 
     def __init__(self, config: TrainConfig, samples: Sequence[Sample]) -> None:
         folder = Path(config.model_path)
@@ -61,18 +57,13 @@ class Reference:
         spec.config._experts_implementation = "eager"
         self._config, self._samples = config, samples
         self._router_weight = router_loss_weight(config, spec)
-        self.loader: Loader = build_loader(
-            InMemory(samples),
-            config,
-            config.model_topo.replicas,
-            config.dataloader_drop_last,
-            router_loss=self._router_weight > 0,
-        )
+        drop_last, router_loss = config.dataloader_drop_last, self._router_weight > 0
+        replicas = config.model_topo.replicas
+        self._loader = build_loader(InMemory(samples), config, replicas, drop_last, router_loss=router_loss)
         self._model = CausalLM(spec, open_source(folder, spec), training_dtype(config), torch.device("cpu")).float()
         self._weights = {name.removeprefix("layers."): weight for name, weight in self._model.named_parameters()}
         self._masters = {name: weight.detach().clone().requires_grad_() for name, weight in self._weights.items()}
-        whole = config.model_copy(update={"zero_optimization": Zero(stage=0), "bf16": type(config.bf16)()})
-        whole = whole.model_copy(update={"fp16": type(config.fp16)()})
+        whole = config.model_copy(update={"zero_optimization": Zero(stage=0), "bf16": BF16(), "fp16": FP16()})
         self._optimizer = build_optimizer(whole, self._masters.items(), spec.tied_names)  # type: ignore[arg-type]
         self._rate = LearningRate(self._optimizer, config.scheduler, config.max_steps or 1)
 
@@ -83,10 +74,9 @@ class Reference:
             gradients: those of the run, for the update.
         """
         self._round()
-        loss = self._loss(self.loader.batch(number - 1))
-        loss.backward()
-        own = {name: self._taken(weight) for name, weight in self._weights.items()}
-        norm = torch.stack([gradient.square().sum() for gradient in own.values()]).sum().sqrt()
+        loss = self._loss(self._loader.batch(number - 1))
+        own = torch.autograd.grad(loss, list(self._weights.values()), materialize_grads=True)
+        norm = torch.stack([gradient.square().sum() for gradient in own]).sum().sqrt()
         before = {name: weight.detach().clone() for name, weight in self._masters.items()}
         for name, weight in self._masters.items():
             weight.grad = gradients.get(name, torch.zeros_like(weight)).clone()  # an absent one fails its own row
@@ -95,7 +85,7 @@ class Reference:
         self._rate.set(number)
         self._optimizer.step()
         after = {name: weight.detach().clone() for name, weight in self._masters.items()}
-        return Step(loss.item(), norm.item(), own, before, after)
+        return Step(loss.item(), norm.item(), dict(zip(self._weights, own, strict=True)), before, after)
 
     @torch.no_grad()
     def evaluate(self, samples: Sequence[Sample]) -> float:
@@ -106,13 +96,14 @@ class Reference:
     def _loss(self, batch: GlobalBatch) -> Tensor:
         total = torch.zeros(())
         supervised = _supervised([self._samples[number] for number in batch.samples])
-        for numbers in _together(batch):
+        for rows in (rows for replica in batch.micro_batches for rows in replica):
+            numbers = [number for row in rows for number in row]
             sums = torch.zeros(())
             for sample in (self._samples[number] for number in numbers):
                 cross_entropy, z, routed = self._tokens(sample)
                 total = total + (cross_entropy + self._config.aux_max_z_loss.weight * z) / supervised
                 sums = sums + routed
-            if self._router_weight and numbers:
+            if self._router_weight and numbers:  # it is that of a micro-batch
                 share = sum(len(self._samples[number]["input_ids"]) for number in numbers) / batch.tokens
                 top_k = self._model.spec.config.num_experts_per_tok
                 total = total + self._router_weight * share * router_loss(sums, top_k)
@@ -129,20 +120,9 @@ class Reference:
     @torch.no_grad()
     def _round(self) -> None:
         """Compute with the weights as the run's precision has them."""
-        dtype = training_dtype(self._config)
         for name, weight in self._weights.items():
-            weight.copy_(self._masters[name].to(dtype))
-
-    def _taken(self, weight: Tensor) -> Tensor:
-        gradient, weight.grad = weight.grad, None
-        return torch.zeros_like(weight) if gradient is None else gradient
+            weight.copy_(self._masters[name].to(training_dtype(self._config)))
 
 
 def _supervised(samples: Sequence[Sample]) -> int:
     return sum(label >= 0 for sample in samples for label in sample["labels"][1:])
-
-
-def _together(batch: GlobalBatch) -> Iterator[list[int]]:
-    """The samples of each micro-batch: a router loss is that of a micro-batch."""
-    for rows in (rows for replica in batch.micro_batches for rows in replica):
-        yield [number for row in rows for number in row]
