@@ -31,9 +31,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--devices", metavar="8xA100-40G", help="with --plan: the devices; this machine's otherwise")
     parser.add_argument("--search", action="store_true", help="with --plan: propose dims, parts, micro-batch, schedule")
     parser.add_argument("--calibrate", action="store_true", help="with --plan: measure the layers here first")
-    parser.add_argument(
-        "--prove", action="store_true", help="show by a small run that it trains right here, and leave"
-    )
+    parser.add_argument("--prove", action="store_true", help="show by a small run that it trains right here, and leave")
     parser.add_argument("--record", metavar="FOLDER", help=argparse.SUPPRESS)  # where a rank of a proof notes its steps
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="override keys of the config")

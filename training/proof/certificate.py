@@ -57,7 +57,6 @@ def write_certificate(
         differs: how the small run differs from the user's, where that counts.
     """
     path = Path(config.save_path) / CERTIFICATE
-    path.parent.mkdir(parents=True, exist_ok=True)
     nccl = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if torch.cuda.is_available() else {}
     content = {
         "proved": all(row.holds for row in rows),

@@ -24,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.text import Text
 
 from common.log import Log
+from models.checkpoint.publish import writing
 from training.config.gpu import check_gpu
 from training.config.keys import TrainConfig
 from training.proof.certificate import short, table, write_certificate
@@ -49,19 +50,22 @@ def prove_run(config: TrainConfig, door: str) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(ENDED))  # so that nothing is left under way
     torch.set_num_threads(1)  # for small products threads take longer to meet than to compute
     check_gpu(config)
-    begin = time.monotonic()
+    begin, save_path = time.monotonic(), Path(config.save_path)
+    with writing(save_path):
+        save_path.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="pipetune-proof-") as folder:
         small = SmallRun.make(config, Path(folder), room(), log)
         for line in small.differs:
             log.print(line)
         rows = _do(small, door, log)
     seconds = time.monotonic() - begin
-    path = write_certificate(config, small.config, small.differs, rows, seconds)
     grid = small.config.model_topo.process_topology
     log.print(table(rows, f"{small.spec.family.name}, {small.config.schedule}, {grid.axes} {grid.dims}, {STEPS} steps"))
     failed = [row for row in rows if not row.holds]
     for row in failed:
         log.print(Text(f"{row.what}: {short(row.largest)} at {row.where}; expected {short(row.bound)}", "bold red"))
+    with writing(save_path):
+        path = write_certificate(config, small.config, small.differs, rows, seconds)
     log.print(f"{'NOT proved' if failed else 'proved'} in {seconds:.0f} s; the certificate: {path}")
     if failed:
         sys.exit(NOT_PROVED)

@@ -108,7 +108,9 @@ class Comparison:
             compare(self.updates, place, noted.masters, expected.weights, tied, expected.before)
             rounded = {name: master.to(self._dtype) for name, master in noted.masters.items()}
             for weights in noted.weights:
-                compare_bits(self.replicas, place, weights, {name: rounded[name] for name in weights})
+                compare_bits(
+                    self.replicas, place, weights, {name: rounded[name] for name in weights.keys() & rounded.keys()}
+                )
             if step % SAVED == 0:
                 loss = reference.evaluate(self._small.evaluated)
                 self.evaluation.note(apart(numbers["eval_loss"].get(step), loss), place(""))
