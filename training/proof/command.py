@@ -4,8 +4,8 @@ A small model of the same kind trains a few steps on the user's records, by the 
 a real run, and one process computes the same by itself (`training.proof.reference`). Then the run is done again,
 killed in the midst of a step, and resumed. The exit code is 0 when all agree and 1 when something does not.
 
-Cost: three starts of the run and the tokenizing of its records; with four processes below three minutes on two cores.
-Everything but the certificate lies in a temporary folder.
+Cost: three starts of the run and the tokenizing of its records: 48 s of processor time with two processes, 77 s with
+four, shared by the cores. Everything but the certificate lies in a temporary folder.
 """
 
 from __future__ import annotations
