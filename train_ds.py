@@ -5,11 +5,14 @@ deepspeed --hostfile ./hostfile train_ds.py --config configs/ds_config_pp.yml
 python train_ds.py --config FILE          starts its own launcher
 python train_ds.py --config FILE --inspect 3
 python train_ds.py --config FILE --plan [--devices 8xA100-40G] [--search] [--calibrate]
+python train_ds.py --config FILE --prove
 """
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from training.command_line import open_door, parse_arguments
@@ -29,7 +32,7 @@ def main() -> None:
         config.check_door(in_stages=True)
         return config
 
-    open_door(arguments, load, run, plan)
+    open_door(arguments, load, partial(run, record=arguments.record), plan, prove)
 
 
 def plan(config: TrainConfig, arguments: Namespace) -> None:
@@ -39,12 +42,24 @@ def plan(config: TrainConfig, arguments: Namespace) -> None:
     plan_run(config, arguments)
 
 
-def run(config: TrainConfig, place: Place, monitor: RankMonitor) -> None:
-    """The whole job of one rank."""
+def prove(config: TrainConfig) -> None:
+    """Whether the run will compute what it should."""
+    from training.proof.command import prove_run
+
+    prove_run(config, sys.argv[0])
+
+
+def run(config: TrainConfig, place: Place, monitor: RankMonitor, record: str | None = None) -> None:
+    """The whole job of one rank, which notes its steps in the folder `record` if it is one of a proof."""
     from training.engine.pipeline import PipelineTrainer
     from training.job import run_job
 
-    run_job(config, place, monitor, PipelineTrainer)
+    kind = PipelineTrainer
+    if record:
+        from training.proof.recorder import recorder_in
+
+        kind = recorder_in(record)
+    run_job(config, place, monitor, kind)
 
 
 if __name__ == "__main__":

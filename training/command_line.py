@@ -31,9 +31,13 @@ def parse_arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--devices", metavar="8xA100-40G", help="with --plan: the devices; this machine's otherwise")
     parser.add_argument("--search", action="store_true", help="with --plan: propose dims, parts, micro-batch, schedule")
     parser.add_argument("--calibrate", action="store_true", help="with --plan: measure the layers here first")
+    parser.add_argument("--prove", action="store_true", help="show by a small run that it trains right here, and leave")
+    parser.add_argument("--record", metavar="FOLDER", help=argparse.SUPPRESS)  # where a rank of a proof notes its steps
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="override keys of the config")
     arguments = parser.parse_intermixed_args()
+    if sum(map(bool, (arguments.inspect, arguments.plan, arguments.prove))) > 1:
+        parser.error("--inspect, --plan and --prove: expected one of them")
     if arguments.html and not arguments.inspect:
         parser.error("--html needs --inspect N")
     if (arguments.devices or arguments.search or arguments.calibrate) and not arguments.plan:
@@ -46,14 +50,16 @@ def open_door(
     load: Callable[[Place | None], TrainConfig],
     run: Callable[[TrainConfig, Place, RankMonitor], None],
     plan: Callable[[TrainConfig, argparse.Namespace], None] | None = None,
+    prove: Callable[[TrainConfig], None] | None = None,
 ) -> None:
-    """Inspect the data, plan, start the launcher, or be one rank of a run.
+    """Inspect the data, plan, prove, start the launcher, or be one rank of a run.
 
     Args:
         arguments: see `parse_arguments`.
         load: gives the checked config.
         run: the whole job of one rank.
         plan: what `--plan` does, where the door can.
+        prove: what `--prove` does, the same.
     """
     place = Place.from_environment()
     if place is not None:
@@ -66,6 +72,13 @@ def open_door(
                 raise ConfigError("--plan: plans pipelines; expected train_ds.py")
             if place is None or place.rank == 0:
                 plan(config, arguments)
+        elif arguments.prove:
+            if prove is None:
+                raise ConfigError("--prove: proves pipelines; expected train_ds.py")
+            if place is not None:
+                raise ConfigError("--prove: starts processes of its own, on this machine; expected python train_ds.py")
+            processes.name_accelerator()
+            prove(config)
         elif arguments.inspect:
             inspect(config, arguments.inspect, arguments.html)
         elif place is None:

@@ -70,11 +70,18 @@ def launch(topology: ModelTopo, arguments: list[str]) -> None:
             f"model_topo.process_topology.dims: {topology.process_topology.dims} ask for {topology.processes} "
             f"processes, but this machine has {has}"
         )
-    if gpus == 0:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    name_accelerator()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if gpus else ""
     launcher = [sys.executable, "-m", *_launcher(topology.processes, [name for name in visible.split(",") if name])]
     os.execv(sys.executable, [*launcher, "--master_port", str(free_port()), *arguments])
+
+
+def name_accelerator() -> None:
+    """Tell DeepSpeed, before it is imported, of a machine without GPUs; or it prints that it found nothing better."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def _launcher(processes: int, visible: list[str]) -> list[str]:

@@ -40,7 +40,7 @@ def write_run_info(folder: Path, config: TrainConfig, parts: Sequence[int], firs
     info = {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "first_step": first_step,
-        "versions": _versions(),
+        "versions": versions(),
         "git": git_state(CODE),
         "topology": {
             "processes": topo.processes,
@@ -50,21 +50,27 @@ def write_run_info(folder: Path, config: TrainConfig, parts: Sequence[int], firs
             "dims": topo.process_topology.dims,
             "parts": list(parts),
         },
-        "machine": {
-            "host": platform.node(),
-            "system": platform.platform(),
-            "cpu": _cpu_model(),
-            "cores": len(os.sched_getaffinity(0)),
-            "memory": psutil.virtual_memory().total,
-            "gpus": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())],
-        },
+        "machine": machine(),
         "config": config.dump(),
         "earlier": _earlier_starts(path) if first_step > 1 else [],
     }
     replace_text(path, to_json(info, indent=2).decode() + "\n")
 
 
-def _versions() -> dict[str, str]:
+def machine() -> dict[str, Any]:
+    """What this process runs on."""
+    return {
+        "host": platform.node(),
+        "system": platform.platform(),
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": psutil.virtual_memory().total,
+        "gpus": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())],
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python, CUDA and the packages that can change a run's numbers or speed."""
     found = {"python": platform.python_version()}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda

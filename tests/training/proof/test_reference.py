@@ -1,0 +1,57 @@
+"""The reference of a proof is transformers' own model and torch's own optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from data.tokenized.tokenize import Sample
+from training.config.keys import TrainConfig
+from training.proof.reference import Reference
+
+
+@pytest.fixture
+def samples() -> list[Sample]:
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(3, 512, (length,), generator=generator).tolist() for length in (5, 40, 17, 23)]
+    return [{"input_ids": each, "labels": [-100] * (len(each) // 3) + each[len(each) // 3 :]} for each in ids]
+
+
+def test_a_step_is_that_of_transformers_and_torch(samples: list[Sample], make_checkpoint: Callable[..., Path]) -> None:
+    folder = make_checkpoint("llama", tie_word_embeddings=True)
+    keys = {"model_path": str(folder), "data_path": "d", "save_path": "s", "train_batch_size": 4, "max_steps": 10}
+    params = {"lr": 0.01, "weight_decay": 0.1}
+    config = TrainConfig.model_validate(keys | {"gradient_clipping": 0.5, "optimizer": {"params": params}})
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    supervised = sum(label != -100 for sample in samples for label in sample["labels"][1:])
+
+    def mean_loss() -> torch.Tensor:
+        parts = []
+        for sample in samples:
+            logits = model(torch.tensor([sample["input_ids"]])).logits[0, :-1]
+            labels = torch.tensor(sample["labels"][1:])
+            parts.append(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
+        return torch.stack(parts).sum() / supervised
+
+    loss = mean_loss()
+    loss.backward()
+    embedding, norm = model.get_input_embeddings().weight, model.model.norm.weight
+    gradients = {"0.embed_tokens.weight": embedding.grad.clone(), "4.norm.weight": norm.grad.clone()}
+    reference = Reference(config, samples)
+    step = reference.step(1, {})  # no gradients: the weights only decay
+    assert step.loss == pytest.approx(loss.item(), rel=1e-6)
+    for name, gradient in gradients.items():
+        assert ((step.gradients[name] - gradient).norm() / gradient.norm()).item() < 1e-5
+    torch.testing.assert_close(step.weights["4.norm.weight"], norm.detach() * (1 - 0.01 * 0.1))
+    again = Reference(config, samples)
+    found = again.step(1, step.gradients)
+    total = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1).step()
+    assert found.norm == pytest.approx(total.item(), rel=1e-5) and total > 0.5
+    torch.testing.assert_close(found.weights["0.embed_tokens.weight"], embedding.detach(), atol=1e-5, rtol=0)
+    assert again.evaluate(samples) == pytest.approx(mean_loss().item(), rel=1e-4)
+    assert again.evaluate(samples) < loss.item()

@@ -1,0 +1,92 @@
+"""train_ds.py with a fault that no message tells of, in the ranks that it starts: only a proof finds it.
+
+usage: FAULT=<kind> unproved.py <arguments of train_ds.py>. The kinds are the functions below.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import train_ds
+
+
+def ends_apart() -> None:
+    """The ends of a tied model do not add up their gradients."""
+    from deepspeed.runtime.pipe import schedule
+
+    from training.engine.stage_engine import StageEngine
+
+    StageEngine._INSTRUCTION_MAP = StageEngine._INSTRUCTION_MAP | {schedule.ReduceTiedGrads: lambda engine: None}
+
+
+def no_decay() -> None:
+    """Weight decay is forgotten."""
+    from training.engine import trainer
+
+    build = trainer.build_optimizer
+
+    def forgetful(*arguments: Any) -> Any:
+        optimizer = build(*arguments)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.0
+        return optimizer
+
+    trainer.build_optimizer = forgetful  # type: ignore[assignment]
+
+
+def moments_lost() -> None:
+    """A checkpoint gives back the weights but not what the optimizer kept."""
+    from training.checkpoint import resume
+
+    def lost(engine: Any, folder: Any, record: Any, spec: Any) -> None:
+        engine.global_steps = record.step
+
+    resume.take_over = lost
+
+
+def padding_counts() -> None:
+    """The loss is divided by all tokens instead of the supervised ones."""
+    from data.loader import Loader
+
+    tensors = Loader.tensors
+
+    def unfair(self: Loader, batch: Any, replica: int) -> Any:
+        for inputs, (labels, scale, share) in tensors(self, batch, replica):
+            yield inputs, (labels, scale * batch.supervised / batch.tokens, share)
+
+    Loader.tensors = unfair  # type: ignore[method-assign]
+
+
+def documents_meet() -> None:
+    """The documents of a packed row see each other."""
+    from data.loader import Loader
+
+    collate = Loader._collate
+
+    def joined(self: Loader, rows: Any) -> Any:
+        input_ids, position_ids, labels = collate(self, rows)
+        positions = position_ids.clone()
+        for row in positions:
+            real = row >= 0
+            row[real] = real.cumsum(0)[real] - 1
+        return input_ids, positions, labels
+
+    def layouts(self: Loader, batch: Any, replica: int) -> Any:
+        return [
+            ([[sum(int(self.data.lengths[number]) for number in row)] for row in rows] or [[]], self._shape(rows)[1])
+            for rows in batch.micro_batches[replica]
+        ]
+
+    Loader._collate, Loader.layouts = joined, layouts  # type: ignore[method-assign]
+
+
+KINDS = (ends_apart, no_decay, moments_lost, padding_counts, documents_meet)
+FAULTS: dict[str, Callable[[], None]] = {each.__name__: each for each in KINDS}
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        FAULTS[os.environ["FAULT"]]()
+    train_ds.main()

@@ -1,0 +1,101 @@
+"""What a rank of a proof notes of each step: gradients and weights, before and after the update.
+
+It is the pipeline's own trainer, in the whole job of a real run. For each step a rank writes one file: the gradients
+that the optimizer is given (those of replica 0), the optimizer's fp32 weights (its own slices of them) and the weights
+that it computes with. Where the folder says so, it waits in the midst of a step for the SIGKILL that will come.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from deepspeed.utils import safe_get_full_grad
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from training.checkpoint.resharding import slices_of
+from training.engine.pipeline import PipelineTrainer
+from training.engine.stage_engine import StageEngine
+
+HOLD = "hold"  # a file: the number of the step in which to wait
+HELD = "held"  # made by rank 0 when it waits
+GRADIENT, MASTER, WEIGHT = "gradient", "master", "weight"
+
+
+class Recorder(PipelineTrainer):
+    """A stage that notes its steps.
+
+    Attributes:
+        folder: where it writes.
+    """
+
+    folder: ClassVar[Path]
+
+    def _take_optimizer_step(self, engine: StageEngine, lr_kwargs: Any = None) -> None:
+        step = engine.global_steps + 1
+        noted = {f"{GRADIENT}/{name}": gradient for name, gradient in self._gradients() if self.replica == 0}
+        self._wait(step)
+        super()._take_optimizer_step(engine, lr_kwargs)
+        for piece in slices_of(engine):
+            master = piece.master.detach().view(-1)[piece.start : piece.start + piece.numel]
+            noted[f"{MASTER}/{piece.offset}/{piece.name}"] = master
+        noted |= {f"{WEIGHT}/{name}": weight.detach() for name, weight in engine.module.named_parameters()}
+        save_file(
+            {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in noted.items()},
+            self.folder / f"step-{step}.rank-{engine.global_rank}.safetensors",
+        )
+
+    def _gradients(self) -> list[tuple[str, Tensor]]:
+        """Of every weight of this stage, in fp32 and without the loss scale; all ranks call it together."""
+        scaler = getattr(self.engine.optimizer, "loss_scaler", None)
+        scale = float(scaler.cur_scale) if scaler else 1.0
+        return [
+            (name, safe_get_full_grad(parameter).detach().float() / scale)
+            for name, parameter in self.engine.module.named_parameters()
+        ]
+
+    def _wait(self, step: int) -> None:
+        hold = self.folder / HOLD
+        if hold.is_file() and hold.read_text() == str(step):
+            if self.engine.global_rank == 0:
+                (self.folder / HELD).touch()
+            while True:
+                time.sleep(1)
+
+
+def recorder_in(folder: str) -> type[Recorder]:
+    """The trainer that writes there."""
+    return type("Recorder", (Recorder,), {"folder": Path(folder)})
+
+
+class Recorded:
+    """A step of all ranks together.
+
+    Attributes:
+        gradients: by `<layer>.<name>`, in fp32.
+        masters: the optimizer's weights after the step, in fp32.
+        weights: what each rank computes with after the step, by name.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.gradients: dict[str, Tensor] = {}
+        self.masters: dict[str, Tensor] = {}
+        self.weights: list[dict[str, Tensor]] = []
+        pieces: dict[str, dict[int, Tensor]] = {}
+        for path in sorted(folder.glob(f"step-{step}.rank-*.safetensors")):
+            self.weights.append({})
+            for key, tensor in load_file(path).items():
+                kind, name = key.split("/", 1)
+                if kind == GRADIENT:
+                    self.gradients[name] = tensor
+                elif kind == WEIGHT:
+                    self.weights[-1][name] = tensor
+                else:
+                    offset, name = name.split("/")
+                    pieces.setdefault(name, {})[int(offset)] = tensor
+        shapes = {name: weight.shape for weights in self.weights for name, weight in weights.items()}
+        for name, parts in pieces.items():
+            self.masters[name] = torch.cat([parts[at] for at in sorted(parts)]).view(shapes[name])

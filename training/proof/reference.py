@@ -1,0 +1,128 @@
+"""The same training in one process: one module, fp32, a sample at a time, torch's optimizer.
+
+There are no stages, replicas, micro-batches, packed rows, padding, recomputation and no DeepSpeed, and the loss is
+torch's cross-entropy over all logits. Each step is checked by itself: loss and gradients come of the reference's own
+weights, rounded to the run's precision, and the update of the run's gradients, as Adam makes of a gradient's sign what
+rounding leaves of it. As the first weights are those of the file, and each step's gradients and update are right, so
+is the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from data.loader import GlobalBatch
+from data.tokenized.sample_set import InMemory
+from data.tokenized.tokenize import Sample
+from models.causal_lm import CausalLM
+from models.checkpoint.source import open_source
+from models.router import router_loss
+from models.spec import ModelSpec
+from training.config.deepspeed_config import router_loss_weight, training_dtype
+from training.config.keys import TrainConfig
+from training.config.sections import BF16, FP16, Zero
+from training.data_setup import build_loader
+from training.optimizer.lr_schedules import LearningRate
+from training.optimizer.optimizers import build_optimizer
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step comes to.
+
+    Attributes:
+        gradients, weights: by `<layer>.<name>`; of a tied model only the embedding has one. Weights after the update.
+        before: the weights before it.
+    """
+
+    loss: float
+    norm: float
+    gradients: dict[str, Tensor]
+    before: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+class Reference:
+    """One process that trains as the run in `config` does."""
+
+    def __init__(self, config: TrainConfig, samples: Sequence[Sample]) -> None:
+        folder = Path(config.model_path)
+        spec = ModelSpec.from_folder(folder)
+        spec.config._experts_implementation = "eager"
+        self._config, self._samples = config, samples
+        self._router_weight = router_loss_weight(config, spec)
+        drop_last, router_loss = config.dataloader_drop_last, self._router_weight > 0
+        replicas = config.model_topo.replicas
+        self._loader = build_loader(InMemory(samples), config, replicas, drop_last, router_loss=router_loss)
+        self._model = CausalLM(spec, open_source(folder, spec), training_dtype(config), torch.device("cpu")).float()
+        self._weights = {name.removeprefix("layers."): weight for name, weight in self._model.named_parameters()}
+        self._masters = {name: weight.detach().clone().requires_grad_() for name, weight in self._weights.items()}
+        whole = config.model_copy(update={"zero_optimization": Zero(stage=0), "bf16": BF16(), "fp16": FP16()})
+        self._optimizer = build_optimizer(whole, self._masters.items(), spec.tied_names)  # type: ignore[arg-type]
+        self._rate = LearningRate(self._optimizer, config.scheduler, config.max_steps or 1)
+
+    def step(self, number: int, gradients: dict[str, Tensor]) -> Step:
+        """The step `number`, from 1.
+
+        Args:
+            gradients: those of the run, for the update.
+        """
+        self._round()
+        loss = self._loss(self._loader.batch(number - 1))
+        own = torch.autograd.grad(loss, list(self._weights.values()), materialize_grads=True)
+        norm = torch.stack([gradient.square().sum() for gradient in own]).sum().sqrt()
+        before = {name: weight.detach().clone() for name, weight in self._masters.items()}
+        for name, weight in self._masters.items():
+            weight.grad = gradients.get(name, torch.zeros_like(weight)).clone()  # an absent one fails its own row
+        if self._config.gradient_clipping:
+            torch.nn.utils.clip_grad_norm_(self._masters.values(), self._config.gradient_clipping)
+        self._rate.set(number)
+        self._optimizer.step()
+        after = {name: weight.detach().clone() for name, weight in self._masters.items()}
+        return Step(loss.item(), norm.item(), dict(zip(self._weights, own, strict=True)), before, after)
+
+    @torch.no_grad()
+    def evaluate(self, samples: Sequence[Sample]) -> float:
+        """The mean cross-entropy over the supervised tokens."""
+        self._round()
+        return sum(self._tokens(sample)[0].item() for sample in samples) / _supervised(samples)
+
+    def _loss(self, batch: GlobalBatch) -> Tensor:
+        total = torch.zeros(())
+        supervised = _supervised([self._samples[number] for number in batch.samples])
+        for rows in (rows for replica in batch.micro_batches for rows in replica):
+            numbers = [number for row in rows for number in row]
+            sums = torch.zeros(())
+            for sample in (self._samples[number] for number in numbers):
+                cross_entropy, z, routed = self._tokens(sample)
+                total = total + (cross_entropy + self._config.aux_max_z_loss.weight * z) / supervised
+                sums = sums + routed
+            if self._router_weight and numbers:  # it is that of a micro-batch
+                share = sum(len(self._samples[number]["input_ids"]) for number in numbers) / batch.tokens
+                top_k = self._model.spec.config.num_experts_per_tok
+                total = total + self._router_weight * share * router_loss(sums, top_k)
+        return total
+
+    def _tokens(self, sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the supervised tokens of a sample the summed cross-entropy and z-loss; and the router's sums."""
+        hidden, _, *routed = self._model.stream(torch.tensor([sample["input_ids"]]))
+        head = self._model.head
+        logits, targets = head.project(head.norm(hidden))[0, :-1], torch.tensor(sample["labels"][1:])
+        largest = torch.log_softmax(logits[targets >= 0], dim=-1).amax(dim=-1)
+        return F.cross_entropy(logits, targets, reduction="sum"), largest.square().sum(), sum(routed, torch.zeros(()))
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        """Compute with the weights as the run's precision has them."""
+        for name, weight in self._weights.items():
+            weight.copy_(self._masters[name].to(training_dtype(self._config)))
+
+
+def _supervised(samples: Sequence[Sample]) -> int:
+    return sum(label >= 0 for sample in samples for label in sample["labels"][1:])

@@ -1,0 +1,126 @@
+"""The user's config made small: few steps, short samples, and no more processes than there is room for.
+
+What is proved stays as it is: precision, optimizer, clipping, schedule, losses, packing, recomputation, offload,
+compilation, attention, the axes and the form of `dims` and `parts`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from models.spec import ModelSpec
+from training.config.deepspeed_config import training_dtype
+from training.config.keys import TrainConfig
+from training.config.sections import EveryNth, ModelTopo
+from training.errors import ConfigError
+
+MODEL, DATA, EVALUATION = "model", "data.jsonl", "evaluation.jsonl"  # in the folder of a small run
+STEPS, SAVED = 4, 2  # of the small run; the checkpoint that it goes on from
+LENGTH = 48  # tokens of a sample at most
+MICRO_BATCH = 4  # rows at most
+PROCESSES = 4  # on a machine without GPUs, or as many as it has cores
+LR = 1e-3  # at least: a smaller update drowns in the rounding of the weights
+WARM_UP = 2  # steps at most
+# What the samples do not need any more, and what would only take time.
+NOT_TAKEN = (
+    "stream_gb pack_len gradient_accumulation_steps profile_steps save_minutes template_args template_fallback".split()
+)
+LOSS_SCALE = 8  # the power of two that fp16 starts with: none of so few steps may be left out
+
+
+def room() -> int:
+    """How many processes a proof has on this machine."""
+    return torch.cuda.device_count() or max(PROCESSES, len(os.sched_getaffinity(0)))
+
+
+def small_topology(config: TrainConfig, processes: int) -> ModelTopo:
+    """The same grid where there is room, else fewer stages and at most two replicas; uneven parts stay uneven."""
+    topo = config.model_topo
+    stages, replicas = topo.stages, topo.replicas
+    if topo.processes > processes:
+        stages = min(stages, max(1, processes // min(replicas, 2)))
+        replicas = min(replicas, processes // stages)
+    small = topo.spread(stages, replicas)
+    if topo.parts is None or stages != topo.stages:
+        return small
+    least, size = min(topo.parts), max(2, 4 // len(topo.parts))
+    parts = [min(each, size if each == least else size + 1) for each in topo.parts]
+    return small.model_copy(update={"parts": parts})
+
+
+def small_depth(config: TrainConfig, topo: ModelTopo, n_layers: int) -> int:
+    """Layers of the small model: what `parts` sum to, or two for each chunk and one more."""
+    chunks = config.model_copy(update={"model_topo": topo}).chunks
+    return sum(topo.parts) if topo.parts else min(n_layers, max(5, 2 * chunks + 1))
+
+
+def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: Path) -> tuple[TrainConfig, list[str]]:
+    """The config of the small run in `folder`, and a line for each thing that is not as the user has it.
+
+    Raises:
+        ConfigError: the run keeps no fp32 weights to compare.
+    """
+    for name in ("bf16", "fp16"):
+        if getattr(getattr(config, name), key := f"{name}_master_weights_and_grads"):
+            raise ConfigError(f"--prove: {name}.{key} leaves no fp32 weights to compare; expected none of it")
+    values, said = config.dump(), []
+    if topo.processes != config.model_topo.processes:
+        dims = f"{config.model_topo.process_topology.dims} -> {topo.process_topology.dims}"
+        said.append(f"dims: {dims}, as this machine has room for {room()} processes")
+    if spec.family.router and training_dtype(config) is not torch.float32:
+        said.append("precision: fp32, as by rounding alone a router sends a token to another expert")
+        values |= {"bf16": {}, "fp16": {}}
+    if config.fp16.enabled and values["fp16"] and config.fp16.loss_scale is None:
+        values["fp16"]["initial_scale_power"] = LOSS_SCALE
+    if torch.cuda.is_available() and not config.deterministic:
+        said.append("deterministic: true, as without it no two runs on a GPU are equal to the last bit")
+        values["deterministic"] = True
+    if config.tf32:
+        said.append("tf32: false, as the bounds are those of fp32")
+        values["tf32"] = False
+    params = config.optimizer.params
+    if params.get("lr", LR) < LR:
+        said.append(f"lr: {params['lr']:g} -> {LR:g}, so that a step is larger than the rounding of a weight")
+        values["optimizer"]["params"]["lr"] = LR
+    if config.scheduler:
+        warm_up = config.scheduler.params.warmup_num_steps
+        values["scheduler"]["params"]["warmup_num_steps"] = min(warm_up, WARM_UP)
+    if isinstance(config.use_grad_ckpt, EveryNth):
+        values["use_grad_ckpt"] = {"every": min(config.use_grad_ckpt.every, 2)}
+    micro_batch = min(config.train_micro_batch_size_per_gpu, MICRO_BATCH)
+    unit = micro_batch * topo.replicas
+    steps = config.train_batch_size // (config.train_micro_batch_size_per_gpu * config.model_topo.replicas)
+    small = config.model_copy(update={"model_topo": topo})
+    for key in NOT_TAKEN:
+        values.pop(key, None)
+    if config.stream_gb:
+        said.append("stream_gb: the samples of the first window, not streamed")
+    values |= {
+        "model_path": str(folder / MODEL),
+        "data_path": [{"path": str(folder / DATA), "format": "tokens"}],
+        "eval_data_path": [{"path": str(folder / EVALUATION), "format": "tokens"}],
+        "save_path": str(folder / "run"),
+        "cache_dir": str(folder / "cache"),
+        "model_topo": topo.model_dump(mode="json", exclude_none=True),
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "train_batch_size": unit * min(steps, 4 * small.chunks),
+        "max_steps": STEPS,
+        "max_seq_len": LENGTH,
+        "dataloader_drop_last": config.dataloader_drop_last and config.packing != "dataset",  # of a handful of rows
+        "from_scratch": False,
+        "prompt_format": "plain",
+        "mask": "assistant",
+        "resume": "auto",
+        "save_interval": SAVED,
+        "keep_last": STEPS,
+        "eval_interval": SAVED,
+        "export_hf": False,
+        "tensorboard": {"enabled": False},
+        "wandb": {"enabled": False},
+    }
+    if config.packing:
+        values["pack_len"] = 2 * LENGTH
+    return TrainConfig.model_validate(values), said

@@ -1,0 +1,116 @@
+"""The small run on the disk: model, tokenizer, records and config, in a folder that goes when the proof is done."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+
+from data.tokenized.dataset import check_vocabulary
+from data.tokenized.tokenize import IGNORED, Sample
+from models.checkpoint.convert import copy_files
+from models.checkpoint.layout import Manifest, resolve, side_files
+from models.spec import ModelSpec
+from training.config.deepspeed_config import router_loss_weight
+from training.config.keys import TrainConfig
+from training.data_setup import RecordReader, build_loader
+from training.proof.launches import Start
+from training.proof.shrink_config import DATA, EVALUATION, LENGTH, MODEL, small_config, small_depth, small_topology
+from training.proof.shrink_model import is_dropout, shrunk_fields, write_model
+
+BATCHES = 2.5  # in an epoch: its last one is smaller, and the last step is one of the second epoch
+EVALUATED = 6  # samples
+
+
+@dataclass(frozen=True)
+class SmallRun:
+    """What the user's run became.
+
+    Attributes:
+        samples, evaluated: those to train on, and to measure the loss on.
+        differs: a line for each thing that is otherwise than the user has it.
+        folder: of all of it.
+    """
+
+    config: TrainConfig
+    spec: ModelSpec
+    samples: list[Sample]
+    evaluated: list[Sample]
+    differs: list[str]
+    folder: Path
+
+    @classmethod
+    def make(cls, config: TrainConfig, folder: Path, room: int, log: Console) -> SmallRun:
+        """Read the user's config.json, tokenizer and records, and write small ones into `folder`.
+
+        Args:
+            room: how many processes there may be.
+
+        Raises:
+            CheckpointError, ConfigError, DataError: they make no run.
+        """
+        source = resolve(config.model_path)
+        whole = ModelSpec.from_folder(source)
+        config.parts_for(whole.n_layers)
+        topo = small_topology(config, room)
+        small, differs = small_config(config, whole, topo, folder)
+        samples, evaluated = _samples(config, small, source, whole, log)
+        model = folder / MODEL
+        model.mkdir()
+        manifest = Manifest.read(source)
+        copy_files(source, model, manifest.side_files if manifest else [path.name for path in side_files(source)])
+        fields = shrunk_fields(whole, small_depth(config, topo, whole.n_layers) - 2)
+        (model / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+        spec = ModelSpec.from_folder(model)
+        write_model(model, spec, config.seed)
+        words = int(spec.config.vocab_size)
+        samples, evaluated = ([shortened(sample, words) for sample in its] for its in (samples, evaluated))
+        for name, its in ((DATA, samples), (EVALUATION, evaluated)):
+            (folder / name).write_text("".join(json.dumps(sample) + "\n" for sample in its), encoding="utf-8")
+        sizes = [f"{spec.n_layers} of {whole.n_layers} layers"]
+        for name, meaning in (("hidden_size", "hidden"), ("vocab_size", "vocabulary")):
+            sizes.append(f"{meaning} {getattr(spec.config, name):,} of {getattr(whole.config, name):,}")
+        differs.insert(0, f"model: random weights, {', '.join(sizes)}; token ids modulo that")
+        if any(is_dropout(name) and value != fields[name] for name, value in whole.raw.items()):
+            differs.append("dropout: none, as no two processes draw the same numbers")
+        return cls(small, spec, samples, evaluated, differs, folder)
+
+    def start(self, door: str, name: str) -> Start:
+        """A run with a `save_path` of its own."""
+        start = Start(door, self.folder / f"{name}.yml", self.folder / name, self.folder / f"{name}-notes")
+        values = self.config.dump() | {"save_path": str(start.folder)}
+        start.config.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        return start
+
+
+def _samples(
+    config: TrainConfig, small: TrainConfig, folder: Path, spec: ModelSpec, log: Console
+) -> tuple[list[Sample], list[Sample]]:
+    """As the user's own run would read them: the first to train on, and some to evaluate on."""
+    reader = RecordReader(config, folder, log)
+    data = reader.stream().windows.peek() if config.stream_gb else reader.read("data", config.data_path)
+    check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), data)
+    router_loss = router_loss_weight(config, spec) > 0
+    loader = build_loader(data, config, config.model_topo.replicas, config.dataloader_drop_last, None, router_loss)
+    count = math.ceil(BATCHES * small.train_batch_size)
+    chosen: dict[int, None] = {}
+    for step in range(loader.steps_per_epoch):
+        if len(chosen) < count:
+            chosen |= dict.fromkeys(loader.batch(step).samples)
+    held_out = reader.read("evaluation data", config.eval_data_path) if config.eval_data_path else data
+    first = [data.samples[number] for number in list(chosen)[:count]]
+    return first, [held_out.samples[number] for number in range(min(EVALUATED, len(held_out)))]
+
+
+def shortened(sample: Sample, words: int) -> Sample:
+    """A sample from where its loss begins, with ids modulo `words`."""
+    ids, labels = ([int(each) for each in numbers] for numbers in (sample["input_ids"], sample["labels"]))
+    first = next((place for place, label in enumerate(labels) if place and label != IGNORED), 0)
+    begin = max(0, min(first - LENGTH // 4, len(ids) - LENGTH))
+    kept = slice(begin, begin + LENGTH)
+    labels = [each if each == IGNORED else each % words for each in labels[kept]]
+    return {"input_ids": [each % words for each in ids[kept]], "labels": labels}
