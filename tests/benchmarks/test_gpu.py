@@ -142,7 +142,7 @@ def test_a_way_runs_on_a_cpu(tmp_path: Path) -> None:
     assert set(row["profile"]["classes"]) >= {"matrix products", "attention", "optimizer", REST, "idle"}
 
 
-@pytest.mark.slow
+@pytest.mark.longest
 @pytest.mark.launched
 def test_ways_of_every_kind_run_on_a_cpu(tmp_path: Path) -> None:
     names = ("packed-sdpa", "trainer", "micro-batch-4", "sums-bf16", "recomputed", "lion")
@@ -150,7 +150,7 @@ def test_ways_of_every_kind_run_on_a_cpu(tmp_path: Path) -> None:
     assert all(row["tokens_per_s"] > 0 for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.longest
 @pytest.mark.launched
 def test_processes_give_the_losses_of_one(tmp_path: Path) -> None:
     names = (gpus.REFERENCE, "exact-pipeline", "exact-dualpipev", "exact-replicas")

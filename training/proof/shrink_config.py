@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -57,6 +58,22 @@ def small_depth(config: TrainConfig, topo: ModelTopo, n_layers: int) -> int:
     return sum(topo.parts) if topo.parts else min(n_layers, max(5, 2 * chunks + 1))
 
 
+def small_numbers(config: TrainConfig, spec: ModelSpec) -> tuple[dict[str, Any], list[str]]:
+    """Keys of precision and order without which nothing could be compared, and a line for each."""
+    values: dict[str, Any] = {}
+    said = []
+    if spec.family.router and training_dtype(config) is not torch.float32:
+        said.append("precision: fp32, as by rounding alone a router sends a token to another expert")
+        values |= {"bf16": {}, "fp16": {}}
+    if torch.cuda.is_available() and not config.deterministic:
+        said.append("deterministic: true, as without it no two runs on a GPU are equal to the last bit")
+        values["deterministic"] = True
+    if config.tf32:
+        said.append("tf32: false, as the bounds are those of fp32")
+        values["tf32"] = False
+    return values, said
+
+
 def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: Path) -> tuple[TrainConfig, list[str]]:
     """The config of the small run in `folder`, and a line for each thing that is not as the user has it.
 
@@ -70,17 +87,11 @@ def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: 
     if topo.processes != config.model_topo.processes:
         dims = f"{config.model_topo.process_topology.dims} -> {topo.process_topology.dims}"
         said.append(f"dims: {dims}, as this machine has room for {room()} processes")
-    if spec.family.router and training_dtype(config) is not torch.float32:
-        said.append("precision: fp32, as by rounding alone a router sends a token to another expert")
-        values |= {"bf16": {}, "fp16": {}}
+    numbers, why = small_numbers(config, spec)
+    values |= numbers
+    said += why
     if config.fp16.enabled and values["fp16"] and config.fp16.loss_scale is None:
         values["fp16"]["initial_scale_power"] = LOSS_SCALE
-    if torch.cuda.is_available() and not config.deterministic:
-        said.append("deterministic: true, as without it no two runs on a GPU are equal to the last bit")
-        values["deterministic"] = True
-    if config.tf32:
-        said.append("tf32: false, as the bounds are those of fp32")
-        values["tf32"] = False
     params = config.optimizer.params
     if params.get("lr", LR) < LR:
         said.append(f"lr: {params['lr']:g} -> {LR:g}, so that a step is larger than the rounding of a weight")

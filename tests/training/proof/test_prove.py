@@ -86,7 +86,7 @@ def test_a_sound_run_is_proved_beside_its_checkpoints(proofs: Proofs) -> None:
     [
         pytest.param("ends_apart", "gradients", "4.lm_head.weight: layer 4, stage 1", marks=pytest.mark.slow),
         pytest.param("no_decay", "updates of the weights", "stage", marks=pytest.mark.longest),
-        pytest.param("moments_lost", "weights after kill and resume", "stage", marks=pytest.mark.slow),
+        pytest.param("moments_lost", "weights after kill and resume", "stage", marks=pytest.mark.longest),
         pytest.param("padding_counts", "loss", "step", marks=pytest.mark.longest),
         pytest.param("documents_meet", "gradients", "layer", marks=pytest.mark.longest),
     ],

@@ -189,3 +189,12 @@ def test_a_sample_is_cut_to_where_its_loss_begins() -> None:
     assert sample["labels"][: LENGTH // 4] == [-100] * (LENGTH // 4)
     short = shortened({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, words=512)
     assert short == {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
+
+
+def test_what_no_two_runs_would_agree_on_is_set_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, spec = TrainConfig.model_validate(KEYS | {"tf32": True}), whole("llama", tmp_path / "whole")
+    assert small_config(config, spec, config.model_topo, tmp_path)[0].deterministic is False
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    small, differs = small_config(config, spec, config.model_topo, tmp_path)
+    assert small.deterministic and not small.tf32
+    assert [line.partition(",")[0] for line in differs] == ["deterministic: true", "tf32: false"]
