@@ -4,7 +4,7 @@ transformers calls the kernels; all of them are exact and keep packed documents 
 scaled_dot_product_attention, document by document (`models.document_attention`), or for some families the layer's own
 arithmetic. Others never hold the scores and take all documents in one launch. They need a GPU from Ampere on and 16-bit
 weights (on older ones Triton, which flex attention is made of, is no longer supported either). `use_flash_attn: true`
-takes the first of them that can run, in this order, and `auto` the fastest of all (`training.engine.kernels`):
+takes the first of them that can run, in this order, and `auto` the fastest of all (`training.plan.kernels`):
 
     flash-attn       where its package is installed; the most tuned one
     varlen_attn      the same algorithm inside torch (`models.varlen_attention`); nothing to install

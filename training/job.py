@@ -34,7 +34,6 @@ from training.data_setup import RecordReader, build_loader
 from training.distributed.processes import Place, agreed
 from training.distributed.rank_monitor import RankMonitor
 from training.distributed.signals import StopRequest
-from training.engine.kernels import choose_kernels
 from training.engine.numerics import describe_numerics
 from training.engine.trainer import Trainer
 from training.errors import ConfigError
@@ -46,6 +45,7 @@ from training.metrics.tracking import open_trackers
 from training.metrics.utilization import Utilization
 from training.optimizer.lr_schedules import LearningRate
 from training.plan.auto import divide
+from training.plan.kernels import choose_kernels
 from training.plan.out_of_memory import OutOfMemory
 from training.profiler.session import Timeline
 

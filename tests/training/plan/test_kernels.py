@@ -15,8 +15,8 @@ from models.attention import EAGER, FLASH, TORCH, VARLEN
 from models.spec import ModelSpec
 from tests.launching import topology
 from training.config.keys import TrainConfig
-from training.engine import kernels
-from training.engine.kernels import FILE, fastest
+from training.plan import kernels
+from training.plan.kernels import FILE, fastest
 
 KNOWN = {"device": "H100-80G", "torch": "2.11.0"}
 TIMES = {TORCH: 12.0, FLASH: 9.5, VARLEN: 9.0}
