@@ -4,13 +4,14 @@ transformers calls the kernels; all of them are exact and keep packed documents 
 scaled_dot_product_attention, document by document (`models.document_attention`), or for some families the layer's own
 arithmetic. Others never hold the scores and take all documents in one launch. They need a GPU from Ampere on and 16-bit
 weights (on older ones Triton, which flex attention is made of, is no longer supported either). `use_flash_attn: true`
-takes the first of them that can run, in this order, and `auto` the fastest of all (`training.plan.kernels`):
+takes the first of them that can run, in this order:
 
     flash-attn       where its package is installed; the most tuned one
     varlen_attn      the same algorithm inside torch (`models.varlen_attention`); nothing to install
     flex_attention   compiled by torch for whatever is done to the scores (`models.flex_attention`): soft caps, ALiBi
 
-A family declares which of them compute its attention exactly. Where none can run, the usual kernel does.
+`auto` takes the fastest of these, of torch's usual kernel, of cuDNN's and of flash-attn 3 (`training.plan.kernels`). A
+family declares which of them compute its attention exactly. Where none can run, the usual kernel does.
 """
 
 from __future__ import annotations
@@ -19,19 +20,21 @@ import importlib.util
 from typing import NamedTuple
 
 import torch
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from models.document_attention import BY_DOCUMENT
+from models.document_attention import BY_CUDNN, BY_DOCUMENT
 from models.flex_attention import FLEX
 from models.varlen_attention import VARLEN
 
-TORCH, FLASH, EAGER = BY_DOCUMENT, "flash_attention_2", "eager"
-ALL = (TORCH, FLASH, VARLEN, FLEX)  # what computes plain attention and sliding windows
-WITHOUT_DROPOUT = (VARLEN, FLEX)  # kernels that cannot drop attention weights
+TORCH, CUDNN, FLASH, FLASH_3, EAGER = BY_DOCUMENT, BY_CUDNN, "flash_attention_2", "flash_attention_3", "eager"
+ALL = (TORCH, CUDNN, FLASH, FLASH_3, VARLEN, FLEX)  # what computes plain attention and sliding windows
+WITHOUT_DROPOUT = (FLASH_3, VARLEN, FLEX)  # kernels that cannot drop attention weights
 AMPERE = (8, 0)
 NAMES = {
     TORCH: "torch's scaled_dot_product_attention",
+    CUDNN: "torch's cuDNN attention",
     FLASH: "flash-attn",
+    FLASH_3: "flash-attn 3",
     VARLEN: "torch's varlen_attn",
     FLEX: "torch's flex_attention",
     EAGER: "the layer's own",
@@ -72,8 +75,13 @@ def candidates(dtype: torch.dtype, exact: tuple[str, ...] = ALL) -> list[str]:
     """All exact kernels that can run here, the usual one first."""
     if _device_obstacle(dtype):
         return [exact[0]]
-    missing = {FLASH: _flash_missing, FLEX: _flex_missing}
-    return [kernel for kernel in exact if kernel not in missing or missing[kernel]() is None]
+    able = {
+        CUDNN: torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cudnn.is_available(),
+        FLASH: _flash_missing() is None,
+        FLASH_3: is_flash_attn_3_available(),
+        FLEX: _flex_missing() is None,
+    }
+    return [kernel for kernel in exact if able.get(kernel, True)]
 
 
 def _device_obstacle(dtype: torch.dtype) -> str | None:

@@ -23,7 +23,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from models import flex_attention
 from models.architectures.family import Family
-from models.attention import FLASH, TORCH
+from models.attention import CUDNN, FLASH, FLASH_3, TORCH
 from models.documents import Documents
 from models.flex_attention import FLEX
 from models.position_ids import unmarked
@@ -134,10 +134,10 @@ class Positions:
         if kernel == FLEX:
             slopes = None if self.slopes is None else self.slopes_on(hidden.device)
             return {"attention_mask": flex_attention.scope(positions, window, slopes)}
-        if kernel in (FLASH, VARLEN):
-            told = {} if kernel == FLASH else {"document_window": window}  # transformers tells flash-attn of windows
+        if kernel in (FLASH, FLASH_3, VARLEN):
+            told = {} if kernel != VARLEN else {"document_window": window}  # transformers tells flash-attn of windows
             return {"attention_mask": None, **told, **documents.flash_arguments(hidden.device)}
-        if kernel == TORCH:
+        if kernel in (TORCH, CUDNN):
             mask = None if documents.packed else self.mask(kind, hidden, None, None)
             return {"attention_mask": mask, "documents": documents, "document_window": window}
         packed = packed_mask(positions, window, hidden.dtype) if documents.packed else None

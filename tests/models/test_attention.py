@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models import attention
-from models.attention import ALL, EAGER, FLASH, FLEX, TORCH, VARLEN, choose_attention
+from models.attention import ALL, CUDNN, EAGER, FLASH, FLASH_3, FLEX, TORCH, VARLEN, candidates, choose_attention
 
 GEMMA2, BLOOM = (EAGER, FLASH, FLEX), (EAGER, FLEX)
 
@@ -77,3 +77,24 @@ def test_old_gpus_and_fp32_are_obstacles(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     obstacle = attention._device_obstacle(dtype)
     assert obstacle is None if told is None else told in (obstacle or "")
+
+
+@pytest.mark.parametrize(
+    ("exact", "able", "tried"),
+    [
+        (ALL, {FLASH_3, CUDNN}, [TORCH, CUDNN, FLASH, FLASH_3, VARLEN, FLEX]),
+        (ALL, set(), [TORCH, FLASH, VARLEN, FLEX]),
+        (BLOOM, {FLASH_3, CUDNN}, [EAGER, FLEX]),
+    ],
+)
+def test_what_is_tried_is_exact_and_there(
+    exact: tuple[str, ...], able: set[str], tried: list[str], machine: pytest.MonkeyPatch
+) -> None:
+    machine.setattr(attention, "is_flash_attn_3_available", lambda: FLASH_3 in able)
+    machine.setattr(torch.backends.cudnn, "is_available", lambda: CUDNN in able)
+    assert candidates(torch.bfloat16, exact) == tried
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what is tried without a GPU")
+def test_without_a_gpu_nothing_is_tried() -> None:
+    assert candidates(torch.bfloat16) == [TORCH]

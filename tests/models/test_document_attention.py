@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
+from torch.nn.attention import _cur_sdpa_kernel_backends as backends
 
-from models.document_attention import attend
+from models import document_attention
+from models.document_attention import attend, attend_by_cudnn
 from models.documents import Documents
 
 ROWS = [[5, 1, 9, 3], [18]]
@@ -20,8 +25,9 @@ class Grouped(nn.Module):
     is_causal = True
 
 
+@pytest.mark.parametrize("attend", [attend, attend_by_cudnn])  # on a CPU, where cuDNN is not, the next kernel follows
 @pytest.mark.parametrize("window", [None, 4, 100])
-def test_equals_a_mask_over_the_row(window: int | None) -> None:
+def test_equals_a_mask_over_the_row(window: int | None, attend: Callable[..., tuple[Tensor, None]]) -> None:
     torch.manual_seed(0)
     positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in ROWS])
     query, key, value = (torch.randn(2, heads, 18, 8, requires_grad=True) for heads in (4, 2, 2))
@@ -40,3 +46,12 @@ def test_equals_a_mask_over_the_row(window: int | None) -> None:
     (expected.transpose(1, 2) * weights).sum().backward()
     for tensor, twin in zip((query, key, value), twins, strict=True):
         torch.testing.assert_close(tensor.grad, twin.grad, atol=1e-5, rtol=0)
+
+
+def test_cudnn_is_asked_first_and_only_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[SDPBackend]] = []
+    monkeypatch.setattr(document_attention, "attend", lambda *_, **__: seen.append(backends(with_priority=True)))
+    before = backends(with_priority=True)
+    document_attention.attend_by_cudnn()
+    assert seen[0][0] == SDPBackend.CUDNN_ATTENTION and len(seen[0]) == 4
+    assert backends(with_priority=True) == before

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from models import CausalLM, varlen_attention
-from models.attention import ALL, FLEX, VARLEN
+from models.attention import ALL, CUDNN, FLASH_3, FLEX, VARLEN
 from models.checkpoint.source import open_source
 from models.position_ids import unmarked
 from models.spec import ModelSpec
@@ -77,6 +77,14 @@ def test_flex_attention_equals_the_usual_kernel(
     folder = exact(name, FLEX, make_checkpoint)
     assert_same(folder, FLEX, PACKED)
     assert_same(folder, FLEX, WHOLE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cudnn_attention_equals_the_usual_kernel(name: str, make_checkpoint: Callable[..., Path]) -> None:
+    """On a CPU torch's other kernels take its place; masks and documents are as they are."""
+    folder = exact(name, CUDNN, make_checkpoint)
+    assert_same(folder, CUDNN, PACKED)
+    assert_same(folder, CUDNN, WHOLE)
 
 
 def varlen_by_definition(
@@ -141,7 +149,7 @@ def test_varlen_attention_of_this_torch_is_what_the_tests_put_in_its_place(windo
 def test_kernels_without_dropout_are_not_taken_where_attention_drops(make_checkpoint: Callable[..., Path]) -> None:
     assert ModelSpec.from_folder(make_checkpoint("llama")).attention == ALL
     dropping = ModelSpec.from_folder(make_checkpoint("llama", attention_dropout=0.1))
-    assert set(dropping.attention) == set(ALL) - {VARLEN, FLEX}
+    assert set(dropping.attention) == set(ALL) - {FLASH_3, VARLEN, FLEX}
 
 
 def test_a_batch_told_ahead_gives_the_same(make_checkpoint: Callable[..., Path]) -> None:
