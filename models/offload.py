@@ -2,7 +2,8 @@
 
 A block's activations, or only its input where the block recomputes the rest, are copied to pinned memory while the next
 block computes, and copied back when the backward pass asks for them. Values do not change. Weights, masks and rotary
-angles stay where they are, as they are needed anyway, and so do small tensors.
+angles stay where they are, as they are needed anyway, and so do small tensors. What several operations keep, as the
+products for queries, keys and values keep one input, goes and comes once.
 
 Cost: two copies over the bus of all that is moved (a GPU's PCIe carries some 25 GB/s each way), and as much memory on
 the host. The copies out run beside the computation; the first block of a backward pass waits for the ones back.
@@ -16,14 +17,21 @@ from functools import cache
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 LEAST = 1 << 20  # bytes; what is smaller costs more time than it frees memory
 
 
 class HostCopy:
-    """A tensor's numbers in host memory; the tensor itself may go."""
+    """A tensor's numbers in host memory; the tensor itself may go.
+
+    Attributes:
+        asked: how often it will be asked for; until the last time it stays on its device once it is back.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
+        self.asked = 1
+        self._returned: Tensor | None = None
         tensor = tensor.detach()
         self._device = tensor.device
         self._done: torch.cuda.Event | None = None
@@ -40,6 +48,12 @@ class HostCopy:
 
     def back(self) -> Tensor:
         """The numbers on their device again; the host does not wait."""
+        tensor = self._fetched() if self._returned is None else self._returned
+        self.asked -= 1
+        self._returned = tensor if self.asked > 0 else None
+        return tensor
+
+    def _fetched(self) -> Tensor:
         if self._done is not None:
             torch.cuda.current_stream(self._device).wait_event(self._done)
         return self._copy.to(self._device, non_blocking=True)
@@ -64,10 +78,19 @@ class Offloading(saved_tensors_hooks):
 
     def __init__(self, staying: Iterable[Tensor]) -> None:
         storages = {tensor.untyped_storage().data_ptr() for tensor in staying}
+        copies: dict[tuple[object, ...], HostCopy] = {}
 
         def leave(tensor: Tensor) -> Tensor | HostCopy:
-            stays = tensor.nbytes < LEAST or tensor.untyped_storage().data_ptr() in storages
-            return tensor if stays else HostCopy(tensor)
+            if tensor.nbytes < LEAST or tensor.untyped_storage().data_ptr() in storages:
+                return tensor
+            # A weak reference is equal to those of the same storage alone, also when its memory has another tensor.
+            storage = StorageWeakRef(tensor.untyped_storage())
+            same = storage, tensor._version, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+            if same in copies:
+                copies[same].asked += 1
+            else:
+                copies[same] = HostCopy(tensor)
+            return copies[same]
 
         def come_back(kept: Tensor | HostCopy) -> Tensor:
             return kept if isinstance(kept, Tensor) else kept.back()
