@@ -191,7 +191,7 @@ def packed_mask(position_ids: Tensor, window: int | None, dtype: torch.dtype) ->
 
 @contextmanager
 def fp32_products() -> Iterator[None]:
-    """No TF32 in here: transformers multiplies frequencies with positions, of which it would keep 10 bits."""
+    """No TF32 in here: transformers 5.17 takes angles by a matrix product, which would keep 10 bits of positions."""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -47,10 +47,24 @@ def tf32() -> Any:
     torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.parametrize("name", CASES)
+class ByProduct(nn.Module):
+    """Angles as transformers 5.17 computes them: a matrix product of frequencies and positions."""
+
+    def __init__(self, rotary: Any) -> None:
+        super().__init__()
+        self.frequencies = rotary.inv_freq
+
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = (self.frequencies[None, :, None] @ position_ids[:, None].float()).transpose(1, 2)
+        return angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize("name", [*CASES, "by product"])
 def test_no_product_of_positions_is_taken_in_tf32(name: str, make_checkpoint: Callable[..., Path], tf32: None) -> None:
-    case = CASES[name]
+    case = CASES.get(name, CASES["llama-tied"])
     positions = ModelSpec.from_folder(make_checkpoint(case.model_type, **case.changes)).positions()
+    if name == "by product":
+        positions.rotary = ByProduct(positions.rotary)
     length = 2060  # from 2048 on, 10 bits and the leading one do not hold every number
     hidden, position_ids = torch.zeros(1, length, 32), torch.arange(length)[None]
     expected = positions.arguments(hidden, position_ids, None)
