@@ -226,9 +226,11 @@ class TrainConfig(Section):
         """Whether each stage holds two chunks of the layers. With one stage there is nothing to wait for."""
         return self.schedule == "dualpipev" and self.model_topo.stages > 1
 
-    def compiles(self, ampere: bool) -> bool:
-        """Whether blocks are compiled on a GPU from Ampere on, or elsewhere."""
-        return self.compile if self.compile != "auto" else ampere and self.zero_optimization.stage < 3
+    def compiles(self, ampere: bool, experts: bool) -> bool:
+        """Whether blocks, with experts or without, are compiled on a GPU from Ampere on, or elsewhere."""
+        if self.compile != "auto":
+            return self.compile
+        return ampere and not experts and self.zero_optimization.stage < 3
 
     def has_flash(self, ampere: bool) -> bool:
         """Whether attention holds no scores, on a GPU from Ampere on or elsewhere."""

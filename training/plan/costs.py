@@ -118,7 +118,7 @@ def _passes(basis: Basis, layer: int, device: Device, dtype: torch.dtype) -> tup
 def _counted(basis: Basis, layer: int, dtype: torch.dtype, device: Device) -> LayerWork:
     """What a layer does, found once for all that is made of a basis."""
     config, work = basis.config, basis.workload
-    kernels = config.has_flash(device.ampere), config.compiles(device.ampere)
+    kernels = config.has_flash(device.ampere), config.compiles(device.ampere, bool(basis.spec.family.router))
     case = (layer, work.rows, math.ceil(work.length), dtype, *kernels)
     if case not in basis.counted:
         basis.counted[case] = work_of(basis.spec, *case)

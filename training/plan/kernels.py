@@ -4,8 +4,9 @@ Attention: on a GPU that has flash attention each exact kernel runs one block fo
 run's, and the fastest is taken. It takes a second or two, the log says the times, and the run's folder keeps the
 choice, as a run that goes on with another kernel would round otherwise. Elsewhere the family's usual kernel is taken.
 
-Compilation: on a GPU from Ampere on blocks are compiled, where a trial shows that torch.compile works; those of ZeRO
-stage 3 are not, as it gathers weights inside of them. A CPU's blocks are compiled when asked.
+Compilation: on a GPU from Ampere on blocks are compiled, where a trial shows that torch.compile works. Not those with
+experts, of which each micro-batch may be compiled anew, nor those of ZeRO stage 3, which gathers weights inside of
+them, nor a CPU's: they are compiled when asked, but for ZeRO's.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def choose_kernels(config: TrainConfig, spec: ModelSpec, loader: Loader | None) 
     chosen = None
     if torch.distributed.get_rank() == 0:
         attention, reason = _attention(config, spec, loader)
-        compiles, lines = _compilation(config)
+        compiles, lines = _compilation(config, bool(spec.family.router))
         chosen = Kernels(attention, compiles, [f"attention: {reason}", *lines])
     kernels = gather(chosen)[0]
     assert kernels is not None
@@ -118,15 +119,17 @@ def _told(times: dict[str, float], what: str) -> tuple[str, str]:
     return ranked[0], f"{NAMES[ranked[0]]}, the fastest {what}: {shown}"
 
 
-def _compilation(config: TrainConfig) -> tuple[bool, list[str]]:
-    """Whether blocks are compiled, and what the log says of it."""
+def _compilation(config: TrainConfig, experts: bool) -> tuple[bool, list[str]]:
+    """Whether blocks, with experts or without, are compiled, and what the log says of it."""
     on_gpu = torch.cuda.is_available()
     ampere = on_gpu and torch.cuda.get_device_capability() >= AMPERE
     if config.compile != "auto" or not on_gpu:
-        return config.compiles(ampere), []
+        return config.compiles(ampere, experts), []
     if not ampere:
         obstacle: str | None = f"{torch.cuda.get_device_name()} is older than the GPUs that it is known to help"
-    elif not config.compiles(ampere):
+    elif experts:
+        obstacle = "how many tokens an expert gets changes with every micro-batch"
+    elif not config.compiles(ampere, experts):
         obstacle = "ZeRO stage 3 gathers weights inside of them"
     else:
         obstacle = _compile_trial()

@@ -74,8 +74,8 @@ def test_without_a_gpu_auto_is_the_usual_kernel_and_nothing_is_compiled(
     config = config_of(tmp_path)
     assert (config.use_flash_attn, config.compile) == ("auto", "auto")
     assert kernels._attention(config, spec, None) == (TORCH, "torch's scaled_dot_product_attention")
-    assert kernels._compilation(config) == (False, [])
-    assert kernels._compilation(config_of(tmp_path, compile=True)) == (True, [])
+    assert kernels._compilation(config, False) == (False, [])
+    assert kernels._compilation(config_of(tmp_path, compile=True), False) == (True, [])
     assert not (tmp_path / FILE).exists()
 
 
@@ -100,7 +100,7 @@ def test_blocks_are_compiled_where_that_is_known_to_help(
 ) -> None:
     be(monkeypatch, "a GPU", capability)
     monkeypatch.setattr(kernels, "_compile_trial", lambda: trial)
-    compiles, lines = kernels._compilation(config_of(tmp_path, **keys))
+    compiles, lines = kernels._compilation(config_of(tmp_path, **keys), experts=False)
     assert compiles == (told == "blocks: compiled")
     assert len(lines) == (told is not None)
     assert told is None or re.match(told, lines[0])
@@ -109,3 +109,10 @@ def test_blocks_are_compiled_where_that_is_known_to_help(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what is said where torch cannot compile for a GPU")
 def test_a_trial_says_why_torch_cannot_compile() -> None:
     assert (kernels._compile_trial() or "").startswith("torch.compile does not work here: ")
+
+
+def test_blocks_with_experts_are_compiled_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    be(monkeypatch, "a GPU", (9, 0))
+    compiles, (line,) = kernels._compilation(config_of(tmp_path), experts=True)
+    assert not compiles and "how many tokens an expert gets" in line
+    assert kernels._compilation(config_of(tmp_path, compile=True), experts=True) == (True, [])
