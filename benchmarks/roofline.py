@@ -23,6 +23,7 @@ from unittest.mock import patch
 
 import torch
 
+from benchmarks.gpu_models import COMMON, MODELS
 from models.attention import EAGER
 from models.layer_work import Operation
 from models.spec import ModelSpec
@@ -36,17 +37,7 @@ DEVICES = ("A100-80G", "H100", "H200")
 OTHERS = ("V100-32G", "A100-40G", *DEVICES, "H100PCIe", "L40S", "A10", "RTX4090", "RTX3090")
 LENGTH, MICRO_BATCHES = 4096, 8
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "vocab_size": 32000,
-    "max_position_embeddings": LENGTH,
-    "tie_word_embeddings": False,
-}
+LLAMA = COMMON | MODELS["7b"] | {"max_position_embeddings": LENGTH}
 LLAMA3 = LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}
 # MPT-7B's blocks have as many weights, 12 x 4096 x 4096; their layer norms and GELU are fewer kernels than these.
 MPT = LLAMA | {"intermediate_size": 10922, "vocab_size": 50432, "tie_word_embeddings": True}

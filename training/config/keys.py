@@ -228,9 +228,13 @@ class TrainConfig(Section):
 
     def compiles(self, ampere: bool, experts: bool) -> bool:
         """Whether blocks, with experts or without, are compiled on a GPU from Ampere on, or elsewhere."""
-        if self.compile != "auto":
-            return self.compile
-        return ampere and not experts and self.zero_optimization.stage < 3
+        return self.compile if self.compile != "auto" else ampere and self.compile_obstacle(experts) is None
+
+    def compile_obstacle(self, experts: bool) -> str | None:
+        """Why `compile: auto` leaves blocks as they are on any GPU, if it does."""
+        if experts:
+            return "how many tokens an expert gets changes with every micro-batch"
+        return "ZeRO stage 3 gathers weights inside of them" if self.zero_optimization.stage == 3 else None
 
     def has_flash(self, ampere: bool) -> bool:
         """Whether attention holds no scores, on a GPU from Ampere on or elsewhere."""

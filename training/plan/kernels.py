@@ -11,7 +11,6 @@ them, nor a CPU's: they are compiled when asked, but for ZeRO's.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from pydantic import BaseModel
 
 from common.whole_files import replace_text
 from data.loader import Loader
@@ -48,6 +48,18 @@ class Kernels(NamedTuple):
     attention: str
     compile: bool
     report: list[str]
+
+
+class Trial(BaseModel):
+    """What is kept of it.
+
+    Attributes:
+        known: what the times depend on.
+        milliseconds: of a block, by kernel.
+    """
+
+    known: dict[str, Any]
+    milliseconds: dict[str, float]
 
 
 def choose_kernels(config: TrainConfig, spec: ModelSpec, loader: Loader | None) -> Kernels:
@@ -97,19 +109,20 @@ def fastest(kernels: list[str], milliseconds: Time, file: Path, known: dict[str,
         RuntimeError: none of the kernels can run a block.
     """
     with suppress(OSError, ValueError):
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if found["known"] == known:
-            return _told(found["milliseconds"], "as measured when the run began")
-    times, failed = {}, None
+        found = Trial.model_validate_json(file.read_bytes())
+        if found.known == known:
+            return _told(found.milliseconds, "as measured when the run began")
+    times: dict[str, float] = {}
+    failed: RuntimeError | None = None
     for kernel in kernels:
         try:
             times[kernel] = milliseconds(kernel)
         except RuntimeError as error:  # such as scores that do not fit into memory
             failed = error
-    if not times:
-        raise failed or RuntimeError("no attention kernel")
+    if failed and not times:
+        raise failed
     with suppress(OSError):  # a full disk is told when the config is written
-        replace_text(file, json.dumps({"known": known, "milliseconds": times}, indent=2) + "\n")
+        replace_text(file, Trial(known=known, milliseconds=times).model_dump_json(indent=2) + "\n")
     return _told(times, "of a block")
 
 
@@ -125,15 +138,8 @@ def _compilation(config: TrainConfig, experts: bool) -> tuple[bool, list[str]]:
     ampere = on_gpu and torch.cuda.get_device_capability() >= AMPERE
     if config.compile != "auto" or not on_gpu:
         return config.compiles(ampere, experts), []
-    if not ampere:
-        obstacle: str | None = f"{torch.cuda.get_device_name()} is older than the GPUs that it is known to help"
-    elif experts:
-        obstacle = "how many tokens an expert gets changes with every micro-batch"
-    elif not config.compiles(ampere, experts):
-        obstacle = "ZeRO stage 3 gathers weights inside of them"
-    else:
-        obstacle = _compile_trial()
-    if obstacle:
+    older = None if ampere else f"{torch.cuda.get_device_name()} is older than the GPUs that it is known to help"
+    if obstacle := older or config.compile_obstacle(experts) or _compile_trial():
         return False, [f"blocks: not compiled: {obstacle}"]
     return True, ["blocks: compiled by torch.compile; the first steps take up to some minutes more"]
 

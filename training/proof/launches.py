@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -10,12 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from training.errors import RunRefused
-from training.metrics.reporter import METRICS_FILE
+from training.metrics.reporter import METRICS_FILE, read_metrics
 from training.proof.recorder import HELD, HOLD
 
 LOOK = 0.05  # seconds between two looks
@@ -115,8 +113,7 @@ def launched(start: Start, hold: int = 0) -> Iterator[Launch]:
 def metrics(run: Path) -> dict[str, dict[int, float]]:
     """The numbers of a run by name and step."""
     found: dict[str, dict[int, float]] = {"loss": {}, "grad_norm": {}, "eval_loss": {}}
-    for line in (run / METRICS_FILE).read_text(encoding="utf-8").splitlines():
-        values: dict[str, Any] = json.loads(line)
+    for values in read_metrics(run / METRICS_FILE):
         for name, of_step in found.items():
             if values.get(name) is not None:
                 of_step[values["step"]] = values[name]
