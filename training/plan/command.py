@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from common.log import Log
+from common.terminal import reason_of
 from data.errors import DataError
 from models.checkpoint.layout import resolve
 from models.errors import CheckpointError
@@ -30,7 +31,6 @@ from training.plan.rendering import PICTURE, advice_table, draw, facts, search_t
 
 DOES_NOT_FIT = 1
 WIDTH = 160  # of a plan that is written to a file
-REASON = 100  # characters of why the records cannot be read
 
 
 def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
@@ -101,5 +101,5 @@ def _workload(config: TrainConfig, spec: ModelSpec, folder: Path, log: Console) 
         loader = build_loader(dataset, config, config.model_topo.replicas, router_loss=router_loss)
         return Workload.measured(loader, config)
     except (DataError, CheckpointError, OSError, ValueError) as error:
-        log.print(f"data_path is not used: {' '.join(str(error).split())[:REASON]}")
+        log.print(f"data_path is not used: {reason_of(error)}")
         return Workload.assumed(config)
