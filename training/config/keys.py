@@ -36,6 +36,8 @@ NOT_PASSED_ON = frozenset(
     "gradient_predivide_factor memory_breakdown pipeline prescale_gradients sparse_gradients torch_autocast "
     "wall_clock_breakdown".split()
 )
+# What says how DeepSpeed sums the replicas' gradients.
+DEEPSPEEDS_SUMS = {"reduce_scatter", "reduce_bucket_size", "contiguous_gradients", "use_multi_rank_bucket_allreduce"}
 LARGEST = 10**12  # of a number of steps, samples and the like
 LONGEST = 2**24  # tokens: of a sample or a row
 YEAR = 366 * 24 * 60  # minutes
@@ -249,6 +251,16 @@ class TrainConfig(Section):
     def least_micro_batches(self) -> int:
         """How many micro-batches a step needs for each replica; 0 where the schedule does not ask."""
         return self.chunks if self.v_schedule else 0
+
+    @property
+    def sums_while_computing(self) -> bool:
+        """Whether the replicas in a pipeline sum their gradients while they compute (`training.engine.replica_sums`).
+
+        Not with an offloaded optimizer, nor with keys that say how DeepSpeed is to do it.
+        """
+        zero = self.zero_optimization
+        deepspeeds = zero.offloads or self.data_types or DEEPSPEEDS_SUMS & set(zero.model_extra or {})
+        return self.model_topo.replicas > 1 and zero.stage == 1 and not deepspeeds
 
     def check_door(self, in_stages: bool) -> None:
         """Refuse what only the other of the two training doors can do.
