@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -22,14 +22,16 @@ from torch import Tensor, nn
 from models.block_options import BlockOptions
 from models.checkpoint.source import open_source
 from models.fp8 import MULTIPLE, PACKAGE, obstacle, to_fp8
+from models.layers import Block
 from models.loading import build_layer
 from models.spec import ModelSpec
 from models.weight_gradients import linear_layers
-from tests.conftest import ROOT, TINY
+from tests.conftest import ROOT
 from tests.models.cases import CASES
 from tests.models.test_kernels import position_ids
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+HIDDEN = 64  # of the tiny models
 SAME, APART = 2e-3, 1e-2  # relative: what a bf16 result's last digit explains, and less than what fp8 changes
 
 
@@ -64,7 +66,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
-def results(module: Callable[[Tensor], Tensor], inputs: Tensor, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+def results(module: Callable[[Tensor], Tensor], inputs: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The output and all gradients of a sum that weighs it at random."""
     inputs = inputs.detach().clone().requires_grad_()
     output = module(inputs)
@@ -90,22 +92,25 @@ def test_all_three_products_are_rounded(bias: bool) -> None:
         assert distance(exact[name], expected[name]) > APART, name
 
 
-def build(folder: Path) -> nn.Module:
+def build(folder: Path) -> Block:
     spec = ModelSpec.from_folder(folder)
-    return build_layer(spec, 1, open_source(folder, spec), spec.positions(), torch.bfloat16, torch.device("cpu"))
+    source = open_source(folder, spec)
+    block = build_layer(spec, 1, source, spec.positions(), torch.bfloat16, torch.device("cpu"))
+    assert isinstance(block, Block)
+    return block
 
 
-def run(block: nn.Module) -> dict[str, Tensor]:
+def run(block: Block) -> dict[str, Tensor]:
     """Of packed rows."""
     positions = position_ids([[5, 1, 22, 12], [24, 9, 3]], 48)
-    hidden = torch.randn(2, 48, TINY["hidden_size"], generator=torch.Generator().manual_seed(1)).bfloat16()
+    hidden = torch.randn(2, 48, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
     return results(lambda each: block((each, positions))[0], hidden, dict(block.named_parameters()))
 
 
 def test_a_block_is_that_of_the_emulation(make_checkpoint: Callable[..., Path]) -> None:
     folder = make_checkpoint("qwen2")  # which has biases
     exact, by_torchao, by_hand = build(folder), build(folder), build(folder)
-    to_fp8(by_torchao.block, emulate=True)  # type: ignore[arg-type]
+    to_fp8(by_torchao.block, emulate=True)
     for linear in linear_layers(by_hand):
         vars(linear)["forward"] = MethodType(emulated, linear)
     found, expected, plain = (run(block) for block in (by_torchao, by_hand, exact))
@@ -124,7 +129,7 @@ def test_no_linear_layer_of_a_block_is_left_out_and_no_weight_is_another(
     assert obstacle(ModelSpec.from_folder(folder)) is None
     block = build(folder)
     linear, before = len(linear_layers(block)), dict(block.named_parameters())
-    to_fp8(block.block, emulate=True)  # type: ignore[arg-type]
+    to_fp8(block.block, emulate=True)
     assert linear and not linear_layers(block)
     assert sum(type(each).__name__ == "Float8Linear" for each in block.modules()) == linear
     after = dict(block.named_parameters())
@@ -134,9 +139,9 @@ def test_no_linear_layer_of_a_block_is_left_out_and_no_weight_is_another(
 
 def test_only_blocks_that_are_told_to_compute_so(make_checkpoint: Callable[..., Path]) -> None:
     block = build(make_checkpoint("llama"))
-    BlockOptions().apply(1, block)  # type: ignore[arg-type]
+    BlockOptions().apply(1, block)
     assert linear_layers(block)
-    BlockOptions(fp8=True).apply(1, block)  # type: ignore[arg-type]
+    BlockOptions(fp8=True).apply(1, block)
     assert not linear_layers(block)
 
 
@@ -147,7 +152,7 @@ def test_recomputed_and_offloaded_it_rounds_the_same(
     folder = make_checkpoint("llama")
     found = []
     for options in (BlockOptions(fp8=True), BlockOptions(frozenset({1}), offload=True, fp8=True)):
-        options.apply(1, block := build(folder).train())  # type: ignore[arg-type]
+        options.apply(1, block := build(folder).train())
         found.append(run(block))
     torch.testing.assert_close(*found, atol=0, rtol=0)
 
@@ -157,11 +162,16 @@ def test_the_backward_pass_keeps_the_bf16_inputs() -> None:
     layer = nn.Sequential(nn.Linear(32, 64, bias=False, dtype=torch.bfloat16))
     to_fp8(layer, emulate=True)
     kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(torch.randn(16, 32).bfloat16())
     sizes = {tensor.untyped_storage()._cdata: (tuple(tensor.shape), tensor.dtype) for tensor in kept}
     assert sorted(sizes.values()) == [((16, 32), torch.bfloat16), ((32, 64), torch.bfloat16)]
-    assert layer[0].weight.untyped_storage()._cdata in sizes  # a view of the weight itself
+    assert layer.get_parameter("0.weight").untyped_storage()._cdata in sizes  # a view of the weight itself
 
 
 def test_models_that_cannot_are_told(make_checkpoint: Callable[..., Path]) -> None:
@@ -191,8 +201,8 @@ def test_compiled_it_rounds_the_same(make_checkpoint: Callable[..., Path]) -> No
     folder = make_checkpoint("llama")
     plain, eager, compiled = build(folder), build(folder), build(folder)
     for block in (eager, compiled):
-        to_fp8(block.block, emulate=True)  # type: ignore[arg-type]
-    compiled.block.compile(dynamic=True)  # type: ignore[operator,union-attr]
+        to_fp8(block.block, emulate=True)
+    compiled.block.compile(dynamic=True)
     found, expected, exact = run(compiled), run(eager), run(plain)
     for name, result in expected.items():
         assert distance(found[name], result) < 0.7 * distance(exact[name], result), name
