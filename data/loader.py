@@ -26,7 +26,7 @@ from data.packing import Packing, best_fit, level
 from data.tokenized.sample_set import SampleSet
 from data.tokenized.tokenize import IGNORED
 
-PAD_MULTIPLE = 8  # lengths are rounded up: kernels like multiples of eight, and shapes repeat more often
+PAD_MULTIPLE = 8  # to which lengths are rounded up: kernels like multiples of eight, and shapes repeat more often
 
 MicroBatch = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 Rows = list[list[int]]  # sample numbers by row
@@ -75,6 +75,7 @@ class Loader:
         least_micro_batches: for each replica in every global batch; where there would be fewer, they have fewer rows.
         same_everywhere: which samples share a micro-batch does not depend on `replicas` and `least_micro_batches`, and
             where there are too few, empty ones are added. That costs time.
+        pad_multiple: the lengths of rows are rounded up to a multiple of it.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Loader:
         numbers: Sequence[int] | None = None,
         least_micro_batches: int = 0,
         same_everywhere: bool = False,
+        pad_multiple: int = PAD_MULTIPLE,
     ) -> None:
         self.data = data
         self.batch_size = batch_size
@@ -100,6 +102,7 @@ class Loader:
         self.row_length = row_length
         self._least = least_micro_batches * replicas
         self._same_everywhere = same_everywhere
+        self._pad_multiple = pad_multiple
         # Four bytes a sample here and four for the epoch's order: a hundred million samples take 0.8 GB.
         kind = numpy.int32 if len(data.lengths) < 2**31 else numpy.int64
         self._numbers = numpy.arange(len(data.lengths), dtype=kind) if numbers is None else numpy.array(numbers, kind)
@@ -209,7 +212,7 @@ class Loader:
     def _shape(self, rows: Rows) -> tuple[int, int]:
         """Of a micro-batch."""
         longest = max((self._tokens(row) for row in rows), default=0)
-        return max(len(rows), 1), max(-(-longest // PAD_MULTIPLE), 1) * PAD_MULTIPLE
+        return max(len(rows), 1), max(-(-longest // self._pad_multiple), 1) * self._pad_multiple
 
     def _collate(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
         shape = self._shape(rows)

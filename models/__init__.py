@@ -6,12 +6,17 @@ DeepSpeed, so it is not imported here).
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from models.errors import CheckpointError
 
 if TYPE_CHECKING:
     from models.causal_lm import CausalLM, load_model
+
+# torchao, which transformers imports where it is installed, tells of the kernels of other GPUs that it does not find.
+for _noisy in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_noisy).setLevel(logging.ERROR)
 
 __all__ = ["CausalLM", "CheckpointError", "load_model"]
 

@@ -1,4 +1,4 @@
-"""How the blocks of a run are computed: recomputed, offloaded, compiled. None of it changes a number.
+"""How the blocks of a run are computed: recomputed, offloaded, compiled, in fp8. Only the last changes numbers.
 
 * Recomputation: a block keeps its input, one hidden state, instead of some thirty, and is computed a second time in the
   backward pass, which makes a third more arithmetic.
@@ -6,12 +6,14 @@
 * Compilation: torch.compile fuses the small operations between the matrix products. All lengths share one program, and
   blocks of one kind another's; it is made at the first steps, for some seconds up to a minute. Attention document by
   document stays outside of it: which documents there are changes with every micro-batch.
+* fp8: the factors of linear layers' products are rounded to 8 bits (`models.fp8`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from models.fp8 import to_fp8
 from models.layers import Block
 
 
@@ -23,16 +25,20 @@ class BlockOptions:
         recompute: the numbers of the layers that recompute.
         offload: whether activations wait in host memory.
         compile: whether blocks are compiled.
+        fp8: whether their linear layers multiply in fp8.
     """
 
     recompute: frozenset[int] = frozenset()
     offload: bool = False
     compile: bool = False
+    fp8: bool = False
 
     def apply(self, number: int, block: Block) -> None:
         """Prepare layer `number`."""
         block.recompute = number in self.recompute
         block.offload = self.offload
+        if self.fp8:
+            to_fp8(block.block)
         if self.compile:
             block.block.compile(dynamic=True)
 

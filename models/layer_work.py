@@ -39,6 +39,7 @@ class Operation:
         reads, writes: bytes by storage.
         flops: of a product or of attention, whose causal half that a kernel may skip is included.
         shape: (products at a time, rows, columns) of the result of a product.
+        fp8: whether a product's factors are of 8 bits.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class Operation:
     writes: Sizes
     flops: float = 0.0
     shape: tuple[int, int, int] = (1, 1, 1)
+    fp8: bool = False
 
     @property
     def bytes(self) -> int:

@@ -13,7 +13,7 @@ import numpy
 from rich.console import Console
 
 from data.chat.prompts import Prompts, format_of
-from data.loader import Loader
+from data.loader import PAD_MULTIPLE, Loader
 from data.packing import choose_row_length
 from data.paths import expanded
 from data.records.sources import Source
@@ -23,6 +23,7 @@ from data.tokenized.dataset import Dataset, load_dataset
 from data.tokenized.sample_set import SampleSet
 from data.tokenized.store import default_folder
 from data.tokenized.tokenize import load_tokenizer
+from models import fp8
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 
@@ -94,6 +95,7 @@ def build_loader(
         numbers,
         config.least_micro_batches,
         router_loss,
+        fp8.MULTIPLE if config.fp8.enabled else PAD_MULTIPLE,
     )
 
 

@@ -28,7 +28,7 @@ from training.checkpoint.folder import RECORD, CheckpointRecord, DataOrder, step
 from training.checkpoint.resume import check_resumable, check_same_model, find_checkpoint, resume
 from training.checkpoint.saving import Checkpointer, read_side_files
 from training.config.changes import settings_of
-from training.config.deepspeed_config import router_loss_weight, training_dtype
+from training.config.deepspeed_config import check_fp8, router_loss_weight, training_dtype
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader, build_loader
 from training.distributed.processes import Place, agreed
@@ -74,6 +74,7 @@ class Inputs:
         folder = resolve(config.model_path)
         spec = ModelSpec.from_folder(folder)
         config.parts_for(spec.n_layers)  # checked before the data are read, which takes longer
+        check_fp8(config, spec)
         reader = RecordReader(config, folder, log)
         dataset = reader.stream() if config.stream_gb else reader.read("data", config.data_path)
         replicas, router_loss = config.model_topo.replicas, router_loss_weight(config, spec) > 0

@@ -212,3 +212,13 @@ def test_an_epoch_without_a_whole_batch_is_refused() -> None:
 
 def test_the_first_token_bears_no_loss_as_nothing_predicts_it() -> None:
     assert supervised_count({"input_ids": [5, 6, 7], "labels": [5, -100, 7]}) == 1
+
+
+def test_rows_are_padded_to_the_multiple_that_is_asked_for() -> None:
+    """fp8's kernels want multiples of 16 tokens; what is trained on stays the same."""
+    data = InMemory(make_samples(37))
+    usual, wide = (Loader(data, 8, 1, 1, seed=1, pad_multiple=multiple) for multiple in (8, 16))
+    batches = usual.batch(0), wide.batch(0)
+    assert batches[0] == batches[1]
+    shapes = [loader.shapes(batch, 0) for loader, batch in zip((usual, wide), batches, strict=True)]
+    assert [(rows, -(-length // 16) * 16) for rows, length in shapes[0]] == shapes[1] != shapes[0]

@@ -38,6 +38,7 @@ class Rule(NamedTuple):
 NEXT = "counts from the next step on"
 NEW_SCHEDULE = "the learning rate is that of the new schedule from the next step on"
 ROUNDING = "sums are rounded in another order"
+PRODUCTS = "the products of the blocks are rounded to other numbers"
 MICRO_BATCHES = f"{ROUNDING}; a router loss is that of other micro-batches"
 
 _RULES: list[tuple[Rule, str]] = [
@@ -56,6 +57,7 @@ _RULES: list[tuple[Rule, str]] = [
     (Rule(True, f"{ROUNDING}, and dropout draws other numbers"), "model_topo schedule"),
     (Rule(True, ROUNDING), "zero_optimization zero_force_ds_cpu_optimizer use_flash_attn compile"),
     (Rule(True, ROUNDING), "communication_data_type deterministic tf32"),
+    (Rule(True, PRODUCTS), "fp8"),
     (Rule(True, "where the records differ, the best checkpoint is looked for anew"), "eval_data_path"),
     (Rule(True), "save_path from_scratch cache_dir resume save_interval save_minutes keep_last on_save_error"),
     (Rule(True), "export_hf timeout_minutes max_bad_steps eval_interval eval_at_start tensorboard wandb profile_steps"),

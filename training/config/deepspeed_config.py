@@ -9,6 +9,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
 
+from models import fp8
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.config.sections import nearest
@@ -61,6 +62,16 @@ def router_loss_weight(config: TrainConfig, spec: ModelSpec) -> float:
     if wanted is None:
         return float(spec.config.router_aux_loss_coef) if spec.config.output_router_logits else 0.0
     return wanted
+
+
+def check_fp8(config: TrainConfig, spec: ModelSpec) -> None:
+    """Refuse fp8 for a model whose blocks cannot compute in it.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if config.fp8.enabled and (obstacle := fp8.obstacle(spec)):
+        raise ConfigError(f"fp8.enabled: {obstacle}; expected false")
 
 
 def training_dtype(config: TrainConfig) -> torch.dtype:

@@ -10,6 +10,7 @@ import re
 
 import torch
 
+from models import fp8
 from models.lean_loss import AMPERE
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
@@ -21,9 +22,11 @@ def check_gpu(config: TrainConfig) -> None:
     """Look at the GPU, where there is one.
 
     Raises:
-        ConfigError: torch was not built for it, or it does not compute in bf16 or TF32.
+        ConfigError: torch was not built for it, or it does not compute in bf16, TF32 or fp8; torchao is missing.
     """
     if not torch.cuda.is_available():
+        if config.fp8.enabled:
+            raise ConfigError("fp8.enabled: this machine has no GPU; expected false")
         return
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     if not has_kernels(capability, torch.cuda.get_arch_list()):
@@ -36,6 +39,10 @@ def check_gpu(config: TrainConfig) -> None:
         raise ConfigError(f"bf16.enabled: {name} does not compute in bf16; expected fp16")
     if config.tf32 and capability < AMPERE:
         raise ConfigError(f"tf32: {name} does not have it; expected false")
+    if config.fp8.enabled and capability < fp8.CAPABILITY:
+        raise ConfigError(f"fp8.enabled: {name} is older than Ada and Hopper (sm_89, sm_90); expected false")
+    if config.fp8.enabled and not fp8.is_installed():
+        raise ConfigError(f"fp8.enabled: torchao is not installed; expected pip install {fp8.PACKAGE}")
 
 
 def has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:

@@ -14,6 +14,7 @@ from data.packing import Packing
 from data.records.reading import OnBadRecord
 from training.config.sections import (
     BF16,
+    FP8,
     FP16,
     DataPath,
     EveryNth,
@@ -103,6 +104,8 @@ class TrainConfig(Section):
 
     bf16: BF16 = BF16()
     fp16: FP16 = FP16()
+    # In a bf16 run, the products of the blocks' linear layers in fp8: on GPUs from Ada and Hopper on, with torchao.
+    fp8: FP8 = FP8()
     zero_optimization: Zero = Zero()
     # DeepSpeed's consent to optimizers it did not test with ZeRO; given for all that Pipetune offers.
     zero_allow_untested_optimizer: bool = True
@@ -198,6 +201,8 @@ class TrainConfig(Section):
             raise ValueError("bf16.enabled: expected at most one of bf16 and fp16")
         if self.tf32 and (self.bf16.enabled or self.fp16.enabled):
             raise ValueError("tf32: 16-bit products do not use it; expected false, or neither bf16 nor fp16")
+        if self.fp8.enabled and (obstacle := self._fp8_obstacle()):
+            raise ValueError(f"fp8.enabled: {obstacle}")
         if self.stream_gb and not self.max_steps:
             raise ValueError("max_steps: expected a number, as nobody knows how many steps an epoch of a stream has")
         if self.stream_gb and self.packing == "dataset":
@@ -222,6 +227,16 @@ class TrainConfig(Section):
                 f"expected {self.train_batch_size // unit}, or leave it out"
             )
         return self
+
+    def _fp8_obstacle(self) -> str | None:
+        """What of the config does not go together with fp8, if anything."""
+        if not self.bf16.enabled:
+            return "it rounds bf16 numbers; expected bf16.enabled: true"
+        if self.v_schedule:
+            return "dualpipev computes gradients of weights later, and in bf16; expected false or schedule: 1f1b"
+        if self.zero_optimization.stage == 3:
+            return "ZeRO stage 3 gathers weights inside of the blocks; expected false or stage <= 2"
+        return None
 
     @property
     def v_schedule(self) -> bool:

@@ -164,6 +164,12 @@ class FP16(Section):
     fp16_master_weights_and_grads: bool | None = None
 
 
+class FP8(Section):
+    """`fp8`: products of the blocks' linear layers in 8 bits (`models.fp8`)."""
+
+    enabled: bool = False
+
+
 class OptimizerOffload(BaseModel):
     """Where the optimizer's states lie. Those on a disk (`nvme`) could not be taken up from a checkpoint."""
 

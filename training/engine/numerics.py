@@ -1,4 +1,4 @@
-"""How a process rounds its products and orders its sums: `deterministic` and `tf32`.
+"""How a process rounds its products and orders its sums: `deterministic`, `tf32` and what the log says of `fp8`.
 
 Kernels that add up with atomic operations, such as flash attention's backward pass, sum in another order each time: on
 a GPU a resumed run is equal to the last bit only with `deterministic: true`, by which torch takes ordered kernels and
@@ -43,6 +43,8 @@ def describe_numerics(config: TrainConfig) -> list[str]:
             lines.append("warning: tf32 is without effect, as there is no GPU")
         if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             lines.append("warning: this CPU has no instructions for bf16, which takes it ten times as long as fp32")
+    elif config.fp8.enabled:
+        lines.append("products: fp8 in the blocks' linear layers, bf16 elsewhere; weights and their gradients are bf16")
     elif config.tf32:
         lines.append("products: TF32, with 10 bits of each factor")
     elif dtype is torch.float32 and torch.cuda.get_device_capability() >= AMPERE:

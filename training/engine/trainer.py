@@ -118,7 +118,7 @@ def build_engine(
     model = make_model(
         states=states,
         dtype=training_dtype(config),
-        blocks=BlockOptions(recompute=recompute, offload=config.offload_activations, compile=config.compile is True),
+        blocks=BlockOptions(recompute, config.offload_activations, config.compile is True, config.fp8.enabled),
         z_loss_weight=config.aux_max_z_loss.weight,
         router_loss_weight=router_weight,
     )

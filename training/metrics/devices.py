@@ -36,6 +36,7 @@ class Device:
         name: as in `--devices`.
         memory: bytes that may be planned with; None where nothing is known to limit them.
         half, single: FLOP/s at best, in 16-bit numbers with fp32 sums and in fp32.
+        fp8: likewise, in 8-bit numbers; 0 where it does not compute in them.
         bandwidth: of its memory, in bytes/s, as a run gets it.
         products: the share of the FLOP/s at best that large products get.
         attention: what attention kernels get with long documents, of what large products get.
@@ -66,6 +67,7 @@ class Device:
     reserves: bool = True
     known: bool = True
     bf16: bool = True
+    fp8: float = 0.0
 
     @property
     def ampere(self) -> bool:
@@ -142,4 +144,5 @@ def _device(name: str, gib: int) -> Device:
         cores=gpu["cores"],
         link=LINKED * gpu.get("link", PCIE) * GIGA,
         bf16=gpu.get("bf16", True),
+        fp8=gpu.get("fp8", 0.0) * TERA,
     )

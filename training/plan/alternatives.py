@@ -130,6 +130,8 @@ def _candidates(basis: Basis, devices: int) -> Iterator[Basis]:
             schedule=schedule,
             use_grad_ckpt=recompute,
         )
+        if config.fp8.enabled and schedule == "dualpipev":  # which the config would refuse
+            continue
         if candidate.schedule != schedule or candidate.config.chunks > basis.spec.n_layers:
             continue
         if candidate.workload.micro_batches >= candidate.config.least_micro_batches:

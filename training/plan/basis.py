@@ -173,6 +173,11 @@ class Basis:
         return self.config.recomputed(self.spec.n_blocks) if self.recompute is None else self.recompute
 
     @property
+    def in_fp8(self) -> bool:
+        """Whether the linear layers of the blocks multiply in fp8, which the device must have."""
+        return self.config.fp8.enabled and self.device.fp8 > 0
+
+    @property
     def schedule(self) -> Schedule:
         """That of the stages; where there is one, it has nothing to wait for."""
         return "dualpipev" if self.config.v_schedule else "1f1b"

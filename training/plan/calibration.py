@@ -23,6 +23,7 @@ from models.lean_loss import linear_cross_entropy
 from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
+from training.config.sections import FP8
 from training.engine.gradient_sums import add
 from training.metrics.devices import this_device
 from training.optimizer.optimizers import build_optimizer
@@ -39,7 +40,8 @@ def calibrate(config: TrainConfig, spec: ModelSpec, workload: Workload) -> Calib
     if device.type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // config.model_topo.processes))
     torch.manual_seed(config.seed)
-    plain = config.model_copy(update={"compile": False, "use_flash_attn": False})  # as the layers are run below
+    as_run = {"compile": False, "use_flash_attn": False, "fp8": FP8()}  # below
+    plain = config.model_copy(update=as_run)
     estimates = layer_times(Basis(plain, spec, workload, this_device(), recompute=frozenset()))
     layers: dict[str, tuple[float, float]] = {}
     for kind in dict.fromkeys(kinds(spec)):

@@ -18,7 +18,7 @@ from data.errors import DataError
 from models.checkpoint.layout import resolve
 from models.errors import CheckpointError
 from models.spec import ModelSpec
-from training.config.deepspeed_config import router_loss_weight
+from training.config.deepspeed_config import check_fp8, router_loss_weight
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader, build_loader
 from training.errors import ConfigError
@@ -43,6 +43,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     folder = resolve(config.model_path)
     spec = ModelSpec.from_folder(folder)
     count, device = parse_devices(arguments.devices) if arguments.devices else (None, this_device())
+    check_fp8(config, spec)
     config = _on(config, count, arguments.search)
     workload = _workload(config, spec, folder, log)
     save_path = Path(config.save_path)

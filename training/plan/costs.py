@@ -24,6 +24,7 @@ from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.metrics.devices import HOST_LINK, Device, this_device
 from training.plan.basis import Basis
+from training.plan.casts import in_fp8
 from training.plan.optimizer_memory import StateBytes
 from training.plan.roofline import Roofline, Spent
 
@@ -122,7 +123,8 @@ def _counted(basis: Basis, layer: int, dtype: torch.dtype, device: Device) -> La
     case = (layer, work.rows, math.ceil(work.length), dtype, *kernels)
     if case not in basis.counted:
         basis.counted[case] = work_of(basis.spec, *case)
-    return basis.counted[case]
+    is_block = 0 < layer < basis.spec.n_layers - 1
+    return in_fp8(basis.counted[case], kernels[1]) if is_block and basis.in_fp8 else basis.counted[case]
 
 
 def loss_work(basis: Basis, dtype: torch.dtype, device: Device) -> list[Operation]:

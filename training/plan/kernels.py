@@ -75,6 +75,8 @@ def choose_kernels(config: TrainConfig, spec: ModelSpec, loader: Loader | None) 
     if torch.distributed.get_rank() == 0:
         attention, reason = _attention(config, spec, loader)
         compiles, lines = _compilation(config, bool(spec.family.router))
+        if config.fp8.enabled and not compiles:
+            lines.append("warning: fp8 without compiled blocks: rounding takes longer than the products save")
         chosen = Kernels(attention, compiles, [f"attention: {reason}", *lines])
     kernels = gather(chosen)[0]
     assert kernels is not None

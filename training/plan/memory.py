@@ -21,6 +21,7 @@ from models.saved_activations import Saved, saved_by
 from training.config.deepspeed_config import training_dtype
 from training.optimizer.optimizers import PIECE
 from training.plan.basis import Basis
+from training.plan.casts import HELD_COMPILED, HELD_EAGER
 from training.plan.costs import kinds
 from training.plan.optimizer_memory import StateBytes
 from training.plan.partition import LayerRange, layers_of
@@ -157,6 +158,10 @@ class MemoryModel:
         backward = BACKWARD * max((self._saved[block].largest for block in blocks), default=0)
         arriving = max((self._largest[layer] for layer in range(begin, min(end, self._spec.n_layers - 1))), default=0)
         arriving *= self._itemsize
+        if self._basis.in_fp8:
+            compiled = self._config.compiles(self._device.ampere, experts=False)
+            factor = max((max(self._saved[b].largest // self._itemsize, self._largest[b]) for b in blocks), default=0)
+            backward += factor * (HELD_COMPILED if compiled else HELD_EAGER)
         return max(again + backward + arriving, self._loss if end == self._spec.n_layers else 0)
 
     @cached_property

@@ -63,7 +63,7 @@ class Roofline:
             count, rows, columns = operation.shape
             tiles = count * math.ceil(rows / TILE) * math.ceil(columns / TILE)
             waves = math.ceil(tiles / self.device.cores) * self.device.cores / tiles
-            arithmetic = operation.flops * waves / flops
+            arithmetic = operation.flops * waves / (self.device.products * self.device.fp8 if operation.fp8 else flops)
         elif operation.kind == "attention":
             rate = self.device.attention * flops * self.document / (self.document + self.device.half_length)
             arithmetic = PAIRS * operation.flops * self.document / self.length / rate

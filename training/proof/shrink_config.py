@@ -71,6 +71,9 @@ def small_numbers(config: TrainConfig, spec: ModelSpec) -> tuple[dict[str, Any],
     if config.tf32:
         said.append("tf32: false, as the bounds are those of fp32")
         values["tf32"] = False
+    if config.fp8.enabled:
+        said.append("fp8: off, as the bounds are those of bf16")
+        values["fp8"] = {}
     return values, said
 
 

@@ -280,6 +280,17 @@ def test_the_type_of_a_schedule_says_which_params_there_are(line: str, params: W
         ("mask: user", "mask: expected 'assistant', 'last_turn' or 'all', found 'user'"),
         ("truncate: newest", "truncate: expected 'turns', 'oldest' or 'refuse', found 'newest'"),
         ("bf16: {enabled: true}\nfp16: {enabled: true}", "bf16.enabled: expected at most one of bf16 and fp16"),
+        ("fp8: {enabled: true}", "fp8.enabled: it rounds bf16 numbers; expected bf16.enabled: true"),
+        ("fp8: {enabled: true}\nfp16: {enabled: true}", "fp8.enabled: it rounds bf16 numbers; expected bf16.enabled"),
+        (
+            "fp8: {enabled: true}\nbf16: {enabled: true}\nschedule: dualpipev\n"
+            "model_topo: {process_topology: {dims: [2, 1]}}",
+            "fp8.enabled: dualpipev computes gradients of weights later, and in bf16; expected false or schedule: 1f1b",
+        ),
+        (
+            "fp8: {enabled: true}\nbf16: {enabled: true}\nzero_optimization: {stage: 3}",
+            "fp8.enabled: ZeRO stage 3 gathers weights inside of the blocks; expected false or stage <= 2",
+        ),
         ("train_micro_batch_size_per_gpu: 3", "train_batch_size: 8 is not a multiple of 3 "),
         ("gradient_accumulation_steps: 4", "gradient_accumulation_steps: 4 contradicts train_batch_size 8; expected 8"),
         ("model_topo: {process_topology: {dims: [1, 3]}}", "train_batch_size: 8 is not a multiple of 3 "),

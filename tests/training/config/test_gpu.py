@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from models.fp8 import PACKAGE
 from training.config.gpu import check_gpu, has_kernels
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
@@ -40,6 +41,39 @@ def test_a_v100_has_no_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     be(monkeypatch, "Tesla V100-SXM2-32GB", (7, 0), CUDA_12)
     with pytest.raises(ConfigError, match=r"^tf32: Tesla V100.* expected false$"):
         check_gpu(TrainConfig.model_validate(KEYS | {"tf32": True}))
+
+
+FP8 = TrainConfig.model_validate(KEYS | {"bf16": {"enabled": True}, "fp8": {"enabled": True}})
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "runs"),
+    [
+        ("NVIDIA A100-SXM4-80GB", (8, 0), False),
+        ("NVIDIA A10", (8, 6), False),
+        ("NVIDIA L40S", (8, 9), True),
+        ("NVIDIA H100 80GB HBM3", (9, 0), True),
+        ("NVIDIA B200", (10, 0), True),
+    ],
+)
+def test_which_gpus_have_fp8(
+    name: str, capability: tuple[int, int], runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be(monkeypatch, name, capability, [*CUDA_13, "sm_89"])
+    if runs:
+        check_gpu(FP8)
+        monkeypatch.setattr("models.fp8.is_installed", lambda: False)
+        with pytest.raises(ConfigError, match=rf"^fp8.enabled: torchao is not installed; .* pip install {PACKAGE}$"):
+            check_gpu(FP8)
+    else:
+        with pytest.raises(ConfigError, match=rf"^fp8.enabled: {name} is older than Ada and Hopper .* expected false$"):
+            check_gpu(FP8)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_cpu_has_no_fp8() -> None:
+    with pytest.raises(ConfigError, match=r"^fp8.enabled: this machine has no GPU; expected false$"):
+        check_gpu(FP8)
 
 
 def test_an_a100_takes_both(monkeypatch: pytest.MonkeyPatch) -> None:

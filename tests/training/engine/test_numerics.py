@@ -76,6 +76,12 @@ def test_tf32_without_a_gpu_is_told_and_changes_nothing() -> None:
     assert describe_numerics(config_of(tf32=True)) == ["warning: tf32 is without effect, as there is no GPU"]
 
 
+def test_fp8_is_told(gpu: None) -> None:
+    config = config_of(bf16={"enabled": True}, fp8={"enabled": True})
+    (line,) = describe_numerics(config)
+    assert line.startswith("products: fp8 in the blocks' linear layers, bf16 elsewhere")
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_tf32_in_16_bits_is_refused(precision: str) -> None:
     with pytest.raises(ValueError, match="tf32: 16-bit products do not use it"):

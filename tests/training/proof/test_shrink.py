@@ -198,3 +198,7 @@ def test_what_no_two_runs_would_agree_on_is_set_and_said(tmp_path: Path, monkeyp
     small, differs = small_config(config, spec, config.model_topo, tmp_path)
     assert small.deterministic and not small.tf32
     assert [line.partition(",")[0] for line in differs] == ["deterministic: true", "tf32: false"]
+    config = TrainConfig.model_validate(KEYS | {"bf16": {"enabled": True}, "fp8": {"enabled": True}})
+    small, differs = small_config(config, spec, config.model_topo, tmp_path)
+    assert small.bf16.enabled and not small.fp8.enabled
+    assert [line.partition(",")[0] for line in differs] == ["deterministic: true", "fp8: off"]

@@ -1,0 +1,104 @@
+"""Whole jobs in fp8, emulated on a CPU, beside the same in bf16: their losses, checkpoints and exports.
+
+Two stages through the real launcher; a third run goes on from the checkpoint in fp8 with bf16 products.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.checkpoint.convert import hg_to_pp
+from models.checkpoint.export import pp_to_hg
+from tests.conftest import FAQ
+from tests.launching import metrics, topology
+from tests.models.helpers import joined, read_weights
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.launched
+
+STEPS, SAVED = 8, 5
+NEAR = 2e-3  # relative, of the losses of so few steps
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fp8")
+
+
+@pytest.fixture(scope="module")
+def outcomes(ranks: Ranks, folder: Path, make_checkpoint: Callable[..., Path]) -> dict[str, dict[str, Any]]:
+    records = folder / "records.json"
+    records.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:24]), encoding="utf-8")
+    shared: dict[str, Any] = {
+        "model_path": str(make_checkpoint("llama", tie_word_embeddings=True)),
+        "data_path": str(records),
+        "cache_dir": str(folder / "cache"),
+        "max_seq_len": 200,
+        "max_steps": STEPS,
+        "save_interval": SAVED,
+        "keep_last": 9,
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3}},
+        "bf16": {"enabled": True},
+        "tensorboard": {"enabled": False},
+        "prompt_format": "plain",
+        "export_hf": True,
+        "model_topo": topology([2, 1]),
+    }
+    changes: dict[str, dict[str, Any]] = {
+        "bf16": {},
+        "fp8": {"fp8": {"enabled": True}},
+        "back": {"resume": str(folder / "fp8" / f"step-{SAVED:06d}")},
+    }
+    cases = [
+        {"name": name, "kind": "pipeline", "events": {}, "config": shared | {"save_path": str(folder / name)} | keys}
+        for name, keys in changes.items()
+    ]
+    ranks.run(2, "fp8", cases, folder)
+    found: dict[str, dict[str, Any]] = {each: json.loads((folder / f"{each}.json").read_text()) for each in changes}
+    assert not any(outcome["error"] or outcome["code"] for outcome in found.values()), found
+    return found
+
+
+def losses(folder: Path, name: str) -> torch.Tensor:
+    return torch.tensor([line["loss"] for line in metrics(folder / name) if "loss" in line], dtype=torch.float64)
+
+
+def test_losses_stay_near_those_of_bf16(outcomes: dict[str, Any], folder: Path) -> None:
+    bf16, fp8 = losses(folder, "bf16"), losses(folder, "fp8")
+    assert len(bf16) == len(fp8) == STEPS
+    assert not torch.equal(bf16, fp8)
+    torch.testing.assert_close(fp8, bf16, atol=0, rtol=NEAR)
+    assert fp8[-1] < 0.95 * fp8[0]
+
+
+def test_checkpoints_and_exports_have_the_form_of_bf16(outcomes: dict[str, Any], folder: Path) -> None:
+    """Files, names, shapes and dtypes, in the checkpoint and in the export; and both converters take them."""
+
+    def form(path: Path) -> dict[str, Any]:
+        return {name: (tensor.shape, tensor.dtype) for name, tensor in joined(read_weights(path)).items()}
+
+    def files(path: Path) -> list[str]:
+        return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+
+    step = f"step-{STEPS:06d}"
+    assert files(folder / "fp8" / step) == files(folder / "bf16" / step)
+    exports = [folder / name / "hf" for name in ("fp8", "bf16")]
+    assert form(exports[0]) == form(exports[1]) and files(exports[0]) == files(exports[1])
+    pp_to_hg(folder / "fp8" / step, folder / "converted")
+    assert form(folder / "converted") == form(exports[0])
+    hg_to_pp(folder / "converted", folder / "back-again")
+
+
+def test_a_run_goes_on_in_bf16_and_says_so(outcomes: dict[str, Any], folder: Path) -> None:
+    told = " ".join(outcomes["back"]["told"].split())
+    assert "fp8.enabled True -> False: the products of the blocks are rounded to other numbers" in told
+    assert torch.isfinite(losses(folder, "back")).all()
+    torch.testing.assert_close(losses(folder, "back"), losses(folder, "fp8")[SAVED:], atol=0, rtol=NEAR)
