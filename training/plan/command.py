@@ -24,7 +24,7 @@ from training.data_setup import RecordReader, build_loader
 from training.errors import ConfigError
 from training.metrics.devices import parse_devices, this_device
 from training.plan.alternatives import advise, search
-from training.plan.basis import Basis, Calibration, Workload
+from training.plan.basis import Basis, Workload
 from training.plan.calibration import calibrate
 from training.plan.plan import Plan
 from training.plan.rendering import PICTURE, advice_table, draw, facts, search_table, stages_table, times_table
@@ -53,11 +53,12 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
         log.print(f"calibrated: {calibrate(config, spec, workload).write(save_path)}")
     # What was measured here says nothing about other devices, unless somebody says that they are the same.
     counts = arguments.calibrate or not arguments.devices
-    calibration = Calibration.read(save_path, config, spec) if counts else None
-    basis = Basis(config, spec, workload, device, calibration)
+    basis, told = Basis.of_run(config, spec, workload, device, calibrated=counts)
     processes = count or config.model_topo.processes
     on = f"{processes} x {device.name}" if device.memory else f"{processes} processes on a {device.name}"
     log.print(f"model: {spec.family.name}, {spec.n_layers} layers; {on}")
+    for line in told:
+        log.print(line)
     if arguments.search:
         best = search(basis, processes)
         if not best:
