@@ -19,7 +19,7 @@ from data.chat.prompts import PromptFormat, check_prompt_format
 from training.errors import one_line_at_the_end
 
 if TYPE_CHECKING:
-    from models.generate import Sampling
+    from models.generation.sampling import Sampling
 
 
 class Chat:
@@ -32,7 +32,7 @@ class Chat:
         from data.tokenized.tokenize import load_tokenizer
         from models import load_model
         from models.checkpoint.layout import resolve
-        from models.generate import stop_ids
+        from models.generation.generate import stop_ids
 
         self.prompt_format = check_prompt_format(prompt_format) if prompt_format else None
         resolved = resolve(folder)
@@ -45,7 +45,7 @@ class Chat:
     def ask(self, text: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
         """Yield the answer in pieces as it is written, and remember it."""
         from data.tokenized.tokenize import encode_question
-        from models.generate import generate
+        from models.generation.generate import generate
 
         asked = (*self.said, Said("user", text))
         prompt = encode_question(asked, self.tokenizer, self.prompt_format)
@@ -63,7 +63,7 @@ class Chat:
 def main() -> None:
     arguments = parse_arguments()
     with one_line_at_the_end():
-        from models.generate import GREEDY, Sampling
+        from models.generation.sampling import GREEDY, Sampling
 
         sampling = GREEDY if arguments.greedy else Sampling()
         chat = Chat(arguments.model, arguments.prompt_format)

@@ -24,7 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from demo import Chat
-from models.generate import GREEDY
+from models.generation.sampling import GREEDY
 from quickstart.base_model import PACKAGE, make_base
 from training.distributed.processes import free_port
 

@@ -22,7 +22,7 @@ from data.chat.native_tokenizers import export_tokenizer
 from data.tokenized.tokenize import load_tokenizer
 from models.checkpoint.convert import hg_to_pp
 from models.checkpoint.export import ExportOptions, pp_to_hg
-from models.generate import GREEDY
+from models.generation.sampling import GREEDY
 from tests.conftest import save_original
 from tests.launching import run
 
