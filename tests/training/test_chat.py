@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import demo
+from common.terminal import safe_text
 from data.chat.messages import Said
 from data.records.raw_records import read_file
 from data.records.reading import parse
@@ -71,7 +72,7 @@ def test_twenty_turns_are_asked_as_the_whole_dialogue_is_rendered(speaker: Speak
     roomy = Speaker(folder)
     roomy.context = None
     encode = roomy.encode
-    roomy.encode = lambda *given: asked.append(encode(*given)) or asked[-1]  # type: ignore[assignment,func-returns-value]
+    roomy.encode = lambda *given: asked.append(encode(*given)) or asked[-1]  # type: ignore[method-assign,func-returns-value]
     chat = Chat(roomy, WISHES, pytest.fail, [Said("system", "Be brief.")])
     messages: list[dict[str, str]] = [{"role": "system", "content": "Be brief."}]
     for turn in range(20):
@@ -170,6 +171,15 @@ def test_a_chat_is_forgotten_and_saved(run: Run, tmp_path: Path) -> None:
     assert all(parse(raw, None, {}).records for raw in read_file(path)), "what is saved can be trained on"
 
 
+def test_a_file_of_prompts_is_answered(run: Run, tmp_path: Path) -> None:
+    source, target = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    source.write_text('{"prompt": "Why?"}\n', encoding="utf-8")
+    words = ("--prompts-file", str(source), "--output", str(target), "--greedy", "--system", "Be brief.")
+    assert run(*words, "--batch-size", "3") == (0, "", f"{target}: 1 answers\n")
+    alone = run("--prompt", "Why?", "--greedy", "--system", "Be brief.")[1]
+    assert safe_text(json.loads(target.read_text(encoding="utf-8"))["answer"]) + "\n" == alone
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -182,6 +192,8 @@ def test_a_chat_is_forgotten_and_saved(run: Run, tmp_path: Path) -> None:
         ("--repetition-penalty 0", "--repetition-penalty: expected a number above 0, found 0.0"),
         ("--greedy --seed 0", "--seed: nothing is drawn; expected it without --greedy and --temperature 0"),
         ("--temperature 0 --top-p 0.5", "--top-p: nothing is drawn; expected it without --greedy and --temperature 0"),
+        ("--prompts-file x", "--prompts-file: expected it with --output and without --prompt"),
+        ("--batch-size 2", "--output and --batch-size: expected them with --prompts-file"),
         ("--prompt-format none.jinja", "none.jinja: not found; expected a Jinja file"),
     ],
 )

@@ -30,6 +30,7 @@ RANGES = {
     "top_k": (1, None),
     "seed": (0, 2**63 - 1),
     "threads": (1, None),
+    "batch_size": (1, None),
 }
 
 
@@ -38,6 +39,11 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Talk to a model in either layout.")
     parser.add_argument("--model", required=True, help="model folder, checkpoint or a run's save_path")
     parser.add_argument("--prompt", help="ask this and leave; an interactive chat where absent")
+    parser.add_argument("--prompts-file", metavar="FILE", help="ask each line, an object with a prompt or messages")
+    parser.add_argument(
+        "--output", metavar="FILE", help="of --prompts-file: the same lines with answers; goes on there"
+    )
+    parser.add_argument("--batch-size", type=int, metavar="N", help="of --prompts-file: answered at once; default 8")
     parser.add_argument("--system", metavar="TEXT", help="a system message before the first question")
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
     parser.add_argument("--greedy", action="store_true", help="always take the likeliest token")
@@ -60,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def talk(arguments: argparse.Namespace) -> None:
-    """Answer one prompt, or as many as are typed.
+    """Answer one prompt, those of a file, or as many as are typed.
 
     Raises:
         ConfigError: the words make no sense together.
@@ -69,7 +75,9 @@ def talk(arguments: argparse.Namespace) -> None:
     import torch
 
     from data.chat.messages import Said
+    from models.generation.generate import ROWS
     from training.demo.chat import Chat
+    from training.demo.prompts_file import answer_all
     from training.demo.speaker import Speaker
 
     if arguments.threads:
@@ -77,11 +85,14 @@ def talk(arguments: argparse.Namespace) -> None:
     dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
     speaker = Speaker(arguments.model, arguments.prompt_format, dtype)
     opening = [Said("system", arguments.system)] if arguments.system else []
-    chat = Chat(speaker, wishes_of(arguments), tell, opening)
-    if arguments.prompt is not None:
-        show(chat.ask(arguments.prompt))
+    wishes = wishes_of(arguments)
+    if arguments.prompts_file:
+        files, rows = (Path(arguments.prompts_file), Path(arguments.output)), arguments.batch_size or ROWS
+        answer_all(speaker, wishes, *files, opening, rows, tell)
+    elif arguments.prompt is not None:
+        show(Chat(speaker, wishes, tell, opening).ask(arguments.prompt))
     else:
-        converse(chat)
+        converse(Chat(speaker, wishes, tell, opening))
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -101,6 +112,10 @@ def check(arguments: argparse.Namespace) -> None:
     drawn += ["temperature"] if arguments.temperature else []
     if drawn and (arguments.greedy or arguments.temperature == 0):
         raise ConfigError(f"{_option(drawn[0])}: nothing is drawn; expected it without --greedy and --temperature 0")
+    if arguments.prompts_file and (arguments.prompt is not None or not arguments.output):
+        raise ConfigError("--prompts-file: expected it with --output and without --prompt")
+    if not arguments.prompts_file and (arguments.output or arguments.batch_size):
+        raise ConfigError("--output and --batch-size: expected them with --prompts-file")
     if "" in arguments.stop:
         raise ConfigError("--stop: expected a text, found an empty one")
     if arguments.prompt_format:
