@@ -39,7 +39,8 @@ def calibrate(config: TrainConfig, spec: ModelSpec, workload: Workload) -> Calib
     if device.type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // config.model_topo.processes))
     torch.manual_seed(config.seed)
-    plain = config.model_copy(update={"compile": False, "use_flash_attn": False})  # as the layers are run below
+    # As the layers are run below.
+    plain = config.model_copy(update={"compile": False, "use_flash_attn": False, "schedule": "1f1b"})
     estimates = layer_times(Basis(plain, spec, workload, this_device(), recompute=frozenset()))
     layers: dict[str, tuple[float, float]] = {}
     for kind in dict.fromkeys(kinds(spec)):
