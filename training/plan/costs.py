@@ -33,9 +33,7 @@ ROUNDED = 6  # to give that gradient 16 bits
 HEAD_GRADIENT = 14  # to scale the gradient of the head's weights, which is fp32, and round it
 FP32_SUM = 10  # to add a 16-bit gradient to a sum in fp32 (`training.engine.gradient_sums`)
 PRODUCT_SUM = 6  # to let the gradient's product do it: the sum is read and written, and no 16-bit gradient is
-UPDATE = (
-    42  # a parameter in AdamW's step: 28 the update itself and 4 its clipped gradient, 6 the 16-bit weight, 4 the norm
-)
+UPDATE = 42  # a parameter in AdamW's step: 28 the update, 4 its clipped gradient, 6 the 16-bit weight, 4 the norm
 CLIPPED = 4  # more in main memory, where clipping is a pass of its own
 HOST = 2e10  # bytes/s of main memory for each process
 
