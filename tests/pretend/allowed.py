@@ -37,6 +37,7 @@ STEP = [
     Allowed("float", f"{ZERO} _mean", 1, "the step's loss is reported"),
     Allowed("bool", f"{ZERO} _clip_gradients", 1, "a gradient that is not finite must not change the weights"),
     Allowed("bool", "training/engine/stage_engine.py clip_fp32_gradients", 1, "the same in a pipeline"),
+    Allowed("bool", "training/engine/clipping.py _divide", 2, "clipped only where it has to be; the norm is there"),
     *_of_the_optimizer(
         NUMBERS,
         f"{DEEPSPEED}/utils.py mask_nan_or_inf_with_val_inplace",

@@ -80,13 +80,14 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 OF_ONE = {f"{model}-{cell}": (model, keys) for model in CASES for cell, keys in CELLS.items()} | OTHERS
 OF_TWO = {f"{model}-{cell}": (model, keys) for model in CASES for cell, keys in PAIRED.items()} | {
     "qwen3_moe-router-loss": ("qwen3_moe", ROUTED | {"schedule": "dualpipev"}),
+    "llama-tied-dualpipev-bf16": ("llama-tied", BF16 | {"schedule": "dualpipev"}),
 }
 ALWAYS = {  # one of each kind; all others take minutes
     *(f"llama-tied-{cell}" for cell in CELLS if cell not in ("unsharded", "z-loss", "zero-1")),
     *(f"{model}-fp32" for model in ("bloom", "baichuan2-13b", "phi3-long", "gemma3", "chatglm3")),
     *("llama-dynamic-bf16", "mixtral-router-loss", "qwen3_moe-offloaded", "gemma2-recomputed"),
     *("llama-tied-varlen", "bloom-flex", "llama-dynamic-generation"),
-    *("llama-tied-1f1b", "mixtral-dualpipev", "phi3-long-1f1b-bf16-recomputed"),
+    *("llama-tied-1f1b", "llama-tied-dualpipev-bf16", "mixtral-dualpipev", "phi3-long-1f1b-bf16-recomputed"),
     *("llama-tied-replicas", "llama-tied-replicas-bf16"),
 }
 

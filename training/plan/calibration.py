@@ -40,7 +40,7 @@ def calibrate(config: TrainConfig, spec: ModelSpec, workload: Workload) -> Calib
     if device.type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // config.model_topo.processes))
     torch.manual_seed(config.seed)
-    as_run = {"compile": False, "use_flash_attn": False, "fp8": FP8()}  # below
+    as_run = {"compile": False, "use_flash_attn": False, "fp8": FP8(), "schedule": "1f1b"}  # below
     plain = config.model_copy(update=as_run)
     estimates = layer_times(Basis(plain, spec, workload, this_device(), recompute=frozenset()))
     layers: dict[str, tuple[float, float]] = {}

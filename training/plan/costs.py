@@ -33,8 +33,9 @@ LOGIT = 36  # from a logit to its gradient, in nine passes over fp32 (`models.le
 ROUNDED = 6  # to give that gradient 16 bits
 HEAD_GRADIENT = 14  # to scale the gradient of the head's weights, which is fp32, and round it
 FP32_SUM = 10  # to add a 16-bit gradient to a sum in fp32 (`training.engine.gradient_sums`)
-UPDATE = 50  # a parameter in AdamW's step: 28 the update itself, 6 the 16-bit weight, 4 the norm of the gradient, 8 its
-# clipping, 4 its zeros
+PRODUCT_SUM = 6  # to let the gradient's product do it: the sum is read and written, and no 16-bit gradient is
+UPDATE = 42  # a parameter in AdamW's step: 28 the update, 4 its clipped gradient, 6 the 16-bit weight, 4 the norm
+CLIPPED = 4  # more in main memory, where clipping is a pass of its own
 HOST = 2e10  # bytes/s of main memory for each process
 
 
@@ -65,13 +66,16 @@ def layer_times(basis: Basis) -> list[LayerTime]:
     sent = (1 - 1 / replicas) * (2 * states.gradient + dtype.itemsize) / device.link
     update = (calibrated.update if calibrated else 1.0) * update_time(config, device)
     update /= replicas if config.zero_optimization.stage else 1
-    added = FP32_SUM if states.gradient > dtype.itemsize else 3 * dtype.itemsize
+    in_fp32 = states.gradient > dtype.itemsize
+    added = FP32_SUM if in_fp32 else 3 * dtype.itemsize
+    by_products = in_fp32 and config.v_schedule and device.ampere and not config.zero_optimization.offloads
     passes = {kind: _passes(basis, kind, device, dtype) for kind in set(kinds(spec))}
     times = []
     for number, kind in enumerate(kinds(spec)):
         weights = sum(shape.numel() for shape in spec.shapes(number).values())
         forward, backward = passes[kind]
-        backward += Spent(sums=weights * added / device.bandwidth)
+        in_block = by_products and 0 < number < spec.n_layers - 1
+        backward += Spent(sums=weights * (PRODUCT_SUM if in_block else added) / device.bandwidth)
         if calibrated:
             factors = calibrated.layers[str(kind)]
             forward, backward = forward.times(factors[0]), backward.times(factors[1])
@@ -89,7 +93,7 @@ def update_time(config: TrainConfig, device: Device) -> float:
     if not config.zero_optimization.offloads:
         return UPDATE / device.bandwidth
     moved = StateBytes.of(config).gradient + training_dtype(config).itemsize
-    return UPDATE / HOST + moved / HOST_LINK
+    return (UPDATE + CLIPPED) / HOST + moved / HOST_LINK
 
 
 def kinds(spec: ModelSpec) -> list[int]:
