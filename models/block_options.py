@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from models.layers import Block
+from models.offload import Returns
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,10 @@ class BlockOptions:
     offload: bool = False
     compile: bool = False
 
-    def apply(self, number: int, block: Block) -> None:
-        """Prepare layer `number`."""
+    def apply(self, number: int, block: Block, returns: Returns) -> None:
+        """Prepare layer `number`; the layers of a chunk share `returns`."""
         block.recompute = number in self.recompute
-        block.offload = self.offload
+        block.offload = returns if self.offload else None
         if self.compile:
             block.block.compile(dynamic=True)
 
