@@ -29,7 +29,7 @@ from training.metrics.devices import Device
 from training.schedule.instructions import Schedule
 
 FILE = "calibration.json"
-ESTIMATES = 2  # one more whenever costs are estimated in another way: the factors of before do not fit then
+ESTIMATES = 3  # one more whenever costs are estimated in another way: the factors of before do not fit then
 STEPS = 16  # of the first epoch, which stand for the others
 
 

@@ -66,7 +66,7 @@ class StateBytes:
             return replace(sharded, step=decayed + 4.0 / replicas)
         # The sharded gradient joined, in 16 bits and in fp32, or in fp32 alone; before the step, the bucket.
         copies = 4.0 if dtype == torch.float32 else weight + 4.0
-        bucket = 0.0 if config.sums_while_computing else weight
+        bucket = 0.0 if config.sums_while_computing and config.model_topo.stages > 1 else weight
         return replace(sharded, step=decayed + copies / replicas, bucket=bucket)
 
 
