@@ -19,9 +19,9 @@ def run_config(folder: Path, stages: int, rows: int, length: int, **keys: Any) -
     """The config of a pipeline that trains the model of `folder` on `rows` rows a step.
 
     Args:
-        keys: more of a config's keys; `parts` is that of `model_topo`.
+        keys: more of a config's keys; `parts` is that of `model_topo`, `replicas` the number in its dims.
     """
-    topology = {"process_topology": {"dims": [stages, 1]}, "parts": keys.pop("parts", None)}
+    topology = {"process_topology": {"dims": [stages, keys.pop("replicas", 1)]}, "parts": keys.pop("parts", None)}
     return TrainConfig.model_validate(
         {
             "model_path": str(folder),
@@ -46,4 +46,4 @@ def random_rows(words: int, rows: int, length: int) -> InMemory:
 def rows_loader(config: TrainConfig, words: int) -> Loader:
     """Steps of full rows, one a micro-batch."""
     rows = config.train_batch_size
-    return Loader(random_rows(words, rows, config.max_seq_len), rows, 1, 1, seed=0)
+    return Loader(random_rows(words, rows, config.max_seq_len), rows, 1, config.model_topo.replicas, seed=0)

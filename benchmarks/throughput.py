@@ -5,13 +5,13 @@
 `schedules` (`benchmarks.schedules`): dualpipev against 1f1b. `simulated` (`benchmarks.simulated`): both at 2 to 16
 stages. `checkpoints` (`benchmarks.checkpoints`): saving, verifying, bookkeeping. `gradient_sum`
 (`benchmarks.gradient_sum`): 16-bit gradients into fp32 sums. `step` (`benchmarks.optimizer_step`): bytes and time of
-a step beyond its passes. All of them take three quarters of an hour on two cores, and want a machine that does nothing
-else.
+a step beyond its passes. `replicas` (`benchmarks.replicas`): sums over replicas that begin during the last backward
+pass. All of them take an hour on two cores, and want a machine that does nothing else.
 """
 
 from __future__ import annotations
 
-from benchmarks import checkpoints, division, gradient_sum, ideal, optimizer_step, peers, schedules, simulated
+from benchmarks import checkpoints, division, gradient_sum, ideal, optimizer_step, peers, replicas, schedules, simulated
 from benchmarks.parts import run_parts
 
 PARTS = {
@@ -23,6 +23,7 @@ PARTS = {
     "checkpoints": checkpoints,
     "gradient_sum": gradient_sum,
     "step": optimizer_step,
+    "replicas": replicas,
 }
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from models.fp8 import to_fp8
 from models.layers import Block
+from models.offload import Returns
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,10 @@ class BlockOptions:
     compile: bool = False
     fp8: bool = False
 
-    def apply(self, number: int, block: Block) -> None:
-        """Prepare layer `number`."""
+    def apply(self, number: int, block: Block, returns: Returns) -> None:
+        """Prepare layer `number`; the layers of a chunk share `returns`."""
         block.recompute = number in self.recompute
-        block.offload = self.offload
+        block.offload = returns if self.offload else None
         if self.fp8:
             to_fp8(block.block)
         if self.compile:

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig
 
 from models.architectures.family import Family
 from models.generation.cache import KeyValueCache
-from models.offload import Offloading, Parked
+from models.offload import Offloading, Parked, Returns, Trip
 from models.positions import Arguments, Positions, attention_kind
 from models.router import RouterRecorder
 
@@ -57,7 +57,7 @@ class Block(nn.Module):
     Attributes:
         recompute: drop the activations inside the block after the forward pass and compute them again in the backward
             pass (`models.block_options`).
-        offload: what has to be kept for the backward pass waits in host memory (`models.offload`).
+        offload: where what has to be kept for the backward pass waits in host memory, if it does (`models.offload`).
     """
 
     def __init__(self, family: Family, config: PreTrainedConfig, index: int, positions: Positions | None) -> None:
@@ -65,7 +65,8 @@ class Block(nn.Module):
         self.block = family.decoder_layer(config, index)
         self.kind = attention_kind(config, index)
         self.recompute = False
-        self.offload = False
+        self.offload: Returns | None = None
+        self.index = index
         self._positions = positions
         self._recorder: RouterRecorder | None = None
         if family.router and _has_submodule(self.block, family.router):  # some blocks of a family may be dense
@@ -79,14 +80,15 @@ class Block(nn.Module):
         return hidden, position_ids, *(total if added is None else total + added for total in sums)
 
     def _forward(self, hidden: Tensor, position_ids: Tensor, arguments: Arguments) -> tuple[Tensor, Tensor | None]:
+        trip = Trip(self.offload, self.index) if self.training and self.offload else None
         if self.training and self.recompute:
-            source = Parked(hidden) if self.offload else hidden
+            source = Parked(hidden, trip) if trip else hidden
             result: tuple[Tensor, Tensor | None]
             result = checkpoint(self._run, source, position_ids, arguments, use_reentrant=False)
             return result
-        if self.training and self.offload:
+        if trip:
             shared = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
-            with Offloading(staying=[*self.parameters(), *shared]):
+            with Offloading([*self.parameters(), *shared], trip):
                 return self._run(hidden, position_ids, arguments)
         return self._run(hidden, position_ids, arguments)
 

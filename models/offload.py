@@ -5,14 +5,22 @@ block computes, and copied back when the backward pass asks for them. Values do 
 angles stay where they are, as they are needed anyway, and so do small tensors. What several operations keep, as the
 products for queries, keys and values keep one input, goes and comes once.
 
+When the backward pass of a block begins, what the next one needs starts to come back, on a stream of its own: it may
+arrive until then. The next one is the block before it, and at a chunk's first block the last one, of the micro-batch
+whose turn it is next, if that has been there already. The memory is taken and freed in the order of the computation, so
+beside the block in its backward pass there is one more in the device's memory, for each chunk.
+
 Cost: two copies over the bus of all that is moved (a GPU's PCIe carries some 25 GB/s each way), and as much memory on
-the host. The copies out run beside the computation; the first block of a backward pass waits for the ones back.
+the host. Both run beside the computation, as far as that takes as long. On the last stage a block's backward pass
+follows at once on its forward pass, and waits for the last block.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from functools import cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,11 +42,11 @@ class HostCopy:
         self._returned: Tensor | None = None
         tensor = tensor.detach()
         self._device = tensor.device
-        self._done: torch.cuda.Event | None = None
+        self._done: torch.cuda.Event | None = None  # the copy that was last started
         if tensor.device.type != "cuda":
             self._copy = tensor.clone()
             return
-        stream = _copying(tensor.device)
+        stream = _stream(tensor.device, "out")
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(stream):
             self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -46,37 +54,105 @@ class HostCopy:
             self._done = stream.record_event()
         tensor.record_stream(stream)  # its memory is not used again before the copy is made
 
+    def start_back(self) -> None:
+        """Let the numbers come to their device, if they are needed and not there."""
+        if self._returned is None and self.asked > 0:
+            self._returned = self._fetched()
+
     def back(self) -> Tensor:
         """The numbers on their device again; the host does not wait."""
         tensor = self._fetched() if self._returned is None else self._returned
+        if self._done is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._done)
         self.asked -= 1
         self._returned = tensor if self.asked > 0 else None
         return tensor
 
     def _fetched(self) -> Tensor:
-        if self._done is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._done)
-        return self._copy.to(self._device, non_blocking=True)
+        """A tensor that the numbers are on their way to."""
+        if self._done is None:
+            return self._copy
+        computing, stream = torch.cuda.current_stream(self._device), _stream(self._device, "back")
+        tensor = torch.empty_like(self._copy, device=self._device)
+        stream.wait_stream(computing)  # which may still use this memory for what was there before
+        stream.wait_event(self._done)
+        with torch.cuda.stream(stream):
+            tensor.copy_(self._copy, non_blocking=True)
+            self._done = stream.record_event()
+        return tensor
+
+
+class Trip:
+    """What a block keeps of one micro-batch.
+
+    Attributes:
+        block: its number.
+    """
+
+    def __init__(self, returns: Returns, block: int) -> None:
+        self.block = block
+        self.copies: list[HostCopy] = []
+        self._returns = returns
+
+    def send(self, tensor: Tensor) -> HostCopy:
+        """Copy a tensor to the host."""
+        if not self.copies:
+            self._returns.enter(self)
+        self.copies.append(HostCopy(tensor))
+        return self.copies[-1]
+
+    def fetch(self, copy: HostCopy) -> Tensor:
+        """One of the tensors on its device again. The first brings the others, and those of the block that is next."""
+        self._returns.leave(self)
+        return copy.back()
+
+
+class Returns:
+    """The trips of a chunk's blocks, in the order in which backward passes need them.
+
+    Micro-batches have their backward passes in the order of their forward passes, and blocks in the reverse one.
+    """
+
+    def __init__(self) -> None:
+        self._passes: deque[list[Trip]] = deque()  # forward passes, the oldest first
+
+    def enter(self, trip: Trip) -> None:
+        """A block has sent something away in its forward pass."""
+        if not self._passes or self._passes[-1][-1].block >= trip.block:
+            self._passes.append([])
+        self._passes[-1].append(trip)
+
+    def leave(self, trip: Trip) -> None:
+        """The backward pass of a block begins, or goes on."""
+        trips = next((trips for trips in self._passes if trip in trips), None)
+        if trips is None:
+            return
+        trips.remove(trip)
+        if not trips:
+            self._passes.remove(trips)
+        for needed in [trip, *(self._passes[0][-1:] if self._passes else [])]:
+            for copy in needed.copies:
+                copy.start_back()
 
 
 class Parked:
     """A block's input: itself for the forward pass, its host copy for the recomputation."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, trip: Trip) -> None:
         self._tensor: Tensor | None = tensor
         self._requires_grad = tensor.requires_grad
-        self._copy = HostCopy(tensor)
+        self._trip, self._copy = trip, trip.send(tensor)
 
     def take(self) -> Tensor:
         """The tensor; the first call gives it away."""
         tensor, self._tensor = self._tensor, None
-        return self._copy.back().requires_grad_(self._requires_grad) if tensor is None else tensor
+        return self._trip.fetch(self._copy).requires_grad_(self._requires_grad) if tensor is None else tensor
 
 
 class Offloading(saved_tensors_hooks):
     """Whatever autograd saves inside waits in host memory, but for what shares memory with `staying`."""
 
-    def __init__(self, staying: Iterable[Tensor]) -> None:
+    def __init__(self, staying: Iterable[Tensor], trip: Trip) -> None:
         storages = {tensor.untyped_storage().data_ptr() for tensor in staying}
         copies: dict[tuple[object, ...], HostCopy] = {}
 
@@ -89,16 +165,16 @@ class Offloading(saved_tensors_hooks):
             if same in copies:
                 copies[same].asked += 1
             else:
-                copies[same] = HostCopy(tensor)
+                copies[same] = trip.send(tensor)
             return copies[same]
 
         def come_back(kept: Tensor | HostCopy) -> Tensor:
-            return kept if isinstance(kept, Tensor) else kept.back()
+            return kept if isinstance(kept, Tensor) else trip.fetch(kept)
 
         super().__init__(torch.compiler.disable(leave), torch.compiler.disable(come_back))
 
 
 @cache
-def _copying(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which copies leave a device."""
+def _stream(device: torch.device, way: Literal["out", "back"]) -> torch.cuda.Stream:
+    """The stream on which copies leave a device, or come to it."""
     return torch.cuda.Stream(device)

@@ -30,6 +30,7 @@ from models.block_options import PLAIN, BlockOptions
 from models.layers import Block, Head, Stream
 from models.loading import LayerStates, build_layer, tie_weights
 from models.loss import micro_batch_loss
+from models.offload import Returns
 from models.spec import ModelSpec
 from models.weight_gradients import WeightGradients
 
@@ -90,9 +91,10 @@ class PipelineModel(PipelineModule):
         ]
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its seed settings, which mean nothing here
             super().__init__(layers, topology=topology, loss_fn=self.loss)
+        returns = [Returns() for _ in parts]
         for number, layer in self.named_children():
             if isinstance(layer, Block):
-                blocks.apply(int(number), layer)
+                blocks.apply(int(number), layer, returns[chunks[int(number)]])
             elif isinstance(layer, Head):
                 layer.project_in_loss = True
 

@@ -18,6 +18,7 @@ from models.block_options import PLAIN, BlockOptions
 from models.layers import Block, Head, Stream
 from models.loading import LayerStates, build_layer, tie_weights
 from models.loss import micro_batch_loss
+from models.offload import Returns
 from models.spec import ModelSpec
 
 
@@ -50,13 +51,13 @@ class ShardedModel(nn.ModuleList):
         super().__init__()
         self._z_loss_weight = z_loss_weight
         self._router_loss_weight = router_loss_weight
-        positions = spec.positions()
+        positions, returns = spec.positions(), Returns()
         self.positions = [positions]
         device = torch.device(get_accelerator().current_device_name())
         for number in range(spec.n_layers):
             layer = build_layer(spec, number, states, positions, dtype, device)
             if isinstance(layer, Block):
-                blocks.apply(number, layer)
+                blocks.apply(number, layer, returns)
             elif isinstance(layer, Head) and spec.tied:
                 tie_weights(spec, self[0], layer)
             if shards is not None:

@@ -38,8 +38,9 @@ def build(folder: Path, options: BlockOptions, kernel: str | None = None) -> Cau
     if kernel:
         spec.set_attention(kernel)
     model = CausalLM(spec, open_source(folder, spec), torch.float32, torch.device("cpu")).train()
+    returns = offload.Returns()
     for number, block in enumerate(model.blocks, start=1):
-        options.apply(number, block)
+        options.apply(number, block, returns)
     return model
 
 
@@ -140,7 +141,7 @@ def test_what_several_operations_keep_goes_and_comes_once(monkeypatch: pytest.Mo
     weights = [torch.randn(8, 8, requires_grad=True) for _ in range(3)]
     twins = [weight.detach().clone().requires_grad_() for weight in weights]
     given = torch.randn(5, 8)
-    with offload.Offloading(staying=weights):
+    with offload.Offloading(weights, offload.Trip(offload.Returns(), 0)):
         shared = given * 2
         outputs = [shared @ weight for weight in weights]
         shared = shared * 3  # of another storage, perhaps in the memory of one that is gone

@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from models.block_options import PLAIN, BlockOptions
+from models.offload import Returns
 from models.weight_gradients import WeightGradients, linear_layers
 from tests.models.test_block_options import build
 
@@ -74,7 +75,7 @@ def test_compiled_layers_leave_them_too(make_checkpoint: Callable[..., Path]) ->
     later = WeightGradients()
     compiled, usual = (model.blocks[0] for model in models)
     later.defer(compiled)
-    BlockOptions(compile=True).apply(1, compiled)
+    BlockOptions(compile=True).apply(1, compiled, Returns())
     torch.manual_seed(0)
     for length in (5, 9, 16, 23):
         hidden = torch.randn(1, length, models[0].spec.config.hidden_size)

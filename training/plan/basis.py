@@ -32,7 +32,7 @@ from training.schedule.instructions import Schedule
 
 FILE = "calibration.json"
 MEASURED_FILE = "measured.json"
-ESTIMATES = 2  # one more whenever costs are estimated in another way: the factors of before do not fit then
+ESTIMATES = 3  # one more whenever costs are estimated in another way: the factors of before do not fit then
 STEPS = 16  # of the first epoch, which stand for the others
 # What the times of stages and their memory depend on, besides device, model, data and torch.
 DEPENDS = (

@@ -6,7 +6,8 @@ a roofline (`training.plan.roofline`): FLOPs, bytes and launches, each kernel by
 forward pass to the backward pass. Gradients are added up in every micro-batch, the dense one of the embedding included,
 which is what a large vocabulary costs the first stage; the last one takes the logits through the softmax to their
 gradient. Once a step the replicas sum their gradients and the optimizer does its work, in main memory where it is
-offloaded.
+offloaded. Of what is moved while a layer is computed, gradients and offloaded activations, counts what takes longer
+than that.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ import torch
 from models.layer_work import LayerWork, Operation, product, work_of
 from models.lean_loss import chunk_tokens
 from models.positions import SLIDING, attention_kind
+from models.saved_activations import Saved, saved_by
 from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.metrics.devices import HOST_LINK, Device, this_device
 from training.plan.basis import Basis
 from training.plan.casts import in_fp8
-from training.plan.optimizer_memory import StateBytes
+from training.plan.optimizer_memory import StateBytes, sent_bytes
 from training.plan.roofline import Roofline, Spent
 
 # Bytes that are read and written for each of what is counted.
@@ -59,11 +61,15 @@ class LayerTime:
 
 def layer_times(basis: Basis) -> list[LayerTime]:
     """The times of all layers, the embedding first."""
-    config, spec, calibrated = basis.config, basis.spec, basis.calibration
+    config, spec, calibrated, work = basis.config, basis.spec, basis.calibration, basis.workload
     device = this_device() if calibrated else basis.device  # a calibration speaks of the device that it was measured on
     dtype, states, replicas = training_dtype(config), StateBytes.of(config), config.model_topo.replicas
-    # A ring all-reduce of the gradients and an all-gather of the weights.
-    sent = (1 - 1 / replicas) * (2 * states.gradient + dtype.itemsize) / device.link
+    # In a ring, an all-reduce takes each byte twice over a link, a reduce once, and an all-gather of the weights once.
+    others = 1 - 1 / replicas
+    early = config.sums_while_computing
+    summed = sent_bytes(config) * (1 if early else 2 * others) / device.link
+    handed_round = others * dtype.itemsize / device.link
+    away = sent_away(basis)
     update = (calibrated.update if calibrated else 1.0) * update_time(config, device)
     update /= replicas if config.zero_optimization.stage else 1
     in_fp32 = states.gradient > dtype.itemsize
@@ -84,8 +90,46 @@ def layer_times(basis: Basis) -> list[LayerTime]:
             forward, backward = forward.times(factor), backward.times(factor)
         if number in basis.recomputed:
             backward += forward
-        times.append(LayerTime(forward, backward, Spent(optimizer=weights * update, replicas=weights * sent)))
+        shared = weights * handed_round + max(0.0, weights * summed - (backward.total if early else 0.0))
+        moved = away[number] * work.length / work.longest / HOST_LINK
+        forward += Spent(offload=max(0.0, moved - forward.total))
+        backward += Spent(offload=max(0.0, moved - backward.total))
+        times.append(LayerTime(forward, backward, Spent(optimizer=weights * update, replicas=shared)))
     return times
+
+
+def sent_away(basis: Basis) -> list[int]:
+    """Bytes of a micro-batch that each layer sends to main memory where activations are offloaded."""
+    blocks = range(1, basis.spec.n_layers - 1)
+    if not (basis.config.offload_activations and basis.device.reserves):
+        return [0] * basis.spec.n_layers
+    kept = kept_without_offload(basis)
+    return [kept[layer] if layer in blocks else 0 for layer in range(basis.spec.n_layers)]
+
+
+def kept_without_offload(basis: Basis) -> list[int]:
+    """Bytes of a micro-batch that each layer keeps for its backward pass: its input alone where it recomputes."""
+    work = basis.workload
+    hidden = work.rows * work.longest * basis.spec.config.hidden_size * training_dtype(basis.config).itemsize
+    return [hidden if layer in basis.recomputed else each.inside for layer, each in enumerate(saved(basis))]
+
+
+def saved(basis: Basis) -> list[Saved]:
+    """What each layer keeps without recomputation."""
+    work = basis.workload
+    found = []
+    for kind in kinds(basis.spec):
+        case = (
+            kind,
+            work.rows,
+            work.longest,
+            training_dtype(basis.config),
+            basis.config.has_flash(basis.device.ampere),
+        )
+        if case not in basis.known:
+            basis.known[case] = saved_by(basis.spec, *case)
+        found.append(basis.known[case])
+    return found
 
 
 def update_time(config: TrainConfig, device: Device) -> float:

@@ -17,12 +17,12 @@ from functools import cached_property
 from itertools import accumulate
 
 from models.lean_loss import CPU_CHUNK, GPU_CHUNK
-from models.saved_activations import Saved, saved_by
+from models.saved_activations import Saved
 from training.config.deepspeed_config import training_dtype
 from training.optimizer.optimizers import PIECE
 from training.plan.basis import Basis
 from training.plan.casts import HELD_COMPILED, HELD_EAGER
-from training.plan.costs import kinds
+from training.plan.costs import kept_without_offload, saved, sent_away
 from training.plan.optimizer_memory import StateBytes
 from training.plan.partition import LayerRange, layers_of
 from training.schedule.under_way import under_way
@@ -91,6 +91,7 @@ class MemoryModel:
             for moment in moments
         )
         passing = max(self._passing(begin, end) for begin, end in ranges)
+        passing += sum(max(self._away[begin:end]) for begin, end in ranges)  # on its way back, for the next block
         offloaded = max(self._largest) * self._itemsize if states.host else 0
         optimizer = int(held * states.optimizer)
         working = int(states.working * min(held, PIECE))
@@ -123,25 +124,17 @@ class MemoryModel:
 
     @cached_property
     def _saved(self) -> list[Saved]:
-        """What each layer keeps without recomputation."""
-        work, known = self._basis.workload, self._basis.known
-        flash = self._config.has_flash(self._device.ampere)
-        found = []
-        for kind in kinds(self._spec):
-            case = (kind, work.rows, work.longest, training_dtype(self._config), flash)
-            if case not in known:
-                known[case] = saved_by(self._spec, *case)
-            found.append(known[case])
-        return found
+        return saved(self._basis)
+
+    @cached_property
+    def _away(self) -> list[int]:
+        return sent_away(self._basis)
 
     @cached_property
     def _inside(self) -> list[int]:
         """Bytes that the first so many layers keep of a micro-batch."""
-        again = self._basis.recomputed
-        kept = [self._hidden if layer in again else saved.inside for layer, saved in enumerate(self._saved)]
-        if self._elsewhere:
-            kept[1:-1] = [0] * self._spec.n_blocks
-        return [0, *accumulate(kept)]
+        kept = zip(kept_without_offload(self._basis), self._away, strict=True)
+        return [0, *accumulate(of_layer - away for of_layer, away in kept)]
 
     def _kept(self, begin: int, end: int) -> int:
         """Bytes that a stage keeps of one micro-batch: received, sent, saved, and the masks once."""

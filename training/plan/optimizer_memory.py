@@ -59,10 +59,18 @@ class StateBytes:
         if zero.offloads:  # with a copy of the gradient; it still passes through the bucket
             host = (4 + states + 4 + weight) / replicas
             return replace(sharded, optimizer=0.0, working=0.0, step=0.0, host=host, bucket=weight)
-        if gradient > weight:  # bf16, whose sums are fp32 already
-            return sharded
+        if gradient > weight:  # bf16, whose sums are fp32 already; replicas send each other rounded ones
+            sent = sent_bytes(config)
+            return replace(sharded, step=max(decayed, sent if replicas > 1 and sent < gradient else 0.0))
         if dtype == torch.bfloat16 and zero.stage == 0:  # the sharded gradient in fp32
             return replace(sharded, step=decayed + 4.0 / replicas)
         # The sharded gradient joined, in 16 bits and in fp32, or in fp32 alone; before the step, the bucket.
         copies = 4.0 if dtype == torch.float32 else weight + 4.0
-        return replace(sharded, step=decayed + copies / replicas, bucket=weight)
+        bucket = 0.0 if config.sums_while_computing and config.model_topo.stages > 1 else weight
+        return replace(sharded, step=decayed + copies / replicas, bucket=bucket)
+
+
+def sent_bytes(config: TrainConfig) -> int:
+    """Of a gradient, between replicas."""
+    dtype = config.communication_data_type
+    return training_dtype(config).itemsize if dtype is None else 4 if dtype == "fp32" else 2

@@ -33,7 +33,8 @@ class Spent:
     sums: float = 0.0  # gradients are added up over the micro-batches
     loss: float = 0.0  # the projection to the vocabulary and the cross-entropy, forward and backward
     optimizer: float = 0.0  # the gradient's norm and the optimizer's step
-    replicas: float = 0.0  # gradients are summed over the replicas, and weights handed round
+    replicas: float = 0.0  # gradients are summed over the replicas, and weights handed round, with nothing to compute
+    offload: float = 0.0  # activations go to main memory or come back, with nothing to compute
 
     @property
     def total(self) -> float:

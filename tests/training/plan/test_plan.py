@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from models.saved_activations import saved_by
 from models.spec import ModelSpec
 from tests.conftest import FAQ, TINY
 from tests.launching import error_lines, run
@@ -55,6 +57,19 @@ def test_early_stages_keep_more_activations_and_recomputation_less(tmp_path: Pat
         peaks[recompute] = [memory.rank(rank, ((1 + 8 * rank, 9 + 8 * rank),)).activations for rank in range(4)]
     assert peaks[False] == sorted(peaks[False], reverse=True)
     assert all(less * 3 < more for less, more in zip(peaks[True], peaks[False], strict=True))
+
+
+def test_of_offloaded_activations_those_of_two_blocks_are_back_at_a_time(tmp_path: Path) -> None:
+    spec = llama(tmp_path)
+    layers = ((1, 9),)
+    peaks = {}
+    for offload in (False, True):
+        config = config_of(tmp_path, 4, use_grad_ckpt=False, offload_activations=offload)
+        model = MemoryModel(basis_of(spec, config))
+        peaks[offload] = model.rank(1, layers).activations
+    inside = saved_by(spec, 1, 1, 2048, torch.float16).inside
+    under_way = 3  # micro-batches on the second of four stages
+    assert peaks[False] - peaks[True] == 8 * under_way * inside - 2 * inside
 
 
 @pytest.mark.parametrize(

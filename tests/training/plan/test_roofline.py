@@ -77,6 +77,40 @@ def test_sums_in_fp32_move_more_than_sums_in_16_bits(tmp_path: Path) -> None:
     assert single == pytest.approx(10 / 6 * half)
 
 
+def test_sums_of_replicas_hide_behind_the_last_backward_pass(tmp_path: Path) -> None:
+    """By NVLink all but the handing round of the weights hides; by PCIe, with short rows, a part does not."""
+    spec, blocks = llama(tmp_path), 1
+    late = {"zero_optimization": {"stage": 1, "reduce_scatter": True}}
+    times = {
+        (device, length, early): layer_times(
+            basis_of(spec, config_of(tmp_path, 4, 2, max_seq_len=length, **({} if early else late)), device)
+        )[blocks]
+        for device, length in (("A100-80G", 2048), ("RTX3090", 32))
+        for early in (True, False)
+    }
+    weights = sum(shape.numel() for shape in spec.shapes(blocks).values())
+    fast, slow = parse_devices("A100-80G")[1], parse_devices("RTX3090")[1]
+    assert times["A100-80G", 2048, True].update.replicas == pytest.approx(weights * 2 / 2 / fast.link)
+    assert times["A100-80G", 2048, False].update.replicas == pytest.approx(weights * (2 + 2 / 2) / fast.link)
+    hidden = times["RTX3090", 32, True].backward.total
+    assert times["RTX3090", 32, True].update.replicas == pytest.approx(weights * (2 + 2 / 2) / slow.link - hidden)
+
+
+def test_offloaded_activations_take_what_the_computation_does_not_hide(tmp_path: Path) -> None:
+    """A recomputed block sends one hidden state and computes long; all that a plain one keeps takes the bus longer."""
+    spec = llama(tmp_path)
+    exposed = {}
+    for recompute in (True, False):
+        config = config_of(tmp_path, 1, use_grad_ckpt=recompute, offload_activations=True)
+        time = layer_times(basis_of(spec, config, "H100"))[1]
+        exposed[recompute] = time.forward.offload, time.backward.offload
+        plain = layer_times(basis_of(spec, config.model_copy(update={"offload_activations": False}), "H100"))[1]
+        assert plain.forward.offload == plain.backward.offload == 0
+        assert time.forward.total - exposed[recompute][0] == pytest.approx(plain.forward.total)
+    assert exposed[True] == (0, 0)
+    assert exposed[False][0] > exposed[False][1] > 0
+
+
 def test_the_shares_of_a_step_add_up(tmp_path: Path) -> None:
     plan = Plan.make(basis_of(llama(tmp_path), config_of(tmp_path, 4, 2), "A100-80G"))
     table = times_table(plan)
