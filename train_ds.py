@@ -49,7 +49,7 @@ def prove(config: TrainConfig) -> None:
     prove_run(config, sys.argv[0])
 
 
-def run(config: TrainConfig, place: Place, monitor: RankMonitor, record: str | None = None) -> None:
+def run(config: TrainConfig, place: Place, monitor: RankMonitor, record: str | None = None) -> bool:
     """The whole job of one rank, which notes its steps in the folder `record` if it is one of a proof."""
     from training.engine.pipeline import PipelineTrainer
     from training.job import run_job
@@ -59,7 +59,7 @@ def run(config: TrainConfig, place: Place, monitor: RankMonitor, record: str | N
         from training.proof.recorder import recorder_in
 
         kind = recorder_in(record)
-    run_job(config, place, monitor, kind)
+    return run_job(config, place, monitor, kind)
 
 
 if __name__ == "__main__":

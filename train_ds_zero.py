@@ -24,12 +24,12 @@ def main() -> None:
     open_door(arguments, lambda place: load_spread_config(arguments.config, arguments.overrides, place), run)
 
 
-def run(config: TrainConfig, place: Place, monitor: RankMonitor) -> None:
+def run(config: TrainConfig, place: Place, monitor: RankMonitor) -> bool:
     """The whole job of one rank."""
     from training.engine.zero import ZeroTrainer
     from training.job import run_job
 
-    run_job(config, place, monitor, ZeroTrainer)
+    return run_job(config, place, monitor, ZeroTrainer)
 
 
 def load_spread_config(path: str, overrides: list[str], place: Place | None) -> TrainConfig:

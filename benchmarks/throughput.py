@@ -4,13 +4,14 @@
 `parts: auto` against divisions by hand. `peers` (`benchmarks.peers`): against ZeRO-3 and transformers' Trainer.
 `schedules` (`benchmarks.schedules`): dualpipev against 1f1b. `simulated` (`benchmarks.simulated`): both at 2 to 16
 stages. `checkpoints` (`benchmarks.checkpoints`): saving, verifying, bookkeeping. `gradient_sum`
-(`benchmarks.gradient_sum`): 16-bit gradients into fp32 sums. All of them take three quarters of an
-hour on two cores, and want a machine that does nothing else.
+(`benchmarks.gradient_sum`): 16-bit gradients into fp32 sums. `step` (`benchmarks.optimizer_step`): bytes and time of
+a step beyond its passes. All of them take three quarters of an hour on two cores, and want a machine that does nothing
+else.
 """
 
 from __future__ import annotations
 
-from benchmarks import checkpoints, division, gradient_sum, ideal, peers, schedules, simulated
+from benchmarks import checkpoints, division, gradient_sum, ideal, optimizer_step, peers, schedules, simulated
 from benchmarks.parts import run_parts
 
 PARTS = {
@@ -21,6 +22,7 @@ PARTS = {
     "simulated": simulated,
     "checkpoints": checkpoints,
     "gradient_sum": gradient_sum,
+    "step": optimizer_step,
 }
 
 if __name__ == "__main__":

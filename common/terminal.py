@@ -40,6 +40,11 @@ def is_safe_line(text: str) -> bool:
     return not _IN_LINE.search(text)
 
 
+def reason_of(error: BaseException) -> str:
+    """What a library's error says, on one line of at most 160 characters."""
+    return " ".join(str(error).split())[:160]
+
+
 def guard_logging() -> None:
     """Let every logger of this process, those of libraries too, tell safe text; further lines are indented."""
     logging.setLogRecordFactory(_Record)

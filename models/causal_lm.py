@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
 
 from models.checkpoint import layout
 from models.checkpoint.source import open_source
+from models.generation.cache import KeyValueCache
 from models.layers import Block, Embedding, Head, Stream
 from models.loading import LayerStates, build_layer, tie_weights
 from models.spec import ModelSpec
@@ -52,7 +52,9 @@ class CausalLM(nn.Module):
         assert isinstance(layer, Head)
         return layer
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> Tensor:
         """Logits [B, S, V] for `input_ids` [B, S].
 
         Args:
@@ -64,14 +66,19 @@ class CausalLM(nn.Module):
         assert isinstance(logits, Tensor)
         return logits
 
-    def stream(self, input_ids: Tensor, position_ids: Tensor | None = None, cache: Cache | None = None) -> Stream:
+    def stream(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> Stream:
         """What the last block gives: hidden states [B, S, H] before the final norm, position ids, router sums."""
         if position_ids is None:
-            seen = cache.get_seq_length() if cache is not None else 0
-            position_ids = torch.arange(seen, seen + input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+            length, device = input_ids.shape[1], input_ids.device
+            alone = torch.arange(length, device=device).expand_as(input_ids)
+            position_ids = alone if cache is None else cache.positions(length, device)
         stream: Stream = self.embedding((input_ids, position_ids))
         for block in self.blocks:
             stream = block(stream, cache)
+        if cache is not None:
+            cache.advance(input_ids.shape[1])
         return stream
 
 

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from transformers import Cache, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from models.architectures.family import Family
+from models.generation.cache import KeyValueCache
 from models.offload import Offloading, Parked
 from models.positions import Arguments, Positions, attention_kind
 from models.router import RouterRecorder
@@ -70,7 +71,7 @@ class Block(nn.Module):
         if family.router and _has_submodule(self.block, family.router):  # some blocks of a family may be dense
             self._recorder = RouterRecorder(self.block.get_submodule(family.router), config.num_experts_per_tok)
 
-    def forward(self, stream: Stream, cache: Cache | None = None) -> Stream:
+    def forward(self, stream: Stream, cache: KeyValueCache | None = None) -> Stream:
         hidden, position_ids, *sums = stream
         assert self._positions is not None, "a block built for its shapes cannot run"
         arguments = self._positions(self.kind, hidden, position_ids, cache)

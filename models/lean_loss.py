@@ -119,7 +119,7 @@ class _Sums:
         if self.hidden_gradient is not None:
             self.hidden_gradient[chunk] = _product(slopes, weight, self.scale)
         if self.weight_gradient is not None:
-            _add_product(self.weight_gradient, slopes.T, hidden, self.scale, beta=0.0 if chunk.start == 0 else 1.0)
+            add_product(self.weight_gradient, slopes.T, hidden, self.scale, beta=0.0 if chunk.start == 0 else 1.0)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The summed loss of logits [T, V] with targets [T, 1]; they become their gradient where one is wanted."""
@@ -164,7 +164,7 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 def _product(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
     """left @ right in fp32; `left` is `scale` times too large, which a result of 16 bits would not bear."""
-    if left.dtype != torch.float32 and _gives_fp32(left.device):
+    if left.dtype != torch.float32 and gives_fp32(left.device):
         return torch.mm(left, right, out_dtype=torch.float32)
     if scale == 1:
         return (left @ right).float()
@@ -172,11 +172,11 @@ def _product(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
     return torch.addmm(left.new_zeros(()), left, right, beta=0, alpha=1 / smaller).float().mul_(smaller)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float, beta: float) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0, beta: float = 1.0) -> None:
     """Make `total`, which is fp32, total x beta + left @ right; a beta of 0, else 1, drops what was in it."""
     if left.dtype == torch.float32:
         total.addmm_(left, right, beta=beta)
-    elif _gives_fp32(left.device):
+    elif gives_fp32(left.device):
         torch.addmm(total, left, right, beta=beta, out_dtype=torch.float32, out=total)
     else:
         for words in _slices(len(left), WORDS):
@@ -187,7 +187,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float, beta:
                 total[words] = part
 
 
-def _gives_fp32(device: torch.device) -> bool:
+def gives_fp32(device: torch.device) -> bool:
     """Whether torch can multiply 16-bit matrices into an fp32 one."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= AMPERE
 

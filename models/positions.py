@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from models import flex_attention
@@ -26,6 +26,7 @@ from models.architectures.family import Family
 from models.attention import CUDNN, FLASH, FLASH_3, TORCH
 from models.documents import Documents
 from models.flex_attention import FLEX
+from models.generation.cache import KeyValueCache
 from models.position_ids import unmarked
 from models.rope import DocumentRotary, depends_on_length
 from models.varlen_attention import VARLEN
@@ -81,7 +82,9 @@ class Positions:
         """
         self._expected = deque(documents)
 
-    def __call__(self, kind: str, hidden: Tensor, position_ids: Tensor, cache: Cache | None = None) -> Arguments:
+    def __call__(
+        self, kind: str, hidden: Tensor, position_ids: Tensor, cache: KeyValueCache | None = None
+    ) -> Arguments:
         """The arguments of a block of this kind of attention, for `hidden` [B, S, H] at `position_ids` [B, S]."""
         state = (_version(position_ids), hidden.dtype, hidden.device, torch.is_inference_mode_enabled())
         if self._last is None or not _same_memory(self._last[0], position_ids) or self._last[1] != state:
@@ -92,9 +95,9 @@ class Positions:
             self._last = (position_ids, state, arguments)
         return self._last[2][kind]
 
-    def arguments(self, hidden: Tensor, position_ids: Tensor, cache: Cache | None) -> dict[str, Arguments]:
+    def arguments(self, hidden: Tensor, position_ids: Tensor, cache: KeyValueCache | None) -> dict[str, Arguments]:
         """The arguments for every kind of attention in the model; padding is still marked here."""
-        seen = cache.get_seq_length() if cache is not None else 0
+        seen = cache.longest if cache is not None else 0
         with fp32_products():
             angles = self.angles(hidden, position_ids, seen + position_ids.shape[1])
         positions = unmarked(position_ids)
@@ -120,17 +123,19 @@ class Positions:
         return known[2]
 
     def scope(
-        self, kind: str, hidden: Tensor, positions: Tensor, cache: Cache | None, documents: Documents | None
+        self, kind: str, hidden: Tensor, positions: Tensor, cache: KeyValueCache | None, documents: Documents | None
     ) -> Arguments:
         """Who may see whom, in the form that the attention kernel takes.
 
         Args:
-            documents: None where a cache holds the tokens before.
+            documents: None with a cache.
         """
-        if documents is None:
-            return {"attention_mask": self.mask(kind, hidden, positions, cache)}
         kernel = self.config._attn_implementation
         window = self.config.sliding_window if kind == SLIDING else None
+        if cache is not None:
+            plain = kernel in (TORCH, CUDNN) and _is_causal(positions, cache, window)
+            return {"attention_mask": None if plain else cached_mask(positions, cache, window, hidden.dtype)}
+        assert documents is not None
         if kernel == FLEX:
             slopes = None if self.slopes is None else self.slopes_on(hidden.device)
             return {"attention_mask": flex_attention.scope(positions, window, slopes)}
@@ -138,10 +143,10 @@ class Positions:
             told = {} if kernel != VARLEN else {"document_window": window}  # transformers tells flash-attn of windows
             return {"attention_mask": None, **told, **documents.flash_arguments(hidden.device)}
         if kernel in (TORCH, CUDNN):
-            mask = None if documents.packed else self.mask(kind, hidden, None, None)
+            mask = None if documents.packed else self.mask(kind, hidden)
             return {"attention_mask": mask, "documents": documents, "document_window": window}
         packed = packed_mask(positions, window, hidden.dtype) if documents.packed else None
-        return {"attention_mask": self.mask(kind, hidden, None, None) if packed is None else packed}
+        return {"attention_mask": self.mask(kind, hidden) if packed is None else packed}
 
     def slopes_on(self, device: torch.device) -> Tensor:
         """The slopes, which stay on `device`: the host would wait for a copy in each micro-batch."""
@@ -160,18 +165,10 @@ class Positions:
             return dict.fromkeys(self.kinds, self.rotary(hidden, position_ids, longest))
         return dict.fromkeys(self.kinds, self.rotary.to(hidden.device)(hidden, unmarked(position_ids)))
 
-    def mask(self, kind: str, hidden: Tensor, positions: Tensor | None, cache: Cache | None) -> Any:
-        """The mask of rows that are one document each; None where plain causal attention is enough.
-
-        Args:
-            positions: [B, S]; 0 .. S-1 where absent, which transformers need not look at.
-        """
+    def mask(self, kind: str, hidden: Tensor) -> Any:
+        """The mask of rows that are one document each; None where plain causal attention is enough."""
         return _MASKS[kind](
-            config=self.config,
-            inputs_embeds=hidden,
-            attention_mask=None,
-            past_key_values=cache,
-            position_ids=positions,
+            config=self.config, inputs_embeds=hidden, attention_mask=None, past_key_values=None, position_ids=None
         )
 
 
@@ -183,10 +180,25 @@ def packed_mask(position_ids: Tensor, window: int | None, dtype: torch.dtype) ->
     number = (position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) != 1).cumsum(dim=1)
     order = torch.arange(position_ids.shape[1], device=position_ids.device)
     seen = (number[:, :, None] == number[:, None, :]) & (order[:, None] >= order)
-    if window is not None:
-        seen = seen & (order > order[:, None] - window)
-    nothing = torch.zeros((), dtype=dtype, device=position_ids.device)
-    return torch.where(seen, nothing, torch.finfo(dtype).min)[:, None]
+    return _numbers(seen if window is None else seen & (order > order[:, None] - window), dtype)
+
+
+def cached_mask(positions: Tensor, cache: KeyValueCache, window: int | None, dtype: torch.dtype) -> Tensor:
+    """The mask [B, 1, S, keys] of new tokens at `positions` [B, S] over the keys of a cache and their own."""
+    keys = torch.arange(cache.longest + positions.shape[1], device=positions.device)
+    queries = positions[..., None]
+    return _numbers(keys <= queries if window is None else (keys <= queries) & (keys > queries - window), dtype)
+
+
+def _is_causal(positions: Tensor, cache: KeyValueCache, window: int | None) -> bool:
+    """Whether plain causal attention says the same as `cached_mask`."""
+    length = positions.shape[1]
+    return cache.level and (length == 1 or not cache.longest) and (window is None or cache.longest + length <= window)
+
+
+def _numbers(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask to add to scores: 0 where a key is seen."""
+    return torch.where(seen, torch.zeros((), dtype=dtype, device=seen.device), torch.finfo(dtype).min)[:, None]
 
 
 @contextmanager

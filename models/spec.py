@@ -20,6 +20,7 @@ from models.attention import WITHOUT_DROPOUT
 from models.errors import CheckpointError
 from models.layers import Block, Embedding, Head
 from models.positions import Positions
+from models.rope import DYNAMIC
 from models.router import experts_implementation
 
 # Far above any model; more layers and experts would be counted, one by one, for hours, and wider heads fill the memory.
@@ -83,6 +84,15 @@ class ModelSpec:
     def n_layers(self) -> int:
         """Embedding, blocks, head: the number that `parts` sums to."""
         return self.n_blocks + 2
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of the longest text that the model is made for; None where it knows distances only (ALiBi)."""
+        if self.family.rotary is None:
+            return None
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        stretched = rope["factor"] if rope.get("rope_type") == DYNAMIC else 1
+        return int(self.config.max_position_embeddings * stretched)
 
     @property
     def tied(self) -> bool:

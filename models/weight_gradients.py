@@ -3,7 +3,8 @@
 A pipeline's other stages wait for the gradient of a stage's input, and nobody waits for the gradient of its weights
 (zero bubble, arXiv:2401.10241). So a linear layer's backward pass gives the first at once and remembers what the second
 needs; `WeightGradients.compute` makes up for it, through autograd, so that gradients accumulate and hooks see them as
-ever. The numbers are those of torch's own backward pass, bit for bit.
+ever. The numbers are those of torch's own backward pass, bit for bit. A weight whose optimizer can add a product to its
+fp32 sum (`weight.add_product(left, right)`, `training.engine.gradient_sums`) gets it so, past autograd and its hooks.
 
 Cost: the inputs of the linear layers and the gradients of their outputs stay in memory until then.
 """
@@ -56,9 +57,12 @@ class WeightGradients:
         weights: list[Tensor] = []
         gradients: list[Tensor] = []
         for linear, inputs, gradient in self._waiting.popleft():
-            rows = gradient.flatten(0, -2)
-            weights.append(linear.weight)
-            gradients.append(rows.t() @ inputs.flatten(0, -2))
+            rows, columns = gradient.flatten(0, -2), inputs.flatten(0, -2)
+            if add_product := getattr(linear.weight, "add_product", None):
+                add_product(rows.t(), columns)
+            else:
+                weights.append(linear.weight)
+                gradients.append(rows.t() @ columns)
             if linear.bias is not None:
                 weights.append(linear.bias)
                 gradients.append(rows.sum(dim=0))

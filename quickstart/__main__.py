@@ -23,9 +23,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from demo import Chat
-from models.generate import GREEDY
+from models.generation.sampling import GREEDY
 from quickstart.base_model import PACKAGE, make_base
+from training.demo.chat import Chat
+from training.demo.speaker import Speaker, Wishes
 from training.distributed.processes import free_port
 
 ROOT = Path("runs/quickstart")
@@ -92,11 +93,11 @@ def run(*command: str | Path) -> None:
 
 def ask(folder: Path, questions: list[dict[str, str]]) -> list[str]:
     """The model's answers, each in a dialogue of its own."""
-    chat = Chat(folder)
+    chat = Chat(Speaker(folder), Wishes(64, GREEDY), console.print)
     answers = []
     for question in questions:
-        chat.said = ()
-        answers.append("".join(chat.ask(question["ask"], max_new_tokens=64, sampling=GREEDY)).strip())
+        chat.reset()
+        answers.append("".join(chat.ask(question["ask"])).strip())
         console.print(f"  [bold]{escape(question['ask'])}[/]\n    {shorten(answers[-1])}", markup=True)
     return answers
 

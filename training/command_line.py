@@ -48,7 +48,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
 def open_door(
     arguments: argparse.Namespace,
     load: Callable[[Place | None], TrainConfig],
-    run: Callable[[TrainConfig, Place, RankMonitor], None],
+    run: Callable[[TrainConfig, Place, RankMonitor], bool],
     plan: Callable[[TrainConfig, argparse.Namespace], None] | None = None,
     prove: Callable[[TrainConfig], None] | None = None,
 ) -> None:
@@ -57,7 +57,7 @@ def open_door(
     Args:
         arguments: see `parse_arguments`.
         load: gives the checked config.
-        run: the whole job of one rank.
+        run: the whole job of one rank; whether to start over.
         plan: what `--plan` does, where the door can.
         prove: what `--prove` does, the same.
     """
@@ -89,7 +89,9 @@ def open_door(
             # The failure detector must find a hang, and name the rank, before the process group gives up.
             processes.start(place, config.model_topo, timedelta(minutes=max(30, 2 * config.timeout_minutes)))
             with RankMonitor(place, config.model_topo.stage_of(place.rank), config.timeout_minutes) as monitor:
-                run(config, place, monitor)
+                again = run(config, place, monitor)
+            if again:
+                processes.start_over()
             processes.stop()
 
 

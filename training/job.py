@@ -45,6 +45,7 @@ from training.metrics.tracking import open_trackers
 from training.metrics.utilization import Utilization
 from training.optimizer.lr_schedules import LearningRate
 from training.plan.auto import divide
+from training.plan.feedback import Feedback
 from training.plan.kernels import choose_kernels
 from training.plan.out_of_memory import OutOfMemory
 from training.profiler.session import Timeline
@@ -156,8 +157,8 @@ class Start:
         return self.known.step if self.known else 0
 
 
-def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[Trainer]) -> None:
-    """Train, from the beginning or from the newest checkpoint.
+def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[Trainer]) -> bool:
+    """Train, from the beginning or from the newest checkpoint; whether the run is to start over, in better parts.
 
     Args:
         monitor: by which the run ends everywhere when it fails somewhere.
@@ -170,23 +171,21 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
         inputs = Inputs.read(config, log, monitor)
     spec, loader, save_path = inputs.spec, inputs.loader, Path(config.save_path)
     known_loader = None if isinstance(inputs.dataset, Stream) else loader
-    division = divide(config, spec, kind.in_stages, known_loader)
-    topology = division.topology
     start = Start.find(config, inputs, log)
+    division = divide(config, spec, kind.in_stages, known_loader, start.known)
+    topology = division.topology
     checkpoint, done, total_steps = start.checkpoint, start.done, start.total_steps
     layers = topology.layers(config.model_topo.stage_of(place.rank), spec.n_layers)
     if checkpoint and (done > total_steps or (done == total_steps and not start.evaluate_first)):
-        asking = "max_steps asks" if config.max_steps else "n_epoches ask"
-        log.print(f"nothing to train: {checkpoint} has {done} steps done, and {asking} for {total_steps}")
-        if done == total_steps:
-            finish(config, layers, checkpoint, inputs.folder, log)
-        return
+        finish_again(config, layers, start, inputs.folder, log)
+        return False
     with agreed():
         inputs.start(start, place, monitor)
     kernels = choose_kernels(config, spec, known_loader)
     model = f"model: {spec.family.name}, {spec.n_layers} layers {topology.description}"
     describe(config, inputs, [model, *division.report, *kernels.report], total_steps, log)
     record = CheckpointRecord(step=done, topology=topology, data=start.order, settings=settings_of(config))
+    feedback = Feedback(config, spec, division, known_loader, done + 1, log) if kind.in_stages else None
     # What `auto` came to; the resolved config says so.
     config = config.with_parts(topology.parts).model_copy(update={"compile": kernels.compile})
     begin(config, inputs, reporting)
@@ -197,8 +196,9 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
             if checkpoint and start.known
             else kind.build(config, spec, inputs.folder, division)
         )
-    eval_records = inputs.evaluation.records if inputs.evaluation else ""
-    checkpointer = Checkpointer(trainer, config, save_path, inputs.side_files, record, log, eval_records)
+    checkpointer = Checkpointer(
+        trainer, config, save_path, inputs.side_files, record, log, inputs.evaluation.records if inputs.evaluation else ""
+    )
     steps = config.profile_steps
     timeline = Timeline(steps, trainer, spec, topology.parts, save_path, log) if steps else None
     with agreed(), writing(save_path):
@@ -225,10 +225,15 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
             total_steps=total_steps,
             stages=topology.stages,
             timeline=timeline,
+            feedback=feedback,
         )
         done = train(run)
     if timeline:
         timeline.finish()
+    if feedback and feedback.moves and done < total_steps and not stop.agreed(False)[0]:
+        log.print(f"rebalance: after step {done} of {total_steps} the same command goes on in better parts")
+        stop.release()
+        return True
     saved = checkpoint if checkpoint and start.done == done else step_folder(save_path, done)
     if done < total_steps:
         log.print(f"stopped after step {done} of {total_steps}; the same command goes on from there: {saved}")
@@ -236,6 +241,7 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
     finish(config, layers, saved, inputs.folder, log)
     if isinstance(inputs.dataset, Stream):
         inputs.dataset.close()
+    return False
 
 
 def begin(config: TrainConfig, inputs: Inputs, reporting: bool) -> None:
@@ -266,6 +272,15 @@ def describe(config: TrainConfig, inputs: Inputs, report: list[str], total_steps
     an_epoch = f", {inputs.loader.steps_per_epoch} an epoch" if not streamed else ""
     what = "rows" if config.packing == "dataset" else "samples"
     log.print(f"steps: {total_steps} of {config.train_batch_size} {what}{an_epoch}")
+
+
+def finish_again(config: TrainConfig, layers: Sequence[int], start: Start, model_folder: Path, log: Console) -> None:
+    """Say that nothing is left to train, and make up for what belongs to the end of a run; see `finish`."""
+    assert start.checkpoint
+    asking = "max_steps asks" if config.max_steps else "n_epoches ask"
+    log.print(f"nothing to train: {start.checkpoint} has {start.done} steps done, and {asking} for {start.total_steps}")
+    if start.done == start.total_steps:
+        finish(config, layers, start.checkpoint, model_folder, log)
 
 
 def finish(config: TrainConfig, layers: Sequence[int], saved: Path, model_folder: Path, log: Console) -> None:

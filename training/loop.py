@@ -20,6 +20,7 @@ from training.metrics.peak_memory import peak_memory_by_stage
 from training.metrics.reporter import Reporter, StepMetrics
 from training.metrics.utilization import Utilization
 from training.optimizer.lr_schedules import LearningRate
+from training.plan.feedback import Feedback
 from training.profiler.session import Timeline
 
 
@@ -34,6 +35,7 @@ class Run:
         total_steps: of the whole run.
         stages: of the pipeline.
         timeline: records the steps of `profile_steps`, if any.
+        feedback: measures the first steps of a pipeline.
     """
 
     trainer: Trainer
@@ -51,13 +53,14 @@ class Run:
     total_steps: int
     stages: int
     timeline: Timeline | None = None
+    feedback: Feedback | None = None
 
 
 def train(run: Run) -> int:
     """Run the optimizer steps that are left and report each; the number of the last one done.
 
     Every rank walks through the same global batches. The state is saved where the config asks for it, when somebody
-    asks the run to stop, and at the end.
+    asks the run to stop, and at the end. A run that is to go on in better parts ends with its next checkpoint.
     """
     if run.evaluate_first:
         found = evaluate(run, run.done)
@@ -66,6 +69,8 @@ def train(run: Run) -> int:
     freed_memory = FreedMemory(kept=not torch.cuda.is_available())
     for step in range(run.done + 1, run.total_steps + 1):
         _step(run, step)
+        if run.feedback:
+            run.feedback.compare(run.trainer.stage, step)
         freed_memory.bound()
         if run.timeline and step == run.timeline.steps[1]:
             run.timeline.finish()
@@ -79,7 +84,7 @@ def train(run: Run) -> int:
             with run.trainer.timings("checkpoint"):
                 run.checkpointer.save(step, loss)
             run.monitor.mark(f"the checkpoint of step {step}")
-        if stopping:
+        if stopping or (run.feedback and run.feedback.moves and run.checkpointer.saved == step):
             return step
     return run.total_steps
 
@@ -97,7 +102,10 @@ def _step(run: Run, step: int) -> None:
     with run.trainer.timings("data"):
         batch = run.loader.batch(step - 1)
     lr = run.learning_rate.set(step)
-    with run.timeline.step(step, batch) if run.timeline else nullcontext():
+    with (
+        run.timeline.step(step, batch) if run.timeline else nullcontext(),
+        run.feedback.step(run.trainer.engine, step, batch) if run.feedback else nullcontext(),
+    ):
         loss = run.trainer.train_step(run.loader, batch)
     seconds = time.monotonic() - begin
     norm = run.trainer.engine.get_global_grad_norm()

@@ -23,7 +23,7 @@ from tokenizers import Encoding
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data.chat.chat_template import ChatTemplate, chat_template, end_of_sequence
-from data.chat.messages import Said, said_in, with_mask
+from data.chat.messages import JSON, Said, said_in, with_mask
 from data.chat.native_tokenizers import native_tokenizer
 from data.chat.plain import write_plain
 from data.chat.prompts import PLAIN, PromptFormat, Prompts, as_prompts, format_of
@@ -198,12 +198,12 @@ class Writer:
             written = written._replace(loss=[(0, len(written.text))])
         return written, self._beginning if self._plain else []
 
-    def ask(self, said: Sequence[Said]) -> tuple[str, list[int]]:
+    def ask(self, said: Sequence[Said], tools: list[JSON]) -> tuple[str, list[int]]:
         """The text up to where the answer to the last message begins, and the ids that go before it."""
         if self._plain:
             end = end_of_sequence(self._tokenizer.eos_token)
-            return write_plain(said, [], end, open_end=True).text, self._beginning
-        return self._template(False).ask(said), []
+            return write_plain(said, tools, end, open_end=True).text, self._beginning
+        return self._template(bool(tools)).ask(said, tools), []
 
     @cached_property
     def _beginning(self) -> list[int]:
@@ -211,14 +211,23 @@ class Writer:
 
 
 def encode_question(
-    said: Sequence[Said], tokenizer: PreTrainedTokenizerBase, prompt_format: Prompts | PromptFormat | None = None
+    said: Sequence[Said],
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_format: Prompts | PromptFormat | None = None,
+    tools: list[JSON] | None = None,
+    begun: str = "",
 ) -> list[int]:
-    """The token ids that a model is asked with: the dialogue up to where the answer to its last message begins."""
+    """The token ids that a model is asked with: the dialogue up to where the answer to its last message begins.
+
+    Args:
+        tools: what the answer may call.
+        begun: the beginning of the answer, where that is known.
+    """
     try:
-        text, prefix = Writer(tokenizer, as_prompts(prompt_format)).ask(said)
+        text, prefix = Writer(tokenizer, as_prompts(prompt_format)).ask(said, tools or [])
     except SlowTemplate as error:
         raise DataError(str(error)) from None
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids: list[int] = tokenizer(text + begun, add_special_tokens=False)["input_ids"]
     return prefix + ids
 
 

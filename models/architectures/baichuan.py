@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Cache, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from models.architectures import llama
@@ -24,6 +24,7 @@ from models.attention import EAGER, TORCH
 from models.documents import Documents
 from models.errors import CheckpointError
 from models.flex_attention import FLEX
+from models.generation.cache import KeyValueCache
 from models.layers import Head
 from models.positions import FULL, Angles, Arguments, Positions
 
@@ -71,7 +72,7 @@ class AlibiPositions(Positions):
         return {FULL: (one, torch.zeros_like(one))}
 
     def scope(
-        self, kind: str, hidden: Tensor, positions: Tensor, cache: Cache | None, documents: Documents | None
+        self, kind: str, hidden: Tensor, positions: Tensor, cache: KeyValueCache | None, documents: Documents | None
     ) -> Arguments:
         if self.config._attn_implementation == FLEX:
             return super().scope(kind, hidden, positions, cache, documents)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomBlock, build_alibi_tensor, dropout_add
 
 from models import flex_attention
@@ -21,6 +21,7 @@ from models.architectures.family import Family, Rule, Tie
 from models.attention import EAGER
 from models.documents import Documents
 from models.flex_attention import FLEX, Scope
+from models.generation.cache import KeyValueCache
 from models.position_ids import unmarked
 from models.positions import FULL, Arguments, Positions
 
@@ -45,21 +46,20 @@ class BloomPositions(Positions):
         super().__init__(family, config)
         self.slopes = alibi_slopes(config.n_head)
 
-    def arguments(self, hidden: Tensor, position_ids: Tensor, cache: Cache | None) -> dict[str, Arguments]:
+    def arguments(self, hidden: Tensor, position_ids: Tensor, cache: KeyValueCache | None) -> dict[str, Arguments]:
         documents = self.documents(position_ids) if cache is None else None
         position_ids = unmarked(position_ids)
         return {FULL: self.scope(FULL, hidden, position_ids, cache, documents)}
 
     def scope(
-        self, kind: str, hidden: Tensor, positions: Tensor, cache: Cache | None, documents: Documents | None
+        self, kind: str, hidden: Tensor, positions: Tensor, cache: KeyValueCache | None, documents: Documents | None
     ) -> Arguments:
         scope = super().scope(kind, hidden, positions, cache, documents)
         if self.config._attn_implementation == FLEX:
             return scope | {"alibi": None}
-        seen = cache.get_seq_length() if cache is not None else 0
         keys = positions
-        if seen:
-            keys = torch.arange(seen + hidden.shape[1], device=hidden.device).expand(len(hidden), -1)
+        if cache is not None:
+            keys = torch.arange(cache.longest + hidden.shape[1], device=hidden.device).expand(len(hidden), -1)
         alibi = self.slopes_on(hidden.device)[None, :, None] * keys[:, None, :]
         return scope | {"alibi": alibi.reshape(-1, 1, keys.shape[1]).to(hidden.dtype)}
 

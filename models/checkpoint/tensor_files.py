@@ -15,6 +15,7 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor
 
+from common.terminal import reason_of
 from models.checkpoint.safetensors_files import DTYPE_NAMES, SafetensorsFile, TensorInfo
 from models.errors import GONE, CheckpointError, reading
 
@@ -93,8 +94,7 @@ def load_archive(path: Path, map_location: Any = "cpu", mmap: bool = False) -> A
     except CheckpointError:
         raise
     except Exception as error:  # the unpickler meets broken bytes with errors of many kinds
-        reason = " ".join(str(error).split())[:160]
-        raise CheckpointError(f"{path}: damaged or not a weight file: {reason}") from None
+        raise CheckpointError(f"{path}: damaged or not a weight file: {reason_of(error)}") from None
 
 
 def has_nan(tensor: Tensor) -> bool:

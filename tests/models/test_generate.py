@@ -1,19 +1,30 @@
-"""Shows that generation with the cache writes what full forwards and transformers write; sampling keeps to top_p."""
+"""Shows that generation with the cache writes what full forwards and transformers write, alone and beside others.
+
+Sampling keeps to what is asked, and to its seed.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache
+from transformers import (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from models import CausalLM, load_model
-from models.generate import Sampling, choose, generate, stop_ids
+from models.generation.cache import KeyValueCache
+from models.generation.generate import Request, generate, generate_many, stop_ids
+from models.generation.sampling import Sampling, choose
 from tests.conftest import ORIGINALS
 from tests.models.cases import CASES
 from tests.models.helpers import oracle, random_ids
@@ -60,7 +71,7 @@ def test_greedy_with_cache_equals_full_forwards_and_transformers(
 def test_logits_with_cache_equal_those_without(name: str, make_checkpoint: Callable[..., Path]) -> None:
     model = load_model(make_checkpoint(CASES[name].model_type, **CASES[name].changes))
     ids = random_ids(1, 36)
-    cache = DynamicCache(config=model.spec.config)
+    cache = KeyValueCache()
     with torch.inference_mode():
         pieces = [model(piece, cache=cache) for piece in ids.split([12, 1, 1, 1, 1, 5, 1, 1, 10, 1, 1, 1], dim=1)]
         torch.testing.assert_close(torch.cat(pieces, dim=1), model(ids), atol=1e-5, rtol=0)
@@ -74,7 +85,45 @@ def test_generation_stops_before_a_stop_id(llama: Path) -> None:
     assert list(generate(model, PROMPT, 5, stop=set())) == written[:5]
 
 
-def test_sampling_follows_the_seed(llama: Path) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_at_once_get_the_answers_that_they_get_alone(name: str, make_checkpoint: Callable[..., Path]) -> None:
+    model_type, changes = CASES[name]
+    model = load_model(make_checkpoint(model_type, **changes | WIDE))
+    prompts = [random_ids(1, length, seed=length)[0].tolist() for length in (5, 30, 12, 1, 20, 40)]
+    lengths = [24, 3, 40, 30, 1, 12]  # one ends while others are under way, and some cross the length of a turn
+    asked = [Request(prompt, length, set()) for prompt, length in zip(prompts, lengths, strict=True)]
+    written: dict[Request, list[int]] = {request: [] for request in asked}
+    for request, token in generate_many(model, iter(asked), rows=3):
+        assert token is not None
+        written[request].append(token)
+    alone = [list(generate(model, prompt, length, set())) for prompt, length in zip(prompts, lengths, strict=True)]
+    assert list(written.values()) == alone
+    assert [request.text for request in asked] == [[*prompt, *new] for prompt, new in zip(prompts, alone, strict=True)]
+
+
+def test_a_request_can_be_ended_by_whoever_reads_it(llama: Path) -> None:
+    model = load_model(llama)
+    asked = [Request(PROMPT, NEW, set()), Request(PROMPT[:5], NEW, set())]
+    for request, _ in generate_many(model, asked):
+        request.done = request.done or (request is asked[0] and len(request.text) == len(PROMPT) + 3)
+    assert [len(request.text) for request in asked] == [len(PROMPT) + 3, 5 + NEW]
+
+
+def test_sampling_follows_the_seed_and_not_the_neighbours(llama: Path) -> None:
+    model = load_model(llama)
+
+    def sample(seed: int, prompts: list[list[int]]) -> list[int]:
+        asked = [Request(prompt, NEW, set(), Sampling(1.0, 0.95, seed=seed)) for prompt in prompts]
+        for _ in generate_many(model, asked):
+            pass
+        return asked[0].text[len(PROMPT) :]
+
+    alone = sample(0, [PROMPT])
+    assert alone == sample(0, [PROMPT, PROMPT[:4], PROMPT[2:]])
+    assert alone != sample(1, [PROMPT])
+
+
+def test_without_a_seed_torchs_random_numbers_count(llama: Path) -> None:
     model = load_model(llama)
 
     def sample(seed: int) -> list[int]:
@@ -83,6 +132,22 @@ def test_sampling_follows_the_seed(llama: Path) -> None:
 
     assert sample(0) == sample(0)
     assert sample(0) != sample(1)
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.7])
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_penalty_top_k_and_top_p_leave_what_transformers_leaves(penalty: float, top_k: int | None) -> None:
+    numbers = torch.Generator().manual_seed(3)
+    logits, text = torch.randn(12, generator=numbers), [1, 4, 4, 9]
+    scores = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([text]), logits[None])
+    for each in (TemperatureLogitsWarper(0.8), *([TopKLogitsWarper(top_k)] if top_k else []), TopPLogitsWarper(0.9)):
+        scores = each(torch.tensor([text]), scores)
+    expected = set(torch.nonzero(scores[0].isfinite()).flatten().tolist())
+    sampling = Sampling(0.8, 0.9, top_k, penalty, seed=0)
+    generator = sampling.generator(logits.device)
+    assert {choose(logits, sampling, text, generator) for _ in range(2000)} == expected
+    likeliest = choose(logits, replace(sampling, temperature=0.0), text)
+    assert likeliest == int(scores[0].argmax())
 
 
 @settings(max_examples=50, deadline=None)

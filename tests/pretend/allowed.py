@@ -96,15 +96,10 @@ EVALUATION = [
 ]
 EACH_TOKEN = "a token is known before the next one is computed"
 TOKENS = [
-    Allowed(NUMBERS, "models/generate.py generate", 10, EACH_TOKEN),
-    Allowed("int", "models/generate.py choose", 8, EACH_TOKEN),
-    Allowed("bool", "models/generate.py generate", 8, "logits that are not finite give no token"),
-    Allowed(
-        "copy from host to device",
-        "models/layers.py _run > transformers/cache_utils.py lazy_initialization",
-        14,
-        "a new cache of a sliding window, once a block of each of two texts",
-    ),
+    Allowed(NUMBERS, "models/generation/generate.py _next_logits", 8, EACH_TOKEN),
+    Allowed(NUMBERS, "models/generation/cache.py positions", 8, "how far each text is, told with its token"),
+    Allowed("int", "models/generation/sampling.py choose", 8, EACH_TOKEN),
+    Allowed("bool", "models/generation/generate.py _next_logits", 8, "logits that are not finite give no token"),
 ]
 ALLOWED = {"step": STEP, "evaluation": EVALUATION, "tokens": TOKENS}
 WAITING = ("warm-up", "rest")  # phases that may wait: a build reads weights, a checkpoint writes them

@@ -34,7 +34,8 @@ from deepspeed.utils import groups
 
 import models.offload
 from models import load_model
-from models.generate import Sampling, generate
+from models.generation.generate import generate
+from models.generation.sampling import Sampling
 from models.spec import ModelSpec
 from tests.pretend import kernels, planted
 from tests.pretend.cuda import Event, Stream

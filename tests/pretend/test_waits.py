@@ -14,6 +14,7 @@ import pytest
 from models.flex_attention import FLEX
 from models.varlen_attention import VARLEN
 from tests.conftest import FAQ
+from tests.launching import topology
 from tests.models.cases import CASES
 from tests.pretend.allowed import unexpected
 from tests.pretend.conftest import MakeCase, Run
@@ -27,6 +28,7 @@ BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 ON_CPU = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
 RECOMPUTED = {"use_grad_ckpt": True}
 OFFLOADED = {"offload_activations": True}
+REPLICAS: dict[str, Any] = {"model_topo": topology((1, 2)), "packing": False, "pack_len": None}
 
 
 def zero(stage: int) -> dict[str, Any]:
@@ -58,6 +60,8 @@ PAIRED: dict[str, dict[str, Any]] = {
     "1f1b-bf16-recomputed": BF16 | RECOMPUTED,
     "dualpipev": {"schedule": "dualpipev"},
     "dualpipev-offloaded": {"schedule": "dualpipev"} | OFFLOADED,
+    "replicas": REPLICAS,
+    "replicas-bf16": BF16 | REPLICAS,
 }
 ROUTED = {"aux_router_loss": {"weight": 0.5}}
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -83,6 +87,7 @@ ALWAYS = {  # one of each kind; all others take minutes
     *("llama-dynamic-bf16", "mixtral-router-loss", "qwen3_moe-offloaded", "gemma2-recomputed"),
     *("llama-tied-varlen", "bloom-flex", "llama-dynamic-generation"),
     *("llama-tied-1f1b", "mixtral-dualpipev", "phi3-long-1f1b-bf16-recomputed"),
+    *("llama-tied-replicas", "llama-tied-replicas-bf16"),
 }
 
 

@@ -64,7 +64,7 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     torch.distributed.barrier()
 
 
-def ended(run: Callable[[], None], outcome: dict[str, Any]) -> None:
+def ended(run: Callable[[], object], outcome: dict[str, Any]) -> None:
     try:
         run()
     except (*USER_ERRORS, RunRefused) as error:

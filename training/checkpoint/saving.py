@@ -50,6 +50,7 @@ class Checkpointer:
         record: what each checkpoint's record says, but for what is that checkpoint's own.
         eval_records: the fingerprint of those that the evaluation loss is measured on; empty without evaluation.
         best: the checkpoint with the lowest evaluation loss, which is never removed.
+        saved: the step of the last one that was written.
     """
 
     trainer: Trainer
@@ -60,6 +61,7 @@ class Checkpointer:
     log: Console
     eval_records: str = ""
     best: Best | None = field(init=False)
+    saved: int = 0
     _files: CheckpointFiles = field(default_factory=CheckpointFiles)
     _last: float = field(default_factory=time.monotonic)
 
@@ -108,6 +110,7 @@ class Checkpointer:
                 raise ConfigError(message) from None
             self.log.print(f"warning: {message}")
         else:
+            self.saved = step
             if eval_loss is not None:
                 self.note(step, eval_loss)
             if torch.distributed.get_rank() == 0:

@@ -37,6 +37,8 @@ NOT_PASSED_ON = frozenset(
     "gradient_predivide_factor memory_breakdown pipeline prescale_gradients sparse_gradients torch_autocast "
     "wall_clock_breakdown".split()
 )
+# What says how DeepSpeed sums the replicas' gradients.
+DEEPSPEEDS_SUMS = {"reduce_scatter", "reduce_bucket_size", "contiguous_gradients", "use_multi_rank_bucket_allreduce"}
 LARGEST = 10**12  # of a number of steps, samples and the like
 LONGEST = 2**24  # tokens: of a sample or a row
 YEAR = 366 * 24 * 60  # minutes
@@ -145,6 +147,8 @@ class TrainConfig(Section):
     wandb: WandB = WandB()
 
     model_topo: ModelTopo = ModelTopo()
+    # Go on in the parts that the first steps showed to be faster, from the next checkpoint on.
+    rebalance: bool = False
     # In which order a stage works: one forward, one backward; or DualPipeV, where each stage holds two chunks of the
     # layers and waits less when a step has few micro-batches.
     schedule: Schedule = "1f1b"
@@ -207,6 +211,8 @@ class TrainConfig(Section):
             raise ValueError("packing: dataset packs whole epochs, which no stream knows; expected batch or false")
         if self.compile is True and self.zero_optimization.stage == 3:
             raise ValueError("compile: ZeRO stage 3 gathers weights inside of the blocks; expected false or stage <= 2")
+        if self.rebalance and (expected := self._unlike_rebalance()):
+            raise ValueError(f"rebalance: {expected}, or rebalance: false")
         unit = self.train_micro_batch_size_per_gpu * self.model_topo.replicas
         if self.train_batch_size % unit:
             raise ValueError(
@@ -234,6 +240,20 @@ class TrainConfig(Section):
             return "dualpipev computes gradients of weights later, and in bf16; expected false or schedule: 1f1b"
         if self.zero_optimization.stage == 3:
             return "ZeRO stage 3 gathers weights inside of the blocks; expected false or stage <= 2"
+        return None
+
+    def _unlike_rebalance(self) -> str | None:
+        """What `rebalance` expects of another key that has something else."""
+        if self.model_topo.stages == 1:
+            return "one stage has all layers; expected dims of several stages"
+        if self.model_topo.parts is not None:
+            return "model_topo.parts names the layers of each stage; expected parts: auto"
+        if self.resume != "auto":
+            return "the run goes on from its own checkpoint; expected resume: auto"
+        if not (self.save_interval or self.save_minutes or self.eval_data_path):
+            return "parts change at a checkpoint, and none comes before the end; expected save_interval or save_minutes"
+        if self.deterministic:
+            return "parts would depend on measured times, and sums on parts; expected deterministic: false"
         return None
 
     @property
@@ -264,6 +284,16 @@ class TrainConfig(Section):
     def least_micro_batches(self) -> int:
         """How many micro-batches a step needs for each replica; 0 where the schedule does not ask."""
         return self.chunks if self.v_schedule else 0
+
+    @property
+    def sums_while_computing(self) -> bool:
+        """Whether the replicas in a pipeline sum their gradients while they compute (`training.engine.replica_sums`).
+
+        Not with an offloaded optimizer, nor with keys that say how DeepSpeed is to do it.
+        """
+        zero = self.zero_optimization
+        deepspeeds = zero.offloads or self.data_types or DEEPSPEEDS_SUMS & set(zero.model_extra or {})
+        return self.model_topo.replicas > 1 and zero.stage == 1 and not deepspeeds
 
     def check_door(self, in_stages: bool) -> None:
         """Refuse what only the other of the two training doors can do.
@@ -310,8 +340,9 @@ class TrainConfig(Section):
         return [n_layers] if chunks == 1 else parts
 
     def with_parts(self, parts: list[int]) -> TrainConfig:
-        """The same config with these layers per stage."""
-        return self.model_copy(update={"model_topo": self.model_topo.model_copy(update={"parts": parts or None})})
+        """The same config with these layers per stage, which stay; with an empty list `parts: auto`."""
+        topo = self.model_topo.model_copy(update={"parts": parts or None})
+        return self.model_copy(update={"model_topo": topo, "rebalance": False})
 
     def dump(self) -> dict[str, Any]:
         """The resolved config as plain values, ready for YAML."""

@@ -19,6 +19,7 @@ from training.config.keys import TrainConfig
 from training.distributed.gpu_progress import followed
 from training.engine.dualpipev import VScheduleEngine
 from training.engine.prefetch import Sent
+from training.engine.replica_sums import sum_while_computing
 from training.engine.stage_engine import StageEngine
 from training.engine.trainer import Trainer, build_engine
 from training.topology import Division
@@ -46,7 +47,10 @@ class PipelineTrainer(Trainer):
         )
         make_model = partial(model_class, spec=spec, topology=processes, parts=topology.parts)
         engine = build_engine(config, spec, folder, layers, make_model, division.recompute)
-        return cls(engine_class.adopt(engine))
+        trainer = cls(engine_class.adopt(engine))
+        if config.sums_while_computing:
+            sum_while_computing(engine)
+        return trainer
 
     def train_step(self, loader: Loader, batch: GlobalBatch) -> float:
         micro_batches = self.micro_batches(loader, batch)

@@ -12,6 +12,8 @@ from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.utils.timer import NoopTimer
 from torch import Tensor
 
+from training.engine.clipping import clip
+
 
 class StageEngine(PipelineEngine):
     """One stage that runs DeepSpeed's 1F1B."""
@@ -102,7 +104,7 @@ class StageEngine(PipelineEngine):
         if not norm.isfinite():
             self.zero_grad()
             return
-        torch.nn.utils.clip_grads_with_norm_(parameters, self.gradient_clipping(), norm)
+        clip(self.optimizer, parameters, self.gradient_clipping(), norm)
 
     _INSTRUCTION_MAP = PipelineEngine._INSTRUCTION_MAP | {
         schedule.RecvActivation: _exec_recv_activations,

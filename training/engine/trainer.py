@@ -27,6 +27,7 @@ from training.config.deepspeed_config import check_device, deepspeed_config, rou
 from training.config.gpu import check_gpu
 from training.config.keys import TrainConfig
 from training.distributed.processes import agreed
+from training.engine.clipping import clip_in_update
 from training.engine.gradient_sums import sum_as_they_are
 from training.engine.numerics import set_numerics
 from training.engine.prefetch import Sent, ahead
@@ -126,4 +127,7 @@ def build_engine(
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the memory in use, four times
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config))
     sum_as_they_are(engine.optimizer)
+    clip_in_update(engine.optimizer)
+    if config.model_topo.replicas == 1:  # DeepSpeed would copy the gradients, round sums to 16 bits, and copy them back
+        engine._reduce_non_expert_gradients = lambda *_: None
     return engine

@@ -23,6 +23,7 @@ from models.sharded import ShardedModel
 from models.spec import ModelSpec
 from training.config.deepspeed_config import deepspeed_config
 from training.config.keys import TrainConfig
+from training.engine.clipping import clip
 from training.engine.trainer import Trainer, build_engine
 from training.topology import Division
 
@@ -90,9 +91,12 @@ class ZeroTrainer(Trainer):
 
 def _clip_gradients(engine: DeepSpeedEngine) -> None:
     """Clip and remember the norm, which DeepSpeed forgets in fp32 without ZeRO; drop a gradient that is not finite."""
-    norm = torch.nn.utils.clip_grad_norm_(engine.module.parameters(), engine.gradient_clipping())
+    weights = [weight for weight in engine.module.parameters() if weight.grad is not None]
+    norm = torch.nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
     engine._global_grad_norm = norm
-    if not norm.isfinite():
+    if norm.isfinite():
+        clip(engine.optimizer, weights, engine.gradient_clipping(), norm)
+    else:
         engine.zero_grad()
 
 

@@ -1,7 +1,9 @@
-"""What a plan rests on: the run, what it is fed with, the device, and what `--calibrate` measured.
+"""What a plan rests on: the run, what it is fed with, the device, and what was measured of it.
 
-A calibration lies in the run's folder, where `parts: auto` finds it. It is a factor by which estimates are wrong, so it
-stays useful when the data change; for another model, precision or kind of device it is passed over.
+What `--calibrate` and a run's own steps (`training.plan.feedback`) measured lies in the run's folder, where
+`parts: auto` and `--plan` find it. A calibration is a factor by which estimates are wrong, so it stays useful when the
+data change; for another model, precision or kind of device it is passed over. What steps took counts for just such
+steps.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from statistics import mean
 from typing import Any
 
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from common.whole_files import replace_text
 from data.loader import Loader
@@ -29,8 +31,13 @@ from training.metrics.devices import Device
 from training.schedule.instructions import Schedule
 
 FILE = "calibration.json"
+MEASURED_FILE = "measured.json"
 ESTIMATES = 2  # one more whenever costs are estimated in another way: the factors of before do not fit then
 STEPS = 16  # of the first epoch, which stand for the others
+# What the times of stages and their memory depend on, besides device, model, data and torch.
+DEPENDS = (
+    "use_flash_attn use_grad_ckpt offload_activations schedule zero_optimization bf16 fp16 fp8 tf32 data_types"
+).split()
 
 
 @dataclass(frozen=True)
@@ -127,7 +134,7 @@ class Calibration(BaseModel):
         cls, config: TrainConfig, spec: ModelSpec, layers: dict[str, tuple[float, float]], update: float
     ) -> Calibration:
         """As measured by this process."""
-        digest = hashlib.sha256(json.dumps([ESTIMATES, spec.raw], sort_keys=True).encode()).hexdigest()
+        digest = _digest([ESTIMATES, spec.raw])
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         return cls(device=device, dtype=str(training_dtype(config)), model=digest, layers=layers, update=update)
 
@@ -147,13 +154,52 @@ class Calibration(BaseModel):
         return folder / FILE
 
 
+class Measured(BaseModel):
+    """What the first steps of a run took, beside its plan.
+
+    Attributes:
+        conditions: what that depends on (`Basis.conditions`).
+        steps: the first and the last one.
+        parts: of the run.
+        seconds: of each stage for a micro-batch.
+        peaks: bytes that each stage had at most.
+        layers: how many times as long as estimated each layer takes.
+        beyond: bytes that each stage has at most beyond its plan; none below it, as longer rows may still come.
+        better: the parts with which a step would be faster, if any.
+        moves: how often a run took better parts.
+    """
+
+    conditions: dict[str, Any]
+    steps: tuple[int, int]
+    parts: list[PositiveInt]
+    seconds: list[PositiveFloat]
+    peaks: list[PositiveInt]
+    layers: list[PositiveFloat]
+    beyond: list[NonNegativeInt]
+    better: list[PositiveInt] | None = None
+    moves: int = 0
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Measured:
+        better = self.better or self.parts
+        if not len(self.layers) == sum(self.parts) == sum(better) or len(better) != len(self.parts):
+            raise ValueError("parts of as many layers")
+        return self
+
+    def write(self, folder: Path) -> Path:
+        """Into the run's folder, whole or not at all."""
+        replace_text(folder / MEASURED_FILE, self.model_dump_json(indent=2) + "\n")
+        return folder / MEASURED_FILE
+
+
 @dataclass(frozen=True)
 class Basis:
     """What a plan rests on.
 
     Attributes:
         workload: what the run is fed with.
-        calibration: what was measured; all is estimated where absent.
+        calibration: what `--calibrate` measured; all is estimated where absent.
+        measured: what steps of this run took, which corrects the plan.
         recompute: the layers that do; as the config says, and with `auto` all, where absent.
         known: what kinds of layers were found to keep, shared by all that is made of this basis.
         counted: what they were found to do, likewise.
@@ -164,9 +210,50 @@ class Basis:
     workload: Workload
     device: Device
     calibration: Calibration | None = None
+    measured: Measured | None = None
     recompute: frozenset[int] | None = None
     known: dict[tuple[object, ...], Saved] = field(default_factory=dict, repr=False, compare=False)
     counted: dict[tuple[object, ...], LayerWork] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of_run(
+        cls, config: TrainConfig, spec: ModelSpec, workload: Workload, device: Device, calibrated: bool = True
+    ) -> tuple[Basis, list[str]]:
+        """With what was measured in the run's folder, and a line for the log where that cannot be used.
+
+        Args:
+            calibrated: whether a calibration counts.
+        """
+        folder = Path(config.save_path)
+        basis = cls(config, spec, workload, device, Calibration.read(folder, config, spec) if calibrated else None)
+        try:
+            measured = Measured.model_validate_json((folder / MEASURED_FILE).read_bytes())
+        except FileNotFoundError:
+            return basis, []
+        except (OSError, ValueError):
+            return basis, [f"{MEASURED_FILE} is passed over: damaged"]
+        then, now = measured.conditions, basis.conditions
+        if other := [key for key in now if then.get(key) != now[key]]:
+            key = other[0]
+            told = "" if key in ("model", "calibration") else f": {then.get(key)} then, {now[key]} now"
+            return basis, [f"{MEASURED_FILE} is passed over: measured with another {key}{told}"]
+        return replace(basis, measured=measured), []
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """What measured steps depend on, as it stands in JSON."""
+        settings = self.config.dump()
+        return {
+            "device": self.device.name,
+            "torch": torch.__version__,
+            "model": _digest([ESTIMATES, self.spec.raw]),
+            "calibration": _digest(vars(self.calibration) if self.calibration else None),
+            "rows": self.workload.rows,
+            "length": math.ceil(self.workload.length),
+            "compile": self.config.compiles(self.device.ampere, bool(self.spec.family.router)),
+            "optimizer": self.config.optimizer.type,
+            **{key: settings.get(key) for key in DEPENDS},
+        }
 
     @cached_property
     def recomputed(self) -> frozenset[int]:
@@ -194,3 +281,7 @@ class Basis:
         rows = config.train_micro_batch_size_per_gpu
         micro_batches = max(1, math.ceil(step / (rows * config.model_topo.replicas)))
         return replace(self, config=config, workload=replace(work, rows=rows, micro_batches=micro_batches))
+
+
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from common.log import Log
+from common.terminal import reason_of
 from data.errors import DataError
 from models.checkpoint.layout import resolve
 from models.errors import CheckpointError
@@ -23,14 +24,13 @@ from training.data_setup import RecordReader, build_loader
 from training.errors import ConfigError
 from training.metrics.devices import parse_devices, this_device
 from training.plan.alternatives import advise, search
-from training.plan.basis import Basis, Calibration, Workload
+from training.plan.basis import Basis, Workload
 from training.plan.calibration import calibrate
 from training.plan.plan import Plan
 from training.plan.rendering import PICTURE, advice_table, draw, facts, search_table, stages_table, times_table
 
 DOES_NOT_FIT = 1
 WIDTH = 160  # of a plan that is written to a file
-REASON = 100  # characters of why the records cannot be read
 
 
 def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
@@ -53,11 +53,12 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
         log.print(f"calibrated: {calibrate(config, spec, workload).write(save_path)}")
     # What was measured here says nothing about other devices, unless somebody says that they are the same.
     counts = arguments.calibrate or not arguments.devices
-    calibration = Calibration.read(save_path, config, spec) if counts else None
-    basis = Basis(config, spec, workload, device, calibration)
+    basis, told = Basis.of_run(config, spec, workload, device, calibrated=counts)
     processes = count or config.model_topo.processes
     on = f"{processes} x {device.name}" if device.memory else f"{processes} processes on a {device.name}"
     log.print(f"model: {spec.family.name}, {spec.n_layers} layers; {on}")
+    for line in told:
+        log.print(line)
     if arguments.search:
         best = search(basis, processes)
         if not best:
@@ -102,5 +103,5 @@ def _workload(config: TrainConfig, spec: ModelSpec, folder: Path, log: Console) 
         loader = build_loader(dataset, config, config.model_topo.replicas, router_loss=router_loss)
         return Workload.measured(loader, config)
     except (DataError, CheckpointError, OSError, ValueError) as error:
-        log.print(f"data_path is not used: {' '.join(str(error).split())[:REASON]}")
+        log.print(f"data_path is not used: {reason_of(error)}")
         return Workload.assumed(config)

@@ -1,5 +1,5 @@
 """How long each layer takes for a micro-batch: estimated from what it does, and corrected by what was measured
-(`training.plan.calibration`).
+of single layers (`training.plan.calibration`) and of the run's own steps (`training.plan.feedback`).
 
 What a layer does is found by running one of its kind on fake tensors (`models.layer_work`), and how long that takes is
 a roofline (`training.plan.roofline`): FLOPs, bytes and launches, each kernel by itself. Recomputed activations add a
@@ -58,12 +58,12 @@ class LayerTime:
 
 def layer_times(basis: Basis) -> list[LayerTime]:
     """The times of all layers, the embedding first."""
-    config, spec, measured = basis.config, basis.spec, basis.calibration
-    device = this_device() if measured else basis.device  # a calibration speaks of the device that it was measured on
+    config, spec, calibrated = basis.config, basis.spec, basis.calibration
+    device = this_device() if calibrated else basis.device  # a calibration speaks of the device that it was measured on
     dtype, states, replicas = training_dtype(config), StateBytes.of(config), config.model_topo.replicas
     # A ring all-reduce of the gradients and an all-gather of the weights.
     sent = (1 - 1 / replicas) * (2 * states.gradient + dtype.itemsize) / device.link
-    update = (measured.update if measured else 1.0) * update_time(config, device)
+    update = (calibrated.update if calibrated else 1.0) * update_time(config, device)
     update /= replicas if config.zero_optimization.stage else 1
     added = FP32_SUM if states.gradient > dtype.itemsize else 3 * dtype.itemsize
     passes = {kind: _passes(basis, kind, device, dtype) for kind in set(kinds(spec))}
@@ -72,9 +72,12 @@ def layer_times(basis: Basis) -> list[LayerTime]:
         weights = sum(shape.numel() for shape in spec.shapes(number).values())
         forward, backward = passes[kind]
         backward += Spent(sums=weights * added / device.bandwidth)
-        if measured:
-            factors = measured.layers[str(kind)]
+        if calibrated:
+            factors = calibrated.layers[str(kind)]
             forward, backward = forward.times(factors[0]), backward.times(factors[1])
+        if basis.measured:
+            factor = basis.measured.layers[number]
+            forward, backward = forward.times(factor), backward.times(factor)
         if number in basis.recomputed:
             backward += forward
         times.append(LayerTime(forward, backward, Spent(optimizer=weights * update, replicas=weights * sent)))

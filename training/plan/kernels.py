@@ -20,6 +20,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from pydantic import BaseModel
 
+from common.terminal import reason_of
 from common.whole_files import replace_text
 from data.loader import Loader
 from models.attention import AMPERE, NAMES, candidates, choose_attention
@@ -55,11 +56,13 @@ class Trial(BaseModel):
 
     Attributes:
         known: what the times depend on.
-        milliseconds: of a block, by kernel.
+        milliseconds: of a block, by kernel that can run it.
+        failures: why the others cannot.
     """
 
     known: dict[str, Any]
     milliseconds: dict[str, float]
+    failures: dict[str, str]
 
 
 def choose_kernels(config: TrainConfig, spec: ModelSpec, loader: Loader | None) -> Kernels:
@@ -108,30 +111,32 @@ def fastest(kernels: list[str], milliseconds: Time, file: Path, known: dict[str,
         known: what they depend on; those of another machine do not count.
 
     Raises:
-        RuntimeError: none of the kernels can run a block.
+        Exception: what the last of them raised, where none can run a block.
     """
     with suppress(OSError, ValueError):
         found = Trial.model_validate_json(file.read_bytes())
         if found.known == known:
-            return _told(found.milliseconds, "as measured when the run began")
+            return _told(found, "as measured when the run began")
     times: dict[str, float] = {}
-    failed: RuntimeError | None = None
+    failures: dict[str, str] = {}
     for kernel in kernels:
         try:
             times[kernel] = milliseconds(kernel)
-        except RuntimeError as error:  # such as scores that do not fit into memory
-            failed = error
-    if failed and not times:
-        raise failed
+        except Exception as error:  # of many kinds: no memory for the scores, a package built for another torch
+            failures[kernel] = reason_of(error)
+            if len(failures) == len(kernels):
+                raise
+    trial = Trial(known=known, milliseconds=times, failures=failures)
     with suppress(OSError):  # a full disk is told when the config is written
-        replace_text(file, Trial(known=known, milliseconds=times).model_dump_json(indent=2) + "\n")
-    return _told(times, "of a block")
+        replace_text(file, trial.model_dump_json(indent=2) + "\n")
+    return _told(trial, "of a block")
 
 
-def _told(times: dict[str, float], what: str) -> tuple[str, str]:
-    ranked = sorted(times, key=lambda kernel: times[kernel])
-    shown = ", ".join(f"{NAMES[kernel]} {times[kernel]:.1f} ms" for kernel in ranked)
-    return ranked[0], f"{NAMES[ranked[0]]}, the fastest {what}: {shown}"
+def _told(trial: Trial, what: str) -> tuple[str, str]:
+    ranked = sorted(trial.milliseconds, key=lambda kernel: trial.milliseconds[kernel])
+    shown = [f"{NAMES[kernel]} {trial.milliseconds[kernel]:.1f} ms" for kernel in ranked]
+    shown += [f"{NAMES[kernel]} failed ({reason})" for kernel, reason in trial.failures.items()]
+    return ranked[0], f"{NAMES[ranked[0]]}, the fastest {what}: {', '.join(shown)}"
 
 
 def _compilation(config: TrainConfig, experts: bool) -> tuple[bool, list[str]]:
@@ -151,5 +156,5 @@ def _compile_trial() -> str | None:
     try:
         torch.compile(lambda numbers: numbers.sin() + 1)(torch.ones(8, device="cuda"))
     except Exception as error:  # of many kinds, from dynamo down to the driver
-        return f"torch.compile does not work here: {' '.join(str(error).split())[:160]}"
+        return f"torch.compile does not work here: {reason_of(error)}"
     return None

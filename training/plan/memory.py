@@ -39,6 +39,7 @@ class StageMemory:
         activations: at most, with what the backward pass and the loss take for themselves.
         step: what the sum of gradients and the optimizer's step take, when the activations are gone.
         host: in main memory, under offload.
+        beyond: what was measured beyond all that (`training.plan.feedback`).
     """
 
     weights: int
@@ -47,10 +48,12 @@ class StageMemory:
     activations: int
     step: int
     host: int
+    beyond: int
 
     @property
     def peak(self) -> int:
-        return self.weights + self.gradients + self.optimizer + max(self.activations, self.step)
+        most = max(self.activations, self.step)
+        return self.weights + self.gradients + self.optimizer + most + self.beyond
 
 
 class MemoryModel:
@@ -65,6 +68,8 @@ class MemoryModel:
         self._hidden = self._tokens * self._spec.config.hidden_size * self._itemsize  # bytes of hidden states
         # Whether what blocks keep waits in another memory than the device's.
         self._elsewhere = self._config.offload_activations and self._device.reserves
+        ranks, beyond = self._config.model_topo.stages, basis.measured.beyond if basis.measured else [0]
+        self._beyond = beyond if len(beyond) == ranks else [max(beyond)] * ranks
         layers = range(self._spec.n_layers)
         sizes = [[shape.numel() for shape in self._spec.shapes(layer).values()] for layer in layers]
         self._largest = [max(each) for each in sizes]  # elements of each layer's largest weight
@@ -100,6 +105,7 @@ class MemoryModel:
             activations=activations + passing + offloaded,
             step=max(int(held * states.step) + working, bucket) + offloaded,
             host=host,
+            beyond=self._beyond[rank],
         )
 
     def fits(self, rank: int, ranges: Sequence[LayerRange]) -> bool:

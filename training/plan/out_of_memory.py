@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -19,7 +18,7 @@ from training.errors import ConfigError
 from training.metrics.devices import this_device
 from training.metrics.peak_memory import peak_memory
 from training.plan.alternatives import next_change
-from training.plan.basis import Basis, Calibration, Workload
+from training.plan.basis import Basis, Workload
 from training.plan.plan import Plan
 
 GIB = 2**30
@@ -64,8 +63,8 @@ class OutOfMemory:
         config = self.config
         if config.model_topo.parts is None:  # a plan is one of a pipeline
             return ""
-        calibration = Calibration.read(Path(config.save_path), config, self.spec)
-        plan = Plan.make(Basis(config, self.spec, Workload.of(self.loader, config), this_device(), calibration))
+        basis, _ = Basis.of_run(config, self.spec, Workload.of(self.loader, config), this_device())
+        plan = Plan.make(basis)
         line = f"; --plan says {_gib(plan.stages[self.stage].memory.peak)}"
         advice = next_change(plan, self.stage)
         return f"{line}; next: {advice[0]}, with which it says {_gib(advice[1])}" if advice else line

@@ -9,6 +9,7 @@ from rich.table import Column, Table
 
 from training.metrics.devices import TERA
 from training.plan.alternatives import Advice
+from training.plan.basis import MEASURED_FILE
 from training.plan.plan import Plan
 
 GB = 1e9
@@ -65,14 +66,17 @@ def facts(plan: Plan) -> list[str]:
         lines.append(f"products of the blocks: fp8, at best {device.fp8 / TERA:,.0f} TFLOP/s; MFU is of bf16's peak")
     elif config.fp8.enabled:
         lines.append(f"warning: {device.name} does not compute in fp8; expected fp8.enabled: false, as planned here")
-    if basis.calibration:
+    if basis.measured:
+        first, last = basis.measured.steps
+        lines.append(f"times and peaks: corrected by what steps {first} to {last} took ({MEASURED_FILE})")
+    elif basis.calibration:
         lines.append(f"times: measured on {basis.calibration.device} by --calibrate")
     elif device.known:
         products = f"{device.products:.0%} of the peak for large products, {device.bandwidth / TERA:.2f} TB/s of memory"
         lines.append(f"times: estimated, a roofline of {device.name}: {products}")
     else:
         lines.append("times: in proportion only; --devices or --calibrate make seconds of them")
-    if basis.calibration or device.known:
+    if basis.measured or basis.calibration or device.known:
         mfu = "" if plan.mfu is None else f", {plan.mfu:.0%} MFU"
         lines.append(f"speed: {plan.seconds:.2f} s a step, {plan.tokens_per_s:,.0f} tokens/s{mfu}")
         if plan.days is not None:

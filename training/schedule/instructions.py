@@ -30,6 +30,8 @@ _KINDS: dict[str, tuple[Kind, tuple[Literal["activation", "gradient"], int] | No
 }
 ON_ITS_OWN = frozenset(name for name, (kind, _) in _KINDS.items() if kind in (*WORK, "data"))  # needs no other rank
 
+PASSES = frozenset(name for name, (kind, _) in _KINDS.items() if kind in WORK)
+
 
 class Message(NamedTuple):
     """What crosses the border behind a stage: an activation forward, or its gradient back.

@@ -1,15 +1,18 @@
-"""Gradients are added to fp32 sums bit for bit as after a conversion, and without one."""
+"""Gradients are added to fp32 sums bit for bit as after a conversion, and without one; products add more exactly."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from models.weight_gradients import WeightGradients
 from training.engine.gradient_sums import SLICE, add, sum_as_they_are
 
 SIZES = [(3,), (SLICE,), (5, SLICE // 2 + 1)]
@@ -55,3 +58,67 @@ def test_an_optimizer_of_zero_adds_up_so() -> None:
     other = SimpleNamespace()
     sum_as_they_are(other)
     assert vars(other) == {}
+
+
+def bf16_optimizer(weights: list[nn.Parameter]) -> Any:
+    """DeepSpeed's, with what it holds of gradients alone: sums that a step before left, and hooks."""
+    optimizer: Any = object.__new__(BF16_Optimizer)
+    optimizer.bf16_groups = [weights]
+    flat = torch.full((sum(weight.numel() for weight in weights),), float("nan"))
+    optimizer.fp32_groups_gradients = [list(flat.split([weight.numel() for weight in weights]))]
+    optimizer.fp32_groups_gradients_flat = optimizer.non_expert_gradients = [flat]
+    optimizer.fp32_groups_has_gradients = [[False] * len(weights)]
+    optimizer.has_moe_layers, optimizer.immediate_grad_update, optimizer.autoep_folding_tp_group = False, True, None
+    optimizer.grad_acc_dtype, optimizer._grad_acc_hooks = torch.float32, []
+    optimizer.create_grad_acc_hooks()
+    sum_as_they_are(optimizer)
+    return optimizer
+
+
+def test_sums_begin_anew_in_each_step_and_what_gets_no_gradient_is_zero() -> None:
+    weights = [nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = bf16_optimizer(weights)
+    for used in ((0, 1), (0,)):
+        for value in (1.0, 2.0**-10):
+            torch.stack([value * weights[number] for number in used]).sum().backward()
+        (sums,), _ = optimizer.get_grads_for_reduction()
+        expected = torch.tensor([(1 + 2.0**-10) * (number in used) for number in range(2)]).repeat_interleave(6)
+        torch.testing.assert_close(sums, expected, rtol=0, atol=0)
+        optimizer.zero_grad()
+
+
+def without_rounding(total: Tensor, left: Tensor, right: Tensor, *, beta: float, out: Tensor, **_: Any) -> Tensor:
+    """What a GPU's product of 16-bit matrices adds to an fp32 one; a CPU has none."""
+    product = left.float() @ right.float()
+    return out.copy_(total + product if beta else product)
+
+
+def test_a_product_adds_to_the_sum_and_is_nearer_to_the_true_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    passes = [[torch.randn(2, 40, 16).bfloat16() for _ in range(6)] for _ in range(2)]
+    sums: dict[bool, list[Tensor]] = {}
+    for of_a_gpu in (False, True):
+        if of_a_gpu:
+            for module in ("models.lean_loss", "training.engine.gradient_sums"):
+                monkeypatch.setattr(f"{module}.gives_fp32", lambda _: True)
+            monkeypatch.setattr(torch, "addmm", without_rounding)
+        torch.manual_seed(0)
+        linear = nn.Linear(16, 8, dtype=torch.bfloat16)
+        optimizer, later = bf16_optimizer(list(linear.parameters())), WeightGradients()
+        later.defer(linear)
+        sums[of_a_gpu] = []
+        for micro_batches in passes:
+            for inputs in micro_batches:
+                linear(inputs.requires_grad_()).sum().backward()
+                later.close()
+                later.compute()
+            sums[of_a_gpu].append(optimizer.get_grads_for_reduction()[0][0].clone())
+            assert linear.weight.grad is None
+            optimizer.zero_grad()
+    for step, micro_batches in enumerate(passes):
+        inputs = torch.cat([each.flatten(0, 1) for each in micro_batches]).double()
+        exact = torch.cat([inputs.sum(0).repeat(8), inputs.new_full((8,), len(inputs))])
+        rounded, found = (sums[of_a_gpu][step] for of_a_gpu in (False, True))
+        torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(found, rounded, rtol=2.0**-8, atol=0.1)
+        assert (found - exact).abs().sum() < (rounded - exact).abs().sum() / 100

@@ -22,9 +22,12 @@ from data.chat.native_tokenizers import export_tokenizer
 from data.tokenized.tokenize import load_tokenizer
 from models.checkpoint.convert import hg_to_pp
 from models.checkpoint.export import ExportOptions, pp_to_hg
-from models.generate import GREEDY
+from models.generation.sampling import GREEDY
 from tests.conftest import save_original
 from tests.launching import run
+from training.demo.chat import Chat
+from training.demo.command_line import HELP
+from training.demo.speaker import Speaker, Wishes
 
 QUESTIONS = ["What is Pipetune?", "怎样开始训练？"]
 
@@ -95,7 +98,7 @@ def test_a_chat_remembers_its_turns_and_ends_with_an_empty_line_or_the_input(
     assert run_demo(monkeypatch, "--model", checkpoint, typed="\n".join(QUESTIONS) + "\n" + ending) == 0
     first, second = expected_answers(checkpoint, QUESTIONS)
     end = "" if ending else "\n"
-    assert capsys.readouterr().out == f"An empty line ends the chat.\n> {first}\n> {second}\n> {end}"
+    assert capsys.readouterr().out == f"{HELP}\n> {first}\n> {second}\n> {end}"
 
 
 def test_a_missing_folder_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -155,9 +158,9 @@ def reciter(shared: Path, tmp_path: Path) -> Callable[[int], Path]:
 
 
 def assert_recites(folder: Path) -> None:
-    chat = demo.Chat(folder)
+    chat = Chat(Speaker(folder), Wishes(32, GREEDY), print)
     for turn, question in enumerate(QUESTIONS):
-        pieces = list(chat.ask(question, 32, GREEDY))
+        pieces = list(chat.ask(question))
         assert "".join(pieces) == ANSWER
         assert chat.said[2 * turn + 1].text == ANSWER
 

@@ -1,0 +1,1 @@
+"""Writing text with a model: how a token is chosen, and several answers at once."""

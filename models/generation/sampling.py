@@ -1,0 +1,69 @@
+"""How the next token is chosen.
+
+A request that names a seed has random numbers of its own, so that its answer depends on its prompt and its seed alone,
+and not on what else is asked at the same time.
+
+Cost: sorting the vocabulary once a token, but for `top_k`, which sorts k tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The wishes of a request, taken in this order: penalty, temperature, top_k, top_p.
+
+    Attributes:
+        temperature: 0 takes the likeliest token each time (greedy).
+        top_p: sample from the smallest set of tokens that holds this much of the probability (arXiv:1904.09751).
+        top_k: sample from the likeliest so many tokens; from all where absent.
+        repetition_penalty: divides the logits of tokens that the text has already, and multiplies those below zero
+            (arXiv:1909.05858); 1 is none.
+        seed: of the request's own random numbers; torch's common ones where absent.
+    """
+
+    temperature: float = 0.7
+    top_p: float = 0.9
+    top_k: int | None = None
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def with_seed(self, seed: int) -> Sampling:
+        """The same with other random numbers."""
+        return replace(self, seed=seed)
+
+    def generator(self, device: torch.device) -> torch.Generator | None:
+        """The random numbers of a request."""
+        return None if self.seed is None else torch.Generator(device).manual_seed(self.seed)
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def choose(
+    logits: Tensor, sampling: Sampling, text: list[int] | None = None, generator: torch.Generator | None = None
+) -> int:
+    """The next token from logits [V].
+
+    Args:
+        text: the tokens so far, for the penalty.
+        generator: of the request, see `Sampling.generator`.
+    """
+    if sampling.repetition_penalty != 1.0 and text:
+        used = torch.tensor(sorted(set(text)), device=logits.device)
+        scores = logits[used]
+        penalty = sampling.repetition_penalty
+        logits = logits.index_copy(0, used, torch.where(scores < 0, scores * penalty, scores / penalty))
+    if sampling.temperature == 0.0:
+        return int(logits.argmax())
+    scores, tokens = logits.topk(min(sampling.top_k or len(logits), len(logits)))
+    probabilities = torch.softmax(scores / sampling.temperature, dim=-1)
+    outside = probabilities.cumsum(dim=-1) - probabilities >= sampling.top_p
+    outside[0] = False  # the likeliest token is always a choice
+    probabilities[outside] = 0.0
+    return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])

@@ -1,0 +1,209 @@
+"""A dialogue as demo.py leads it: what is asked, when an answer ends, what is forgotten, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+import demo
+from common.terminal import safe_text
+from data.chat.messages import Said
+from data.records.raw_records import read_file
+from data.records.reading import parse
+from data.tokenized.tokenize import load_tokenizer
+from models.generation.sampling import GREEDY
+from training.demo.answer import Answer
+from training.demo.chat import Chat
+from training.demo.speaker import Speaker, Wishes
+
+WISHES = Wishes(6, GREEDY)
+
+Make = Callable[..., Path]
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def folder(make_checkpoint: Make) -> Path:
+    return make_checkpoint("llama", initializer_range=0.3, tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def speaker(folder: Path) -> Speaker:
+    return Speaker(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_folder: Path) -> PreTrainedTokenizerBase:
+    return load_tokenizer(tokenizer_folder)
+
+
+@pytest.fixture
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """A function that runs demo.py in this process: exit code, standard output, standard error."""
+
+    def run(*words: str, typed: tuple[str, ...] = ()) -> tuple[int, str, str]:
+        lines = iter(typed)
+        monkeypatch.setattr("builtins.input", lambda prompt: next(lines, ""))
+        monkeypatch.setattr(sys, "argv", ["demo.py", "--model", str(folder), "--max-new-tokens", "6", *words])
+        capsys.readouterr()
+        code = 0
+        try:
+            demo.main()
+        except SystemExit as left:
+            assert isinstance(left.code, int)
+            code = left.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_twenty_turns_are_asked_as_the_whole_dialogue_is_rendered(speaker: Speaker, folder: Path) -> None:
+    theirs = AutoTokenizer.from_pretrained(folder)
+    asked: list[list[int]] = []
+    roomy = Speaker(folder)
+    roomy.context = None
+    encode = roomy.encode
+    roomy.encode = lambda *given: asked.append(encode(*given)) or asked[-1]  # type: ignore[method-assign,func-returns-value]
+    chat = Chat(roomy, WISHES, pytest.fail, [Said("system", "Be brief.")])
+    messages: list[dict[str, str]] = [{"role": "system", "content": "Be brief."}]
+    for turn in range(20):
+        messages.append({"role": "user", "content": f"Question {turn}?"})
+        answer = "".join(chat.ask(f"Question {turn}?"))
+        whole = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        assert asked[-1] == whole
+        messages.append({"role": "assistant", "content": answer})
+    assert len({message["content"] for message in messages[2::2]}) > 10, "too monotonous to show anything"
+
+
+@given(st.data())
+def test_an_answer_ends_before_a_stop_text_wherever_its_tokens_end(
+    tokenizer: PreTrainedTokenizerBase, data: st.DataObject
+) -> None:
+    text = data.draw(st.text(alphabet="abU\n 三🙂", max_size=12))
+    stop = data.draw(st.lists(st.text(alphabet="abU\n三", min_size=1, max_size=3), max_size=2))
+    answer = Answer(tokenizer, stop)
+    pieces = []
+    for byte in tokenizer.convert_tokens_to_ids(tokenizer.tokenize(text)):
+        pieces.append(answer.add(byte))
+        if answer.stopped:
+            break
+    pieces.append(answer.end())
+    ends = [place for each in stop if (place := text.find(each)) >= 0]
+    assert answer.raw == text[: min(ends, default=None)]
+    assert "".join(pieces) == answer.text == answer.raw.lstrip()
+
+
+def test_a_dialogue_loses_its_oldest_rounds_and_says_so(folder: Path) -> None:
+    speaker, told = Speaker(folder), list[str]()
+    chat = Chat(speaker, WISHES, told.append, [Said("system", "Be brief.")])
+    speaker.context = 2 * len(speaker.encode([*chat.said, Said("user", "Why?")]))
+    for _ in range(6):
+        list(chat.ask("Why?"))
+        assert len(speaker.encode(chat.said[:-1])) + WISHES.max_new_tokens <= speaker.context
+        assert chat.said[0] == Said("system", "Be brief.")
+    assert told and all("left out" in line for line in told)
+
+
+def test_an_answer_ends_with_the_context(folder: Path) -> None:
+    speaker, told = Speaker(folder), list[str]()
+    prompt = speaker.encode([Said("user", "Why?")])
+    speaker.context = len(prompt) + 2
+    chat = Chat(speaker, WISHES, told.append)
+    list(chat.ask("Why?"))
+    assert len(speaker.tokenizer(chat.said[-1].text)["input_ids"]) <= 2
+    assert told == [f"the context of {speaker.context} tokens has room for 2 tokens of the answer"]
+
+
+def test_what_was_asked_on_the_command_line_is_what_happens(run: Run, speaker: Speaker) -> None:
+    def answer(*words: str) -> str:
+        code, out, _ = run("--prompt", "Why?", *words)
+        assert code == 0
+        return out
+
+    plain = answer("--greedy")
+    assert plain == answer("--temperature", "0") == answer("--top-k", "1")
+    assert answer("--seed", "1") == answer("--seed", "1") != answer("--seed", "2")
+    assert answer("--greedy", "--system", "Be brief.") != plain
+    assert answer("--greedy", "--repetition-penalty", "0.01") != plain
+    stop = plain.strip()[2:4]
+    assert answer("--greedy", "--stop", stop) == plain[: plain.index(stop)] + "\n"
+
+
+def test_dtype_and_threads_are_torchs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    dtypes: list[Any] = []
+    speaker = Speaker
+
+    class Noting(speaker):  # type: ignore[misc,valid-type]
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            dtypes.append(next(self.model.parameters()).dtype)
+
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr("training.demo.speaker.Speaker", Noting)
+    assert run("--prompt", "Why?", "--dtype", "bf16", "--threads", "3")[0] == 0
+    assert (threads, dtypes) == ([3], [torch.bfloat16])
+
+
+def test_a_chat_is_forgotten_and_saved(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    first, second = f"/save {path}", f"/save {path}"
+    typed = ("/save x", "One?", "Two?", first, "/reset", "One?", second, "/what", "")
+    code, out, told = run("--greedy", "--system", "Be brief.", typed=typed)
+    assert code == 0
+    assert told.splitlines() == [
+        "error: nothing was said yet; expected a question first",
+        "/what: expected /reset or /save FILE",
+    ]
+    long, short = [json.loads(line)["messages"] for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [message["role"] for message in long] == ["system", *["user", "assistant"] * 2]
+    assert short == long[:3], "after /reset the same question has the same answer"
+    assert out.splitlines()[1] == long[2]["content"].splitlines()[0]
+    assert all(parse(raw, None, {}).records for raw in read_file(path)), "what is saved can be trained on"
+
+
+def test_a_file_of_prompts_is_answered(run: Run, tmp_path: Path) -> None:
+    source, target = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    source.write_text('{"prompt": "Why?"}\n', encoding="utf-8")
+    words = ("--prompts-file", str(source), "--output", str(target), "--greedy", "--system", "Be brief.")
+    assert run(*words, "--batch-size", "3") == (0, "", f"{target}: 1 answers\n")
+    alone = run("--prompt", "Why?", "--greedy", "--system", "Be brief.")[1]
+    assert safe_text(json.loads(target.read_text(encoding="utf-8"))["answer"]) + "\n" == alone
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--top-p 1.5", "--top-p: expected 0.0 to 1.0, found 1.5"),
+        ("--temperature nan", "--temperature: expected at least 0.0, found nan"),
+        ("--top-k 0", "--top-k: expected at least 1, found 0"),
+        ("--max-new-tokens 0", "--max-new-tokens: expected at least 1, found 0"),
+        ("--threads 0", "--threads: expected at least 1, found 0"),
+        ("--seed -1", f"--seed: expected 0 to {2**63 - 1}, found -1"),
+        ("--repetition-penalty 0", "--repetition-penalty: expected a number above 0, found 0.0"),
+        ("--greedy --seed 0", "--seed: nothing is drawn; expected it without --greedy and --temperature 0"),
+        ("--temperature 0 --top-p 0.5", "--top-p: nothing is drawn; expected it without --greedy and --temperature 0"),
+        ("--prompts-file x", "--prompts-file: expected it with --output and without --prompt"),
+        ("--batch-size 2", "--output and --batch-size: expected them with --prompts-file"),
+        ("--prompt-format none.jinja", "none.jinja: not found; expected a Jinja file"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(words: str, told: str, run: Run) -> None:
+    assert run("--prompt", "Why?", *words.split()) == (2, "", f"error: {told}\n")
+
+
+def test_a_prompt_that_is_longer_than_the_context_is_refused(run: Run) -> None:
+    code, out, told = run("--prompt", "Why? " * 300)
+    assert (code, out) == (2, "") and told.count("\n") == 1
+    assert told.startswith("error: the prompt has ") and "the model's context is 256" in told
+    code, _, told = run(typed=("Why? " * 300, "Why?"))
+    assert code == 0 and told.startswith("error: the prompt has "), "a chat goes on"

@@ -1,0 +1,70 @@
+"""An answer as text while its tokens come.
+
+What may still become part of a character, or of a text that ends the answer, is held back until it is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+INCOMPLETE = "\ufffd"  # the end of a text that stops in the middle of a character of several tokens
+
+
+class Answer:
+    """The text of one answer.
+
+    Args:
+        stop: texts that end it; they are no part of it.
+
+    Attributes:
+        raw: the text, with the white space that it begins with.
+        stopped: the text that ended it, if one did.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
+        self.raw = ""
+        self.stopped: str | None = None
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._before = ""  # what the tokens go on with
+        self._tokens: list[int] = []
+        self._shown = 0
+
+    @property
+    def text(self) -> str:
+        """Without the white space; ChatGLM3 begins on a new line, which its prompt writes too."""
+        return self.raw.lstrip()
+
+    def add(self, token: int) -> str:
+        """Take a token; gives the piece of text that is certain now."""
+        self._tokens.append(token)
+        written: str = self._tokenizer.decode(self._tokens)
+        if written.endswith(INCOMPLETE):
+            return ""
+        self.raw = self._before + written
+        places = {place: each for each in self._stop if (place := self.raw.find(each, len(self._before))) >= 0}
+        if places:
+            self.raw, self.stopped = self.raw[: min(places)], places[min(places)]
+        return self._piece(0 if places else self._uncertain())
+
+    def end(self) -> str:
+        """The piece that was held back."""
+        return self._piece(0)
+
+    def insert(self, text: str) -> None:
+        """Go on behind a text that the model did not write."""
+        self.raw += text
+        self._before, self._tokens, self.stopped = self.raw, [], None
+        self._shown = len(self.text)
+
+    def _uncertain(self) -> int:
+        """Characters at the end that a stop text may begin with."""
+        lengths = (length for each in self._stop for length in range(1, len(each)) if self.raw.endswith(each[:length]))
+        return max(lengths, default=0)
+
+    def _piece(self, held_back: int) -> str:
+        text = self.text
+        begin, self._shown = self._shown, max(self._shown, len(text) - held_back)
+        return text[begin : self._shown]

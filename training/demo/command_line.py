@@ -1,0 +1,179 @@
+"""What demo.py does with its command line.
+
+torch and all that takes seconds to import is imported once the words are checked: a mistake is told at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.terminal import safe_line, safe_text
+from data.chat.prompts import check_prompt_format
+from data.errors import DataError
+from training.errors import ConfigError
+
+if TYPE_CHECKING:
+    from training.demo.chat import Chat
+    from training.demo.speaker import Wishes
+
+HELP = "An empty line ends the chat; /reset forgets it, /save FILE appends it to a file of records."
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+RANGES = {
+    "max_new_tokens": (1, None),
+    "temperature": (0.0, None),
+    "top_p": (0.0, 1.0),
+    "top_k": (1, None),
+    "seed": (0, 2**63 - 1),
+    "threads": (1, None),
+    "batch_size": (1, None),
+}
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The words after demo.py."""
+    parser = argparse.ArgumentParser(description="Talk to a model in either layout.")
+    parser.add_argument("--model", required=True, help="model folder, checkpoint or a run's save_path")
+    parser.add_argument("--prompt", help="ask this and leave; an interactive chat where absent")
+    parser.add_argument("--prompts-file", metavar="FILE", help="ask each line, an object with a prompt or messages")
+    parser.add_argument(
+        "--output", metavar="FILE", help="of --prompts-file: the same lines with answers; goes on there"
+    )
+    parser.add_argument("--batch-size", type=int, metavar="N", help="of --prompts-file: answered at once; default 8")
+    parser.add_argument("--system", metavar="TEXT", help="a system message before the first question")
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
+    parser.add_argument("--greedy", action="store_true", help="always take the likeliest token")
+    parser.add_argument("--temperature", type=float, metavar="T", help="default 0.7; 0 is --greedy")
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="sample from this much of the probability; default 0.9"
+    )
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the likeliest K tokens; default all")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="1 is none, the default")
+    parser.add_argument("--seed", type=int, help="the same seed gives the same answers")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end an answer here; may be repeated"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="compute in this precision; as stored where absent")
+    parser.add_argument("--threads", type=int, metavar="N", help="of the CPU; torch's choice where absent")
+    parser.add_argument(
+        "--prompt-format", metavar="FORMAT", help="chat_template, plain or a Jinja file, as in the training config"
+    )
+    return parser.parse_args()
+
+
+def talk(arguments: argparse.Namespace) -> None:
+    """Answer one prompt, those of a file, or as many as are typed.
+
+    Raises:
+        ConfigError: the words make no sense together.
+    """
+    check(arguments)
+    import torch
+
+    from data.chat.messages import Said
+    from models.generation.generate import ROWS
+    from training.demo.chat import Chat
+    from training.demo.prompts_file import answer_all
+    from training.demo.speaker import Speaker
+
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
+    speaker = Speaker(arguments.model, arguments.prompt_format, dtype)
+    opening = [Said("system", arguments.system)] if arguments.system else []
+    wishes = wishes_of(arguments)
+    if arguments.prompts_file:
+        files, rows = (Path(arguments.prompts_file), Path(arguments.output)), arguments.batch_size or ROWS
+        answer_all(speaker, wishes, *files, opening, rows, tell)
+    elif arguments.prompt is not None:
+        show(Chat(speaker, wishes, tell, opening).ask(arguments.prompt))
+    else:
+        converse(Chat(speaker, wishes, tell, opening))
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Refuse numbers out of their range, and what would be ignored.
+
+    Raises:
+        ConfigError: in one line, what was expected.
+    """
+    for name, (least, most) in RANGES.items():
+        value = getattr(arguments, name)
+        if value is not None and not (least <= value and (most is None or value <= most)):
+            expected = f"at least {least}" if most is None else f"{least} to {most}"
+            raise ConfigError(f"{_option(name)}: expected {expected}, found {value}")
+    if not 0 < arguments.repetition_penalty < float("inf"):
+        raise ConfigError(f"--repetition-penalty: expected a number above 0, found {arguments.repetition_penalty}")
+    drawn = [name for name in ("top_p", "top_k", "seed") if getattr(arguments, name) is not None]
+    drawn += ["temperature"] if arguments.temperature else []
+    if drawn and (arguments.greedy or arguments.temperature == 0):
+        raise ConfigError(f"{_option(drawn[0])}: nothing is drawn; expected it without --greedy and --temperature 0")
+    if arguments.prompts_file and (arguments.prompt is not None or not arguments.output):
+        raise ConfigError("--prompts-file: expected it with --output and without --prompt")
+    if not arguments.prompts_file and (arguments.output or arguments.batch_size):
+        raise ConfigError("--output and --batch-size: expected them with --prompts-file")
+    if "" in arguments.stop:
+        raise ConfigError("--stop: expected a text, found an empty one")
+    if arguments.prompt_format:
+        check_prompt_format(arguments.prompt_format)
+
+
+def wishes_of(arguments: argparse.Namespace) -> Wishes:
+    """How answers are to be."""
+    from models.generation.sampling import GREEDY, Sampling
+    from training.demo.speaker import Wishes
+
+    names = ("temperature", "top_p", "top_k", "seed", "repetition_penalty")
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    sampling = replace(GREEDY if arguments.greedy else Sampling(), **given)
+    return Wishes(arguments.max_new_tokens, sampling, tuple(arguments.stop))
+
+
+def converse(chat: Chat) -> None:
+    """Ask what is typed, until an empty line or the end of the input."""
+    print(HELP)
+    while True:
+        try:
+            text = input("> ").strip()
+        except EOFError:
+            print()
+            return
+        if not text:
+            return
+        try:
+            obey(chat, text)
+        except DataError as error:  # the next question may be a better one
+            tell(f"error: {error}")
+
+
+def obey(chat: Chat, text: str) -> None:
+    """Do what was typed: a command, or a question."""
+    word, _, rest = text.partition(" ")
+    if text == "/reset":
+        chat.reset()
+    elif word == "/save" and rest:
+        chat.save(Path(rest.strip()))
+    elif text.startswith("/"):
+        tell(f"{word}: expected /reset or /save FILE")
+    else:
+        show(chat.ask(text))
+
+
+def show(pieces: Iterable[str]) -> None:
+    """Print an answer while it comes."""
+    for piece in pieces:
+        print(safe_text(piece), end="", flush=True)
+    print()
+
+
+def tell(line: str) -> None:
+    """What is no part of an answer goes to standard error."""
+    print(safe_line(line), file=sys.stderr, flush=True)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,80 @@
+"""A model that is asked with the prompts that it was trained with.
+
+A prompt has to fit into the model's context together with some of its answer. A dialogue that does not loses its oldest
+rounds; a single prompt that does not is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from data.chat.messages import JSON, Said
+from data.chat.native_tokenizers import end_tokens
+from data.chat.prompts import PromptFormat, Prompts
+from data.errors import DataError
+from data.tokenized.tokenize import encode_question, load_tokenizer
+from models import load_model
+from models.checkpoint.layout import resolve
+from models.generation.generate import Request, stop_ids
+from models.generation.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """How answers are to be.
+
+    Attributes:
+        stop: texts that end an answer, and are no part of it.
+    """
+
+    max_new_tokens: int
+    sampling: Sampling
+    stop: tuple[str, ...] = ()
+
+
+class Speaker:
+    """A loaded model with its tokenizer.
+
+    Raises:
+        CheckpointError: the folder holds no whole model.
+        DataError: it has no usable tokenizer.
+    """
+
+    def __init__(
+        self, folder: str | Path, prompt_format: PromptFormat | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        resolved = resolve(folder)
+        # What a template does not take was trained rewritten or not at all.
+        self.prompts = Prompts(prompt_format, template_fallback="rewrite")
+        self.tokenizer = load_tokenizer(resolved)
+        self._stop = stop_ids(resolved) | end_tokens(self.tokenizer)
+        self.model = load_model(resolved, dtype, "cuda" if torch.cuda.is_available() else "cpu")
+        self.context = self.model.spec.context
+
+    def encode(self, said: Sequence[Said], tools: list[JSON] | None = None, begun: str = "") -> list[int]:
+        """The prompt for what follows these messages; see `encode_question`."""
+        return encode_question(said, self.tokenizer, self.prompts, tools, begun)
+
+    def request(self, prompt: list[int], wishes: Wishes, seed: int | None = None) -> Request:
+        """What the model is to be asked; the answer ends where the context does.
+
+        Args:
+            seed: in place of the wishes' own.
+
+        Raises:
+            DataError: the prompt leaves no room for an answer.
+        """
+        room = wishes.max_new_tokens
+        if self.context is not None:
+            room = min(room, self.context - len(prompt))
+            if room < 1:
+                raise DataError(
+                    f"the prompt has {len(prompt)} tokens, but the model's context is {self.context}; "
+                    "expected a shorter one"
+                )
+        sampling = wishes.sampling if seed is None else wishes.sampling.with_seed(seed)
+        return Request(prompt, room, self._stop, sampling)
