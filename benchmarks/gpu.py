@@ -50,9 +50,11 @@ class Way:
 
 
 COMPILED = {"compile": True}
+FP8 = COMPILED | {"fp8": {"enabled": True}}
 WAYS = (
     Way("eager", 0.6, Measurement()),
     Way("compiled", 1.3, Measurement(keys=COMPILED)),
+    Way("fp8", 1.5, Measurement(keys=FP8), ("torchao",), gpu=True),
     Way("packed-varlen", 0.6, Measurement(rows="packed", attention="varlen"), gpu=True),
     Way("packed-sdpa", 0.6, Measurement(rows="packed", attention="sdpa")),
     Way("packed-flex", 1.0, Measurement(rows="packed", attention="flex"), ("triton",), gpu=True),
@@ -62,6 +64,8 @@ WAYS = (
     Way("full-varlen", 0.6, Measurement(attention="varlen"), gpu=True),
     Way("full-flash", 0.6, Measurement(attention="flash"), ("flash_attn",), gpu=True),
     Way("packed-compiled", 1.3, Measurement(rows="packed", keys=COMPILED)),
+    Way("packed-fp8", 1.5, Measurement(rows="packed", keys=FP8), ("torchao",), gpu=True),
+    Way("fused", 0.7, Measurement(fused=True), ("liger_kernel",), gpu=True),
     Way("trainer", 1.2, Measurement(engine="trainer")),
     Way("trainer-liger", 1.2, Measurement(engine="liger"), ("liger_kernel",), gpu=True),
     Way("micro-batch-2", 0.6, Measurement(micro_batch=2)),
@@ -70,6 +74,7 @@ WAYS = (
     Way("recomputed", 0.7, Measurement(keys={"use_grad_ckpt": True})),
     Way("lion", 0.6, Measurement(keys={"optimizer": {"type": "Lion", "params": {"lr": 1.0e-5}}})),
     Way("profile", 0.8, Measurement(profile=True)),
+    Way("profile-fp8", 1.7, Measurement(keys=FP8, profile=True), ("torchao",), gpu=True),
     Way("profile-compiled", 1.5, Measurement(keys=COMPILED, profile=True)),
     Way("1b", 0.6, Measurement("1b", layers=None)),
     Way("1b-compiled", 1.3, Measurement("1b", layers=None, keys=COMPILED)),

@@ -59,6 +59,7 @@ class Measurement:
         attention: one of `benchmarks.gpu_worker.KERNELS`; what a run with `use_flash_attn` would take where absent.
         micro_batch: rows.
         dims: stages and replicas.
+        fused: whether Liger's kernels stand in for norms, SwiGLU and rotary angles in Pipetune's blocks.
         keys: more of a run's config.
         profile: whether one more step is taken apart by kinds of kernels.
         exact: fp32, a few layers and the usual attention, so that losses can be compared with those of other ways.
@@ -71,6 +72,7 @@ class Measurement:
     attention: str = ""
     micro_batch: int = 1
     dims: tuple[int, int] = (1, 1)
+    fused: bool = False
     keys: dict[str, Any] = field(default_factory=dict)
     profile: bool = False
     exact: bool = False

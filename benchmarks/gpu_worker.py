@@ -121,6 +121,10 @@ def by_pipetune(measurement: Measurement, folder: Path, size: Size, half: bool) 
         attention = KERNELS[measurement.attention] if measurement.attention else usual.implementation
         spec.set_attention(attention)
         loader = build_loader(samples, config, config.model_topo.replicas)
+        if measurement.fused:  # from here on: the planner runs blocks on tensors without numbers, which Liger cannot
+            from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+            apply_liger_kernel_to_llama(fused_linear_cross_entropy=False)  # the loss is Pipetune's own
         trainer = PipelineTrainer.build(config, spec, model, divide(config, spec))
         train(trainer, loader, pace)
         figures = pace.figures()

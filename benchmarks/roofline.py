@@ -6,7 +6,8 @@ Nothing is measured here, and no GPU is needed: the tables that stand in docs/pe
 - Where a step goes: FLOPs, bytes and launches of each kind of work in a micro-batch of one row of 4,096 tokens, and the
   milliseconds that they take on each device.
 - What a setting saves: the same step when blocks are compiled, gradients are added to their fp32 sum without a copy,
-  and attention kernels are of FlashAttention-3's class.
+  attention kernels are of FlashAttention-3's class, and the blocks' linear layers multiply in fp8.
+- What fp8 gives: the speeds of three sizes of llama with it and without.
 - Published runs: measured, and by a plan with the nearest config. tests/training/plan/test_published.py holds the plan
   to them.
 """
@@ -28,6 +29,7 @@ from models.attention import EAGER
 from models.layer_work import Operation
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
+from training.config.sections import FP8
 from training.metrics.devices import parse_devices
 from training.plan import costs
 from training.plan.basis import Basis, Workload
@@ -39,6 +41,8 @@ LENGTH, MICRO_BATCHES = 4096, 8
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 LLAMA = COMMON | MODELS["7b"] | {"max_position_embeddings": LENGTH}
 LLAMA3 = LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}
+LLAMA3_70B = LLAMA3 | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+LLAMA3_70B |= {"num_attention_heads": 64}
 # MPT-7B's blocks have as many weights, 12 x 4096 x 4096; their layer norms and GELU are fewer kernels than these.
 MPT = LLAMA | {"intermediate_size": 10922, "vocab_size": 50432, "tie_word_embeddings": True}
 COPIED_SUM = 18  # bytes to add a 16-bit gradient to a sum in fp32 as DeepSpeed 0.19.8 does, through a copy in fp32
@@ -222,6 +226,25 @@ def what_settings_save() -> list[list[str]]:
         for plan in compiled
     ]
     add("and attention of FlashAttention-3's class", [Plan(basis, compiled[0].parts) for basis in faster])
+    in_8_bits = [basis.changed(fp8=FP8(enabled=True)) for basis in faster]
+    add("and `fp8`, which an A100 has not", [Plan(basis, compiled[0].parts) for basis in in_8_bits])
+    return rows
+
+
+def what_fp8_gives() -> list[list[str]]:
+    """Speeds of one H100, whether a model fits or not."""
+    runs = {
+        f"llama-7b, rows of {LENGTH:,}, compiled": (LLAMA, LENGTH, True),
+        "the same, eager": (LLAMA, LENGTH, False),
+        "llama-3-8b's shape, rows of 8,192, compiled": (LLAMA3, 8192, True),
+        "llama-3-70b's shape, rows of 8,192, compiled": (LLAMA3_70B, 8192, True),
+    }
+    rows = [["", "bf16", "fp8", ""]]
+    for label, (model, length, compiled) in runs.items():
+        keys = BF16 | {"use_flash_attn": True, "compile": compiled}
+        plans = (make_plan(model, "H100", (1, 1), 8, length, **keys, fp8={"enabled": fp8}) for fp8 in (False, True))
+        before, after = (plan.tokens_per_s for plan in plans)
+        rows.append([label, f"{before:,.0f}", f"{after:,.0f}", f"x {after / before:.2f}"])
     return rows
 
 
@@ -246,7 +269,8 @@ def _told(operations: Sequence[Operation]) -> list[str]:
     return [f"{flops / 1e12:.1f} T" if flops else "", f"{moved / 1e9:.0f} GB", str(len(operations))]
 
 
-def _print(title: str, rows: Sequence[Sequence[str]]) -> None:
+def print_table(title: str, rows: Sequence[Sequence[str]]) -> None:
+    """In Markdown."""
     print(f"\n{title}\n")
     for number, row in enumerate(rows):
         print(f"| {' | '.join(row)} |")
@@ -255,7 +279,10 @@ def _print(title: str, rows: Sequence[Sequence[str]]) -> None:
 
 
 if __name__ == "__main__":
-    _print("What a run gets of a device, in 16 bits", what_a_run_gets())
-    _print(f"llama-7b in bf16, a row of {LENGTH:,} tokens, {MICRO_BATCHES} micro-batches a step", where_a_step_goes())
-    _print("What settings save", what_settings_save())
-    _print("Published runs", published_runs())
+    print_table("What a run gets of a device, in 16 bits", what_a_run_gets())
+    print_table(
+        f"llama-7b in bf16, a row of {LENGTH:,} tokens, {MICRO_BATCHES} micro-batches a step", where_a_step_goes()
+    )
+    print_table("What settings save", what_settings_save())
+    print_table("What fp8 gives, tokens/s of one H100", what_fp8_gives())
+    print_table("Published runs", published_runs())

@@ -73,9 +73,9 @@ def work_of(
 ) -> LayerWork:
     """What a layer does for a micro-batch [rows, length], each row one document; see `fake_layer`."""
     with fake_layer(spec, layer, rows, length, dtype, flash) as fake:
-        with _Recorder() as forward:
+        with Recorder() as forward:
             output = fake.run()
-        with _Recorder() as backward:
+        with Recorder() as backward:
             fake.run_backward(output)
         blocks = compiled and isinstance(fake.module, Block)
     noted = [*forward.noted, *backward.noted]
@@ -104,7 +104,7 @@ def _fused(operations: Sequence[Operation], everything: Sequence[Operation]) -> 
     return fused
 
 
-class _Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):
     """Notes the operations of the block."""
 
     def __init__(self) -> None:

@@ -92,6 +92,20 @@ def test_all_three_products_are_rounded(bias: bool) -> None:
         assert distance(exact[name], expected[name]) > APART, name
 
 
+@pytest.mark.parametrize("tokens", [16, 48])
+def test_torch_multiplies_as_the_emulation_does(tokens: int) -> None:
+    """By the very calls that a GPU gets, which torch has for a CPU as well."""
+    torch.manual_seed(0)
+    by_torch = nn.Sequential(nn.Linear(96, 64, dtype=torch.bfloat16))
+    by_emulation = copy.deepcopy(by_torch)
+    to_fp8(by_torch)
+    to_fp8(by_emulation, emulate=True)
+    inputs = torch.randn(1, tokens, 96).bfloat16()
+    found, expected = (results(each, inputs, dict(each.named_parameters())) for each in (by_torch, by_emulation))
+    for name, result in expected.items():
+        assert distance(found[name], result) < SAME, name
+
+
 def build(folder: Path) -> Block:
     spec = ModelSpec.from_folder(folder)
     source = open_source(folder, spec)

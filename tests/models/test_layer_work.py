@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from models.flops import ModelFlops
-from models.layer_work import Operation, _Recorder, work_of
+from models.layer_work import Operation, Recorder, work_of
 from models.layers import Block
 from models.spec import ModelSpec
 from tests.conftest import TINY
@@ -45,9 +45,9 @@ def test_kernels_are_those_of_a_real_pass(family: str, dtype: torch.dtype, tmp_p
     ids = torch.arange(LENGTH).repeat(ROWS, 1)
     hidden = torch.randn(ROWS, LENGTH, spec.config.hidden_size, dtype=dtype, requires_grad=True)
     arguments = positions(module.kind, hidden, ids)
-    with _Recorder() as forward:
+    with Recorder() as forward:
         output = module._run(hidden, ids, arguments)[0]
-    with _Recorder() as backward:
+    with Recorder() as backward:
         torch.autograd.grad(output, [hidden, *module.parameters()], torch.empty_like(output))
     work = work_of(spec, 1, ROWS, LENGTH, dtype)
     for real, counted in ((forward.noted, work.forward), (backward.noted, work.backward)):

@@ -15,7 +15,7 @@ class Utilization:
     """MFU of a run's steps, from 0 to 1.
 
     Args:
-        dtype: that the model computes in; the peaks are those of bf16 and fp16.
+        dtype: that the model computes in; the peaks are those of bf16 and fp16, also where products are in fp8.
         processes: of the run, each with a device like this one's.
     """
 

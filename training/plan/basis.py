@@ -36,7 +36,7 @@ ESTIMATES = 3  # one more whenever costs are estimated in another way: the facto
 STEPS = 16  # of the first epoch, which stand for the others
 # What the times of stages and their memory depend on, besides device, model, data and torch.
 DEPENDS = (
-    "use_flash_attn use_grad_ckpt offload_activations schedule zero_optimization bf16 fp16 tf32 data_types"
+    "use_flash_attn use_grad_ckpt offload_activations schedule zero_optimization bf16 fp16 fp8 tf32 data_types"
 ).split()
 
 

@@ -65,7 +65,7 @@ def facts(plan: Plan) -> list[str]:
     if basis.in_fp8:
         lines.append(f"products of the blocks: fp8, at best {device.fp8 / TERA:,.0f} TFLOP/s; MFU is of bf16's peak")
     elif config.fp8.enabled:
-        lines.append(f"warning: {device.name} does not compute in fp8, and the plan is that of bf16; expected no fp8")
+        lines.append(f"warning: {device.name} does not compute in fp8; expected fp8.enabled: false, as planned here")
     if basis.measured:
         first, last = basis.measured.steps
         lines.append(f"times and peaks: corrected by what steps {first} to {last} took ({MEASURED_FILE})")

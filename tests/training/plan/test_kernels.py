@@ -124,3 +124,15 @@ def test_blocks_with_experts_are_compiled_when_asked(tmp_path: Path, monkeypatch
     compiles, (line,) = kernels._compilation(config_of(tmp_path), experts=True)
     assert not compiles and "how many tokens an expert gets" in line
     assert kernels._compilation(config_of(tmp_path, compile=True), experts=True) == (True, [])
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_fp8_is_warned_of_where_blocks_are_not_compiled(
+    compiled: bool, make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(kernels, "gather", lambda chosen: [chosen])
+    spec = ModelSpec.from_folder(make_checkpoint("llama"))
+    config = config_of(tmp_path, bf16={"enabled": True}, fp8={"enabled": True}, compile=compiled)
+    report = kernels.choose_kernels(config, spec, None).report
+    assert any(line.startswith("warning: fp8 without compiled blocks") for line in report) is not compiled
