@@ -48,6 +48,7 @@ class StageClock:
             for begin, end in self._marks
         )
         self.seconds.append(sum(spans) / micro_batches)
+        self._marks = []
 
     def _framed(self, execute: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **named: Any) -> Any:
