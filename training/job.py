@@ -230,7 +230,6 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
         timeline.finish()
     if feedback and feedback.moves and done < total_steps and not stop.agreed(False)[0]:
         log.print(f"rebalance: after step {done} of {total_steps} the same command goes on in better parts")
-        stop.release()
         return True
     saved = checkpoint if checkpoint and start.done == done else step_folder(save_path, done)
     if done < total_steps:

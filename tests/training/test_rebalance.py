@@ -73,6 +73,6 @@ def test_one_command_goes_on_in_better_parts(name: str, make_checkpoint: Callabl
     assert numbers(metrics(moved)) == numbers(by_hand)
 
 
-def numbers(lines: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
+def numbers(lines: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     """What training and evaluation gave, by step."""
     return [(line["step"], line.get("loss", line.get("eval_loss")), line.get("grad_norm", 0.0)) for line in lines]
