@@ -196,7 +196,8 @@ def start_over() -> NoReturn:
     import torch
 
     for child in psutil.Process().children(recursive=True):  # compilers and tokenizers
-        child.kill()
+        with suppress(psutil.Error):
+            child.kill()
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # that of the listing itself is closed by now
             os.set_inheritable(descriptor, descriptor <= 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +22,10 @@ from tests.training.plan.helpers import config_of, llama, spec_of
 from training.checkpoint.folder import CheckpointRecord, DataOrder
 from training.config.keys import TrainConfig
 from training.engine.stage_clock import StageClock
-from training.metrics.devices import Device, parse_devices
+from training.metrics.devices import Device, parse_devices, this_device
 from training.plan.auto import choose
 from training.plan.basis import MEASURED_FILE, Basis, Measured, Workload
+from training.plan.command import plan_run
 from training.plan.feedback import GAIN, better_parts, differences, layer_factors, measure, stage_seconds
 from training.plan.plan import Plan, best_parts
 from training.schedule.zero_bubble import WeightPass
@@ -129,6 +131,19 @@ def test_a_measurement_of_something_else_is_passed_over_in_one_line(
     basis, lines = Basis.of_run(config, spec, Workload.assumed(config), changed.get("device", DEVICE))
     assert basis.measured is None
     assert len(lines) == 1 and told in lines[0]
+
+
+def test_the_door_says_what_corrects_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec, config = llama(tmp_path), config_of(tmp_path, 8)
+    plan = plan_of(config, spec, [5, 4, 4, 4, 4, 4, 4, 5], this_device())
+    keep(measure(plan, STEPS, [1.0, *[0.5] * 7], [2 * 10**9] * 8), config)
+    plan_run(config, Namespace(devices=None, search=False, calibrate=False))
+    told = capsys.readouterr().out
+    assert "times and peaks: corrected by what steps 3 to 7 took (measured.json)" in told and "speed: " in told
+    plan_run(config, Namespace(devices="8xA100-40G", search=False, calibrate=False))
+    told = capsys.readouterr().out
+    assert "measured.json is passed over: measured with another device: CPU then, A100-40G now" in told
+    assert "times: estimated" in told
 
 
 def test_a_run_that_goes_on_changes_its_parts_only_when_asked(tmp_path: Path) -> None:
