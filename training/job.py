@@ -49,7 +49,6 @@ from training.plan.feedback import Feedback
 from training.plan.kernels import choose_kernels
 from training.plan.out_of_memory import OutOfMemory
 from training.profiler.session import Timeline
-from training.topology import Division
 
 
 @dataclass
@@ -182,7 +181,8 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
     with agreed():
         inputs.start(start, place, monitor)
     kernels = choose_kernels(config, spec, known_loader)
-    describe(config, inputs, division, kernels.report, total_steps, log)
+    model = f"model: {spec.family.name}, {spec.n_layers} layers {topology.description}"
+    describe(config, inputs, [model, *division.report, *kernels.report], total_steps, log)
     record = CheckpointRecord(step=done, topology=topology, data=start.order, settings=settings_of(config))
     feedback = Feedback(config, spec, division, known_loader, done + 1, log) if kind.in_stages else None
     # What `auto` came to; the resolved config says so.
@@ -251,12 +251,9 @@ def begin(config: TrainConfig, inputs: Inputs, reporting: bool) -> None:
             try_publishing(save_path / EXPORTED, True, [inputs.folder])
 
 
-def describe(
-    config: TrainConfig, inputs: Inputs, division: Division, kernels: list[str], total_steps: int, log: Console
-) -> None:
+def describe(config: TrainConfig, inputs: Inputs, report: list[str], total_steps: int, log: Console) -> None:
     """Say what is about to run, and what was chosen for it."""
-    log.print(f"model: {inputs.spec.family.name}, {inputs.spec.n_layers} layers {division.topology.description}")
-    for line in [*division.report, *kernels, *describe_numerics(config)]:
+    for line in [*report, *describe_numerics(config)]:
         log.print(line)
     tokens = chunk_tokens(inputs.spec.config.vocab_size, on_cpu=not torch.cuda.is_available())
     log.print(f"loss: {tokens:,} tokens at a time, summed in fp32")

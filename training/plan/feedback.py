@@ -83,10 +83,15 @@ class Feedback:
 
     def compare(self, stage: int, number: int) -> None:
         """After step `number`: say and keep what was measured, once it is the last one that counts."""
-        if number == self._steps[1]:
-            peak = max(1, peak_memory() - self._before)
-            taken = gather((stage, median(self._clock.seconds), peak, this_device()))
-            self.moves = gather(torch.distributed.get_rank() == 0 and self._compare(taken))[0]
+        if number != self._steps[1]:
+            return
+        peak, moves = max(1, peak_memory() - self._before), False
+        taken = gather((stage, median(self._clock.seconds), peak, this_device()))
+        try:
+            moves = torch.distributed.get_rank() == 0 and self._compare(taken)
+        except Exception as error:  # a full disk, or a plan that fails: neither is to end a run that trains
+            self.log.print(f"warning: plan: not held against steps: {type(error).__name__}: {error}")
+        self.moves = gather(moves)[0]
 
     def _compare(self, taken: list[tuple[int, float, int, Device]]) -> bool:
         """Whether the run is to take better parts, by each rank's stage, seconds, peak and device."""
@@ -109,11 +114,7 @@ class Feedback:
                 what += "with parts: auto, rebalance: true takes them at a checkpoint"
         for line in [*differences(plan, measured), *([what] if topology.stages > 1 else [])]:
             self.log.print(f"plan: {line}")
-        try:
-            replace_text(Path(config.save_path) / MEASURED_FILE, measured.model_dump_json(indent=2) + "\n")
-        except OSError as error:
-            self.log.print(f"warning: {MEASURED_FILE} could not be written: {error.strerror or error}")
-            return False
+        replace_text(Path(config.save_path) / MEASURED_FILE, measured.model_dump_json(indent=2) + "\n")
         return moves
 
 

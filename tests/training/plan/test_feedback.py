@@ -15,6 +15,7 @@ import pytest
 import torch
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, RecvActivation, SendActivation
 
+from common.log import Log
 from models.spec import ModelSpec
 from tests.conftest import TINY
 from tests.launching import topology
@@ -23,13 +24,14 @@ from training.checkpoint.folder import CheckpointRecord, DataOrder
 from training.config.keys import TrainConfig
 from training.engine.stage_clock import StageClock
 from training.metrics.devices import Device, parse_devices, this_device
+from training.plan import feedback
 from training.plan.auto import choose
 from training.plan.basis import MEASURED_FILE, Basis, Measured, Workload
 from training.plan.command import plan_run
-from training.plan.feedback import GAIN, better_parts, differences, layer_factors, measure, stage_seconds
+from training.plan.feedback import GAIN, Feedback, better_parts, differences, layer_factors, measure, stage_seconds
 from training.plan.plan import Plan, best_parts
 from training.schedule.zero_bubble import WeightPass
-from training.topology import Topology
+from training.topology import Division, Topology
 
 STEPS = (3, 7)
 DEVICE = parse_devices("A100-40G")[1]
@@ -174,6 +176,34 @@ def test_a_run_that_goes_on_changes_its_parts_only_when_asked(tmp_path: Path) ->
     assert parts(auto, named)[0] == fresh, "auto is new to this run"
     wider = config_of(tmp_path, 4, **keys)
     assert len(parts(wider, saved)[0]) == 4
+
+
+def test_a_run_moves_twice_at_most_and_no_failure_of_the_plan_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = spec_of(tmp_path, {**TINY, "model_type": "llama", "num_hidden_layers": 8})
+    keys: dict[str, Any] = {"fp16": {"enabled": False}, "max_seq_len": 64, "train_batch_size": 8, "save_interval": 5}
+    config = config_of(tmp_path, 2, rebalance=True, **keys)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    other = (1, 0.001, 10**9, this_device())
+    monkeypatch.setattr(feedback, "gather", lambda value: [value, other] if isinstance(value, tuple) else [value])
+
+    def moves(parts: list[int]) -> bool:
+        division = Division(Topology(stages=2, replicas=1, zero_stage=1, parts=parts))
+        measuring = Feedback(config, spec, division, None, 1, Log(highlight=False, width=200))
+        measuring._clock.seconds = [0.1, 0.2, 9.0, 0.1, 0.1]
+        measuring.compare(0, 6)
+        assert not measuring.moves, "not all steps that count are done"
+        measuring.compare(0, 7)
+        return measuring.moves
+
+    assert not moves([9, 1])
+    assert "warning: plan: not held against steps: FileNotFoundError" in capsys.readouterr().out
+    (tmp_path / "run").mkdir()
+    assert [moves([9, 1]), moves([8, 2]), moves([7, 3])] == [True, True, False]
+    told = capsys.readouterr().out
+    assert told.count("faster; taken at the next checkpoint") == 2 and "faster; not taken, after 2 times" in told
+    assert told.count("stage 0: 100 ms a micro-batch, 99.0% of all stages' time") == 3
 
 
 @pytest.mark.parametrize(
