@@ -196,9 +196,8 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
             if checkpoint and start.known
             else kind.build(config, spec, inputs.folder, division)
         )
-    checkpointer = Checkpointer(
-        trainer, config, save_path, inputs.side_files, record, log, inputs.evaluation.records if inputs.evaluation else ""
-    )
+    eval_records = inputs.evaluation.records if inputs.evaluation else ""
+    checkpointer = Checkpointer(trainer, config, save_path, inputs.side_files, record, log, eval_records)
     steps = config.profile_steps
     timeline = Timeline(steps, trainer, spec, topology.parts, save_path, log) if steps else None
     with agreed(), writing(save_path):
@@ -232,7 +231,6 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
         timeline.finish()
     if feedback and feedback.moves and done < total_steps and not stop.agreed(False)[0]:
         log.print(f"rebalance: after step {done} of {total_steps} the same command goes on in better parts")
-        stop.release()
         return True
     saved = checkpoint if checkpoint and start.done == done else step_folder(save_path, done)
     if done < total_steps:

@@ -48,6 +48,7 @@ from training.distributed import processes
 from training.distributed.failure_detector import Report
 from training.distributed.gpu_progress import followed
 from training.distributed.rank_monitor import RankMonitor, whereabouts
+from training.engine.stage_clock import StageClock
 from training.metrics.reporter import Reporter
 from training.plan.auto import divide
 
@@ -97,8 +98,11 @@ def train(config: TrainConfig, case: Case, found: Callable[[], list[Any]]) -> Ph
     losses = [trainer.eval_loss(loader, batch), trainer.train_step(loader, batch)]
     phases: Phases = {"warm-up": found(), "micro_batches": batch.n_micro_batches}
     events = len(Event.alive)
-    losses.append(trainer.train_step(loader, batch))
+    clock, begin = StageClock(), time.perf_counter()
+    with clock.step(trainer.engine, batch.n_micro_batches) if kind.in_stages else nullcontext():
+        losses.append(trainer.train_step(loader, batch))
     phases |= {"step": found(), "events": len(Event.alive) - events}
+    phases |= {"stage_seconds": clock.seconds, "seconds": time.perf_counter() - begin}
     losses.append(trainer.eval_loss(loader, batch))
     return phases | {"evaluation": found(), "losses": losses}
 

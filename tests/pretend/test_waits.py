@@ -115,6 +115,7 @@ def test_nothing_waits_or_is_refused(name: str, found: dict[str, list[dict[str, 
             assert rank["micro_batches"] > 2
             assert all(map(math.isfinite, rank["losses"])) and rank["losses"][-1] < rank["losses"][0]
             assert rank["events"] == 0, "CUDA events that nobody reads"
+            assert all(0 < seconds < rank["seconds"] for seconds in rank["stage_seconds"])
 
 
 def test_all_that_a_run_does_for_a_step(run_pretended: Run, make_case: MakeCase) -> None:

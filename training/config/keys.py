@@ -211,8 +211,18 @@ class TrainConfig(Section):
             raise ValueError("packing: dataset packs whole epochs, which no stream knows; expected batch or false")
         if self.compile is True and self.zero_optimization.stage == 3:
             raise ValueError("compile: ZeRO stage 3 gathers weights inside of the blocks; expected false or stage <= 2")
-        if self.rebalance and (expected := self._unlike_rebalance()):
-            raise ValueError(f"rebalance: {expected}, or rebalance: false")
+        for unlike, expected in (
+            (self.model_topo.stages == 1, "several stages"),
+            (self.model_topo.parts is not None, "model_topo.parts: auto"),
+            (self.resume != "auto", "resume: auto, as the run goes on from its own checkpoint"),
+            (
+                not (self.save_interval or self.save_minutes),
+                "save_interval or save_minutes, to move at a checkpoint",
+            ),
+            (self.deterministic, "deterministic: false, as sums depend on parts, and these on measured times"),
+        ):
+            if self.rebalance and unlike:
+                raise ValueError(f"rebalance: expected {expected}, or rebalance: false")
         unit = self.train_micro_batch_size_per_gpu * self.model_topo.replicas
         if self.train_batch_size % unit:
             raise ValueError(
@@ -240,20 +250,6 @@ class TrainConfig(Section):
             return "dualpipev computes gradients of weights later, and in bf16; expected false or schedule: 1f1b"
         if self.zero_optimization.stage == 3:
             return "ZeRO stage 3 gathers weights inside of the blocks; expected false or stage <= 2"
-        return None
-
-    def _unlike_rebalance(self) -> str | None:
-        """What `rebalance` expects of another key that has something else."""
-        if self.model_topo.stages == 1:
-            return "one stage has all layers; expected dims of several stages"
-        if self.model_topo.parts is not None:
-            return "model_topo.parts names the layers of each stage; expected parts: auto"
-        if self.resume != "auto":
-            return "the run goes on from its own checkpoint; expected resume: auto"
-        if not (self.save_interval or self.save_minutes or self.eval_data_path):
-            return "parts change at a checkpoint, and none comes before the end; expected save_interval or save_minutes"
-        if self.deterministic:
-            return "parts would depend on measured times, and sums on parts; expected deterministic: false"
         return None
 
     @property

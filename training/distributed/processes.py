@@ -189,20 +189,24 @@ def stop() -> None:
 def start_over() -> NoReturn:
     """Replace this process by one of the same command, as its launcher started it; all ranks call it together.
 
-    All that the run holds is gone with the process: memory, the GPU's too, threads and connections. The launcher sees
-    the same process go on. The new ones meet at a port of their own, as nobody knows when the old one is free.
+    With the process goes all that the run holds: memory, the GPU's too, threads and connections. The launcher sees the
+    same process go on. The new ones meet at a port of their own, as nobody knows when the old one is free.
     """
     import psutil
     import torch
 
     for child in psutil.Process().children(recursive=True):  # compilers and tokenizers
-        child.kill()
+        with suppress(psutil.Error):
+            child.kill()
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # that of the listing itself is closed by now
             os.set_inheritable(descriptor, descriptor <= 2)
     port = gather(free_port() if torch.distributed.get_rank() == 0 else 0)[0]
     stop()
     os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    signal.setitimer(signal.ITIMER_REAL, 0)  # of a signal that came too late; whoever sent it has to send another
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

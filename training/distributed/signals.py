@@ -9,7 +9,6 @@ request too (`training.distributed.processes`).
 
 from __future__ import annotations
 
-import os
 import signal
 from types import FrameType
 
@@ -52,13 +51,6 @@ class StopRequest:
         if number == LAUNCHER_GONE and torch.distributed.get_rank() == 0:  # whichever rank saw it first
             tell("error: the launcher is gone; the run saves and ends")
         return bool(number), bool(anybody)
-
-    def release(self) -> None:
-        """Answer signals as Python does from here on; one that came after the last `agreed` ends the process."""
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        _answer_by(signal.SIG_DFL)
-        if self.signal:
-            os.kill(os.getpid(), self.signal)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or number

@@ -1,9 +1,9 @@
 """How long a stage works in a step, without its waiting for other stages: what a plan is held against.
 
-In a step that is measured two marks frame each pass, forward, backward or for the gradients of weights. On a GPU they
-are events in its queue, which are read once the step's loss has come, and with it all that was queued before: nobody
-waits for one. On a CPU they read the processor time of the thread that works, as the clock also tells what others on
-the machine take from it. Cost: some 10 microseconds a pass; steps that are not measured run the engine as it is.
+Two marks frame each pass, forward, backward or for the gradients of weights. On a GPU they are events in its queue,
+read once the step's loss has come, and with it all that was queued before: nobody waits for one. On a CPU they read the
+processor time of the thread that works, as the clock also tells what others on the machine take from it. Cost: some 10
+microseconds a pass, in steps that are measured.
 """
 
 from __future__ import annotations
@@ -32,31 +32,27 @@ class StageClock:
     @contextmanager
     def step(self, engine: PipelineEngine, micro_batches: int) -> Iterator[None]:
         """Measure what the engine does in the block, which ends when the step's loss is known."""
-        self._mark = _event if engine.device.type == "cuda" else time.thread_time
-        self._marks: list[tuple[Any, Any]] = []
-        instructions = engine._INSTRUCTION_MAP
-        engine._INSTRUCTION_MAP = {
-            kind: self._framed(execute) if kind.__name__ in PASSES else execute
-            for kind, execute in instructions.items()
-        }
+        mark = _event if engine.device.type == "cuda" else time.thread_time
+        spans: list[tuple[Any, Any]] = []
+
+        def framed(execute: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*arguments: Any, **named: Any) -> None:
+                begin = mark()
+                execute(*arguments, **named)
+                spans.append((begin, mark()))
+
+            return run
+
+        plain = engine._INSTRUCTION_MAP
+        passes = {kind: framed(execute) for kind, execute in plain.items() if kind.__name__ in PASSES}
+        engine._INSTRUCTION_MAP = plain | passes
         try:
             yield
         finally:
-            engine._INSTRUCTION_MAP = instructions
-        spans = (
-            begin.elapsed_time(end) / 1000 if isinstance(begin, torch.cuda.Event) else end - begin
-            for begin, end in self._marks
-        )
-        self.seconds.append(sum(spans) / micro_batches)
-
-    def _framed(self, execute: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any, **named: Any) -> Any:
-            begin = self._mark()
-            result = execute(*arguments, **named)
-            self._marks.append((begin, self._mark()))
-            return result
-
-        return run
+            engine._INSTRUCTION_MAP = plain
+        on_gpu = mark is _event
+        seconds = sum(begin.elapsed_time(end) / 1000 if on_gpu else end - begin for begin, end in spans)
+        self.seconds.append(seconds / micro_batches)
 
 
 def _event() -> torch.cuda.Event:

@@ -186,11 +186,6 @@ class Measured(BaseModel):
             raise ValueError("parts of as many layers")
         return self
 
-    def write(self, folder: Path) -> Path:
-        """Into the run's folder, whole or not at all."""
-        replace_text(folder / MEASURED_FILE, self.model_dump_json(indent=2) + "\n")
-        return folder / MEASURED_FILE
-
 
 @dataclass(frozen=True)
 class Basis:

@@ -24,13 +24,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
-from typing import NamedTuple
 
 import numpy
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from rich.console import Console
 
+from common.whole_files import replace_text
 from data.loader import GlobalBatch, Loader
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
@@ -49,15 +49,6 @@ GAIN = 1.03
 MOVES = 2
 SURE = 0.05  # a kind of layer that has less of a stage's time is hardly blamed for what the stage takes
 LEAST = 0.1  # of the factor of all layers: no kind is taken to be faster than that
-
-
-class Taken(NamedTuple):
-    """What one rank says: seconds for a micro-batch, and bytes at most."""
-
-    stage: int
-    seconds: float
-    peak: int
-    device: Device
 
 
 @dataclass
@@ -94,52 +85,44 @@ class Feedback:
         """After step `number`: say and keep what was measured, once it is the last one that counts."""
         if number != self._steps[1]:
             return
-        peak = max(1, peak_memory() - self._before)
-        taken = gather(Taken(stage, median(self._clock.seconds), peak, this_device()))
-        self.moves = gather(torch.distributed.get_rank() == 0 and self._compare(taken))[0]
-
-    def _compare(self, taken: Sequence[Taken]) -> bool:
-        """Whether the run is to take better parts."""
-        topology, save_path = self.division.topology, Path(self.config.save_path)
-        stages = [[each for each in taken if each.stage == stage] for stage in range(topology.stages)]
-        device = min((each.device for each in taken), key=lambda device: device.memory or math.inf)
-        basis, _ = Basis.of_run(self.config, self.spec, Workload.of(self.loader, self.config), device)
-        plan = Plan(replace(basis, recompute=self.division.recompute), topology.parts)
-        measured = measure(
-            plan,
-            self._steps,
-            [max(each.seconds for each in stage) for stage in stages],
-            [max(each.peak for each in stage) for stage in stages],
-        )
-        better = better_parts(Plan(replace(plan.basis, measured=measured), plan.parts))
-        moves = bool(better) and self.config.rebalance and measured.moves < MOVES
-        measured.better = better[0] if better else None
-        measured.moves += moves
-        for line in differences(plan, measured):
-            self.log.print(line)
-        if topology.stages > 1:
-            advice = f"no other parts would make a step {GAIN - 1:.0%} faster"
-            if better:
-                how = "rebalance: true takes them at the next checkpoint"
-                if self.config.rebalance:
-                    how = "taken at the next checkpoint" if moves else f"not taken, after {MOVES} times (rebalance)"
-                advice = f"parts {better[0]} would make a step {better[1] - 1:.0%} faster; {how}"
-            self.log.print(f"{imbalance(measured.seconds)}; {advice}")
+        peak, moves = max(1, peak_memory() - self._before), False
+        taken = gather((stage, median(self._clock.seconds), peak, this_device()))
         try:
-            measured.write(save_path)
-        except OSError as error:
-            self.log.print(f"warning: {MEASURED_FILE} could not be written: {error.strerror or error}")
-            return False
+            moves = torch.distributed.get_rank() == 0 and self._compare(taken)
+        except Exception as error:  # a full disk, or a plan that fails: neither is to end a run that trains
+            self.log.print(f"warning: plan: not held against steps: {type(error).__name__}: {error}")
+        self.moves = gather(moves)[0]
+
+    def _compare(self, taken: list[tuple[int, float, int, Device]]) -> bool:
+        """Whether the run is to take better parts, by each rank's stage, seconds, peak and device."""
+        config, topology = self.config, self.division.topology
+        device = min((each[3] for each in taken), key=lambda device: device.memory or math.inf)
+        basis, _ = Basis.of_run(config, self.spec, Workload.of(self.loader, config), device)
+        plan = Plan(replace(basis, recompute=self.division.recompute), topology.parts)
+        by_stage = [[each for each in taken if each[0] == stage] for stage in range(topology.stages)]
+        seconds = [max(seconds for _, seconds, _, _ in ranks) for ranks in by_stage]
+        measured = measure(plan, self._steps, seconds, [max(peak for _, _, peak, _ in ranks) for ranks in by_stage])
+        better = better_parts(Plan(replace(plan.basis, measured=measured), plan.parts))
+        moves = better is not None and config.rebalance and measured.moves < MOVES
+        measured.better, measured.moves = better and better[0], measured.moves + moves
+        what = f"no other parts would make a step {GAIN - 1:.0%} faster"
+        if better:
+            what = f"parts {better[0]} would make a step {better[1] - 1:.0%} faster; "
+            if config.rebalance:
+                what += "taken at the next checkpoint" if moves else f"not taken, after {MOVES} times"
+            else:
+                what += "with parts: auto, rebalance: true takes them at a checkpoint"
+        for line in [*differences(plan, measured), *([what] if topology.stages > 1 else [])]:
+            self.log.print(f"plan: {line}")
+        replace_text(Path(config.save_path) / MEASURED_FILE, measured.model_dump_json(indent=2) + "\n")
         return moves
 
 
 def measure(plan: Plan, steps: tuple[int, int], seconds: list[float], peaks: list[int]) -> Measured:
-    """What steps took, as it corrects a plan.
+    """What steps took, as it corrects a plan: seconds of each stage for a micro-batch, and its bytes at most.
 
     Args:
         plan: of these steps, which may have been corrected itself.
-        seconds: of each stage for a micro-batch.
-        peaks: bytes that each stage had at most.
     """
     estimated = Plan(replace(plan.basis, measured=None), plan.parts)
     costs = [(layer.forward + layer.backward).total for layer in layer_times(estimated.basis)]
@@ -190,21 +173,21 @@ def better_parts(plan: Plan) -> tuple[list[int], float] | None:
 
 
 def differences(plan: Plan, measured: Measured) -> list[str]:
-    """What was planned and what was measured, a line for each stage."""
+    """What was planned and what was measured, a line for each stage, and how uneven the stages are."""
     first, last = measured.steps
-    times = [(layer.forward + layer.backward).total for layer in layer_times(plan.basis)]
-    planned = [sum(times[layer] for layer in stage.layers) for stage in plan.stages]
-    lines = [f"plan: held against steps {first} to {last}; the first {WARM_UP} of a start are not counted"]
-    for number, (stage, seconds, peak) in enumerate(zip(plan.stages, measured.seconds, measured.peaks, strict=True)):
-        share, expected = seconds / sum(measured.seconds), planned[number] / sum(planned)
+    planned, seconds = stage_seconds(plan), measured.seconds
+    lines = [f"held against steps {first} to {last}; the first {WARM_UP} of a start are not counted"]
+    for stage, peak in enumerate(measured.peaks):
         lines.append(
-            f"plan: stage {number}: {1000 * seconds:.3g} ms a micro-batch, {share:.1%} of all stages' time (planned "
-            f"{expected:.1%}); at most {peak / GB:.2f} GB (planned {stage.memory.peak / GB:.2f})"
+            f"stage {stage}: {1000 * seconds[stage]:.3g} ms a micro-batch, {seconds[stage] / sum(seconds):.1%} of all "
+            f"stages' time (planned {planned[stage] / sum(planned):.1%}); at most {peak / GB:.2f} GB (planned "
+            f"{plan.stages[stage].memory.peak / GB:.2f})"
         )
-    return lines
-
-
-def imbalance(seconds: Sequence[float]) -> str:
-    """How far the slowest stage is above the others."""
     slowest = max(seconds)
-    return f"plan: stage {seconds.index(slowest)} takes {slowest / mean(seconds) - 1:.0%} longer than the mean"
+    return [*lines, f"stage {seconds.index(slowest)} takes {slowest / mean(seconds) - 1:.0%} longer than the mean"]
+
+
+def stage_seconds(plan: Plan) -> list[float]:
+    """What each stage is planned to take for a micro-batch."""
+    times = [(layer.forward + layer.backward).total for layer in layer_times(plan.basis)]
+    return [sum(times[layer] for layer in stage.layers) for stage in plan.stages]

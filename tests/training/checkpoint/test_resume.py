@@ -18,6 +18,7 @@ from models.checkpoint.export import pp_to_hg
 from tests.conftest import FAQ
 from tests.launching import Launch, error_lines, metrics, start_deepspeed, topology, write_config
 from tests.training.checkpoint.test_folder import flip
+from training.plan.basis import MEASURED_FILE
 
 pytestmark = pytest.mark.launched
 
@@ -101,7 +102,11 @@ def test_killed_run_goes_on_to_the_last_bit(name: str, models: dict[str, Path], 
     killed = write_config(tmp_path / f"{name}-killed.yml", eval_data_path=str(records), eval_interval=3, **shared)
     finished(straight)
     kill_after(12, killed)
-    assert "resumed: " in finished(killed).stdout
+    resumed = finished(killed).stdout
+    assert "resumed: " in resumed
+    if name.startswith("2x1"):  # steps were measured, and yet the parts stay: others would round otherwise
+        assert (killed.with_suffix("") / MEASURED_FILE).is_file()
+        assert "parts: auto, as at the checkpoint" in resumed and "plan: stage 1" in resumed
 
     expected = losses(straight)
     assert [step for step, _ in expected] == list(range(1, STEPS + 1))
