@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
+from data.chat.calls import KNOWN, CallForm, learn
 from data.chat.control_tokens import one_of
 from data.chat.fallbacks import (
     ANSWER,
@@ -37,9 +38,10 @@ from data.chat.fallbacks import (
 from data.chat.frames import Frame, frame_key, frame_of, turns_in
 from data.chat.loss_mask import MOST_KNOWN, Turn, TurnFinder, Unplaceable, Vocabulary, generated
 from data.chat.marks import NAME, TOOL, Marked, Markers
-from data.chat.messages import JSON, Form, Said, as_dicts, in_questions
+from data.chat.messages import JSON, Call, Form, Said, as_dicts, in_questions
 from data.chat.prompts import CHAT_TEMPLATE, Prompts, template_in_file
 from data.chat.sandbox import SlowTemplate, generated_spans, render
+from data.chat.serving import agreement
 from data.chat.survival import CHANGED, check_survival, named_by_id
 from data.chat.written import Range, Written, joined, ranges_of, without
 from data.errors import DataError
@@ -48,6 +50,7 @@ REFUSED = "the chat template refuses the record: {reason}"
 NOT_TAKEN = "the chat template takes no {feature}; template_fallback: rewrite says it {told}"
 NEEDS_TOOLS = "the chat template is for dialogues with tools; expected some"
 NO_TOKEN = "the chat template ends an answer with {token}, which is no token of this tokenizer"
+NO_FORM = "the chat template writes calls in a form that cannot be read back; expected names and JSON objects"
 REWRITTEN = "rewritten: {feature}, which the chat template does not take, is said {told}"
 NEW_IDS = "rewritten: calls got ids of nine letters and digits, as the chat template takes no others"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -147,6 +150,28 @@ class ChatTemplate:
         """
         fitted, tools, _ = self._fitted([*in_questions(said), ANSWER], tools or [])
         return self._render(fitted[:-1], tools, asking=True)
+
+    def call_form(self) -> CallForm | None:
+        """How calls are written; None where the template takes none, so that they are text.
+
+        Raises:
+            DataError: they are written in a form that cannot be read back.
+        """
+        if not all(self._takes(feature) for feature in FEATURES if feature.present(CALLING, [EXAMPLE_TOOL])):
+            return None
+        for words in (ANSWER.text, ""):  # words keep apart what stands before an answer; some templates take none there
+            one, two = (self._called(words, KNOWN[:count]) for count in (1, 2))
+            if one and (form := learn(one, two)):
+                return form
+        raise DataError(NO_FORM)
+
+    def _called(self, words: str, calls: tuple[Call, ...]) -> str | None:
+        """What is written behind the words of an answer with these calls; None where the template refuses it."""
+        with suppress(DataError):
+            text = self._render([QUESTION, Said("assistant", words, calls=calls)], [EXAMPLE_TOOL])
+            answer = text[agreement(self._render([QUESTION], [EXAMPLE_TOOL], asking=True), text) :]
+            return answer.partition(words)[2] or None if words else answer
+        return None
 
     def _fitted(self, said: Sequence[Said], tools: list[JSON]) -> tuple[Sequence[Said], list[JSON], dict[str, str]]:
         """The dialogue without what the template does not take, and what was rewritten."""

@@ -18,8 +18,10 @@ from data.errors import DataError
 from training.errors import ConfigError
 
 if TYPE_CHECKING:
+    from data.chat.messages import Said
     from training.demo.chat import Chat
-    from training.demo.speaker import Wishes
+    from training.demo.speaker import Speaker, Wishes
+    from training.demo.tools import Tools
 
 HELP = "An empty line ends the chat; /reset forgets it, /save FILE appends it to a file of records."
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -45,6 +47,11 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--batch-size", type=int, metavar="N", help="of --prompts-file: answered at once; default 8")
     parser.add_argument("--system", metavar="TEXT", help="a system message before the first question")
+    parser.add_argument("--reference", metavar="FILE", help="a text that the answers rest on, as in records of ref_qa")
+    parser.add_argument("--tools", metavar="FILE", help="tools that may be called: a JSON list, as in records of chat")
+    parser.add_argument("--api-desc", metavar="FILE", help="the same as a text, as in records of conver_has_api")
+    parser.add_argument("--api-results", metavar="FILE", help="an object: the results of calls by the tools' names")
+    parser.add_argument("--api-command", metavar="COMMAND", help="gets a call as JSON on its input, prints the result")
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
     parser.add_argument("--greedy", action="store_true", help="always take the likeliest token")
     parser.add_argument("--temperature", type=float, metavar="T", help="default 0.7; 0 is --greedy")
@@ -74,7 +81,6 @@ def talk(arguments: argparse.Namespace) -> None:
     check(arguments)
     import torch
 
-    from data.chat.messages import Said
     from models.generation.generate import ROWS
     from training.demo.chat import Chat
     from training.demo.prompts_file import answer_all
@@ -84,15 +90,15 @@ def talk(arguments: argparse.Namespace) -> None:
         torch.set_num_threads(arguments.threads)
     dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
     speaker = Speaker(arguments.model, arguments.prompt_format, dtype)
-    opening = [Said("system", arguments.system)] if arguments.system else []
+    opening, tools = opening_of(arguments, speaker)
     wishes = wishes_of(arguments)
     if arguments.prompts_file:
         files, rows = (Path(arguments.prompts_file), Path(arguments.output)), arguments.batch_size or ROWS
         answer_all(speaker, wishes, *files, opening, rows, tell)
     elif arguments.prompt is not None:
-        show(Chat(speaker, wishes, tell, opening).ask(arguments.prompt))
+        show(Chat(speaker, wishes, tell, opening, tools).ask(arguments.prompt))
     else:
-        converse(Chat(speaker, wishes, tell, opening))
+        converse(Chat(speaker, wishes, tell, opening, tools))
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -116,6 +122,15 @@ def check(arguments: argparse.Namespace) -> None:
         raise ConfigError("--prompts-file: expected it with --output and without --prompt")
     if not arguments.prompts_file and (arguments.output or arguments.batch_size):
         raise ConfigError("--output and --batch-size: expected them with --prompts-file")
+    if sum(map(bool, (arguments.reference, arguments.tools, arguments.api_desc))) > 1:
+        raise ConfigError("--reference, --tools and --api-desc: expected one of them")
+    calling = bool(arguments.tools or arguments.api_desc)
+    if arguments.prompts_file and calling:
+        raise ConfigError("--prompts-file: no results are asked for; expected it without --tools and --api-desc")
+    if (arguments.api_results or arguments.api_command) and not calling:
+        raise ConfigError("--api-results and --api-command: expected them with --tools or --api-desc")
+    if arguments.api_results and arguments.api_command:
+        raise ConfigError("--api-results and --api-command: expected one of them")
     if "" in arguments.stop:
         raise ConfigError("--stop: expected a text, found an empty one")
     if arguments.prompt_format:
@@ -131,6 +146,33 @@ def wishes_of(arguments: argparse.Namespace) -> Wishes:
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     sampling = replace(GREEDY if arguments.greedy else Sampling(), **given)
     return Wishes(arguments.max_new_tokens, sampling, tuple(arguments.stop))
+
+
+def opening_of(arguments: argparse.Namespace, speaker: Speaker) -> tuple[list[Said], Tools | None]:
+    """What stands before the first question, and what may be called.
+
+    Raises:
+        DataError: a file cannot be used.
+    """
+    from data.chat.fallbacks import describe
+    from data.chat.messages import Said
+    from data.prompt_texts import API_TITLE, REFERENCE_TITLE
+    from training.demo.tools import Tools, results_of_command, results_of_file, results_typed, schemas_in, text_of
+
+    opening = [Said("system", arguments.system)] if arguments.system else []
+    if arguments.reference:
+        opening.append(Said("context", text_of(arguments.reference), name=REFERENCE_TITLE))
+    if not arguments.tools and not arguments.api_desc:
+        return opening, None
+    schemas = schemas_in(arguments.tools) if arguments.tools else []
+    form = speaker.call_form() if schemas else None
+    if form is None:
+        text = describe(schemas) if schemas else text_of(arguments.api_desc)
+        opening.append(Said("context", text, name=API_TITLE))
+    if arguments.api_results:
+        return opening, Tools(schemas if form else [], form, results_of_file(arguments.api_results))
+    result = results_of_command(arguments.api_command) if arguments.api_command else results_typed
+    return opening, Tools(schemas if form else [], form, result)
 
 
 def converse(chat: Chat) -> None:

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import torch
 
+from data.chat.calls import CallForm
+from data.chat.chat_template import chat_template
 from data.chat.messages import JSON, Said
 from data.chat.native_tokenizers import end_tokens
-from data.chat.prompts import PromptFormat, Prompts
+from data.chat.prompts import PLAIN, PromptFormat, Prompts, format_of
 from data.errors import DataError
 from data.tokenized.tokenize import encode_question, load_tokenizer
 from models import load_model
@@ -58,6 +60,16 @@ class Speaker:
     def encode(self, said: Sequence[Said], tools: list[JSON] | None = None, begun: str = "") -> list[int]:
         """The prompt for what follows these messages; see `encode_question`."""
         return encode_question(said, self.tokenizer, self.prompts, tools, begun)
+
+    def call_form(self) -> CallForm | None:
+        """How the model writes calls of tools; None where they are text.
+
+        Raises:
+            DataError: its template writes them in a form that cannot be read back.
+        """
+        if format_of(self.prompts, self.tokenizer) == PLAIN:
+            return None
+        return chat_template(self.tokenizer, self.prompts, tools=True).call_form()
 
     def request(self, prompt: list[int], wishes: Wishes, seed: int | None = None) -> Request:
         """What the model is to be asked; the answer ends where the context does.

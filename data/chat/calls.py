@@ -1,0 +1,122 @@
+"""Calls of tools in what a model writes, read back in the form in which they were trained.
+
+Where calls are text (`data.prompt_texts`), a call ends with a word behind which the result stands. A chat template that
+takes tools has a form of its own. It is learnt from what the template writes for calls that are known: what stands
+before a name, between a name and its arguments, and between two calls. White space may differ.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NamedTuple
+
+from data.chat.messages import JSON, Call, call_id_of
+from data.prompt_texts import API_CALL
+
+RESULT_FOLLOWS = "\n" + API_CALL.rpartition("\n")[2]  # ends a call that is text
+KNOWN = Call(call_id_of(1), "look", {"up": "it"}), Call(call_id_of(2), "find", {"in": "there"})
+_NAME = r"(?P<name>[^\s\"]+?)"
+_ARGUMENTS_NEXT = r'(?=[{"])'
+_AS_TEXT = re.compile(API_CALL.format(name=r"(?P<name>[^\n]+?)", param=r"(?P<arguments>.*)") + r"\Z", re.DOTALL)
+_DECODER = json.JSONDecoder()
+
+
+class CallForm(NamedTuple):
+    """How a template writes calls.
+
+    Attributes:
+        opening: stands before the first name.
+        first: the first call up to its arguments.
+        next: what follows the arguments, up to those of the next call; None where there is one call at most.
+    """
+
+    opening: re.Pattern[str]
+    first: re.Pattern[str]
+    next: re.Pattern[str] | None
+
+    def read(self, text: str, number: int) -> tuple[str, tuple[Call, ...]]:
+        """The words before the calls, and the calls.
+
+        Args:
+            number: of the first call, which its id tells.
+
+        Raises:
+            ValueError: a call begins that cannot be read.
+        """
+        begin = self.opening.search(text)
+        if begin is None:
+            return text, ()
+        calls: list[Call] = []
+        found = self.first.match(text, begin.start())
+        if found is None:
+            raise ValueError("no name with arguments follows")
+        while found:
+            arguments, end = _object_at(text, found.end())
+            calls.append(Call(call_id_of(number + len(calls)), found["name"], arguments))
+            found = self.next.match(text, end) if self.next else None
+        return text[: begin.start()].rstrip(), tuple(calls)
+
+
+def learn(one: str, two: str | None) -> CallForm | None:
+    """The form of a template that writes the first of `KNOWN`, and both, like this; None where it cannot be read back.
+
+    Args:
+        two: None where the template does not take two calls at once.
+    """
+    found = _find(one, KNOWN[0], 0)
+    if found is None or not one[: found[0]].strip():
+        return None
+    name, arguments, _ = found
+    between = one[name + len(KNOWN[0].name) : arguments]
+    both = [_find(two, KNOWN[0], 0), _find(two, KNOWN[1], 0)] if two else []
+    following = two[both[0][2] : both[1][0]] if two and both[0] and both[1] else None
+    opening, rest = _loose(one[:name]), _NAME + _loose(between) + _ARGUMENTS_NEXT
+    following_calls = None if following is None else re.compile(_loose(following) + rest)
+    return CallForm(re.compile(opening), re.compile(opening + rest), following_calls)
+
+
+def read_text_call(text: str) -> Call:
+    """The call that a text ends with, where calls are text.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    found = _AS_TEXT.search(text)
+    if found is None:
+        raise ValueError("no name with an input stands before its result")
+    return Call("", found["name"], _object_at(found["arguments"].strip(), 0)[0])
+
+
+def _find(text: str, call: Call, begin: int) -> tuple[int, int, int] | None:
+    """Where a call's name begins, where its arguments do, and where these end."""
+    name = text.find(call.name, begin)
+    for place in range(name, len(text) if name >= 0 else name):
+        try:
+            arguments, end = _object_at(text, place)
+        except ValueError:
+            continue
+        if arguments == call.arguments:
+            return name, place, end
+    return None
+
+
+def _object_at(text: str, place: int) -> tuple[JSON, int]:
+    """The JSON object that begins at a place, maybe as a text of its own, and where it ends."""
+    try:
+        value: Any
+        value, end = _DECODER.raw_decode(text, place)
+        value = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError("its arguments are no JSON object")
+    return value, end
+
+
+def _loose(text: str) -> str:
+    """A pattern of a text, whatever its white space and its calls' ids are."""
+    pattern = r"\s*".join(re.escape(piece) for piece in re.split(r"\s+", text))
+    for call in KNOWN:
+        pattern = pattern.replace(call.id, r"[^\s\"]*")
+    return pattern

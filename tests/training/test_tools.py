@@ -1,0 +1,239 @@
+"""Models that were trained on a record each, and are then asked by demo.py: what they write is what they learnt.
+
+So the demo asks as the training does: with a reference, and in dialogues with tools, whose calls are text or in a
+template's own form.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import demo
+from data.chat.calls import CallForm
+from data.chat.chat_template import EXAMPLE_TOOL, QUESTION, chat_template
+from data.chat.messages import Call, Said
+from data.chat.prompts import PLAIN, Prompts
+from data.errors import DataError
+from data.records.raw_records import read_file
+from data.records.reading import parse
+from data.records.record import Record, parse_record
+from data.tokenized.tokenize import encode, load_tokenizer
+from tests.data.helpers import ACTION, SECOND_ACTION
+from tests.data.template_styles import STYLES, Style
+from training.demo.tools import results_of_command, results_of_file, schemas_in
+
+REACT = {
+    "type": "conver_has_api",
+    "api_desc": "count_layers(blocks)",
+    "rounds": [["ask", "几层？"], ["ans-api", {"actions": [ACTION, SECOND_ACTION], "ans": "32 层。"}]],
+}
+REFERENCE = {
+    "type": "ref_qa",
+    "reference": "Lion keeps one state.",
+    "rounds": [["ask", "How many?"], ["ans", "One."], ["ask", "And AdamW?"], ["ans", "两个。"]],
+}
+NATIVE = {
+    "tools": [EXAMPLE_TOOL],
+    "messages": [
+        {"role": "user", "content": "Where is it?"},
+        {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": "look", "arguments": {"up": word}}} for word in "ab"],
+        },
+        {"role": "tool", "content": "north"},
+        {"role": "tool", "content": '{"there": 1}'},
+        {"role": "assistant", "content": "North, 一."},
+    ],
+}
+
+Ask = Callable[..., tuple[str, list[str]]]
+
+
+def taught(folder: Path, record: Record, prompts: Prompts) -> None:
+    """Train a tiny model until it knows a record by heart."""
+    sample = encode(record, load_tokenizer(folder), 1000, prompts)
+    ids, labels = torch.tensor([sample["input_ids"]]), torch.tensor([sample["labels"]])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # of such small matrices several threads are slower, on a busy machine by far
+    for _ in range(300):
+        loss = model(ids, labels=labels).loss
+        if loss < 0.01:
+            break
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.set_num_threads(threads)
+    model.save_pretrained(folder)
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """A function that types questions into a chat of demo.py; what it prints and tells."""
+
+    def ask(folder: Path, *words: str, typed: list[str]) -> tuple[str, list[str]]:
+        lines = iter(typed)
+        monkeypatch.setattr("builtins.input", lambda prompt: next(lines, ""))
+        monkeypatch.setattr(sys, "argv", ["demo.py", "--model", str(folder), "--greedy", *words])
+        capsys.readouterr()
+        demo.main()
+        out, told = capsys.readouterr()
+        return out.partition("\n")[2], told.splitlines()
+
+    return ask
+
+
+def model_of(make_checkpoint: Callable[..., Path], style: Style | None = None) -> Path:
+    folder = make_checkpoint("llama", vocab_size=560, max_position_embeddings=1024)
+    if style:
+        style.put_on(load_tokenizer(folder)).save_pretrained(folder)
+    return folder
+
+
+def write(path: Path, content: Any) -> str:
+    path.write_text(content if isinstance(content, str) else json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize("prompt_format", [None, PLAIN])
+def test_calls_as_text_get_their_results_and_an_answer_follows(
+    prompt_format: str | None, make_checkpoint: Callable[..., Path], tmp_path: Path, ask: Ask
+) -> None:
+    folder = model_of(make_checkpoint)
+    taught(folder, parse_record(REACT), Prompts(prompt_format))
+    results = write(tmp_path / "results", {action["api_name"]: action["api_res"] for action in (ACTION, SECOND_ACTION)})
+    words = ["--api-desc", write(tmp_path / "apis", "count_layers(blocks)\n"), "--api-results", results]
+    words += ["--prompt-format", prompt_format] if prompt_format else []
+    out, told = ask(folder, *words, typed=["几层？", f"/save {tmp_path / 'saved'}"])
+    assert out.startswith(f"Thought: {ACTION['inner_thought']}\nAction: count_layers\nAction Input: ")
+    assert out.endswith("Observation: " + json.dumps(SECOND_ACTION["api_res"]) + "\nFinal Answer: 32 层。\n")
+    assert told == [
+        f"call: count_layers {json.dumps(ACTION['api_param'], ensure_ascii=False)}",
+        f"result: {ACTION['api_res']}",
+        "call: sum {}",
+        'result: {"sum": [32]}',
+    ]
+    (raw,) = read_file(tmp_path / "saved")
+    (saved,) = parse(raw, None, {}).records
+    tokenizer = load_tokenizer(folder)
+    if prompt_format is None:  # the plain format has a place of its own for APIs, which messages do not have
+        expected = encode(REACT, tokenizer, 1000, prompt_format)["input_ids"]
+        assert encode(saved, tokenizer, 1000, prompt_format)["input_ids"] == expected
+
+
+def test_calls_in_a_templates_own_form_get_their_results_and_an_answer_follows(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, ask: Ask
+) -> None:
+    folder = model_of(make_checkpoint, STYLES["qwen2.5"])
+    (record,) = parse_chat(NATIVE)
+    taught(folder, record, Prompts())
+    command = write(
+        tmp_path / "tool.py",
+        "import json, sys\n"
+        "call = json.load(sys.stdin)\n"
+        "assert call['name'] == 'look'\n"
+        "print({'a': 'north', 'b': json.dumps({'there': 1})}[call['arguments']['up']])\n",
+    )
+    words = ("--tools", write(tmp_path / "tools", [EXAMPLE_TOOL]), "--api-command", f"{sys.executable} {command}")
+    out, told = ask(folder, *words, typed=["Where is it?", f"/save {tmp_path / 'saved'}"])
+    assert out.endswith("North, 一.\n") and out.count("<tool_call>") == 2
+    assert told == ['call: look {"up": "a"}', "result: north", 'call: look {"up": "b"}', 'result: {"there": 1}']
+    (raw,) = read_file(tmp_path / "saved")
+    (saved,) = parse(raw, None, {}).records
+    tokenizer = load_tokenizer(folder)
+    assert encode(saved, tokenizer, 1000) == encode(record, tokenizer, 1000)
+    typed, _ = ask(folder, *words[:2], typed=["Where is it?", "north", '{"there": 1}'])
+    assert typed == out, "typed results are the same"
+
+
+def test_a_reference_is_asked_about_as_in_training(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, ask: Ask
+) -> None:
+    folder = model_of(make_checkpoint)
+    taught(folder, parse_record(REFERENCE), Prompts())
+    reference = write(tmp_path / "reference", "Lion keeps one state.\n")
+    out, told = ask(folder, "--reference", reference, typed=["How many?", "And AdamW?"])
+    assert (out, told) == ("One.\n两个。\n", [])
+
+
+def parse_chat(record: dict[str, Any]) -> list[Record]:
+    from data.records.formats import convert
+
+    return convert(record).records
+
+
+CALLS = [
+    Call(f"call0000{number}", f"tool_{number}", {"a": [1, {"b": 'x"}\n'}], "c": None, "名": "块"}) for number in (1, 2)
+]
+
+
+@pytest.mark.parametrize("style", ["qwen2.5", "qwen3", "llama3.1", "mistral"])
+@pytest.mark.parametrize("words", ["", "Let me see."])
+def test_calls_are_read_back_as_a_template_writes_them(style: str, words: str, tokenizer_folder: Path) -> None:
+    template = chat_template(STYLES[style].put_on(load_tokenizer(tokenizer_folder)), Prompts(), tools=True)
+    form = template.call_form()
+    assert isinstance(form, CallForm)
+    for count in (1, 1 if style == "llama3.1" else 2):  # which takes one call at a time
+        said = [QUESTION, Said("assistant", words, calls=tuple(CALLS[:count]))]
+        written = template._render(said, [EXAMPLE_TOOL])
+        answer = written[len(template._render([QUESTION], [EXAMPLE_TOOL], asking=True)) :]
+        found, calls = form.read(answer, 1)
+        assert list(calls) == CALLS[:count]
+        assert found.endswith(words) or style in ("llama3.1", "mistral")  # which leave out words beside a call
+
+
+@pytest.mark.parametrize("style", ["smollm2", "chatglm3", "gemma"])
+def test_a_template_without_tools_has_calls_as_text(style: str, tokenizer_folder: Path) -> None:
+    tokenizer = STYLES[style].put_on(load_tokenizer(tokenizer_folder))
+    assert chat_template(tokenizer, Prompts(template_fallback="rewrite"), tools=True).call_form() is None
+
+
+@pytest.mark.parametrize(
+    "text", ['{"name": "look", "arguments": {"up"', '{"name": "look"}', '{"name": "a b", "arguments"']
+)
+def test_a_call_that_breaks_off_is_no_call(text: str, tokenizer_folder: Path) -> None:
+    template = chat_template(STYLES["qwen2.5"].put_on(load_tokenizer(tokenizer_folder)), Prompts(), tools=True)
+    form = template.call_form()
+    assert form is not None
+    with pytest.raises(ValueError, match=r"no name with arguments|no JSON object"):
+        form.read(f"<tool_call>\n{text}\n</tool_call>", 1)
+    assert form.read("Nothing to call.", 1) == ("Nothing to call.", ())
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("[]", "expected at least one tool, found none"),
+        ("{", "no JSON: "),
+        ('{"a": 1}', "field tools: expected a list"),
+        ('[{"type": "function"}]', "tool 1: expected an object with a function that has a name"),
+        ("", "expected a text, found none"),
+    ],
+)
+def test_a_file_without_tools_is_named(content: str, told: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "tools.json", content)
+    with pytest.raises(DataError) as refused:
+        schemas_in(path)
+    assert str(refused.value).startswith(f"{path}: {told}")
+
+
+def test_results_that_are_not_there_are_named(tmp_path: Path) -> None:
+    call = Call("", "look", {})
+    path = write(tmp_path / "results.json", {"find": 1})
+    with pytest.raises(DataError, match="no result of look; expected it among find"):
+        results_of_file(path)(call)
+    assert results_of_file(write(tmp_path / "other.json", {"look": [1]}))(call) == "[1]"
+    with pytest.raises(DataError, match="expected an object of results by names, found a list"):
+        results_of_file(write(tmp_path / "list.json", []))
+    for command in ("false", "no-such-program", "'", ""):
+        with pytest.raises(DataError, match="--api-command: look: "):
+            results_of_command(command)(call)
