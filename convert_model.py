@@ -1,7 +1,7 @@
 """Move weights between the HuggingFace layout and the pipeline layout, or fetch them.
 
 python convert_model.py hg_to_pp --input-path DIR --save-path DIR
-python convert_model.py pp_to_hg --input-path DIR --save-path DIR [--layout native] [--dtype bf16]
+python convert_model.py pp_to_hg --input-path DIR --save-path DIR [--layout native] [--dtype bf16] [--compat]
 python convert_model.py download --model-name NAME --save-path DIR
 """
 
@@ -39,6 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
             dtype=getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None,
             max_shard_bytes=arguments.max_shard_size,
             verify=arguments.verify,
+            compat=arguments.compat,
             add_tokenizer=add_tokenizer,
         )
         pp_to_hg(arguments.input_path, arguments.save_path, arguments.overwrite, options)
@@ -61,6 +62,9 @@ def parse_arguments() -> argparse.Namespace:
         choices=("original", "native"),
         default="original",
         help="native: ChatGLM3 and Baichuan2-7B under transformers' own names, to load without remote code",
+    )
+    to_huggingface.add_argument(
+        "--compat", action="store_true", help="add what transformers 4 looks for to config and tokenizer settings"
     )
     to_huggingface.add_argument("--dtype", choices=DTYPES, help="cast the weights; as in the original where absent")
     to_huggingface.add_argument(
