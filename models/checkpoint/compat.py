@@ -35,10 +35,10 @@ def write_compat(folder: Path) -> None:
 
 def older_fields(raw: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
     """What transformers 4 looks for and a config.json of transformers 5 (`raw`) says under other names."""
-    older = {alias: raw[name] for alias, name in config.attribute_map.items() if name in raw}
-    if "dtype" in raw:
-        older["torch_dtype"] = raw["dtype"]
+    older = {"torch_dtype": raw["dtype"]} if "dtype" in raw else {}
     if "rope_parameters" in raw:
+        if "num_local_experts" in raw:
+            older["num_experts"] = raw["num_local_experts"]  # as Qwen3-MoE had it
         rope = config.rope_parameters
         angles = rope.get("full_attention", rope)  # Gemma 3 has one base for these layers, another for the rest
         scaling = {key: value for key, value in angles.items() if key not in ("rope_theta", "partial_rotary_factor")}

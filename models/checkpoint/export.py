@@ -56,6 +56,7 @@ class ExportOptions:
         verify: read every tensor back and compare it before the folder appears.
         compat: let transformers 4 read config and tokenizer too (`compat.py`); a native layout always does.
         add_tokenizer: called with (source folder, folder to be) for a native layout that replaces the original's.
+        add_card: called with the same when everything else is there.
     """
 
     layout: ExportLayout = "original"
@@ -64,6 +65,7 @@ class ExportOptions:
     verify: bool = False
     compat: bool = False
     add_tokenizer: Callable[[Path, Path], None] | None = None
+    add_card: Callable[[Path, Path], None] | None = None
 
 
 def pp_to_hg(
@@ -147,6 +149,8 @@ class Export:
             self.options.add_tokenizer(self.folder, target)
         if self.native or self.options.compat:
             write_compat(target)
+        if self.options.add_card:
+            self.options.add_card(self.folder, target)
 
     def verify(self, target: Path) -> None:
         """Read every tensor back from the disk.
