@@ -1,7 +1,8 @@
-"""Move weights between the HuggingFace layout and the pipeline layout, or fetch them.
+"""Move weights between the HuggingFace layout and the pipeline layout, fetch them, or see who can serve them.
 
 python convert_model.py hg_to_pp --input-path DIR --save-path DIR
-python convert_model.py pp_to_hg --input-path DIR --save-path DIR [--layout native] [--dtype bf16]
+python convert_model.py pp_to_hg --input-path DIR --save-path DIR [--layout native] [--dtype bf16] [--compat]
+python convert_model.py check --input-path DIR
 python convert_model.py download --model-name NAME --save-path DIR
 """
 
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
+from common.terminal import safe_line
 from training.errors import one_line_at_the_end
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # torch's names
@@ -30,6 +32,7 @@ def run(arguments: argparse.Namespace) -> None:
     from models.checkpoint.convert import hg_to_pp
     from models.checkpoint.download import download
     from models.checkpoint.export import ExportOptions, pp_to_hg
+    from models.checkpoint.servers import check
 
     if arguments.command == "hg_to_pp":
         hg_to_pp(arguments.input_path, arguments.save_path, arguments.overwrite, arguments.verify)
@@ -39,9 +42,14 @@ def run(arguments: argparse.Namespace) -> None:
             dtype=getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None,
             max_shard_bytes=arguments.max_shard_size,
             verify=arguments.verify,
+            compat=arguments.compat,
             add_tokenizer=add_tokenizer,
+            add_card=add_card,
         )
         pp_to_hg(arguments.input_path, arguments.save_path, arguments.overwrite, options)
+    elif arguments.command == "check":
+        for server, missing in check(arguments.input_path).items():
+            print(safe_line(f"{server}: {'; '.join(missing) or 'complete'}"))
     else:
         download(arguments.model_name, Path(arguments.save_path))
 
@@ -62,6 +70,9 @@ def parse_arguments() -> argparse.Namespace:
         default="original",
         help="native: ChatGLM3 and Baichuan2-7B under transformers' own names, to load without remote code",
     )
+    to_huggingface.add_argument(
+        "--compat", action="store_true", help="add what transformers 4 looks for to config and tokenizer settings"
+    )
     to_huggingface.add_argument("--dtype", choices=DTYPES, help="cast the weights; as in the original where absent")
     to_huggingface.add_argument(
         "--max-shard-size",
@@ -69,6 +80,8 @@ def parse_arguments() -> argparse.Namespace:
         metavar="SIZE",
         help="divide the weights into files of at most SIZE, such as 2GB; as in the original, else 5GB, where absent",
     )
+    look = commands.add_parser("check", help="say for each server whether a HuggingFace folder is complete")
+    look.add_argument("--input-path", required=True, help="folder to look at")
     fetch = commands.add_parser("download", help="fetch a model from the HuggingFace hub")
     fetch.add_argument("--model-name", required=True, help="such as HuggingFaceTB/SmolLM2-135M-Instruct")
     fetch.add_argument("--save-path", required=True, help="folder to write")
@@ -91,6 +104,14 @@ def add_tokenizer(source: Path, target: Path) -> None:
     from data.chat.native_tokenizers import export_tokenizer
 
     export_tokenizer(source, target)
+
+
+def add_card(source: Path, target: Path) -> None:
+    """Imported as late, for what draws the loss curve; a folder that no run wrote needs none of it."""
+    if (source / "checkpoint.json").is_file():
+        from training.model_card import write_card
+
+        write_card(source, target)
 
 
 if __name__ == "__main__":

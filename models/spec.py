@@ -6,6 +6,7 @@ Reading a spec touches config.json only, so the converters, the planner and ever
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ class ModelSpec:
             CheckpointError: no such file, not JSON, no `model_type`, or values that transformers refuses.
         """
         path = folder / "config.json"
-        raw = _read_json(path)
+        raw = read_json(path)
         for name, most in MOST.items():
             if isinstance(found := raw.get(name), (int, float)) and not found <= most:
                 raise CheckpointError(f"{path}: {name}: expected at most {most:,}, found {found}")
@@ -65,7 +66,7 @@ class ModelSpec:
             family = family_of(model_type)
             family = family.variant(raw) if family.variant else family
             fields = family.translate(raw) if family.translate else raw
-            config = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+            config = CONFIG_MAPPING[fields["model_type"]].from_dict(deepcopy(fields))  # which it changes
         except Exception as error:  # transformers raises many kinds for a config that makes no sense
             raise CheckpointError(f"{path}: {' '.join(str(error).split())}") from None
         config._experts_implementation = experts_implementation()
@@ -158,7 +159,7 @@ class ModelSpec:
             raise CheckpointError(f"{path}: no model can be built from it: {type(error).__name__}: {reason}") from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.exists() and not path.is_file():
             raise OSError("expected a regular file")

@@ -299,6 +299,8 @@ def finish(config: TrainConfig, layers: Sequence[int], saved: Path, model_folder
             )
     log.print(f"saved: {saved}")
     if config.export_hf:
+        from training.model_card import write_card  # what draws takes two seconds
+
         target = Path(config.save_path) / EXPORTED
-        export_run(saved, target, layers, model_folder)
+        export_run(saved, target, layers, model_folder, write_card)
         log.print(f"exported: {target}")

@@ -39,8 +39,8 @@ def main() -> None:
         sys.exit(2)
 
 
-def draw(run_folder: Path, output: Path | None = None) -> Path:
-    """Draw the run's metrics.jsonl as a PNG.
+def draw(run_folder: Path, output: Path | None = None, last_step: float = math.inf) -> Path:
+    """Draw the run's metrics.jsonl as a PNG, up to a step.
 
     Returns:
         Where the picture is.
@@ -49,7 +49,7 @@ def draw(run_folder: Path, output: Path | None = None) -> Path:
         OSError: metrics.jsonl cannot be read or the picture not be written.
         ValueError: no step is done yet.
     """
-    lines = read_metrics(run_folder / METRICS_FILE)
+    lines = [line for line in read_metrics(run_folder / METRICS_FILE) if line["step"] <= last_step]
     steps = [line for line in lines if "loss" in line]
     if not steps:
         raise ValueError(f"{run_folder / METRICS_FILE}: no step is done yet")

@@ -98,11 +98,6 @@ def export_tokenizer(source: Path, target: Path) -> None:
     if tokenizer is None:
         return
     tokenizer.save_pretrained(target)
-    # Written so that servers on transformers 4 read it too: it knows this class, and no list of extra tokens.
-    path = target / "tokenizer_config.json"
-    settings = _read_json(path) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    settings.pop("extra_special_tokens", None)
-    path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     path = target / "generation_config.json"
     settings = _read_json(path) | {"eos_token_id": sorted(end_tokens(tokenizer))}
     path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

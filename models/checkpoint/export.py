@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from models.architectures import Native, cut
+from models.checkpoint.compat import write_compat
 from models.checkpoint.convert import copy_files
 from models.checkpoint.export_plan import SINGLE_FILE, Files, cast, cut_between, divide, native_infos, original_infos
 from models.checkpoint.layout import CARRIED, Layout, Manifest, layout_of, resolve, side_files
@@ -53,14 +54,18 @@ class ExportOptions:
         max_shard_bytes: divide the weights anew into files of at most this size; as in the original where absent, or
             into files of 5 GB where there is none.
         verify: read every tensor back and compare it before the folder appears.
+        compat: let transformers 4 read config and tokenizer too (`compat.py`); a native layout always does.
         add_tokenizer: called with (source folder, folder to be) for a native layout that replaces the original's.
+        add_card: called with the same when everything else is there.
     """
 
     layout: ExportLayout = "original"
     dtype: torch.dtype | None = None
     max_shard_bytes: int | None = None
     verify: bool = False
+    compat: bool = False
     add_tokenizer: Callable[[Path, Path], None] | None = None
+    add_card: Callable[[Path, Path], None] | None = None
 
 
 def pp_to_hg(
@@ -142,6 +147,10 @@ class Export:
             _write_json(target / "config.json", self._config())
         if self.native and self.options.add_tokenizer:
             self.options.add_tokenizer(self.folder, target)
+        if self.native or self.options.compat:
+            write_compat(target)
+        if self.options.add_card:
+            self.options.add_card(self.folder, target)
 
     def verify(self, target: Path) -> None:
         """Read every tensor back from the disk.
@@ -205,8 +214,8 @@ class Export:
             config = {"architectures": [self.native.architecture], **self.spec.fields}
             config["torch_dtype"] = self.spec.raw.get("torch_dtype")
         if self.options.dtype:
-            key = "dtype" if "dtype" in config else "torch_dtype"  # transformers 5's name or the one before
-            config[key] = str(self.options.dtype).removeprefix("torch.")
+            keys = config.keys() & {"dtype", "torch_dtype"} or {"torch_dtype"}  # transformers 5's name, the one before
+            config |= dict.fromkeys(sorted(keys), str(self.options.dtype).removeprefix("torch."))
         return config
 
 

@@ -21,10 +21,11 @@ from transformers import AutoModelForCausalLM
 
 from models import load_model
 from models.checkpoint.convert import hg_to_pp
-from models.checkpoint.export import pp_to_hg
+from models.checkpoint.export import ExportOptions, pp_to_hg
 from tests.conftest import FAQ
 from tests.launching import deepspeed, metrics, run, topology, torchrun, write_config
 from tests.models.helpers import assert_same_bits, joined, read_weights, side_files
+from training.model_card import write_card
 
 pytestmark = pytest.mark.launched
 
@@ -125,8 +126,9 @@ def test_a_run_is_a_valid_input_of_pp_to_hg(dims: tuple[int, int], runs: Runs, t
 
 @pytest.mark.parametrize("dims", EVERYWHERE, ids=str)
 def test_the_run_exports_what_pp_to_hg_would(dims: tuple[int, int], runs: Runs, tmp_path: Path) -> None:
-    pp_to_hg(runs(dims), tmp_path / "hg")
+    pp_to_hg(runs(dims), tmp_path / "hg", options=ExportOptions(add_card=write_card))
     exported = runs(dims) / "hf"
+    assert {"README.md", "training.png"} <= side_files(exported).keys()
     files = read_weights(exported)
     assert len(files) == dims[0] * dims[1], "each rank its own"
     assert_same_bits(joined(files), joined(read_weights(tmp_path / "hg")))

@@ -8,7 +8,7 @@ is done, and renames it last.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,13 +21,20 @@ from training.distributed.processes import agreed, gather
 EXPORTED = "hf"  # in the run's folder
 
 
-def export_run(checkpoint: Path, target: Path, layers: Sequence[int], model_folder: Path) -> None:
+def export_run(
+    checkpoint: Path,
+    target: Path,
+    layers: Sequence[int],
+    model_folder: Path,
+    add_card: Callable[[Path, Path], None] | None = None,
+) -> None:
     """Write the HuggingFace folder of a checkpoint; all ranks call it together.
 
     Args:
         target: the folder to be; one that is there already stays until the new one is whole.
         layers: those that this rank's stage holds.
         model_folder: the folder that the run started from, which is never replaced.
+        add_card: called with checkpoint and folder to be on rank 0, when everything else is there.
 
     Raises:
         RunRefused: on every rank, where some rank cannot read a layer or write; nothing was changed.
@@ -37,7 +44,7 @@ def export_run(checkpoint: Path, target: Path, layers: Sequence[int], model_fold
     with ExitStack() as publishing:
         partial = None
         with agreed():
-            export = Export(checkpoint, ExportOptions(), writers)
+            export = Export(checkpoint, ExportOptions(add_card=add_card), writers)
             if rank == 0:
                 partial = publishing.enter_context(publish_folder(target, True, [checkpoint, model_folder]))
         shared = gather(partial)[0]

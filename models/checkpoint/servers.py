@@ -1,0 +1,65 @@
+"""What each program that serves models still misses in a HuggingFace folder.
+
+Nothing is loaded: names and shapes of the weights are compared with config.json by the files' headers, the settings are
+read as files. What a folder is found complete for was tried with tiny models of every family (docs/serving.md says
+where); whether a server has a class for the architecture, its own documentation says.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from models.checkpoint.compat import older_fields, older_tokenizer
+from models.checkpoint.layout import Layout, layout_of, resolve
+from models.checkpoint.source import HuggingFaceSource
+from models.errors import CheckpointError
+from models.spec import ModelSpec, read_json
+
+# Whether it stands on transformers 4.
+SERVERS = {
+    "transformers 5": False,
+    "transformers 4": True,
+    "vLLM from 0.19.1": False,
+    "vLLM before": True,
+    "SGLang from 0.5.10": False,
+    "SGLang before": True,
+    "text-generation-inference": True,
+    "llama.cpp (convert_hf_to_gguf)": False,
+}
+
+
+def check(input_path: str | Path) -> dict[str, list[str]]:
+    """By server, what a folder lacks; nothing where it is complete.
+
+    Raises:
+        CheckpointError: it is no HuggingFace folder, or its config.json or its tokenizer's settings cannot be read.
+    """
+    folder = resolve(input_path)
+    if layout_of(folder) is not Layout.HUGGINGFACE:
+        raise CheckpointError(f"{folder}: in the pipeline layout, which no server reads; export it with pp_to_hg")
+    spec = ModelSpec.from_folder(folder)
+    path, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    settings = read_json(path) if path.is_file() else {}
+    general = _wrong_weights(folder, spec)
+    if spec.family.translate:
+        remedy = "export it with --layout native" if spec.family.native else "transformers has no class for it"
+        general.append(f"config.json asks for the publisher's Python files; {remedy}")
+    if not (folder / "tokenizer.json").is_file():
+        general.append("no tokenizer.json")
+    if not template.is_file() and "chat_template" not in settings:
+        general.append("no chat template, so that it takes raw prompts alone")
+    older = [f"{name} in config.json" for name in older_fields(spec.raw, spec.config) if name not in spec.raw]
+    adapted = older_tokenizer(dict(settings), template)
+    older += [f"{key} in tokenizer_config.json" for key in adapted if adapted[key] != settings.get(key)]
+    special = [f"no {' and no '.join(older)} that it reads; export it with --compat"] if older else []
+    return {server: general + special * is_older for server, is_older in SERVERS.items()}
+
+
+def _wrong_weights(folder: Path, spec: ModelSpec) -> list[str]:
+    try:
+        source = HuggingFaceSource(folder, spec)
+        for layer in range(spec.n_layers):
+            source.check_layer(layer)
+    except CheckpointError as error:
+        return [str(error)]
+    return []

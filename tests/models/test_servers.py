@@ -1,0 +1,75 @@
+"""Shows that `check` names, for each server, what a folder lacks, and nothing of one that has it all."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+import convert_model
+from models.checkpoint.convert import hg_to_pp
+from models.checkpoint.export import ExportOptions, pp_to_hg
+from models.checkpoint.servers import SERVERS, check
+from models.errors import CheckpointError
+from tests.conftest import ORIGINALS
+from tests.models.cases import CASES
+from tests.models.helpers import copy_of, read_config
+
+Make = Callable[..., Path]
+OLD = [server for server, is_old in SERVERS.items() if is_old]
+NEW = [server for server, is_old in SERVERS.items() if not is_old]
+
+
+@pytest.fixture
+def folder(make_checkpoint: Make, tmp_path: Path) -> Path:
+    return copy_of(make_checkpoint("llama", {"max_shard_size": "100KB"}), tmp_path / "folder")
+
+
+def assert_all_lack(folder: Path, what: str) -> None:
+    for server, missing in check(folder).items():
+        assert any(what in each for each in missing), (server, missing)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "baichuan2-13b"])
+def test_an_export_for_older_releases_is_complete(name: str, make_checkpoint: Make, tmp_path: Path) -> None:
+    hg_to_pp(make_checkpoint(CASES[name].model_type, **CASES[name].changes), tmp_path / "layers")
+    code = read_config(tmp_path / "layers")["model_type"] in ORIGINALS
+    options = ExportOptions(layout="native" if code else "original", compat=True)
+    pp_to_hg(tmp_path / "layers", tmp_path / "out", options=options)
+    assert check(tmp_path / "out") == {server: [] for server in SERVERS}
+
+
+def test_what_transformers_5_saves_is_told_to_the_door(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.object(sys, "argv", ["convert_model.py", "check", "--input-path", str(folder)]):
+        convert_model.main()
+    told = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert [told[server] for server in NEW] == ["complete"] * len(NEW)
+    for server in OLD:
+        assert "rope_theta in config.json" in told[server]
+        assert "tokenizer_class in tokenizer_config.json" in told[server]
+        assert "--compat" in told[server]
+
+
+@pytest.mark.parametrize(("file", "told"), [("tokenizer.json", "no tokenizer.json"), ("chat_template.jinja", "chat t")])
+def test_a_missing_file_is_named(file: str, told: str, folder: Path) -> None:
+    (folder / file).unlink()
+    assert_all_lack(folder, told)
+
+
+def test_a_missing_shard_is_named(folder: Path) -> None:
+    shard = sorted(folder.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    assert_all_lack(folder, shard.name)
+
+
+@pytest.mark.parametrize(("name", "told"), [("chatglm3", "--layout native"), ("baichuan2-13b", "has no class")])
+def test_code_of_a_publisher_is_told(name: str, told: str, make_checkpoint: Make) -> None:
+    assert_all_lack(make_checkpoint(CASES[name].model_type, **CASES[name].changes), told)
+
+
+def test_pipeline_layers_are_refused(both_layouts: dict[str, Path]) -> None:
+    with pytest.raises(CheckpointError, match="export it with pp_to_hg"):
+        check(both_layouts["pipeline"])

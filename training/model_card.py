@@ -1,0 +1,101 @@
+"""The model card of an exported run: README.md and training.png, of what the run's own files say.
+
+base model, data in numbers, the last losses, every key of the config and the versions are those of run.json and of the
+lines of metrics.jsonl up to the checkpoint. A card is for strangers: of paths it has the last names alone. The card of
+the model that the run started from stays, as README.base.md.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path, PurePath
+from typing import Any
+
+import yaml
+
+from training.checkpoint.folder import CheckpointRecord
+from training.metrics.reporter import METRICS_FILE, read_metrics
+from training.metrics.run_info import RUN_FILE
+from training.report import draw
+
+CARD, BASE_CARD, PICTURE = "README.md", "README.base.md", "training.png"
+# Keys of the config that say where things lay, not what was trained.
+PLACES = ("model_path", "data_path", "eval_data_path", "save_path", "cache_dir", "resume", "wandb")
+
+
+def write_card(checkpoint: Path, target: Path) -> None:
+    """Describe the export of a checkpoint in `target`; one that lies in no run's folder gets no card.
+
+    Raises:
+        OSError: what the run wrote cannot be read, or the card not be written.
+    """
+    run, record = checkpoint.parent, CheckpointRecord.read(checkpoint)
+    if record is None or not (run / RUN_FILE).is_file() or not (run / METRICS_FILE).is_file():
+        return
+    lines = [line for line in read_metrics(run / METRICS_FILE) if line["step"] <= record.step]
+    if not any("loss" in line for line in lines):
+        return
+    info = json.loads((run / RUN_FILE).read_text(encoding="utf-8"))
+    if (target / CARD).exists():
+        (target / CARD).rename(target / BASE_CARD)
+    (target / CARD).write_text(card(info, lines, run.resolve().name), encoding="utf-8")
+    draw(run, target / PICTURE, last_step=record.step)
+
+
+def card(info: dict[str, Any], lines: list[dict[str, Any]], name: str) -> str:
+    """README.md, in the form of model hubs.
+
+    Args:
+        info: run.json.
+        lines: those of metrics.jsonl that count.
+        name: the heading.
+    """
+    config, steps = info["config"], [line for line in lines if "loss" in line]
+    sums = {key: sum(line[key] for line in steps) for key in ("samples", "tokens", "supervised")}
+    sources = [source["path"] if isinstance(source, dict) else source for source in config["data_path"]]
+    state = info["git"] or {"revision": "unknown", "modified": False}
+    rows = {
+        "base model": "none: random weights" if config["from_scratch"] else _end(config["model_path"], 2),
+        "data": ", ".join(_end(source, 1) for source in sources),
+        "samples": f"{sums['samples']:,}, of {sums['tokens']:,} tokens, {sums['supervised']:,} of them with loss",
+        "steps": f"{len(steps):,} in {steps[-1]['epoch']} epochs",
+        "loss": f"{_short(steps[0]['loss'])} in the first step, {_short(steps[-1]['loss'])} in the last",
+        "topology": f"{info['topology']['stages']} stages, {info['topology']['replicas']} replicas",
+        "Pipetune": f"revision {state['revision']}{', modified' if state['modified'] else ''}",
+        "with": ", ".join(f"{package} {version}" for package, version in info["versions"].items()),
+    }
+    if evaluated := [line["eval_loss"] for line in lines if "eval_loss" in line]:
+        rows["evaluation loss"] = _short(evaluated[-1])
+    table = "\n".join(f"| {key} | {value.replace('|', chr(92) + '|')} |" for key, value in rows.items())
+    kept = {key: value for key, value in config.items() if key not in PLACES}
+    settings = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
+    return f"""---
+library_name: transformers
+tags: [pipetune]
+---
+
+# {name}
+
+All weights fine-tuned with Pipetune.
+
+| | |
+|---|---|
+{table}
+
+![loss, learning rate, throughput and memory over the steps]({PICTURE})
+
+The licence of the base model holds for this one too.
+
+## Config
+
+```yaml
+{settings}```
+"""
+
+
+def _end(path: str, names: int) -> str:
+    return "/".join(PurePath(path).parts[-names:])
+
+
+def _short(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.4g}"
