@@ -24,6 +24,7 @@ from models.checkpoint.source import open_source
 from models.fp8 import MULTIPLE, PACKAGE, obstacle, to_fp8
 from models.layers import Block
 from models.loading import build_layer
+from models.offload import Returns
 from models.spec import ModelSpec
 from models.weight_gradients import linear_layers
 from tests.conftest import ROOT
@@ -153,9 +154,9 @@ def test_no_linear_layer_of_a_block_is_left_out_and_no_weight_is_another(
 
 def test_only_blocks_that_are_told_to_compute_so(make_checkpoint: Callable[..., Path]) -> None:
     block = build(make_checkpoint("llama"))
-    BlockOptions().apply(1, block)
+    BlockOptions().apply(1, block, Returns())
     assert linear_layers(block)
-    BlockOptions(fp8=True).apply(1, block)
+    BlockOptions(fp8=True).apply(1, block, Returns())
     assert not linear_layers(block)
 
 
@@ -166,7 +167,7 @@ def test_recomputed_and_offloaded_it_rounds_the_same(
     folder = make_checkpoint("llama")
     found = []
     for options in (BlockOptions(fp8=True), BlockOptions(frozenset({1}), offload=True, fp8=True)):
-        options.apply(1, block := build(folder).train())
+        options.apply(1, block := build(folder).train(), Returns())
         found.append(run(block))
     torch.testing.assert_close(*found, atol=0, rtol=0)
 

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from data.chat.prompts import Fallback, Mask, PromptFormat, TemplateArguments, Truncate
 from data.packing import Packing
 from data.records.reading import OnBadRecord
+from training.config.contradictions import contradictions
 from training.config.sections import (
     BF16,
     FP8,
@@ -39,7 +40,6 @@ NOT_PASSED_ON = frozenset(
 )
 # What says how DeepSpeed sums the replicas' gradients.
 DEEPSPEEDS_SUMS = {"reduce_scatter", "reduce_bucket_size", "contiguous_gradients", "use_multi_rank_bucket_allreduce"}
-LARGEST = 10**12  # of a number of steps, samples and the like
 LONGEST = 2**24  # tokens: of a sample or a row
 YEAR = 366 * 24 * 60  # minutes
 
@@ -196,61 +196,9 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
-        for name, value in self:
-            if type(value) is int and value > LARGEST:
-                raise ValueError(f"{name}: expected at most {LARGEST:,}, found {value}")
-        if self.bf16.enabled and self.fp16.enabled:
-            raise ValueError("bf16.enabled: expected at most one of bf16 and fp16")
-        if self.tf32 and (self.bf16.enabled or self.fp16.enabled):
-            raise ValueError("tf32: 16-bit products do not use it; expected false, or neither bf16 nor fp16")
-        if self.fp8.enabled and (obstacle := self._fp8_obstacle()):
-            raise ValueError(f"fp8.enabled: {obstacle}")
-        if self.stream_gb and not self.max_steps:
-            raise ValueError("max_steps: expected a number, as nobody knows how many steps an epoch of a stream has")
-        if self.stream_gb and self.packing == "dataset":
-            raise ValueError("packing: dataset packs whole epochs, which no stream knows; expected batch or false")
-        if self.compile is True and self.zero_optimization.stage == 3:
-            raise ValueError("compile: ZeRO stage 3 gathers weights inside of the blocks; expected false or stage <= 2")
-        for unlike, expected in (
-            (self.model_topo.stages == 1, "several stages"),
-            (self.model_topo.parts is not None, "model_topo.parts: auto"),
-            (self.resume != "auto", "resume: auto, as the run goes on from its own checkpoint"),
-            (
-                not (self.save_interval or self.save_minutes),
-                "save_interval or save_minutes, to move at a checkpoint",
-            ),
-            (self.deterministic, "deterministic: false, as sums depend on parts, and these on measured times"),
-        ):
-            if self.rebalance and unlike:
-                raise ValueError(f"rebalance: expected {expected}, or rebalance: false")
-        unit = self.train_micro_batch_size_per_gpu * self.model_topo.replicas
-        if self.train_batch_size % unit:
-            raise ValueError(
-                f"train_batch_size: {self.train_batch_size} is not a multiple of {unit} "
-                f"(train_micro_batch_size_per_gpu {self.train_micro_batch_size_per_gpu} x "
-                f"{self.model_topo.replicas} replicas)"
-            )
-        parts, chunks = self.model_topo.parts, self.chunks
-        if parts is not None and len(parts) != chunks:
-            what = f"{chunks} chunks, two a stage with dualpipev" if self.v_schedule else f"{chunks} stages"
-            raise ValueError(f"model_topo.parts: expected one entry for each of {what}, found {parts}")
-        steps = self.gradient_accumulation_steps
-        if steps not in (None, self.train_batch_size // unit):
-            raise ValueError(
-                f"gradient_accumulation_steps: {steps} contradicts train_batch_size {self.train_batch_size}; "
-                f"expected {self.train_batch_size // unit}, or leave it out"
-            )
+        for contradiction in contradictions(self):
+            raise ValueError(contradiction)
         return self
-
-    def _fp8_obstacle(self) -> str | None:
-        """What of the config does not go together with fp8, if anything."""
-        if not self.bf16.enabled:
-            return "it rounds bf16 numbers; expected bf16.enabled: true"
-        if self.v_schedule:
-            return "dualpipev computes gradients of weights later, and in bf16; expected false or schedule: 1f1b"
-        if self.zero_optimization.stage == 3:
-            return "ZeRO stage 3 gathers weights inside of the blocks; expected false or stage <= 2"
-        return None
 
     @property
     def v_schedule(self) -> bool:

@@ -1,0 +1,77 @@
+"""What two keys of a config say against each other, each in one line that names the key to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from training.config.keys import TrainConfig
+
+LARGEST = 10**12  # of a number of steps, samples and the like
+
+
+def contradictions(config: TrainConfig) -> Iterator[str]:
+    """A line for each, the plainest ones first: one that comes later may rest on those before."""
+    for name, value in config:
+        if type(value) is int and value > LARGEST:
+            yield f"{name}: expected at most {LARGEST:,}, found {value}"
+    yield from _of_precision(config)
+    if config.stream_gb and not config.max_steps:
+        yield "max_steps: expected a number, as nobody knows how many steps an epoch of a stream has"
+    if config.stream_gb and config.packing == "dataset":
+        yield "packing: dataset packs whole epochs, which no stream knows; expected batch or false"
+    if config.compile is True and config.zero_optimization.stage == 3:
+        yield "compile: ZeRO stage 3 gathers weights inside of the blocks; expected false or stage <= 2"
+    yield from _of_batches_and_parts(config)
+    if config.rebalance:
+        yield from _of_rebalance(config)
+
+
+def _of_precision(config: TrainConfig) -> Iterator[str]:
+    if config.bf16.enabled and config.fp16.enabled:
+        yield "bf16.enabled: expected at most one of bf16 and fp16"
+    if config.tf32 and (config.bf16.enabled or config.fp16.enabled):
+        yield "tf32: 16-bit products do not use it; expected false, or neither bf16 nor fp16"
+    if not config.fp8.enabled:
+        return
+    if not config.bf16.enabled:
+        yield "fp8.enabled: it rounds bf16 numbers; expected bf16.enabled: true"
+    if config.v_schedule:
+        yield (
+            "fp8.enabled: dualpipev computes gradients of weights later, and in bf16; expected false or schedule: 1f1b"
+        )
+    if config.zero_optimization.stage == 3:
+        yield "fp8.enabled: ZeRO stage 3 gathers weights inside of the blocks; expected false or stage <= 2"
+
+
+def _of_batches_and_parts(config: TrainConfig) -> Iterator[str]:
+    rows, replicas = config.train_micro_batch_size_per_gpu, config.model_topo.replicas
+    unit = rows * replicas
+    if config.train_batch_size % unit:
+        yield (
+            f"train_batch_size: {config.train_batch_size} is not a multiple of {unit} "
+            f"(train_micro_batch_size_per_gpu {rows} x {replicas} replicas)"
+        )
+    parts, chunks = config.model_topo.parts, config.chunks
+    if parts is not None and len(parts) != chunks:
+        what = f"{chunks} chunks, two a stage with dualpipev" if config.v_schedule else f"{chunks} stages"
+        yield f"model_topo.parts: expected one entry for each of {what}, found {parts}"
+    steps = config.gradient_accumulation_steps
+    if steps not in (None, config.train_batch_size // unit):
+        yield (
+            f"gradient_accumulation_steps: {steps} contradicts train_batch_size {config.train_batch_size}; "
+            f"expected {config.train_batch_size // unit}, or leave it out"
+        )
+
+
+def _of_rebalance(config: TrainConfig) -> Iterator[str]:
+    for unlike, expected in (
+        (config.model_topo.stages == 1, "several stages"),
+        (config.model_topo.parts is not None, "model_topo.parts: auto"),
+        (config.resume != "auto", "resume: auto, as the run goes on from its own checkpoint"),
+        (not (config.save_interval or config.save_minutes), "save_interval or save_minutes, to move at a checkpoint"),
+        (config.deterministic, "deterministic: false, as sums depend on parts, and these on measured times"),
+    ):
+        if unlike:
+            yield f"rebalance: expected {expected}, or rebalance: false"
