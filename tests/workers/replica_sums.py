@@ -1,8 +1,9 @@
 """A few training steps per case, and in which order the replicas' sums started, case by case (see `cases.py`).
 
-Its cases are {"name", "config": {...}}; writes <folder>/<name>.rank<k>.json with the "norms" of the steps, and of the
-last one what was "sent": to which replica, how many numbers, and whether the stage was still computing. The weights
-that come of it are in <folder>/<name>.rank<k>.safetensors.
+Its cases are {"name", "config": {...}, "by_products"}; the last says whether products add to fp32 sums themselves where
+they can, as on a GPU. It writes <folder>/<name>.rank<k>.json with the "norms" of the steps, and of the last one what
+was "sent": to which replica, how many numbers, and whether the stage was still computing. The weights that come of it
+are in <folder>/<name>.rank<k>.safetensors.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import save_file
@@ -17,6 +19,7 @@ from safetensors.torch import save_file
 from models.spec import ModelSpec
 from tests.workers.cases import loader_of
 from training.config.keys import TrainConfig
+from training.engine import gradient_sums
 from training.engine.pipeline import PipelineTrainer
 from training.plan.auto import divide
 
@@ -25,7 +28,8 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     loader = loader_of(config)
     model_folder = Path(config.model_path)
     spec = ModelSpec.from_folder(model_folder)
-    trainer = PipelineTrainer.build(config, spec, model_folder, divide(config, spec))
+    with patch.object(gradient_sums, "gives_fp32", lambda _: case["by_products"]):
+        trainer = PipelineTrainer.build(config, spec, model_folder, divide(config, spec))
     engine = trainer.engine
     sent: list[tuple[int, int, bool]] = []
     norms = []

@@ -83,6 +83,8 @@ class _Sums:
     def _add_product(self, parameter: Any, group: int, number: int, left: Tensor, right: Tensor) -> None:
         total, begun = self._sum(parameter, group, number)
         add_product(total, left, right, beta=float(begun))
+        for heard in (parameter._post_accumulate_grad_hooks or {}).values():  # as autograd would do
+            heard(parameter)
 
     def _sum(self, parameter: Any, group: int, number: int) -> tuple[Tensor, bool]:
         """The sum of a parameter's gradient in its shape, and whether this step has begun it, as it does now."""

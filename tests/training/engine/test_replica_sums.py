@@ -36,12 +36,14 @@ class Case(NamedTuple):
     Attributes:
         dims: stages and replicas.
         tolerance: of a weight; 0 to the last bit.
+        by_products: whether products add to fp32 sums themselves, as on a GPU.
     """
 
     model: str
     dims: tuple[int, int]
     keys: dict[str, Any]
     tolerance: float = 0
+    by_products: bool = False
 
 
 CASES = {
@@ -55,6 +57,7 @@ CASES = {
     "tied-ends-bf16": Case("tied", (2, 2), BF16),
     "dualpipev": Case("tied", (2, 2), DUALPIPEV),
     "dualpipev-recomputed": Case("untied", (2, 2), BF16 | DUALPIPEV | {"use_grad_ckpt": True}),
+    "dualpipev-by-products": Case("tied", (2, 2), BF16 | DUALPIPEV, by_products=True),
     "experts": Case("mixtral", (2, 2), ROUTER),
     "four": Case("untied", (1, 4), {}, 1e-6),
 }
@@ -86,7 +89,11 @@ def outcomes(
     chosen = {name: case for name, case in CASES.items() if name in asked}
     for processes in sorted({math.prod(case.dims) for case in chosen.values()}):
         described = [
-            {"name": f"{name}-{by_deepspeed}", "config": config(case, by_deepspeed, folder, make_checkpoint)}
+            {
+                "name": f"{name}-{by_deepspeed}",
+                "config": config(case, by_deepspeed, folder, make_checkpoint),
+                "by_products": case.by_products,
+            }
             for name, case in chosen.items()
             for by_deepspeed in (False, True)
             if math.prod(case.dims) == processes
