@@ -91,7 +91,7 @@ class ZeroTrainer(Trainer):
 
 def _clip_gradients(engine: DeepSpeedEngine) -> None:
     """Clip and remember the norm, which DeepSpeed forgets in fp32 without ZeRO; drop a gradient that is not finite."""
-    weights = [weight for weight in engine.module.parameters() if weight.grad is not None]
+    weights = list(engine.module.parameters())
     norm = torch.nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
     engine._global_grad_norm = norm
     if norm.isfinite():

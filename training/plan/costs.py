@@ -74,7 +74,8 @@ def layer_times(basis: Basis) -> list[LayerTime]:
     update /= replicas if config.zero_optimization.stage else 1
     in_fp32 = states.gradient > dtype.itemsize
     added = FP32_SUM if in_fp32 else 3 * dtype.itemsize
-    by_products = in_fp32 and config.v_schedule and device.ampere and not config.zero_optimization.offloads
+    put_off = config.v_schedule and device.ampere and not spec.family.router  # experts are no linear layers
+    by_products = in_fp32 and put_off and not config.zero_optimization.offloads
     passes = {kind: _passes(basis, kind, device, dtype) for kind in set(kinds(spec))}
     times = []
     for number, kind in enumerate(kinds(spec)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,6 +110,20 @@ def test_offloaded_activations_take_what_the_computation_does_not_hide(tmp_path:
         assert time.forward.total - exposed[recompute][0] == pytest.approx(plain.forward.total)
     assert exposed[True] == (0, 0)
     assert exposed[False][0] > exposed[False][1] > 0
+
+
+def test_products_add_to_sums_where_gradients_are_put_off(tmp_path: Path) -> None:
+    spec = llama(tmp_path)
+    bf16: dict[str, Any] = {"bf16": {"enabled": True}, "fp16": {"enabled": False}}
+    embedding, block = (
+        [
+            layer_times(basis_of(spec, config_of(tmp_path, 8, schedule=schedule, **bf16), "H100"))[layer].backward.sums
+            for schedule in ("1f1b", "dualpipev")
+        ]
+        for layer in (0, 1)
+    )
+    assert embedding[0] == embedding[1]
+    assert block[1] == pytest.approx(6 / 10 * block[0])
 
 
 def test_the_shares_of_a_step_add_up(tmp_path: Path) -> None:
