@@ -1,8 +1,8 @@
 """What each program that serves models still misses in a HuggingFace folder.
 
-Nothing is loaded: names and shapes of the weights are compared with config.json by the files' headers, the settings are
-read as files. What a folder is found complete for was tried with tiny models of every family (docs/serving.md says
-where); whether a server has a class for the architecture, its own documentation says.
+Nothing is loaded: names and shapes of the weights are compared with config.json by the files' headers, and settings are
+read as files. docs/serving.md says what was tried; whether a server has a class for the architecture, its own
+documentation says.
 """
 
 from __future__ import annotations
@@ -48,11 +48,13 @@ def check(input_path: str | Path) -> dict[str, list[str]]:
         general.append("no tokenizer.json")
     if not template.is_file() and "chat_template" not in settings:
         general.append("no chat template, so that it takes raw prompts alone")
-    older = [f"{name} in config.json" for name in older_fields(spec.raw, spec.config) if name not in spec.raw]
     adapted = older_tokenizer(dict(settings), template)
-    older += [f"{key} in tokenizer_config.json" for key in adapted if adapted[key] != settings.get(key)]
-    special = [f"no {' and no '.join(older)} that it reads; export it with --compat"] if older else []
-    return {server: general + special * is_older for server, is_older in SERVERS.items()}
+    older = [name for name in older_fields(spec.raw, spec.config) if name not in spec.raw]
+    older += [name for name in adapted if adapted[name] != settings.get(name)]
+    special = [
+        f"config.json or tokenizer_config.json without {', '.join(older)} that it knows; export it with --compat"
+    ]
+    return {server: general + special * (is_older and bool(older)) for server, is_older in SERVERS.items()}
 
 
 def _wrong_weights(folder: Path, spec: ModelSpec) -> list[str]:
