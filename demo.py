@@ -1,9 +1,10 @@
 """Talk to a model in either layout: a HuggingFace folder, a pipeline folder, a run's checkpoint.
 
     python demo.py --model DIR --prompt TEXT [--max-new-tokens N] [--greedy]
+    python demo.py --model DIR --prompts-file IN.jsonl --output OUT.jsonl
     python demo.py --model DIR          an interactive chat
 
-A model is asked with the prompts it was trained with.
+A model is asked with the prompts it was trained with; docs/demo.md tells the rest.
 """
 
 from __future__ import annotations

@@ -197,6 +197,23 @@ def test_a_model_whose_weights_are_nan_says_so(
     assert "not finite" in refusal(monkeypatch, capsys, folder)
 
 
+@pytest.mark.parametrize("damage", ["gone", "half", "empty"])
+def test_weights_that_are_not_whole_are_named(
+    damage: str,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    weights.unlink()
+    if damage != "gone":
+        weights.write_bytes(content[: len(content) // 2 if damage == "half" else 0])
+    assert str(folder) in refusal(monkeypatch, capsys, folder)
+
+
 @pytest.mark.parametrize(
     "content", ["{", "[2]", '{"eos_token_id": "2"}', '{"eos_token_id": [2, {}]}', "\0", "[" * 10**5]
 )

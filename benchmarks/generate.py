@@ -1,0 +1,127 @@
+"""Answers per second against transformers: `python -m benchmarks.generate`.
+
+A model with the shapes of SmolLM2-135M and random weights, in bf16 on all cores. Each pair is measured in turn, several
+times; the median of the pairs counts.
+
+- `single_vs_transformers`: tokens per second of one greedy answer behind its first token, against
+  `transformers.generate` of the same model; `first_token_vs_transformers`: the same of the time to the first token of
+  a prompt of 256 tokens.
+- `batched_vs_single`: tokens per second of eight prompts of different lengths at once, against one after the other.
+- `demo_first_token_s`: from `demo.py --prompt` to the first piece of the answer, imports and loading included.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.table import Table
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from benchmarks.parts import against_targets, run_parts
+from benchmarks.ranks import ROOT
+from benchmarks.tokenizing import make_tokenizer
+from models import load_model
+from models.generation.generate import Request, generate, generate_many
+
+SMOLLM2 = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+PROMPT, NEW, AT_ONCE, ROUNDS = 256, 64, 8, 5  # tokens, tokens, prompts, pairs
+TARGETS = {
+    "single_vs_transformers": "at least 1.0",
+    "first_token_vs_transformers": "at least 1.0",
+    "batched_vs_single": "at least 3",
+    "demo_first_token_s": "under 6",
+}
+
+
+class Generation:
+    """The part, as `run_parts` takes it."""
+
+    @staticmethod
+    def measure(folder: Path) -> dict[str, Any]:
+        """All figures; the folder takes 300 MB."""
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(LlamaConfig(**SMOLLM2)).bfloat16().save_pretrained(folder)
+        make_tokenizer(folder)
+        model = load_model(folder)
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        ids = torch.randint(3, 30_000, (AT_ONCE, PROMPT))
+        prompts = [ids[row, : PROMPT - 16 * row].tolist() for row in range(AT_ONCE)]
+
+        def transformers_writes(count: int) -> None:
+            exactly = {"min_new_tokens": count, "max_new_tokens": count}
+            theirs.generate(ids[:1], attention_mask=torch.ones(1, PROMPT), do_sample=False, pad_token_id=0, **exactly)
+
+        def we_write(count: int) -> None:
+            assert len(list(generate(model, prompts[0], count, set()))) == count
+
+        def one_by_one() -> None:
+            for prompt in prompts:
+                assert len(list(generate(model, prompt, NEW, set()))) == NEW
+
+        def at_once() -> None:
+            requests = [Request(prompt, NEW, set()) for prompt in prompts]
+            assert len(list(generate_many(model, requests, AT_ONCE))) == NEW * AT_ONCE
+
+        rounds = [
+            [seconds(write, count) for write in (transformers_writes, we_write) for count in (1, NEW)]
+            for _ in range(ROUNDS + 1)
+        ][1:]  # the first one warms up
+        batches = [(seconds(one_by_one), seconds(at_once)) for _ in range(ROUNDS)]
+        return {
+            "single_vs_transformers": median((b - a) / (d - c) for a, b, c, d in rounds),
+            "first_token_vs_transformers": median(a / c for a, _, c, _ in rounds),
+            "batched_vs_single": median(alone / together for alone, together in batches),
+            "demo_first_token_s": median(demo_first_token(folder) for _ in range(ROUNDS)),
+            "generation": {
+                "tokens_per_s": median((NEW - 1) / (d - c) for _, _, c, d in rounds),
+                "batched_tokens_per_s": median(AT_ONCE * NEW / together for _, together in batches),
+                "first_token_s": median(c for _, _, c, _ in rounds),
+                "threads": torch.get_num_threads(),
+            },
+        }
+
+    @staticmethod
+    def table(figures: dict[str, Any]) -> Table:
+        """The figures for people."""
+        about = figures["generation"]
+        title = (
+            f"{about['tokens_per_s']:.1f} tokens per second, {about['batched_tokens_per_s']:.1f} of {AT_ONCE} prompts"
+        )
+        return against_targets(title, figures, TARGETS)
+
+
+def seconds(work: Callable[..., None], *given: int) -> float:
+    begin = time.perf_counter()
+    work(*given)
+    return time.perf_counter() - begin
+
+
+def demo_first_token(folder: Path) -> float:
+    """Seconds from the command to the first character of its answer."""
+    words = [sys.executable, "demo.py", "--model", str(folder), "--prompt", "What is Pipetune?", "--greedy"]
+    begin = time.perf_counter()
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as demo:
+        assert demo.stdout is not None and demo.stdout.read(1)
+        taken = time.perf_counter() - begin
+        demo.kill()
+    return taken
+
+
+if __name__ == "__main__":
+    run_parts("Answers per second against transformers.", {"generation": Generation})
