@@ -11,11 +11,11 @@ Cost: a few microseconds a sample, a tenth of what tokenizing takes.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate, chain, pairwise
+from struct import pack
 from typing import NamedTuple
 
 import numpy
@@ -107,7 +107,7 @@ def as_columns(encoded: Sequence[Encoded], limit: int) -> tuple[pyarrow.RecordBa
     tallies: Tallies = {}
     samples = []
     for each in encoded:
-        tally = tallies.setdefault((each.file, each.kind), Tally())
+        tally = tallies.get((each.file, each.kind)) or tallies.setdefault((each.file, each.kind), Tally())
         tally.records += 1
         tally.empty += each.empty
         tally.control += each.control
@@ -120,7 +120,7 @@ def as_columns(encoded: Sequence[Encoded], limit: int) -> tuple[pyarrow.RecordBa
                 loud += 1
                 tally.tokens += len(ids)
                 tally.supervised += supervised
-                id_bytes, run_bytes = array("i", ids).tobytes(), array("i", chain.from_iterable(runs)).tobytes()
+                id_bytes, run_bytes = _packed(ids), _packed(list(chain.from_iterable(runs)))
                 digest = blake2b(id_bytes + run_bytes, digest_size=8).digest()
                 origin = TYPES.index(each.kind), each.file, each.number
                 samples.append((id_bytes, run_bytes, supervised, *origin, digest))
@@ -148,6 +148,10 @@ def _cut(each: Encoded, limit: int, tally: Tally) -> Iterator[tuple[list[int], l
     for start, stop in pairwise(borders):
         inside = ((max(begin, start), min(end, stop)) for begin, end in loss)
         yield ids[start:stop], [(begin - start, end - start) for begin, end in inside if begin < end]
+
+
+def _packed(numbers: list[int]) -> bytes:
+    return pack(f"{len(numbers)}i", *numbers)  # half the time of an array's
 
 
 def _lists(rows: Sequence[bytes]) -> pyarrow.ListArray:
