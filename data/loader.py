@@ -100,9 +100,9 @@ class Loader:
         self.row_length = row_length
         self._least = least_micro_batches * replicas
         self._same_everywhere = same_everywhere
-        # Four bytes a sample here and four for the epoch's order: a hundred million samples take 0.8 GB.
-        kind = numpy.int32 if len(data.lengths) < 2**31 else numpy.int64
-        self._numbers = numpy.arange(len(data.lengths), dtype=kind) if numbers is None else numpy.array(numbers, kind)
+        # Four bytes a sample for the epoch's order, and four where `numbers` are given.
+        self._kind = numpy.int32 if len(data.lengths) < 2**31 else numpy.int64
+        self._numbers = None if numbers is None else numpy.array(numbers, self._kind)
         self._epoch = -1
         self.steps_per_epoch = self._count_steps(drop_last)
 
@@ -238,7 +238,10 @@ class Loader:
 
     def _order(self, epoch: int) -> NDArray[Any]:
         """The shuffled samples of an epoch."""
-        return self._generator(epoch).permutation(self._numbers)
+        count, numbers = len(self.data.lengths), self._numbers
+        order = numpy.arange(count, dtype=self._kind) if numbers is None else numbers.copy()
+        self._generator(epoch).shuffle(order)  # in place
+        return order
 
     def _generator(self, epoch: int) -> numpy.random.Generator:
         return numpy.random.Generator(numpy.random.PCG64([self.seed, epoch]))
