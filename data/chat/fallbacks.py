@@ -59,17 +59,8 @@ class Feature(NamedTuple):
     any_of: bool = False
 
 
-def _opened(said: Sequence[Said]) -> int:
-    """The place of the first message that is no system message."""
-    return next((place for place, each in enumerate(said) if each.role != "system"), len(said))
-
-
-def _answers_first(said: Sequence[Said]) -> bool:
-    return any(each.role == "assistant" for each in said[_opened(said) :][:1])
-
-
 def _with_question(said: Sequence[Said], tools: list[JSON]) -> tuple[list[Said], list[JSON]]:
-    place = _opened(said)
+    place = next(place for place, each in enumerate(said) if each.role == "assistant")
     return [*said[:place], Said("user", ""), *said[place:]], tools
 
 
@@ -127,7 +118,7 @@ FEATURES = (
     Feature(
         "answer without a question",
         "rewrite",
-        lambda said, tools: _answers_first(said),
+        lambda said, tools: [each.role for each in said if each.role != "system"][:1] == ["assistant"],
         (((ANSWER, QUESTION, ANSWER), []),),
         _with_question,
         "behind an empty question",

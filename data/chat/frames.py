@@ -85,13 +85,16 @@ def frame_of(whole: Marked, turns: Sequence[Turn], notes: dict[str, str]) -> Fra
     return Frame(pieces, placed, notes)
 
 
-def turns_in(frame: Frame, said: Sequence[Said], text: str) -> list[Turn] | None:
-    """The turns of a dialogue in its rendered text; None where this is not the frame with the dialogue's words."""
+def turns_in(frame: Frame, said: Sequence[Said], text: str) -> tuple[list[Turn], dict[str, str]] | None:
+    """The turns of a dialogue in its rendered text, and the notes on them.
+
+    None where this is not the frame with the dialogue's words.
+    """
     pieces = [said[piece].text if isinstance(piece, int) else piece for piece in frame.pieces]
     if "".join(pieces) != text:
         return None
     starts = [0, *accumulate(map(len, pieces))]
-    return [
+    turns = [
         Turn(
             message,
             [(starts[first] + a, starts[last] + b) for (first, a), (last, b) in parts],
@@ -100,3 +103,4 @@ def turns_in(frame: Frame, said: Sequence[Said], text: str) -> list[Turn] | None
         )
         for message, parts, ended, words in frame.turns
     ]
+    return turns, frame.notes

@@ -49,10 +49,6 @@ class Format(NamedTuple):
     known: tuple[tuple[str, ...], ...]
     convert: Callable[[dict[str, Any]], list[Record]]
 
-    def recognises(self, raw: Mapping[str, Any]) -> bool:
-        """Whether an object has the fields."""
-        return all(any(name in raw for name in group) for group in self.fields)
-
     def extra(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """What it does not take."""
         return {name: raw[name] for name in _untaken(self.known, tuple(raw))}
@@ -141,8 +137,8 @@ def _untaken(known: tuple[tuple[str, ...], ...], fields: tuple[str, ...]) -> tup
 @lru_cache
 def _by_fields(fields: tuple[str, ...]) -> Format | None:
     """The first format that takes these fields; a file's records mostly have the same ones."""
-    there = dict.fromkeys(fields)
-    return next((known for name, known in FORMATS.items() if name != "pipetune" and known.recognises(there)), None)
+    known = (known for name, known in FORMATS.items() if name != "pipetune")
+    return next((each for each in known if all(set(group) & set(fields) for group in each.fields)), None)
 
 
 def _find(there: dict[str, Any], named: dict[str, Any], format_name: str | None) -> Format:

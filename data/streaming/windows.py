@@ -9,7 +9,7 @@ beginning, but not tokenized; files that are larger than a window make that slow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
@@ -118,7 +118,8 @@ class Windows:
                 )
             return dataset
         self.made.append(made)
-        if over and not any(each.samples for each in self._of_epoch(begin.epoch)):
+        of_epoch = (made for number, made in enumerate(self.made) if self.begin(number).epoch == begin.epoch)
+        if over and not any(each.samples for each in of_epoch):
             limit = recipe.max_seq_len
             raise DataError(f"{recipe.names}: nothing bears loss within max_seq_len {limit}; expected a larger limit")
         return dataset
@@ -137,9 +138,6 @@ class Windows:
         """The samples of the first records, which are no window."""
         recipe = self._recipe_of(0, n_bytes=1)
         return Dataset(open_cache(recipe, self._folder, self._log), [file.path for file in recipe.files])
-
-    def _of_epoch(self, epoch: int) -> Iterable[Made]:
-        return (made for number, made in enumerate(self.made) if self.begin(number).epoch == epoch)
 
     def _recipe_of(self, number: int, n_bytes: int | None = None) -> Recipe:
         place = self.begin(number)

@@ -125,7 +125,7 @@ class Encoder:
             except DataError as error:
                 answer.bad.append(self._complaint(file, raw, error))
                 continue
-            control = self._has_control_words(raw, record)
+            control = self._control_words.possible(raw.value) and bool(self._control_words.found(record))
             encoded.append(Encoded(file, raw.number, record.type, has_empty_answer(record), control, tokens))
         notes = [note for each in encoded for note in each.tokens.notes.items()]
         answer.notes.update(note for note, _ in notes)
@@ -138,10 +138,6 @@ class Encoder:
 
     def _tokens(self, record: Record) -> Tokens:
         return encode_tokens(record, self._tokenizer, self._recipe.prompts)
-
-    def _has_control_words(self, raw: RawRecord, record: Record) -> bool:
-        possible = self._control_words.possible(raw.value) if isinstance(raw.value, bytes) else True
-        return possible and bool(self._control_words.found(record))
 
 
 def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:

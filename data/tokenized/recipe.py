@@ -19,17 +19,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import TypeAdapter
-
 from data.chat.prompts import CHAT_TEMPLATE, PLAIN, Prompts, Truncate, template_in_file
 from data.records.reading import OnBadRecord
 from data.tokenized.digests import stamp
 
 LAYOUT = 2  # of the cache's files
-TOKENIZER_FILES = (
-    "tokenizer* vocab* merges* *.model *.jinja chat_templates/* config.json special_tokens_map.json".split()
-)
-TOKENIZER_FILES += ["added_tokens.json"]
+TOKENIZER_FILES = "tokenizer* vocab* merges* *.model *.jinja chat_templates/* config.json".split()
+TOKENIZER_FILES += ["special_tokens_map.json", "added_tokens.json"]
 # Rooms and modules that no sample depends on: they carry samples and store them, or come later. Any other counts.
 CARRIERS = "tokenized/builder tokenized/opening tokenized/store tokenized/digests tokenized/recipe"
 LATER = "tokenized/dataset tokenized/sample_set inspection/ streaming/ loader packing"
@@ -81,15 +77,6 @@ class Recipe:
     on_bad_record: OnBadRecord = "stop"
     truncate: Truncate = "turns"
     window: Window | None = None
-
-    def to_json(self) -> str:
-        """For the builder's process."""
-        return TypeAdapter(Recipe).dump_json(self).decode()
-
-    @staticmethod
-    def from_json(text: str) -> Recipe:
-        """What `to_json` gave."""
-        return TypeAdapter(Recipe).validate_json(text)
 
     @property
     def names(self) -> str:

@@ -207,7 +207,11 @@ class Writer:
 
     @cached_property
     def _beginning(self) -> list[int]:
-        return beginning_of_sequence(self._tokenizer)
+        """The ids that the tokenizer itself puts before a text, often one <s>, often none."""
+        bare: list[int] = self._tokenizer("a", add_special_tokens=False)["input_ids"]
+        dressed: list[int] = self._tokenizer("a")["input_ids"]
+        starts = range(len(dressed) - len(bare) + 1)
+        return next((dressed[:start] for start in starts if dressed[start : start + len(bare)] == bare), [])
 
 
 def encode_question(
@@ -220,16 +224,6 @@ def encode_question(
         raise DataError(str(error)) from None
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return prefix + ids
-
-
-def beginning_of_sequence(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that the tokenizer itself puts before a text, often one <s>, often none."""
-    bare: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
-    dressed: list[int] = tokenizer("a")["input_ids"]
-    for start in range(len(dressed) - len(bare) + 1):
-        if dressed[start : start + len(bare)] == bare:
-            return dressed[:start]
-    return []
 
 
 def _ready_made(record: Tokenized, tokenizer: PreTrainedTokenizerBase) -> Tokens:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.errors import DataError
 from data.inspection import summary
-from data.inspection.histogram import draw_lengths
+from data.inspection.summary import draw_lengths
 from data.records.record import parse_record
 from data.records.sources import Source
 from data.tokenized.dataset import Dataset, load_dataset, supervised_count
