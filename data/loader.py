@@ -23,7 +23,7 @@ from torch import Tensor
 
 from data.errors import DataError
 from data.packing import Packing, best_fit, level
-from data.tokenized.sample_set import SampleSet
+from data.tokenized.dataset import SampleSet
 from data.tokenized.tokenize import IGNORED
 
 PAD_MULTIPLE = 8  # lengths are rounded up: kernels like multiples of eight, and shapes repeat more often
@@ -34,19 +34,13 @@ Rows = list[list[int]]  # sample numbers by row
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """What one optimizer step trains on.
+    """What one optimizer step trains on."""
 
-    Attributes:
-        micro_batches: for each replica, its micro-batches, each a list of rows; as many for every replica.
-        lengths: of the samples, over all replicas.
-        tokens: tokens without padding, over all replicas.
-        supervised: how many of them bear loss: the denominator of the loss.
-    """
-
+    # For each replica, its micro-batches, each a list of rows; as many for every replica.
     micro_batches: list[list[Rows]]
-    lengths: list[int]
-    tokens: int
-    supervised: int
+    lengths: list[int]  # of the samples, over all replicas
+    tokens: int  # tokens without padding, over all replicas
+    supervised: int  # how many of them bear loss: the denominator of the loss
 
     @property
     def n_micro_batches(self) -> int:

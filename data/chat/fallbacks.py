@@ -39,23 +39,15 @@ EXAMPLE_TOOL: JSON = {
 
 
 class Feature(NamedTuple):
-    """Something that not every template takes.
+    """Something that not every template takes."""
 
-    Attributes:
-        name: in a message, behind "the chat template takes no".
-        default: what becomes of it where nothing is asked for.
-        present: whether a dialogue has it.
-        tried: dialogues, with their tools, that a template takes whole which takes it; one of them if `any_of`.
-        rewrite: the dialogue without it.
-        told: how it is said then.
-    """
-
-    name: str
-    default: Fallback
-    present: Callable[[Sequence[Said], list[JSON]], bool]
+    name: str  # in a message, behind "the chat template takes no"
+    default: Fallback  # what becomes of it where nothing is asked for
+    present: Callable[[Sequence[Said], list[JSON]], bool]  # whether a dialogue has it
+    # Dialogues, with their tools, that a template takes whole which takes it; one of them if `any_of`.
     tried: tuple[tuple[Sequence[Said], list[JSON]], ...]
-    rewrite: Rewrite
-    told: str
+    rewrite: Rewrite  # the dialogue without it
+    told: str  # how it is said then
     any_of: bool = False
 
 

@@ -24,17 +24,13 @@ Place = tuple[int, int]  # a piece of text, and characters from its beginning
 
 
 class Frame(NamedTuple):
-    """The text around the words of dialogues with certain roles.
+    """The text around the words of dialogues with certain roles."""
 
-    Attributes:
-        pieces: literal text, and in its gaps the numbers of the messages whose words stand there, in turn.
-        turns: message, parts, whether a token ends it, and the piece that holds its words.
-        notes: on all such dialogues.
-    """
-
+    # Literal text, and in its gaps the numbers of the messages whose words stand there, in turn.
     pieces: list[str | int]
+    # Message, parts, whether a token ends it, and the piece that holds its words.
     turns: list[tuple[int, list[tuple[Place, Place]], bool, int]]
-    notes: dict[str, str]
+    notes: dict[str, str]  # on all such dialogues
 
 
 def frame_key(said: Sequence[Said]) -> tuple[str, ...] | None:

@@ -27,19 +27,13 @@ class Leaf(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A mark's place in the text without marks.
+    """A mark's place in the text without marks."""
 
-    Attributes:
-        number: of the pair that it belongs to.
-        opens: the words begin here; else they end.
-        edge: `at`, with the words' own white space beside it.
-    """
-
-    number: int
+    number: int  # of the pair that it belongs to
     leaf: Leaf
-    opens: bool
+    opens: bool  # the words begin here; else they end
     at: int
-    edge: int
+    edge: int  # `at`, with the words' own white space beside it
 
 
 class Marked(NamedTuple):

@@ -37,27 +37,18 @@ class Call(NamedTuple):
 
 
 class Said(NamedTuple):
-    """One message.
+    """One message."""
 
-    Attributes:
-        role: system, user, assistant or tool; context for a text, of the title `name`, that answers may rest on.
-        input: of a user: what the question is about.
-        reasoning: what an assistant thought first.
-        calls: an assistant's calls.
-        call_id, name: of the call that a tool's message answers, and of the tool.
-        supervised: an assistant's message bears loss, its end of turn included.
-        pieces: the text in pieces with and without loss, where that differs from `supervised`; else empty.
-    """
-
-    role: str
+    role: str  # system, user, assistant or tool; context for a text, of the title `name`, that answers may rest on
     text: str
-    reasoning: str = ""
-    calls: tuple[Call, ...] = ()
-    call_id: str | None = None
-    name: str | None = None
-    supervised: bool = False
+    reasoning: str = ""  # what an assistant thought first
+    calls: tuple[Call, ...] = ()  # an assistant's calls
+    call_id: str | None = None  # of the call that a tool's message answers
+    name: str | None = None  # of that tool
+    supervised: bool = False  # an assistant's message bears loss, its end of turn included
+    # The text in pieces with and without loss, where that differs from `supervised`; else empty.
     pieces: tuple[Span, ...] = ()
-    input: str = ""
+    input: str = ""  # of a user: what the question is about
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -136,17 +127,11 @@ def in_questions(said: Sequence[Said]) -> list[Said]:
 
 
 class Form(NamedTuple):
-    """What templates expect in different ways.
+    """What templates expect in different ways."""
 
-    Attributes:
-        parts: a content is a list of parts, as where there may be images.
-        text: the arguments are JSON, and no object.
-        none: a message that only calls has None as its content, and no empty text.
-    """
-
-    parts: bool = False
-    text: bool = False
-    none: bool = False
+    parts: bool = False  # a content is a list of parts, as where there may be images
+    text: bool = False  # the arguments are JSON, and no object
+    none: bool = False  # a message that only calls has None as its content, and no empty text
 
 
 def as_dicts(said: Sequence[Said], form: Form) -> list[JSON]:

@@ -25,29 +25,18 @@ LISTS = ("messages", "conversations", "conversation")  # of messages
 
 
 class Converted(NamedTuple):
-    """What one object holds.
+    """What one object holds."""
 
-    Attributes:
-        records: at least one.
-        unused: its fields that were not used, and that somebody might ask about.
-    """
-
-    records: list[Record]
-    unused: list[str]
+    records: list[Record]  # at least one
+    unused: list[str]  # its fields that were not used, and that somebody might ask about
 
 
 class Format(NamedTuple):
-    """How a layout is recognised and converted.
+    """How a layout is recognised and converted."""
 
-    Attributes:
-        fields: what tells it; of each group one field has to be there.
-        known: all that it takes: the first one of each group that is there.
-        convert: raises DataError or pydantic's ValidationError.
-    """
-
-    fields: tuple[tuple[str, ...], ...]
-    known: tuple[tuple[str, ...], ...]
-    convert: Callable[[dict[str, Any]], list[Record]]
+    fields: tuple[tuple[str, ...], ...]  # what tells it; of each group one field has to be there
+    known: tuple[tuple[str, ...], ...]  # all that it takes: the first one of each group that is there
+    convert: Callable[[dict[str, Any]], list[Record]]  # raises DataError or pydantic's ValidationError
 
     def extra(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """What it does not take."""

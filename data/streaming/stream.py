@@ -106,7 +106,7 @@ class Stream:
 
     @property
     def samples(self) -> Any:
-        """Looked up by number, as are the other two that a `data.tokenized.sample_set.SampleSet` has."""
+        """Looked up by number, as are the other two that a `data.tokenized.dataset.SampleSet` has."""
         return _Column(self, lambda dataset: dataset.samples)
 
     @property

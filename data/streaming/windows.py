@@ -38,16 +38,11 @@ class Place(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What is kept of a window.
-
-    Attributes:
-        end: where the next one begins.
-        fingerprint: of its tokens and labels.
-    """
+    """What is kept of a window."""
 
     samples: int
-    end: Place
-    fingerprint: str
+    end: Place  # where the next one begins
+    fingerprint: str  # of its tokens and labels
 
 
 class Windows:

@@ -44,33 +44,19 @@ SCHEMA = pyarrow.schema(
 
 @dataclass
 class Tally:
-    """Counts of what became of records.
+    """Counts of what became of records."""
 
-    Attributes:
-        records: how many were read.
-        samples: how many samples they became.
-        tokens: of the samples.
-        supervised: how many of them bear loss.
-        cut: records that were cut to the limit.
-        cut_at_turn: how many of those end with a whole turn.
-        split: records that became several samples.
-        silent: records that were left out because nothing of them bears loss.
-        empty: records with an empty answer.
-        control: records with the name of a control token in somebody's words.
-        longest: the length of the longest record before it was cut.
-    """
-
-    records: int = 0
-    samples: int = 0
-    tokens: int = 0
-    supervised: int = 0
-    cut: int = 0
-    cut_at_turn: int = 0
-    split: int = 0
-    silent: int = 0
-    empty: int = 0
-    control: int = 0
-    longest: int = 0
+    records: int = 0  # how many were read
+    samples: int = 0  # how many samples they became
+    tokens: int = 0  # of the samples
+    supervised: int = 0  # how many of them bear loss
+    cut: int = 0  # records that were cut to the limit
+    cut_at_turn: int = 0  # how many of those end with a whole turn
+    split: int = 0  # records that became several samples
+    silent: int = 0  # records that were left out because nothing of them bears loss
+    empty: int = 0  # records with an empty answer
+    control: int = 0  # records with the name of a control token in somebody's words
+    longest: int = 0  # the length of the longest record before it was cut
 
     def add(self, other: Tally) -> None:
         """Take in another tally's counts."""
@@ -80,23 +66,14 @@ class Tally:
 
 
 class Encoded(NamedTuple):
-    """A record's sample before it is cut.
+    """A record's sample before it is cut."""
 
-    Attributes:
-        file: which file the record is from.
-        number: its number there, from 1.
-        kind: its type.
-        empty: whether an answer of it is empty.
-        control: whether the name of a control token stands in its words.
-        tokens: whole.
-    """
-
-    file: int
-    number: int
-    kind: str
-    empty: bool
-    control: bool
-    tokens: Tokens
+    file: int  # which file the record is from
+    number: int  # its number there, from 1
+    kind: str  # its type
+    empty: bool  # whether an answer of it is empty
+    control: bool  # whether the name of a control token stands in its words
+    tokens: Tokens  # whole
 
 
 Tallies = dict[tuple[int, str], Tally]  # what became of the records, by file and type

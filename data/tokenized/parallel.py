@@ -52,38 +52,25 @@ class Tell(Protocol):
 
 
 class Chunk(NamedTuple):
-    """Raw records for a worker.
+    """Raw records for a worker."""
 
-    Attributes:
-        end: file and place of the last record, counted from 1 among that file's records.
-        records: which of the recipe's files each is from, and what a `RawRecord` has; bare, they cost a third to send.
-    """
-
-    end: tuple[int, int]
+    end: tuple[int, int]  # file and place of the last record, counted from 1 among that file's records
+    # Which of the recipe's files each is from, and what a `RawRecord` has; bare, they cost a third to send.
     records: list[tuple[Any, ...]]
 
 
 @dataclass
 class Answer:
-    """What became of a chunk.
+    """What became of a chunk."""
 
-    Attributes:
-        end: of the chunk.
-        bad: a line for each record that cannot be used.
-        unused: how many records have which fields that were not used.
-        notes: what has to be told of how records were written, and of how many.
-        examples: of each of these, the first.
-        samples: those of the records, unless these were only checked.
-        tallies: what became of the records.
-    """
-
-    end: tuple[int, int]
-    bad: list[str] = field(default_factory=list)
-    unused: Counter[str] = field(default_factory=Counter)
+    end: tuple[int, int]  # of the chunk
+    bad: list[str] = field(default_factory=list)  # a line for each record that cannot be used
+    unused: Counter[str] = field(default_factory=Counter)  # how many records have which fields that were not used
+    # What has to be told of how records were written, and of how many.
     notes: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)
-    samples: pyarrow.RecordBatch | None = None
-    tallies: Tallies = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)  # of each of these, the first
+    samples: pyarrow.RecordBatch | None = None  # those of the records, unless these were only checked
+    tallies: Tallies = field(default_factory=dict)  # what became of the records
 
 
 class Encoder:

@@ -46,16 +46,11 @@ class Sample(TypedDict):
 
 
 class Tokens(NamedTuple):
-    """One tokenized record, in the form that many of them are made and kept in.
-
-    Attributes:
-        loss: ranges [begin, end) of tokens that bear loss, in order, none empty.
-        notes: see `Written`.
-    """
+    """One tokenized record, in the form that many of them are made and kept in."""
 
     ids: list[int]
-    loss: list[tuple[int, int]]
-    notes: dict[str, str] = {}  # nobody changes it
+    loss: list[tuple[int, int]]  # ranges [begin, end) of tokens that bear loss, in order, none empty
+    notes: dict[str, str] = {}  # see `Written`; nobody changes it
 
     def sample(self) -> Sample:
         """With a label for each token."""
@@ -110,17 +105,8 @@ def encode(
     Raises:
         DataError: the record is wrong or the format cannot hold it.
     """
-    sample = encode_whole(record, tokenizer, prompt_format)
+    sample = encode_tokens(record, tokenizer, prompt_format).sample()
     return {"input_ids": sample["input_ids"][:max_seq_len], "labels": sample["labels"][:max_seq_len]}
-
-
-def encode_whole(
-    record: Record | dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_format: Prompts | PromptFormat | None = None,
-) -> Sample:
-    """`encode` without a limit on the length."""
-    return encode_tokens(record, tokenizer, prompt_format).sample()
 
 
 def encode_tokens(
@@ -128,7 +114,7 @@ def encode_tokens(
     tokenizer: PreTrainedTokenizerBase,
     prompt_format: Prompts | PromptFormat | None = None,
 ) -> Tokens:
-    """`encode_whole` in the form that samples are kept in."""
+    """`encode` without a limit on the length, in the form that samples are kept in."""
     (tokens,) = encode_many([record], tokenizer, prompt_format)
     if isinstance(tokens, DataError):
         raise tokens
