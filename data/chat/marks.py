@@ -50,19 +50,15 @@ class Markers:
         text: the marks are none of its words.
         everybody: mark all words; else those of the assistant.
         empty: mark empty messages too; a template may take them for others then.
-
-    Attributes:
-        said: the marked messages.
-        leaves: what each pair of marks stands around.
     """
 
     def __init__(self, said: Sequence[Said], text: str, everybody: bool = True, empty: bool = False) -> None:
-        self.leaves: list[Leaf] = []
+        self.leaves: list[Leaf] = []  # what each pair of marks stands around
         self._empty = empty
         self._around: list[tuple[str, str]] = []
         self._salt = "zq0x" if "zq0x" not in text else next(s for n in count(1) if (s := f"zq{n}x") not in text)
         self._pattern = re.compile(self._salt + r"([ab])(\d+)q")
-        self.said = [
+        self.said = [  # with marks
             self._mark(number, each) if everybody or each.role == "assistant" else each
             for number, each in enumerate(said)
         ]

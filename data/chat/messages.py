@@ -10,18 +10,9 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from data import prompt_texts as texts
 from data.chat.prompts import Mask
 from data.chat.written import Span
-from data.prompt_texts import (
-    API_CALL,
-    API_FINAL,
-    API_RESULT,
-    API_THOUGHT,
-    API_TITLE,
-    CHAT_CONTEXT,
-    CHAT_INPUT,
-    REFERENCE_TITLE,
-)
 from data.records.chat import Chat
 from data.records.record import ApiAnswer, ConverHasApi, Conversation, Instruct, RefQA
 
@@ -70,9 +61,9 @@ def said_in(record: Chat | Instruct | Conversation | ConverHasApi | RefQA) -> li
         return [question, Said("assistant", record.output, supervised=True)]
     said: list[Said] = []
     if isinstance(record, RefQA):
-        said.append(Said("context", record.reference, name=REFERENCE_TITLE))
+        said.append(Said("context", record.reference, name=texts.REFERENCE_TITLE))
     elif isinstance(record, ConverHasApi):
-        said.append(Said("context", record.api_desc, name=API_TITLE))
+        said.append(Said("context", record.api_desc, name=texts.API_TITLE))
     for role, content in record.rounds:
         if role == "ask":
             said.append(Said("user", str(content)))
@@ -116,7 +107,7 @@ def in_questions(said: Sequence[Said]) -> list[Said]:
     context = ""
     for each in said:
         if each.role == "context":
-            context += CHAT_CONTEXT.format(title=each.name, text=each.text)
+            context += texts.CHAT_CONTEXT.format(title=each.name, text=each.text)
             continue
         if context and each.role != "user":  # an answer that nobody asked for
             done.append(Said("user", context.rstrip("\n")))
@@ -170,7 +161,7 @@ def answer(spans: tuple[Span, ...], ends: bool) -> Said:
 
 
 def _asked(said: Said) -> str:
-    return CHAT_INPUT.format(ask=said.text, input=said.input) if said.input else said.text
+    return texts.CHAT_INPUT.format(ask=said.text, input=said.input) if said.input else said.text
 
 
 def _said_in_chat(chat: Chat) -> list[Said]:
@@ -203,8 +194,9 @@ def _api_spans(said: ApiAnswer) -> tuple[Span, ...]:
     spans = []
     for action in said.actions:
         param = json.dumps(action.api_param, ensure_ascii=False)
-        call = API_THOUGHT.format(thought=action.inner_thought) + API_CALL.format(name=action.api_name, param=param)
+        thought = texts.API_THOUGHT.format(thought=action.inner_thought)
+        call = thought + texts.API_CALL.format(name=action.api_name, param=param)
         result = action.api_res
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-        spans += [Span(call, True), Span(API_RESULT.format(result=text), False)]
-    return (*spans, Span(API_FINAL.format(ans=said.ans), True))
+        spans += [Span(call, True), Span(texts.API_RESULT.format(result=text), False)]
+    return (*spans, Span(texts.API_FINAL.format(ans=said.ans), True))

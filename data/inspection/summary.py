@@ -7,7 +7,6 @@ takes time, a second for ten million samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy
@@ -40,12 +39,9 @@ def table(dataset: Dataset) -> str:
     if len(groups) > 1:
         rows.append(("together", "", *_numbers(dataset.total)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(_aligned(row, widths)).rstrip() for row in rows)
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    sides = [str.ljust, str.ljust, *[str.rjust] * (len(row) - 2)]
-    return [pad(text, width) for pad, text, width in zip(sides, row, widths, strict=True)]
+    sides = [str.ljust, str.ljust, *[str.rjust] * (len(COLUMNS) - 2)]
+    aligned = [[pad(text, width) for pad, text, width in zip(sides, row, widths, strict=True)] for row in rows]
+    return "\n".join("  ".join(row).rstrip() for row in aligned)
 
 
 def facts(dataset: Dataset, max_seq_len: int, what: str = "an epoch") -> list[str]:

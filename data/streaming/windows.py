@@ -48,13 +48,9 @@ class Made(NamedTuple):
 class Windows:
     """The windows of all epochs, counted from 0.
 
-    Attributes:
-        made: those that were made so far.
-        sizes: of the files, in bytes, by path.
-        n_bytes: of a window's samples.
-
     Args:
         recipe: of all records.
+        n_bytes: of a window's samples.
         folder: for the samples of this run and no other.
         log: told whom this process waits for.
 
@@ -63,8 +59,8 @@ class Windows:
     """
 
     def __init__(self, recipe: Recipe, n_bytes: int, seed: int, folder: Path, log: Console) -> None:
-        self.made: list[Made] = []
-        self.sizes = {file.path: stamp(Path(file.path))[0] for file in recipe.files}
+        self.made: list[Made] = []  # those that were made so far
+        self.sizes = {file.path: stamp(Path(file.path))[0] for file in recipe.files}  # in bytes, by path
         self.n_bytes = n_bytes
         self.asked = recipe.asked([self.sizes[file.path] for file in recipe.files])
         self._recipe = recipe
