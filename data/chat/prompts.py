@@ -105,7 +105,10 @@ class Prompts:
     mask: Mask = "assistant"
 
 
-def as_prompts(given: Prompts | PromptFormat | None) -> Prompts:
+AnyPrompts = Prompts | PromptFormat | None  # all keys for prompts, or the format alone
+
+
+def as_prompts(given: AnyPrompts) -> Prompts:
     """A format alone leaves the rest as it is by default."""
     return given if isinstance(given, Prompts) else Prompts(given)
 

@@ -97,7 +97,9 @@ def as_columns(encoded: Sequence[Encoded], limit: int) -> tuple[pyarrow.RecordBa
                 loud += 1
                 tally.tokens += len(ids)
                 tally.supervised += supervised
-                id_bytes, run_bytes = _packed(ids), _packed(list(chain.from_iterable(runs)))
+                ends = list(chain.from_iterable(runs))
+                # In half the time that an array takes.
+                id_bytes, run_bytes = pack(f"{len(ids)}i", *ids), pack(f"{len(ends)}i", *ends)
                 digest = blake2b(id_bytes + run_bytes, digest_size=8).digest()
                 origin = TYPES.index(each.kind), each.file, each.number
                 samples.append((id_bytes, run_bytes, supervised, *origin, digest))
@@ -125,10 +127,6 @@ def _cut(each: Encoded, limit: int, tally: Tally) -> Iterator[tuple[list[int], l
     for start, stop in pairwise(borders):
         inside = ((max(begin, start), min(end, stop)) for begin, end in loss)
         yield ids[start:stop], [(begin - start, end - start) for begin, end in inside if begin < end]
-
-
-def _packed(numbers: list[int]) -> bytes:
-    return pack(f"{len(numbers)}i", *numbers)  # half the time of an array's
 
 
 def _lists(rows: Sequence[bytes]) -> pyarrow.ListArray:

@@ -159,14 +159,8 @@ def load_dataset(
     """
     sources = as_sources(data_path)
     files = [[DataFile(str(file), source.format, source.columns) for file in files_of(source)] for source in sources]
-    recipe = Recipe(
-        tuple(chain.from_iterable(files)),
-        str(tokenizer),
-        as_prompts(prompt_format),
-        max_seq_len,
-        on_bad_record,
-        truncate,
-    )
+    every = tuple(chain.from_iterable(files))
+    recipe = Recipe(every, str(tokenizer), as_prompts(prompt_format), max_seq_len, on_bad_record, truncate)
     folder = expanded(cache_dir) if cache_dir else default_folder()
     found = open_cache(recipe, folder, log or Console(quiet=True))
     dataset = Dataset(found, [file.path for file in recipe.files])

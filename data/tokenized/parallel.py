@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy
 import pyarrow
@@ -45,10 +45,8 @@ CHUNK_RECORDS, CHUNK_BYTES = 512, 2**18
 AHEAD = 4  # chunks under way for each worker
 
 
-class Tell(Protocol):
-    """Takes progress: what is being done, how many of how many bytes are done, and how many records."""
-
-    def __call__(self, what: str, done: int, total: int, records: int) -> None: ...
+# Takes progress: what is being done, how many of how many bytes are done, and how many records.
+Tell = Callable[[str, int, int, int], None]
 
 
 class Chunk(NamedTuple):

@@ -26,7 +26,7 @@ from data.chat.chat_template import ChatTemplate, chat_template, end_of_sequence
 from data.chat.messages import Said, said_in, with_mask
 from data.chat.native_tokenizers import native_tokenizer
 from data.chat.plain import write_plain
-from data.chat.prompts import PLAIN, PromptFormat, Prompts, as_prompts, format_of
+from data.chat.prompts import PLAIN, AnyPrompts, Prompts, as_prompts, format_of
 from data.chat.sandbox import SlowTemplate
 from data.chat.written import Span, Written, join
 from data.errors import DataError
@@ -36,6 +36,8 @@ from data.records.record import IGNORED, Pretrain, Record, Segments, Tokenized, 
 JOINED = "one token holds the end of a prompt and the beginning of its answer, so that a server sends others"
 MANY_RANGES = 16  # for so few it costs less to walk than to make a list of all tokens' places
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json")
+
+AnyRecord = Record | dict[str, Any]  # parsed, or its JSON object
 
 
 class Sample(TypedDict):
@@ -90,17 +92,13 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 def encode(
-    record: Record | dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    max_seq_len: int,
-    prompt_format: Prompts | PromptFormat | None = None,
+    record: AnyRecord, tokenizer: PreTrainedTokenizerBase, max_seq_len: int, prompt_format: AnyPrompts = None
 ) -> Sample:
     """Turn one record of any kind into token ids and labels.
 
     Args:
-        record: a parsed record, or its JSON object.
         max_seq_len: what is longer is cut at the end.
-        prompt_format: how it is written: the format alone, or all keys for prompts.
+        prompt_format: how it is written.
 
     Raises:
         DataError: the record is wrong or the format cannot hold it.
@@ -109,11 +107,7 @@ def encode(
     return {"input_ids": sample["input_ids"][:max_seq_len], "labels": sample["labels"][:max_seq_len]}
 
 
-def encode_tokens(
-    record: Record | dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_format: Prompts | PromptFormat | None = None,
-) -> Tokens:
+def encode_tokens(record: AnyRecord, tokenizer: PreTrainedTokenizerBase, prompt_format: AnyPrompts = None) -> Tokens:
     """`encode` without a limit on the length, in the form that samples are kept in."""
     (tokens,) = encode_many([record], tokenizer, prompt_format)
     if isinstance(tokens, DataError):
@@ -122,9 +116,7 @@ def encode_tokens(
 
 
 def encode_many(
-    records: Sequence[Record | dict[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_format: Prompts | PromptFormat | None = None,
+    records: Sequence[AnyRecord], tokenizer: PreTrainedTokenizerBase, prompt_format: AnyPrompts = None
 ) -> list[Tokens | DataError]:
     """`encode_tokens` for many records at once, in their order; what is wrong with a record stands in its place.
 
@@ -201,7 +193,7 @@ class Writer:
 
 
 def encode_question(
-    said: Sequence[Said], tokenizer: PreTrainedTokenizerBase, prompt_format: Prompts | PromptFormat | None = None
+    said: Sequence[Said], tokenizer: PreTrainedTokenizerBase, prompt_format: AnyPrompts = None
 ) -> list[int]:
     """The token ids that a model is asked with: the dialogue up to where the answer to its last message begins."""
     try:
