@@ -45,18 +45,18 @@ def table(figures: dict[str, Any]) -> Table:
 
 def chat(folder: Path) -> float:
     """Seconds for one long dialogue."""
-    from data.tokenized.tokenize import encode_whole, load_tokenizer
+    from data.tokenized.tokenize import encode_tokens, load_tokenizer
 
     messages = [
         {"role": "assistant" if number % 2 else "user", "content": f"{number} words and more of them"}
         for number in range(MESSAGES)
     ]
     tokenizer = load_tokenizer(folder / "tokenizer")
-    encode_whole({"type": "instruct", "instruct": "a", "output": "b"}, tokenizer)  # the template is compiled
+    encode_tokens({"type": "instruct", "instruct": "a", "output": "b"}, tokenizer)  # the template is compiled
     gc.disable()  # as in the processes that tokenize
     try:
         begin = time.perf_counter()
-        encode_whole(_record(messages), tokenizer)
+        encode_tokens(_record(messages), tokenizer).sample()
         return time.perf_counter() - begin
     finally:
         gc.enable()

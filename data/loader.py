@@ -23,7 +23,7 @@ from torch import Tensor
 
 from data.errors import DataError
 from data.packing import Packing, best_fit, level
-from data.tokenized.sample_set import SampleSet
+from data.tokenized.dataset import SampleSet
 from data.tokenized.tokenize import IGNORED
 
 PAD_MULTIPLE = 8  # to which lengths are rounded up: kernels like multiples of eight, and shapes repeat more often
@@ -34,19 +34,13 @@ Rows = list[list[int]]  # sample numbers by row
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """What one optimizer step trains on.
+    """What one optimizer step trains on."""
 
-    Attributes:
-        micro_batches: for each replica, its micro-batches, each a list of rows; as many for every replica.
-        lengths: of the samples, over all replicas.
-        tokens: tokens without padding, over all replicas.
-        supervised: how many of them bear loss: the denominator of the loss.
-    """
-
+    # For each replica, its micro-batches, each a list of rows; as many for every replica.
     micro_batches: list[list[Rows]]
-    lengths: list[int]
-    tokens: int
-    supervised: int
+    lengths: list[int]  # of the samples, over all replicas
+    tokens: int  # tokens without padding, over all replicas
+    supervised: int  # how many of them bear loss: the denominator of the loss
 
     @property
     def n_micro_batches(self) -> int:
@@ -103,9 +97,9 @@ class Loader:
         self._least = least_micro_batches * replicas
         self._same_everywhere = same_everywhere
         self._pad_multiple = pad_multiple
-        # Four bytes a sample here and four for the epoch's order: a hundred million samples take 0.8 GB.
-        kind = numpy.int32 if len(data.lengths) < 2**31 else numpy.int64
-        self._numbers = numpy.arange(len(data.lengths), dtype=kind) if numbers is None else numpy.array(numbers, kind)
+        # Four bytes a sample for the epoch's order, and four where `numbers` are given.
+        self._kind = numpy.int32 if len(data.lengths) < 2**31 else numpy.int64
+        self._numbers = None if numbers is None else numpy.array(numbers, self._kind)
         self._epoch = -1
         self.steps_per_epoch = self._count_steps(drop_last)
 
@@ -241,7 +235,10 @@ class Loader:
 
     def _order(self, epoch: int) -> NDArray[Any]:
         """The shuffled samples of an epoch."""
-        return self._generator(epoch).permutation(self._numbers)
+        count, numbers = len(self.data.lengths), self._numbers
+        order = numpy.arange(count, dtype=self._kind) if numbers is None else numbers.copy()
+        self._generator(epoch).shuffle(order)  # in place
+        return order
 
     def _generator(self, epoch: int) -> numpy.random.Generator:
         return numpy.random.Generator(numpy.random.PCG64([self.seed, epoch]))

@@ -17,10 +17,8 @@ from data.loader import PAD_MULTIPLE, Loader
 from data.packing import choose_row_length
 from data.paths import expanded
 from data.records.sources import Source
-from data.streaming.loader import StreamLoader
-from data.streaming.stream import Stream, open_stream
-from data.tokenized.dataset import Dataset, load_dataset
-from data.tokenized.sample_set import SampleSet
+from data.streaming.stream import Stream, StreamLoader, open_stream
+from data.tokenized.dataset import Dataset, SampleSet, load_dataset
 from data.tokenized.store import default_folder
 from data.tokenized.tokenize import load_tokenizer
 from models import fp8

@@ -131,7 +131,8 @@ class ChatTemplate:
             said, tools, notes = self._fitted(said, tools)
             key = None if tools else frame_key(said)
         text = self._render(said, tools)
-        turns, more = self._framed(key, said, text) or self._turns(said, tools, text, key)
+        frame = self._frames.get(key)
+        turns, more = (frame and turns_in(frame, said, text)) or self._turns(said, tools, text, key)
         notes = notes | more
         loss = [each for turn in turns for each in _loss(said[turn.message], turn)]
         last = turns[-1]
@@ -212,14 +213,6 @@ class ChatTemplate:
                 for leaf in missing
             )
         return False
-
-    def _framed(
-        self, key: tuple[str, ...] | None, said: Sequence[Said], text: str
-    ) -> tuple[list[Turn], dict[str, str]] | None:
-        """The turns, told by a dialogue of the same roles."""
-        frame = self._frames.get(key)
-        turns = turns_in(frame, said, text) if frame else None
-        return (turns, frame.notes) if frame and turns else None
 
     def _turns(
         self, said: Sequence[Said], tools: list[JSON], text: str, key: tuple[str, ...] | None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -34,9 +35,9 @@ class ControlWords:
         self._hints = [*(beginning.encode() for beginning in self._beginnings), ESCAPE]
         self._names = one_of(names)
 
-    def possible(self, raw: bytes) -> bool:
+    def possible(self, raw: Any) -> bool:
         """Whether a record may hold any, by its JSON: tells of nearly all records at once that they do not."""
-        return any(hint in raw for hint in self._hints)
+        return not isinstance(raw, bytes) or any(map(raw.__contains__, self._hints))
 
     def found(self, record: Record) -> list[str]:
         """The names in a record's words, in order; empty for nearly all records."""

@@ -39,37 +39,20 @@ EXAMPLE_TOOL: JSON = {
 
 
 class Feature(NamedTuple):
-    """Something that not every template takes.
+    """Something that not every template takes."""
 
-    Attributes:
-        name: in a message, behind "the chat template takes no".
-        default: what becomes of it where nothing is asked for.
-        present: whether a dialogue has it.
-        tried: dialogues, with their tools, that a template takes whole which takes it; one of them if `any_of`.
-        rewrite: the dialogue without it.
-        told: how it is said then.
-    """
-
-    name: str
-    default: Fallback
-    present: Callable[[Sequence[Said], list[JSON]], bool]
+    name: str  # in a message, behind "the chat template takes no"
+    default: Fallback  # what becomes of it where nothing is asked for
+    present: Callable[[Sequence[Said], list[JSON]], bool]  # whether a dialogue has it
+    # Dialogues, with their tools, that a template takes whole which takes it; one of them if `any_of`.
     tried: tuple[tuple[Sequence[Said], list[JSON]], ...]
-    rewrite: Rewrite
-    told: str
+    rewrite: Rewrite  # the dialogue without it
+    told: str  # how it is said then
     any_of: bool = False
 
 
-def _opened(said: Sequence[Said]) -> int:
-    """The place of the first message that is no system message."""
-    return next((place for place, each in enumerate(said) if each.role != "system"), len(said))
-
-
-def _answers_first(said: Sequence[Said]) -> bool:
-    return any(each.role == "assistant" for each in said[_opened(said) :][:1])
-
-
 def _with_question(said: Sequence[Said], tools: list[JSON]) -> tuple[list[Said], list[JSON]]:
-    place = _opened(said)
+    place = next(place for place, each in enumerate(said) if each.role == "assistant")
     return [*said[:place], Said("user", ""), *said[place:]], tools
 
 
@@ -127,7 +110,7 @@ FEATURES = (
     Feature(
         "answer without a question",
         "rewrite",
-        lambda said, tools: _answers_first(said),
+        lambda said, tools: [each.role for each in said if each.role != "system"][:1] == ["assistant"],
         (((ANSWER, QUESTION, ANSWER), []),),
         _with_question,
         "behind an empty question",

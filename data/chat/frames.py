@@ -24,17 +24,13 @@ Place = tuple[int, int]  # a piece of text, and characters from its beginning
 
 
 class Frame(NamedTuple):
-    """The text around the words of dialogues with certain roles.
+    """The text around the words of dialogues with certain roles."""
 
-    Attributes:
-        pieces: literal text, and in its gaps the numbers of the messages whose words stand there, in turn.
-        turns: message, parts, whether a token ends it, and the piece that holds its words.
-        notes: on all such dialogues.
-    """
-
+    # Literal text, and in its gaps the numbers of the messages whose words stand there, in turn.
     pieces: list[str | int]
+    # Message, parts, whether a token ends it, and the piece that holds its words.
     turns: list[tuple[int, list[tuple[Place, Place]], bool, int]]
-    notes: dict[str, str]
+    notes: dict[str, str]  # on all such dialogues
 
 
 def frame_key(said: Sequence[Said]) -> tuple[str, ...] | None:
@@ -85,13 +81,16 @@ def frame_of(whole: Marked, turns: Sequence[Turn], notes: dict[str, str]) -> Fra
     return Frame(pieces, placed, notes)
 
 
-def turns_in(frame: Frame, said: Sequence[Said], text: str) -> list[Turn] | None:
-    """The turns of a dialogue in its rendered text; None where this is not the frame with the dialogue's words."""
+def turns_in(frame: Frame, said: Sequence[Said], text: str) -> tuple[list[Turn], dict[str, str]] | None:
+    """The turns of a dialogue in its rendered text, and the notes on them.
+
+    None where this is not the frame with the dialogue's words.
+    """
     pieces = [said[piece].text if isinstance(piece, int) else piece for piece in frame.pieces]
     if "".join(pieces) != text:
         return None
     starts = [0, *accumulate(map(len, pieces))]
-    return [
+    turns = [
         Turn(
             message,
             [(starts[first] + a, starts[last] + b) for (first, a), (last, b) in parts],
@@ -100,3 +99,4 @@ def turns_in(frame: Frame, said: Sequence[Said], text: str) -> list[Turn] | None
         )
         for message, parts, ended, words in frame.turns
     ]
+    return turns, frame.notes

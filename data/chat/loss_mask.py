@@ -37,15 +37,10 @@ class Unplaceable(Exception):
 
 
 class Vocabulary(NamedTuple):
-    """The tokens that a template may write between words.
+    """The tokens that a template may write between words."""
 
-    Attributes:
-        special: matches any special token.
-        any: matches special tokens first, then the other added ones.
-    """
-
-    special: re.Pattern[str]
-    any: re.Pattern[str]
+    special: re.Pattern[str]  # matches any special token
+    any: re.Pattern[str]  # matches special tokens first, then the other added ones
 
     def leading(self, text: str) -> int:
         """Length of the token that a text begins with, white space before it included; 0 where there is none."""
@@ -55,49 +50,31 @@ class Vocabulary(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """An assistant's message in a rendered text.
+    """An assistant's message in a rendered text."""
 
-    Attributes:
-        message: its number.
-        parts: ranges [begin, end) that the model writes.
-        ended: a token ends it.
-        words: the range of its words; None where they are not one range.
-    """
-
-    message: int
-    parts: list[tuple[int, int]]
-    ended: bool
-    words: tuple[int, int] | None
+    message: int  # its number
+    parts: list[tuple[int, int]]  # ranges [begin, end) that the model writes
+    ended: bool  # a token ends it
+    words: tuple[int, int] | None  # the range of its words; None where they are not one range
 
 
 class _Gap(NamedTuple):
-    """Where a turn is looked for: between the marks of others, less than all of which may be its own.
+    """Where a turn is looked for: between the marks of others, less than all of which may be its own."""
 
-    Attributes:
-        anchor: the last mark before the turn.
-        first, last: the turn's own.
-        stop: where the words behind it begin, or where the text ends.
-    """
-
-    anchor: Mark | None
-    first: Mark | None
-    last: Mark | None
-    stop: int
+    anchor: Mark | None  # the last mark before the turn
+    first: Mark | None  # the turn's own first mark
+    last: Mark | None  # its last
+    stop: int  # where the words behind it begin, or where the text ends
 
 
 class _Kind(NamedTuple):
-    """What turns of one kind have in common.
+    """What turns of one kind have in common."""
 
-    Attributes:
-        begin: characters from the turn's beginning to its first words.
-        end: characters from its end to the next words, or to the end of the text; None: it ends with its words.
-        notes: how serving differs, each with an example.
-    """
-
-    begin: int
+    begin: int  # characters from the turn's beginning to its first words
+    # Characters from its end to the next words, or to the end of the text; None: it ends with its words.
     end: int | None
     ended: bool
-    notes: dict[str, str]
+    notes: dict[str, str]  # how serving differs, each with an example
 
 
 class TurnFinder:

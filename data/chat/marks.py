@@ -27,19 +27,13 @@ class Leaf(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A mark's place in the text without marks.
+    """A mark's place in the text without marks."""
 
-    Attributes:
-        number: of the pair that it belongs to.
-        opens: the words begin here; else they end.
-        edge: `at`, with the words' own white space beside it.
-    """
-
-    number: int
+    number: int  # of the pair that it belongs to
     leaf: Leaf
-    opens: bool
+    opens: bool  # the words begin here; else they end
     at: int
-    edge: int
+    edge: int  # `at`, with the words' own white space beside it
 
 
 class Marked(NamedTuple):
@@ -56,19 +50,15 @@ class Markers:
         text: the marks are none of its words.
         everybody: mark all words; else those of the assistant.
         empty: mark empty messages too; a template may take them for others then.
-
-    Attributes:
-        said: the marked messages.
-        leaves: what each pair of marks stands around.
     """
 
     def __init__(self, said: Sequence[Said], text: str, everybody: bool = True, empty: bool = False) -> None:
-        self.leaves: list[Leaf] = []
+        self.leaves: list[Leaf] = []  # what each pair of marks stands around
         self._empty = empty
         self._around: list[tuple[str, str]] = []
         self._salt = "zq0x" if "zq0x" not in text else next(s for n in count(1) if (s := f"zq{n}x") not in text)
         self._pattern = re.compile(self._salt + r"([ab])(\d+)q")
-        self.said = [
+        self.said = [  # with marks
             self._mark(number, each) if everybody or each.role == "assistant" else each
             for number, each in enumerate(said)
         ]

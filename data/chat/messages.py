@@ -10,18 +10,9 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from data import prompt_texts as texts
 from data.chat.prompts import Mask
 from data.chat.written import Span
-from data.prompt_texts import (
-    API_CALL,
-    API_FINAL,
-    API_RESULT,
-    API_THOUGHT,
-    API_TITLE,
-    CHAT_CONTEXT,
-    CHAT_INPUT,
-    REFERENCE_TITLE,
-)
 from data.records.chat import Chat
 from data.records.record import ApiAnswer, ConverHasApi, Conversation, Instruct, RefQA
 
@@ -37,27 +28,18 @@ class Call(NamedTuple):
 
 
 class Said(NamedTuple):
-    """One message.
+    """One message."""
 
-    Attributes:
-        role: system, user, assistant or tool; context for a text, of the title `name`, that answers may rest on.
-        input: of a user: what the question is about.
-        reasoning: what an assistant thought first.
-        calls: an assistant's calls.
-        call_id, name: of the call that a tool's message answers, and of the tool.
-        supervised: an assistant's message bears loss, its end of turn included.
-        pieces: the text in pieces with and without loss, where that differs from `supervised`; else empty.
-    """
-
-    role: str
+    role: str  # system, user, assistant or tool; context for a text, of the title `name`, that answers may rest on
     text: str
-    reasoning: str = ""
-    calls: tuple[Call, ...] = ()
-    call_id: str | None = None
-    name: str | None = None
-    supervised: bool = False
+    reasoning: str = ""  # what an assistant thought first
+    calls: tuple[Call, ...] = ()  # an assistant's calls
+    call_id: str | None = None  # of the call that a tool's message answers
+    name: str | None = None  # of that tool
+    supervised: bool = False  # an assistant's message bears loss, its end of turn included
+    # The text in pieces with and without loss, where that differs from `supervised`; else empty.
     pieces: tuple[Span, ...] = ()
-    input: str = ""
+    input: str = ""  # of a user: what the question is about
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -79,9 +61,9 @@ def said_in(record: Chat | Instruct | Conversation | ConverHasApi | RefQA) -> li
         return [question, Said("assistant", record.output, supervised=True)]
     said: list[Said] = []
     if isinstance(record, RefQA):
-        said.append(Said("context", record.reference, name=REFERENCE_TITLE))
+        said.append(Said("context", record.reference, name=texts.REFERENCE_TITLE))
     elif isinstance(record, ConverHasApi):
-        said.append(Said("context", record.api_desc, name=API_TITLE))
+        said.append(Said("context", record.api_desc, name=texts.API_TITLE))
     for role, content in record.rounds:
         if role == "ask":
             said.append(Said("user", str(content)))
@@ -125,7 +107,7 @@ def in_questions(said: Sequence[Said]) -> list[Said]:
     context = ""
     for each in said:
         if each.role == "context":
-            context += CHAT_CONTEXT.format(title=each.name, text=each.text)
+            context += texts.CHAT_CONTEXT.format(title=each.name, text=each.text)
             continue
         if context and each.role != "user":  # an answer that nobody asked for
             done.append(Said("user", context.rstrip("\n")))
@@ -136,17 +118,11 @@ def in_questions(said: Sequence[Said]) -> list[Said]:
 
 
 class Form(NamedTuple):
-    """What templates expect in different ways.
+    """What templates expect in different ways."""
 
-    Attributes:
-        parts: a content is a list of parts, as where there may be images.
-        text: the arguments are JSON, and no object.
-        none: a message that only calls has None as its content, and no empty text.
-    """
-
-    parts: bool = False
-    text: bool = False
-    none: bool = False
+    parts: bool = False  # a content is a list of parts, as where there may be images
+    text: bool = False  # the arguments are JSON, and no object
+    none: bool = False  # a message that only calls has None as its content, and no empty text
 
 
 def as_dicts(said: Sequence[Said], form: Form) -> list[JSON]:
@@ -185,7 +161,7 @@ def answer(spans: tuple[Span, ...], ends: bool) -> Said:
 
 
 def _asked(said: Said) -> str:
-    return CHAT_INPUT.format(ask=said.text, input=said.input) if said.input else said.text
+    return texts.CHAT_INPUT.format(ask=said.text, input=said.input) if said.input else said.text
 
 
 def _said_in_chat(chat: Chat) -> list[Said]:
@@ -218,8 +194,9 @@ def _api_spans(said: ApiAnswer) -> tuple[Span, ...]:
     spans = []
     for action in said.actions:
         param = json.dumps(action.api_param, ensure_ascii=False)
-        call = API_THOUGHT.format(thought=action.inner_thought) + API_CALL.format(name=action.api_name, param=param)
+        thought = texts.API_THOUGHT.format(thought=action.inner_thought)
+        call = thought + texts.API_CALL.format(name=action.api_name, param=param)
         result = action.api_res
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-        spans += [Span(call, True), Span(API_RESULT.format(result=text), False)]
-    return (*spans, Span(API_FINAL.format(ans=said.ans), True))
+        spans += [Span(call, True), Span(texts.API_RESULT.format(result=text), False)]
+    return (*spans, Span(texts.API_FINAL.format(ans=said.ans), True))

@@ -92,24 +92,23 @@ PromptFormat = Annotated[str, AfterValidator(_validate)]
 
 @dataclass(frozen=True)
 class Prompts:
-    """The config's keys for prompts.
+    """The config's keys for prompts."""
 
-    Attributes:
-        prompt_format: the tokenizer's chat template when it ships one, else plain, where absent.
-        template_args: what the template gets beside the messages, such as `enable_thinking`.
-        template_fallback: what becomes of what a template does not take: said in another way, or the record is
-            refused. Where absent, system messages, and roles that do not alternate, are rewritten; tools and thoughts
-            are refused.
-        mask: which tokens bear loss: all of the assistant's messages, those after the last question, or all.
-    """
-
+    # The tokenizer's chat template when it ships one, else plain, where absent.
     prompt_format: PromptFormat | None = None
+    # What the template gets beside the messages, such as `enable_thinking`.
     template_args: dict[str, Any] = field(default_factory=dict)
+    # What becomes of what a template does not take: said in another way, or the record is refused. Where absent, system
+    # messages, and roles that do not alternate, are rewritten; tools and thoughts are refused.
     template_fallback: Fallback | None = None
+    # Which tokens bear loss: all of the assistant's messages, those after the last question, or all.
     mask: Mask = "assistant"
 
 
-def as_prompts(given: Prompts | PromptFormat | None) -> Prompts:
+AnyPrompts = Prompts | PromptFormat | None  # all keys for prompts, or the format alone
+
+
+def as_prompts(given: AnyPrompts) -> Prompts:
     """A format alone leaves the rest as it is by default."""
     return given if isinstance(given, Prompts) else Prompts(given)
 

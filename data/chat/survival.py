@@ -106,13 +106,9 @@ def _check_unmarked(
         if each.calls:
             begin, end = turns[number].parts[0]
             for call in each.calls:
-                if not all(_is_in(value, text[begin:end]) for value in _unmarked(call)):
+                numbers = [str(value) for value in call.arguments.values() if type(value) in (int, float)]
+                if not all(_is_in(value, text[begin:end]) for value in (*call.arguments, *numbers)):
                     raise _refusal(f"arguments of a call of {call.name[:LONGEST_NAME]}", number)
-
-
-def _unmarked(call: Call) -> list[str]:
-    numbers = [str(value) for value in call.arguments.values() if type(value) in (int, float)]
-    return [*call.arguments, *numbers]
 
 
 def _is_in(words: str, text: str) -> bool:

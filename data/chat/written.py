@@ -16,15 +16,11 @@ class Span(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A sample as text.
-
-    Attributes:
-        loss: the ranges that bear loss, in order, none empty, none touching the next.
-        notes: what a person has to know of how it was written, each with an example of it.
-    """
+    """A sample as text."""
 
     text: str
-    loss: list[Range]
+    loss: list[Range]  # the ranges that bear loss, in order, none empty, none touching the next
+    # What a person has to know of how it was written, each with an example of it.
     notes: dict[str, str] = {}  # nobody changes it
 
 

@@ -17,7 +17,7 @@ from common.terminal import safe_text
 from data.chat.prompts import Prompts
 from data.errors import DataError
 from data.records.chat import Chat
-from data.tokenized.tokenize import IGNORED, Sample, encode_whole
+from data.tokenized.tokenize import IGNORED, Sample, encode_tokens
 
 MARKS = "\u27e6", "\u27e7"  # white square brackets
 _CALL = {"id": "call00001", "function": {"name": "weather", "arguments": {"city": "Lima"}}}
@@ -39,16 +39,12 @@ LONGEST_CHARACTER = 4  # bytes, and so tokens
 
 
 class Piece(NamedTuple):
-    """The fewest tokens that hold whole characters, most often one.
-
-    Attributes:
-        special: a control token of the model, not text.
-    """
+    """The fewest tokens that hold whole characters, most often one."""
 
     text: str
     ids: tuple[int, ...]
     supervised: bool
-    special: bool
+    special: bool  # a control token of the model, not text
 
 
 def summary(number: int, sample: Sample) -> str:
@@ -71,7 +67,7 @@ def show_tools(tokenizer: PreTrainedTokenizerBase, prompts: Prompts, console: Co
     """Print a short dialogue with a tool as the prompts' format writes it, or why it does not."""
     console.rule("how a call of a tool is written")
     try:
-        sample = encode_whole(WITH_TOOLS, tokenizer, prompts)
+        sample = encode_tokens(WITH_TOOLS, tokenizer, prompts).sample()
     except DataError as error:
         console.print(f"not at all: {error}", highlight=False, soft_wrap=True)
         return

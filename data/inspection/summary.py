@@ -7,19 +7,19 @@ takes time, a second for ten million samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy
 from rich.console import Console
 
 from common.terminal import safe_line
-from data.inspection.histogram import draw_lengths
 from data.loader import Loader
 from data.tokenized.columns import Tally
 from data.tokenized.dataset import Dataset
 
 LENGTHS_FILE = "lengths.png"
+BINS = 60
+SIZE, DPI = (9.0, 5.0), 120  # inches and dots an inch
 ROWS = 20  # of the table
 LONGEST_EXAMPLE = 360  # characters
 LONGEST_NAME = 60  # characters of a field's name
@@ -39,12 +39,9 @@ def table(dataset: Dataset) -> str:
     if len(groups) > 1:
         rows.append(("together", "", *_numbers(dataset.total)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(_aligned(row, widths)).rstrip() for row in rows)
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    sides = [str.ljust, str.ljust, *[str.rjust] * (len(row) - 2)]
-    return [pad(text, width) for pad, text, width in zip(sides, row, widths, strict=True)]
+    sides = [str.ljust, str.ljust, *[str.rjust] * (len(COLUMNS) - 2)]
+    aligned = [[pad(text, width) for pad, text, width in zip(sides, row, widths, strict=True)] for row in rows]
+    return "\n".join("  ".join(row).rstrip() for row in aligned)
 
 
 def facts(dataset: Dataset, max_seq_len: int, what: str = "an epoch") -> list[str]:
@@ -153,6 +150,32 @@ def report(
     told = warnings(dataset, max_seq_len)
     for warning in told + (overlap(dataset, evaluation_set) if evaluation_set is not None else []):
         log.print(f"warning: {warning}")
+
+
+def draw_lengths(dataset: Dataset, max_seq_len: int, path: Path) -> Path:
+    """Draw how many samples have how many tokens, each type of record in its own colour, as a PNG.
+
+    Raises:
+        OSError: the picture cannot be written.
+    """
+    from matplotlib.figure import Figure  # takes a second
+
+    types = numpy.array(dataset.types)
+    kinds = sorted(set(dataset.types))
+    figure = Figure(figsize=SIZE, dpi=DPI, layout="constrained")
+    axes = figure.subplots()
+    lengths = [dataset.lengths[types == kind] for kind in kinds]
+    longest = int(dataset.lengths.max())
+    axes.hist(lengths, bins=min(BINS, longest), range=(0, longest), stacked=True, label=kinds)
+    axes.axvline(dataset.lengths.mean(), color="black", linewidth=0.8, linestyle="--", label="mean")
+    if longest >= max_seq_len:
+        axes.axvline(max_seq_len, color="tab:red", linewidth=0.8, label="max_seq_len")
+    axes.set_title(f"{len(dataset):,} samples")
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("samples")
+    axes.legend(fontsize="small")
+    figure.savefig(path, format="png")
+    return path
 
 
 def packing(loader: Loader, samples: int) -> list[str]:

@@ -46,24 +46,15 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """One message.
-
-    Attributes:
-        content: what is said; absent where an assistant only calls tools.
-        reasoning_content: what an assistant thought first, where it is kept apart.
-        tool_calls: an assistant's calls.
-        tool_call_id: of the call that a tool's message answers.
-        name: of the tool that a tool's message comes from.
-        weight: 0 for an assistant's message without loss.
-    """
+    """One message."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str = ""
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCall] = Field(default_factory=list, fail_fast=True)
-    tool_call_id: str | None = None
-    name: str | None = None
-    weight: Literal[0, 1] = 1
+    content: str = ""  # what is said; absent where an assistant only calls tools
+    reasoning_content: str | None = None  # what an assistant thought first, where it is kept apart
+    tool_calls: list[ToolCall] = Field(default_factory=list, fail_fast=True)  # an assistant's calls
+    tool_call_id: str | None = None  # of the call that a tool's message answers
+    name: str | None = None  # of the tool that a tool's message comes from
+    weight: Literal[0, 1] = 1  # 0 for an assistant's message without loss
 
     @model_validator(mode="before")
     @classmethod
@@ -114,15 +105,12 @@ class Message(BaseModel):
 
 
 class Chat(BaseModel):
-    """A dialogue; loss on the assistant's messages.
-
-    Attributes:
-        tools: what the assistant may call, as OpenAI writes it: `{"type": "function", "function": {name, ...}}` with a
-            JSON schema of the parameters. A bare function, `{name, ...}`, is put into that frame.
-    """
+    """A dialogue; loss on the assistant's messages."""
 
     type: Literal["chat"] = "chat"
     messages: list[Message] = Field(min_length=1, fail_fast=True)
+    # What the assistant may call, as OpenAI writes it: `{"type": "function", "function": {name, ...}}` with a JSON
+    # schema of the parameters. A bare function, `{name, ...}`, is put into that frame.
     tools: list[dict[str, Any]] = Field(default_factory=list, fail_fast=True)
 
     @field_validator("tools", mode="before")

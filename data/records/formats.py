@@ -25,33 +25,18 @@ LISTS = ("messages", "conversations", "conversation")  # of messages
 
 
 class Converted(NamedTuple):
-    """What one object holds.
+    """What one object holds."""
 
-    Attributes:
-        records: at least one.
-        unused: its fields that were not used, and that somebody might ask about.
-    """
-
-    records: list[Record]
-    unused: list[str]
+    records: list[Record]  # at least one
+    unused: list[str]  # its fields that were not used, and that somebody might ask about
 
 
 class Format(NamedTuple):
-    """How a layout is recognised and converted.
+    """How a layout is recognised and converted."""
 
-    Attributes:
-        fields: what tells it; of each group one field has to be there.
-        known: all that it takes: the first one of each group that is there.
-        convert: raises DataError or pydantic's ValidationError.
-    """
-
-    fields: tuple[tuple[str, ...], ...]
-    known: tuple[tuple[str, ...], ...]
-    convert: Callable[[dict[str, Any]], list[Record]]
-
-    def recognises(self, raw: Mapping[str, Any]) -> bool:
-        """Whether an object has the fields."""
-        return all(any(name in raw for name in group) for group in self.fields)
+    fields: tuple[tuple[str, ...], ...]  # what tells it; of each group one field has to be there
+    known: tuple[tuple[str, ...], ...]  # all that it takes: the first one of each group that is there
+    convert: Callable[[dict[str, Any]], list[Record]]  # raises DataError or pydantic's ValidationError
 
     def extra(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """What it does not take."""
@@ -72,14 +57,10 @@ def _names(name: str, alias: Any) -> tuple[str, ...]:
     return tuple(map(str, alias.choices)) if isinstance(alias, AliasChoices) else (name,)
 
 
-def _own(kind: str) -> Format:
-    names = tuple((name,) for name in KINDS[kind].model_fields)
-    return Format((("type",),), names, lambda raw: [parse_record(raw)])
-
-
-OWN = {kind: _own(kind) for kind in KINDS}
+PIPETUNE = Format((("type",),), (("type",),), lambda raw: [parse_record(raw)])
+OWN = {kind: PIPETUNE._replace(known=tuple((name,) for name in model.model_fields)) for kind, model in KINDS.items()}
 FORMATS: dict[str, Format] = {
-    "pipetune": Format((("type",),), (("type",),), lambda raw: [parse_record(raw)]),
+    "pipetune": PIPETUNE,
     "openai": _format(layouts.OpenAI),
     "sharegpt": _format(layouts.ShareGPT),
     "squad": _format(layouts.SquadArticle),
@@ -141,8 +122,8 @@ def _untaken(known: tuple[tuple[str, ...], ...], fields: tuple[str, ...]) -> tup
 @lru_cache
 def _by_fields(fields: tuple[str, ...]) -> Format | None:
     """The first format that takes these fields; a file's records mostly have the same ones."""
-    there = dict.fromkeys(fields)
-    return next((known for name, known in FORMATS.items() if name != "pipetune" and known.recognises(there)), None)
+    others = (known for known in FORMATS.values() if known is not PIPETUNE)
+    return next((known for known in others if all(set(group) & set(fields) for group in known.fields)), None)
 
 
 def _find(there: dict[str, Any], named: dict[str, Any], format_name: str | None) -> Format:
@@ -154,7 +135,7 @@ def _find(there: dict[str, Any], named: dict[str, Any], format_name: str | None)
     if known := _by_fields(tuple(there)) or _by_fields(tuple(named)):
         return known
     if kind is not None:
-        return FORMATS["pipetune"]  # its complaint lists the types
+        return PIPETUNE  # its complaint lists the types
     names = [shown(name) for name in list(named)[:FIELDS_SHOWN]] + ["..."] * (len(named) > FIELDS_SHOWN)
     formats = "; ".join(f"{name} ({known})" for name, known in FORMATS.items())
     raise DataError(

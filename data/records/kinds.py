@@ -5,20 +5,16 @@ from __future__ import annotations
 import re
 
 ARCHIVE = "expected it unpacked"
-MARKS: dict[bytes, tuple[str, str]] = {
+MARKS: dict[bytes | tuple[bytes, ...], tuple[str, str]] = {
     b"PK\x03\x04": ("a zip archive", ARCHIVE),
     b"7z\xbc\xaf\x27\x1c": ("a 7z archive", ARCHIVE),
     b"Rar!": ("a rar archive", ARCHIVE),
     b"BZh": ("compressed by bzip2", "expected it unpacked, or gzip or zstd"),
     b"\xfd7zXZ\0": ("compressed by xz", "expected it unpacked, or gzip or zstd"),
     b"\xd0\xcf\x11\xe0": ("an old Office document", "expected a spreadsheet saved as CSV in UTF-8"),
-    b"\x89PNG": ("an image", "expected records"),
-    b"\xff\xd8\xff": ("an image", "expected records"),
-    b"GIF8": ("an image", "expected records"),
+    (b"\x89PNG", b"\xff\xd8\xff", b"GIF8"): ("an image", "expected records"),
     b"%PDF": ("a PDF", "expected its text"),
-    b"\x80\x02": ("a pickle, which is never opened", "expected JSON, CSV or Parquet"),
-    b"\x80\x04": ("a pickle, which is never opened", "expected JSON, CSV or Parquet"),
-    b"\x80\x05": ("a pickle, which is never opened", "expected JSON, CSV or Parquet"),
+    (b"\x80\x02", b"\x80\x04", b"\x80\x05"): ("a pickle, which is never opened", "expected JSON, CSV or Parquet"),
     b"SQLite format 3": ("a database", "expected a table of it saved as CSV in UTF-8"),
     b"version https://git-lfs": ("a pointer of Git LFS, not the file", "expected it after git lfs pull"),
 }

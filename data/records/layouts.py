@@ -111,17 +111,11 @@ class SelfInstruct(Layout):
 
 
 class Asked(Layout):
-    """One question and its answer, and what may come before them.
+    """One question and its answer, and what may come before them."""
 
-    Attributes:
-        system: who the model is to be.
-        history: earlier pairs of question and answer.
-        tools: what the answer might have called.
-    """
-
-    system: str | None = Field(None, validation_alias=AliasChoices("system", "system_prompt"))
-    history: list[tuple[str, str]] | None = Field(None, fail_fast=True)
-    tools: Any = Field(None, validation_alias=AliasChoices("tools", "functions"))
+    system: str | None = Field(None, validation_alias=AliasChoices("system", "system_prompt"))  # who the model is to be
+    history: list[tuple[str, str]] | None = Field(None, fail_fast=True)  # earlier pairs of question and answer
+    tools: Any = Field(None, validation_alias=AliasChoices("tools", "functions"))  # what the answer might have called
 
     def alone(self) -> bool:
         """Whether nothing comes before."""

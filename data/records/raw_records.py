@@ -39,14 +39,10 @@ WRAPPED = re.compile(rb'\s*\{(?:\s*"\w+"\s*:\s*(?:"[^"\\]*"|[\d.]+|null)\s*,)*\s
 
 
 class RawRecord(NamedTuple):
-    """One record of a file, not yet parsed.
+    """One record of a file, not yet parsed."""
 
-    Attributes:
-        number: from 1; in a file of lines, the number of the line. 0 for the file as a whole.
-        kind: what `value` is: bytes of "json" or of "text", a "row" of a table, or the complaint about "damage".
-    """
-
-    number: int
+    number: int  # from 1; in a file of lines, the number of the line. 0 for the file as a whole.
+    # What `value` is: bytes of "json" or of "text", a "row" of a table, or the complaint about "damage".
     kind: Literal["json", "text", "row", "damage"]
     value: Any
 

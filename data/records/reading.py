@@ -69,16 +69,12 @@ def _decoded(text: bytes) -> str:
 
 
 class BadRecords:
-    """What is done about bad records, for whoever meets them.
-
-    Attributes:
-        count: how many there were.
-    """
+    """What is done about bad records, for whoever meets them."""
 
     def __init__(self, on_bad_record: OnBadRecord, log: Callable[[str], None]) -> None:
         self.on_bad_record = on_bad_record
         self.log = log
-        self.count = 0
+        self.count = 0  # how many there were
         self._lines: list[str] = []
 
     def add(self, line: str) -> None:

@@ -38,24 +38,19 @@ MOST_PLACES = 100_000  # files and folders that a glob may lead through
 
 
 class Source(BaseModel):
-    """One entry of `data_path`.
-
-    Attributes:
-        path: a file, a glob or a folder, or a list of them.
-        repeat: how often an epoch holds each record; fractions are allowed.
-        weight: the share of the epoch, relative to the weights of the other entries; then every entry needs one.
-        format: of the records (`data.records.formats.FORMATS`), or `text_file`: each file is one text. Recognised where
-            absent.
-        columns: what the records call a format's fields, `{prompt: my_question}`; of messages also what their `role`
-            and `content` are called, and who speaks as `user`, `assistant`, `system` and `tool`.
-    """
+    """One entry of `data_path`."""
 
     model_config = ConfigDict(extra="forbid")
 
-    path: str | list[str] = Field(min_length=1)
+    path: str | list[str] = Field(min_length=1)  # a file, a glob or a folder, or a list of them
+    # How often an epoch holds each record; fractions are allowed.
     repeat: float = Field(default=1, gt=0, le=10_000, allow_inf_nan=False)
+    # The share of the epoch, relative to the weights of the other entries; then every entry needs one.
     weight: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    # Of the records (`data.records.formats.FORMATS`), or `text_file`: each file is one text. Recognised where absent.
     format: str | None = None
+    # What the records call a format's fields, `{prompt: my_question}`; of messages also what their `role` and `content`
+    # are called, and who speaks as `user`, `assistant`, `system` and `tool`.
     columns: dict[str, str] = {}
 
     @field_validator("format", mode="after")

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from data.chat.prompts import PromptFormat, Prompts, Truncate, as_prompts
 from data.errors import DataError
+from data.loader import GlobalBatch, Loader
 from data.records.reading import OnBadRecord
 from data.records.sources import Source, as_sources, files_of
 from data.streaming.windows import Made, Windows
@@ -41,18 +42,13 @@ class _Held:
 
 
 class Stream:
-    """Samples by number, of the windows that the last `take` and the one before it needed.
-
-    Attributes:
-        windows: where each begins, and what was made of them.
-        waiting: called every second while a window is waited for.
-        until: the position where the run ends, in one process of each host: this one makes windows before they are
-            needed, and removes old ones. 0 in the others.
-    """
+    """Samples by number, of the windows that the last `take` and the one before it needed."""
 
     def __init__(self, windows: Windows, seed: int) -> None:
-        self.windows = windows
-        self.waiting: Callable[[], object] = lambda: None
+        self.windows = windows  # where each begins, and what was made of them
+        self.waiting: Callable[[], object] = lambda: None  # called every second while a window is waited for
+        # The position where the run ends, in one process of each host: this one makes windows before they are needed,
+        # and removes old ones. 0 in the others.
         self.until = 0
         self._seed = seed
         self._ends: list[int] = []  # [windows that were made], samples up to the end of each
@@ -106,7 +102,7 @@ class Stream:
 
     @property
     def samples(self) -> Any:
-        """Looked up by number, as are the other two that a `data.tokenized.sample_set.SampleSet` has."""
+        """Looked up by number, as are the other two that a `data.tokenized.dataset.SampleSet` has."""
         return _Column(self, lambda dataset: dataset.samples)
 
     @property
@@ -185,6 +181,26 @@ class _Column:
     def _at(self, number: int) -> Any:
         dataset, place = self._stream.find(number)
         return self._column(dataset)[place]
+
+
+class StreamLoader(Loader):
+    """Cuts a stream into global batches, all of them full, as it has no end.
+
+    How many an epoch has is not known. A batch's tensors can be made until the one after the next is cut.
+    """
+
+    data: Stream
+
+    def batch(self, step: int) -> GlobalBatch:
+        """The global batch of a step, counted from 0."""
+        return self.batch_of(self.data.take(step * self.batch_size, self.batch_size))
+
+    def epoch(self, step: int) -> int:
+        """In which a step that was cut begins, counted from 0."""
+        return self.data.epoch(step * self.batch_size)
+
+    def _count_steps(self, drop_last: bool) -> int:
+        return 0
 
 
 def open_stream(

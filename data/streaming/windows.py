@@ -9,7 +9,7 @@ beginning, but not tokenized; files that are larger than a window make that slow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
@@ -38,28 +38,19 @@ class Place(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What is kept of a window.
-
-    Attributes:
-        end: where the next one begins.
-        fingerprint: of its tokens and labels.
-    """
+    """What is kept of a window."""
 
     samples: int
-    end: Place
-    fingerprint: str
+    end: Place  # where the next one begins
+    fingerprint: str  # of its tokens and labels
 
 
 class Windows:
     """The windows of all epochs, counted from 0.
 
-    Attributes:
-        made: those that were made so far.
-        sizes: of the files, in bytes, by path.
-        n_bytes: of a window's samples.
-
     Args:
         recipe: of all records.
+        n_bytes: of a window's samples.
         folder: for the samples of this run and no other.
         log: told whom this process waits for.
 
@@ -68,8 +59,8 @@ class Windows:
     """
 
     def __init__(self, recipe: Recipe, n_bytes: int, seed: int, folder: Path, log: Console) -> None:
-        self.made: list[Made] = []
-        self.sizes = {file.path: stamp(Path(file.path))[0] for file in recipe.files}
+        self.made: list[Made] = []  # those that were made so far
+        self.sizes = {file.path: stamp(Path(file.path))[0] for file in recipe.files}  # in bytes, by path
         self.n_bytes = n_bytes
         self.asked = recipe.asked([self.sizes[file.path] for file in recipe.files])
         self._recipe = recipe
@@ -118,7 +109,8 @@ class Windows:
                 )
             return dataset
         self.made.append(made)
-        if over and not any(each.samples for each in self._of_epoch(begin.epoch)):
+        of_epoch = (made for number, made in enumerate(self.made) if self.begin(number).epoch == begin.epoch)
+        if over and not any(each.samples for each in of_epoch):
             limit = recipe.max_seq_len
             raise DataError(f"{recipe.names}: nothing bears loss within max_seq_len {limit}; expected a larger limit")
         return dataset
@@ -137,9 +129,6 @@ class Windows:
         """The samples of the first records, which are no window."""
         recipe = self._recipe_of(0, n_bytes=1)
         return Dataset(open_cache(recipe, self._folder, self._log), [file.path for file in recipe.files])
-
-    def _of_epoch(self, epoch: int) -> Iterable[Made]:
-        return (made for number, made in enumerate(self.made) if self.begin(number).epoch == epoch)
 
     def _recipe_of(self, number: int, n_bytes: int | None = None) -> Recipe:
         place = self.begin(number)

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from tqdm import tqdm
 
 BEHIND = 10  # how far a run comes first that trains meanwhile, in the system's steps of niceness
@@ -57,7 +58,8 @@ def main() -> None:
     progress = Progress(disable=None if job["progress"] else True)  # None: only on a terminal
     try:
         cache = Cache(Path(job["folder"]))
-        path = cache.make(Recipe.from_json(job["recipe"]), progress, workers=len(os.sched_getaffinity(0)))
+        recipe = TypeAdapter(Recipe).validate_json(job["recipe"])
+        path = cache.make(recipe, progress, workers=len(os.sched_getaffinity(0)))
         result = {"path": str(path)}
     except DataError as error:
         result = {"error": str(error)}

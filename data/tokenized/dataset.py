@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 from numpy.typing import NDArray
@@ -36,35 +37,26 @@ from data.tokenized.tokenize import IGNORED, Sample
 class Dataset:
     """Samples ready to be batched, in the order of their records.
 
-    Attributes:
-        samples: `input_ids` and `labels` of each, as int32 arrays.
-        files: that the records are from.
+    Args:
         folder: of the cache.
-        tallies: what became of the records, by file and type of record.
-        n_bad: how many records were left out because something is wrong with them.
-        skipped: a line for each of the first of these, and their count.
-        unused: how many records have which fields that were not used, the most frequent first.
-        notes: what has to be told of how records were written, of how many, and an example of each.
-        duplicates: how many of the cache's samples equal an earlier one.
+        files: that the records are from.
+        numbers: which of the cache's samples, and in what order; all of them where absent.
     """
 
     def __init__(self, folder: Path, files: Sequence[str], numbers: NDArray[numpy.int64] | None = None) -> None:
-        """
-        Args:
-            numbers: which of the cache's samples, and in what order; all of them where absent.
-        """
         meta = read_meta(folder)
-        self.samples = SampleFile(folder / SAMPLES, numbers)
+        self.samples = SampleFile(folder / SAMPLES, numbers)  # `input_ids` and `labels` of each, as int32 arrays
         self.files = list(files)
         self.folder = folder
-        self.tallies: dict[tuple[str, str], Tally] = {}
+        self.tallies: dict[tuple[str, str], Tally] = {}  # what became of the records, by file and type of record
         for file, kind, counts in meta["tallies"]:
             self.tallies.setdefault((self.files[file], kind), Tally()).add(Tally(**counts))
-        self.n_bad = int(meta["n_bad"])
-        self.skipped: list[str] = meta["skipped"]
-        self.unused: dict[str, int] = meta["unused"]
+        self.n_bad = int(meta["n_bad"])  # how many records were left out because something is wrong with them
+        self.skipped: list[str] = meta["skipped"]  # a line for each of the first of these, and their count
+        self.unused: dict[str, int] = meta["unused"]  # how many records have which unused fields, most frequent first
+        # What has to be told of how records were written, of how many, and an example of each.
         self.notes: list[tuple[str, int, str]] = meta["notes"]
-        self.duplicates: int = meta["duplicates"]
+        self.duplicates: int = meta["duplicates"]  # how many of the cache's samples equal an earlier one
         self._fingerprint: str = meta["fingerprint"]
         self._numbers = numbers
 
@@ -167,14 +159,8 @@ def load_dataset(
     """
     sources = as_sources(data_path)
     files = [[DataFile(str(file), source.format, source.columns) for file in files_of(source)] for source in sources]
-    recipe = Recipe(
-        tuple(chain.from_iterable(files)),
-        str(tokenizer),
-        as_prompts(prompt_format),
-        max_seq_len,
-        on_bad_record,
-        truncate,
-    )
+    every = tuple(chain.from_iterable(files))
+    recipe = Recipe(every, str(tokenizer), as_prompts(prompt_format), max_seq_len, on_bad_record, truncate)
     folder = expanded(cache_dir) if cache_dir else default_folder()
     found = open_cache(recipe, folder, log or Console(quiet=True))
     dataset = Dataset(found, [file.path for file in recipe.files])
@@ -183,6 +169,34 @@ def load_dataset(
     in_file = numpy.bincount(dataset.samples.column("file"), minlength=len(recipe.files))
     ends = numpy.cumsum([len(its) for its in files])
     return dataset.select(mixture(sources, [int(each.sum()) for each in numpy.split(in_file, ends[:-1])], seed))
+
+
+class SampleSet(Protocol):
+    """What a loader asks of tokenized records: the samples, and what is known of each without reading it."""
+
+    @property
+    def samples(self) -> Sequence[Sample]: ...
+
+    @property
+    def lengths(self) -> NDArray[numpy.int32]: ...  # [n], tokens of each sample
+
+    @property
+    def supervised(self) -> NDArray[numpy.int32]: ...  # [n], how many of them bear loss
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """Samples that somebody made without files: a benchmark or a test."""
+
+    samples: Sequence[Sample]
+
+    @cached_property
+    def lengths(self) -> NDArray[numpy.int32]:
+        return numpy.array([len(sample["input_ids"]) for sample in self.samples], dtype=numpy.int32)
+
+    @cached_property
+    def supervised(self) -> NDArray[numpy.int32]:
+        return numpy.array([supervised_count(sample) for sample in self.samples], dtype=numpy.int32)
 
 
 def supervised_count(sample: Sample) -> int:

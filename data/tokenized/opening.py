@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from rich.console import Console
 
 from common.lease import Held, Lease
@@ -91,10 +92,11 @@ def open_cache(recipe: Recipe, folder: Path, log: Console, progress: bool = True
 def _build(cache: Cache, recipe: Recipe, folder: Path, progress: bool) -> Path:
     if recipe.size() < SMALL:
         return cache.make(recipe, lambda *_: None, workers=0)
+    sent = TypeAdapter(Recipe).dump_json(recipe)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     ended = subprocess.run(  # which ends it, should this process be interrupted
         [sys.executable, "-m", "data.tokenized.builder"],
-        input=json.dumps({"recipe": recipe.to_json(), "folder": str(folder.resolve()), "progress": progress}),
+        input=json.dumps({"recipe": sent.decode(), "folder": str(folder.resolve()), "progress": progress}),
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},

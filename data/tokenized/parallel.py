@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy
 import pyarrow
@@ -45,41 +45,30 @@ CHUNK_RECORDS, CHUNK_BYTES = 512, 2**18
 AHEAD = 4  # chunks under way for each worker
 
 
-class Tell(Protocol):
-    """Takes progress: what is being done, how many of how many bytes are done, and how many records."""
-
-    def __call__(self, what: str, done: int, total: int, records: int) -> None: ...
+# Takes progress: what is being done, how many of how many bytes are done, and how many records.
+Tell = Callable[[str, int, int, int], None]
 
 
-class Raw(NamedTuple):
-    """A raw record, which of the recipe's files it is from, and its place among that file's records, from 1."""
+class Chunk(NamedTuple):
+    """Raw records for a worker."""
 
-    file: int
-    place: int
-    record: RawRecord
+    end: tuple[int, int]  # file and place of the last record, counted from 1 among that file's records
+    # Which of the recipe's files each is from, and what a `RawRecord` has; bare, they cost a third to send.
+    records: list[tuple[Any, ...]]
 
 
 @dataclass
 class Answer:
-    """What became of a chunk.
+    """What became of a chunk."""
 
-    Attributes:
-        end: file and place of the chunk's last record.
-        bad: a line for each record that cannot be used.
-        unused: how many records have which fields that were not used.
-        notes: what has to be told of how records were written, and of how many.
-        examples: of each of these, the first.
-        samples: those of the records, unless these were only checked.
-        tallies: what became of the records.
-    """
-
-    end: tuple[int, int]
-    bad: list[str] = field(default_factory=list)
-    unused: Counter[str] = field(default_factory=Counter)
+    end: tuple[int, int]  # of the chunk
+    bad: list[str] = field(default_factory=list)  # a line for each record that cannot be used
+    unused: Counter[str] = field(default_factory=Counter)  # how many records have which fields that were not used
+    # What has to be told of how records were written, and of how many.
     notes: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)
-    samples: pyarrow.RecordBatch | None = None
-    tallies: Tallies = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)  # of each of these, the first
+    samples: pyarrow.RecordBatch | None = None  # those of the records, unless these were only checked
+    tallies: Tallies = field(default_factory=dict)  # what became of the records
 
 
 class Encoder:
@@ -94,47 +83,46 @@ class Encoder:
         self._tokenizer = load_tokenizer(recipe.tokenizer)
         self._control_words = ControlWords(self._tokenizer)
 
-    def encode(self, chunk: list[Raw], only_check: bool) -> Answer:
+    def encode(self, chunk: Chunk, only_check: bool) -> Answer:
         """Parse the records and, unless they are only to be checked, tokenize and cut them."""
-        recipe, answer = self._recipe, Answer(end=(chunk[-1].file, chunk[-1].place))
-        parsed: list[tuple[Raw, Record]] = []
-        for raw in chunk:
-            _, format_name, columns = recipe.files[raw.file]
+        recipe, answer = self._recipe, Answer(chunk.end)
+        parsed: list[tuple[int, RawRecord, Record]] = []
+        unused: list[str] = []
+        for file, *fields in chunk.records:
+            raw = RawRecord(*fields)
             try:
-                converted = parse(raw.record, format_name, columns)
+                converted = parse(raw, *recipe.files[file][1:])
             except DataError as error:
-                answer.bad.append(self._complaint(raw, error))
+                answer.bad.append(self._complaint(file, raw, error))
             else:
-                parsed += [(raw, record) for record in converted.records]
-                answer.unused.update(converted.unused)
+                parsed += [(file, raw, record) for record in converted.records]
+                unused += converted.unused
+        answer.unused.update(unused)
         if only_check:
             return answer
         encoded = []
-        many = encode_many([record for _, record in parsed], self._tokenizer, recipe.prompts)
-        for (raw, record), whole in zip(parsed, many, strict=True):
+        many = encode_many([record for *_, record in parsed], self._tokenizer, recipe.prompts)
+        for (file, raw, record), whole in zip(parsed, many, strict=True):
             try:
                 if isinstance(whole, DataError):
                     raise whole
                 tokens = fit(record, whole, recipe.max_seq_len, recipe.truncate, self._tokens)
             except DataError as error:
-                answer.bad.append(self._complaint(raw, error))
+                answer.bad.append(self._complaint(file, raw, error))
                 continue
-            empty, control = has_empty_answer(record), self._has_control_words(raw.record, record)
-            encoded.append(Encoded(raw.file, raw.record.number, record.type, empty, control, tokens))
-            answer.notes.update(tokens.notes.keys())
-            answer.examples = tokens.notes | answer.examples
+            control = self._control_words.possible(raw.value) and bool(self._control_words.found(record))
+            encoded.append(Encoded(file, raw.number, record.type, has_empty_answer(record), control, tokens))
+        notes = [note for each in encoded for note in each.tokens.notes.items()]
+        answer.notes.update(note for note, _ in notes)
+        answer.examples = dict(reversed(notes))
         answer.samples, answer.tallies = as_columns(encoded, recipe.max_seq_len)
         return answer
 
-    def _complaint(self, raw: Raw, error: DataError) -> str:
-        return f"{origin(self._recipe.files[raw.file].path, raw.record.number)}: {error}"
+    def _complaint(self, file: int, raw: RawRecord, error: DataError) -> str:
+        return f"{origin(self._recipe.files[file].path, raw.number)}: {error}"
 
     def _tokens(self, record: Record) -> Tokens:
         return encode_tokens(record, self._tokenizer, self._recipe.prompts)
-
-    def _has_control_words(self, raw: RawRecord, record: Record) -> bool:
-        possible = self._control_words.possible(raw.value) if isinstance(raw.value, bytes) else True
-        return possible and bool(self._control_words.found(record))
 
 
 def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
@@ -197,25 +185,25 @@ def digest_of(meta: dict[str, Any]) -> str:
     return sha256(json.dumps(noted, sort_keys=True).encode()).hexdigest()
 
 
-def _chunks(recipe: Recipe, tell: Tell) -> Iterator[list[Raw]]:
+def _chunks(recipe: Recipe, tell: Tell) -> Iterator[Chunk]:
     """The records in lots that make about the same work."""
     total, done, records = recipe.size(), 0, 0
-    chunk: list[Raw] = []
+    chunk: list[tuple[Any, ...]] = []
     size = 0
     first, skip = recipe.window[:2] if recipe.window else (0, 0)
     for file, (path, format_name, _) in list(enumerate(recipe.files))[first:]:
         before = skip if file == first else 0
         later = islice(read_file(Path(path), format_name), before, None)
         for place, record in enumerate(later, start=before + 1):
-            chunk.append(Raw(file, place, record))
+            chunk.append((file, *record))
             size += _size(record)
             if size >= CHUNK_BYTES or len(chunk) >= CHUNK_RECORDS:
                 done, records = done + size, records + len(chunk)
-                yield chunk
+                yield Chunk((file, place), chunk)
                 chunk, size = [], 0
                 tell("tokenizing", done, total, records)
     if chunk:
-        yield chunk
+        yield Chunk((file, place), chunk)
 
 
 def _size(record: RawRecord) -> int:
@@ -239,7 +227,7 @@ def has_empty_answer(record: Record) -> bool:
 
 
 def _in_order(
-    encoder: Encoder, chunks: Iterable[list[Raw]], workers: int, only_check: Callable[[], bool]
+    encoder: Encoder, chunks: Iterable[Chunk], workers: int, only_check: Callable[[], bool]
 ) -> Iterator[Answer]:
     """The answers for all chunks."""
     if not workers:
@@ -266,7 +254,7 @@ def _in_order(
 _encoder: Encoder
 
 
-def _encode(chunk: list[Raw], only_check: bool) -> Answer:
+def _encode(chunk: Chunk, only_check: bool) -> Answer:
     answer = _encoder.encode(chunk, only_check)
     gc.collect()  # a few objects; while the chunk's thousands were there, it would be many times a chunk
     return answer

@@ -19,20 +19,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import TypeAdapter
-
 from data.chat.prompts import CHAT_TEMPLATE, PLAIN, Prompts, Truncate, template_in_file
 from data.records.reading import OnBadRecord
 from data.tokenized.digests import stamp
 
 LAYOUT = 2  # of the cache's files
-TOKENIZER_FILES = (
-    "tokenizer* vocab* merges* *.model *.jinja chat_templates/* config.json special_tokens_map.json".split()
-)
-TOKENIZER_FILES += ["added_tokens.json"]
+TOKENIZER_FILES = "tokenizer* vocab* merges* *.model *.jinja chat_templates/* config.json".split()
+TOKENIZER_FILES += ["special_tokens_map.json", "added_tokens.json"]
 # Rooms and modules that no sample depends on: they carry samples and store them, or come later. Any other counts.
 CARRIERS = "tokenized/builder tokenized/opening tokenized/store tokenized/digests tokenized/recipe"
-LATER = "tokenized/dataset tokenized/sample_set inspection/ streaming/ loader packing"
+LATER = "tokenized/dataset inspection/ streaming/ loader packing"
 LIBRARIES = ("tokenizers", "transformers", "jinja2")
 
 
@@ -45,51 +41,25 @@ class DataFile(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A stretch of the records of many files.
+    """A stretch of the records of many files."""
 
-    Attributes:
-        file: the first one, as a place in the recipe's files.
-        skip: how many of that file's records come before.
-        n_bytes: of samples; the window ends with the chunk of records that reaches them, or with the last file.
-        contents: what tells the files' contents from others.
-    """
-
-    file: int
-    skip: int
-    n_bytes: int
-    contents: str
+    file: int  # the first one, as a place in the recipe's files
+    skip: int  # how many of that file's records come before
+    n_bytes: int  # of samples; the window ends with the chunk of records that reaches them, or with the last file
+    contents: str  # what tells the files' contents from others
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A set of files and what to do with their records.
+    """A set of files and what to do with their records."""
 
-    Attributes:
-        files: in the order of their samples.
-        tokenizer: folder of the tokenizer.
-        max_seq_len: longest sample in tokens.
-        prompts: its format is named.
-        on_bad_record: stop before training, or leave the record out.
-        truncate: what becomes of a dialogue of more tokens.
-        window: which of the records; all where absent.
-    """
-
-    files: tuple[DataFile, ...]
-    tokenizer: str
-    prompts: Prompts
-    max_seq_len: int
-    on_bad_record: OnBadRecord = "stop"
-    truncate: Truncate = "turns"
-    window: Window | None = None
-
-    def to_json(self) -> str:
-        """For the builder's process."""
-        return TypeAdapter(Recipe).dump_json(self).decode()
-
-    @staticmethod
-    def from_json(text: str) -> Recipe:
-        """What `to_json` gave."""
-        return TypeAdapter(Recipe).validate_json(text)
+    files: tuple[DataFile, ...]  # in the order of their samples
+    tokenizer: str  # folder of the tokenizer
+    prompts: Prompts  # its format is named
+    max_seq_len: int  # longest sample in tokens
+    on_bad_record: OnBadRecord = "stop"  # stop before training, or leave the record out
+    truncate: Truncate = "turns"  # what becomes of a dialogue of more tokens
+    window: Window | None = None  # which of the records; all where absent
 
     @property
     def names(self) -> str:

@@ -26,7 +26,7 @@ from data.chat.chat_template import ChatTemplate, chat_template, end_of_sequence
 from data.chat.messages import JSON, Said, said_in, with_mask
 from data.chat.native_tokenizers import native_tokenizer
 from data.chat.plain import write_plain
-from data.chat.prompts import PLAIN, PromptFormat, Prompts, as_prompts, format_of
+from data.chat.prompts import PLAIN, AnyPrompts, Prompts, as_prompts, format_of
 from data.chat.sandbox import SlowTemplate
 from data.chat.written import Span, Written, join
 from data.errors import DataError
@@ -37,6 +37,8 @@ JOINED = "one token holds the end of a prompt and the beginning of its answer, s
 MANY_RANGES = 16  # for so few it costs less to walk than to make a list of all tokens' places
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json")
 
+AnyRecord = Record | dict[str, Any]  # parsed, or its JSON object
+
 
 class Sample(TypedDict):
     """One tokenized record; both lists have the same length."""
@@ -46,16 +48,11 @@ class Sample(TypedDict):
 
 
 class Tokens(NamedTuple):
-    """One tokenized record, in the form that many of them are made and kept in.
-
-    Attributes:
-        loss: ranges [begin, end) of tokens that bear loss, in order, none empty.
-        notes: see `Written`.
-    """
+    """One tokenized record, in the form that many of them are made and kept in."""
 
     ids: list[int]
-    loss: list[tuple[int, int]]
-    notes: dict[str, str] = {}  # nobody changes it
+    loss: list[tuple[int, int]]  # ranges [begin, end) of tokens that bear loss, in order, none empty
+    notes: dict[str, str] = {}  # see `Written`; nobody changes it
 
     def sample(self) -> Sample:
         """With a label for each token."""
@@ -95,40 +92,23 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 def encode(
-    record: Record | dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    max_seq_len: int,
-    prompt_format: Prompts | PromptFormat | None = None,
+    record: AnyRecord, tokenizer: PreTrainedTokenizerBase, max_seq_len: int, prompt_format: AnyPrompts = None
 ) -> Sample:
     """Turn one record of any kind into token ids and labels.
 
     Args:
-        record: a parsed record, or its JSON object.
         max_seq_len: what is longer is cut at the end.
-        prompt_format: how it is written: the format alone, or all keys for prompts.
+        prompt_format: how it is written.
 
     Raises:
         DataError: the record is wrong or the format cannot hold it.
     """
-    sample = encode_whole(record, tokenizer, prompt_format)
+    sample = encode_tokens(record, tokenizer, prompt_format).sample()
     return {"input_ids": sample["input_ids"][:max_seq_len], "labels": sample["labels"][:max_seq_len]}
 
 
-def encode_whole(
-    record: Record | dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_format: Prompts | PromptFormat | None = None,
-) -> Sample:
-    """`encode` without a limit on the length."""
-    return encode_tokens(record, tokenizer, prompt_format).sample()
-
-
-def encode_tokens(
-    record: Record | dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_format: Prompts | PromptFormat | None = None,
-) -> Tokens:
-    """`encode_whole` in the form that samples are kept in."""
+def encode_tokens(record: AnyRecord, tokenizer: PreTrainedTokenizerBase, prompt_format: AnyPrompts = None) -> Tokens:
+    """`encode` without a limit on the length, in the form that samples are kept in."""
     (tokens,) = encode_many([record], tokenizer, prompt_format)
     if isinstance(tokens, DataError):
         raise tokens
@@ -136,9 +116,7 @@ def encode_tokens(
 
 
 def encode_many(
-    records: Sequence[Record | dict[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_format: Prompts | PromptFormat | None = None,
+    records: Sequence[AnyRecord], tokenizer: PreTrainedTokenizerBase, prompt_format: AnyPrompts = None
 ) -> list[Tokens | DataError]:
     """`encode_tokens` for many records at once, in their order; what is wrong with a record stands in its place.
 
@@ -207,13 +185,17 @@ class Writer:
 
     @cached_property
     def _beginning(self) -> list[int]:
-        return beginning_of_sequence(self._tokenizer)
+        """The ids that the tokenizer itself puts before a text, often one <s>, often none."""
+        bare: list[int] = self._tokenizer("a", add_special_tokens=False)["input_ids"]
+        dressed: list[int] = self._tokenizer("a")["input_ids"]
+        starts = range(len(dressed) - len(bare) + 1)
+        return next((dressed[:start] for start in starts if dressed[start : start + len(bare)] == bare), [])
 
 
 def encode_question(
     said: Sequence[Said],
     tokenizer: PreTrainedTokenizerBase,
-    prompt_format: Prompts | PromptFormat | None = None,
+    prompt_format: AnyPrompts = None,
     tools: list[JSON] | None = None,
     begun: str = "",
 ) -> list[int]:
@@ -229,16 +211,6 @@ def encode_question(
         raise DataError(str(error)) from None
     ids: list[int] = tokenizer(text + begun, add_special_tokens=False)["input_ids"]
     return prefix + ids
-
-
-def beginning_of_sequence(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that the tokenizer itself puts before a text, often one <s>, often none."""
-    bare: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
-    dressed: list[int] = tokenizer("a")["input_ids"]
-    for start in range(len(dressed) - len(bare) + 1):
-        if dressed[start : start + len(bare)] == bare:
-            return dressed[:start]
-    return []
 
 
 def _ready_made(record: Tokenized, tokenizer: PreTrainedTokenizerBase) -> Tokens:

@@ -18,7 +18,7 @@ from data.records.raw_records import read_file
 from data.records.reading import BadRecords, OnBadRecord, origin, parse
 from data.records.record import Pretrain, Record, Segments, Tokenized, parse_record
 from data.records.sources import Source, files_of
-from data.tokenized.tokenize import Sample, encode, encode_question, encode_whole
+from data.tokenized.tokenize import Sample, encode, encode_question, encode_tokens
 from tests.data.template_styles import Style
 
 Runs = list[tuple[bool, str]]
@@ -134,7 +134,7 @@ def chat(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = No
 
 
 def runs_under(style: Style, record: Chat, tokenizer: PreTrainedTokenizerBase, prompts: Prompts = REWRITING) -> Runs:
-    return runs_of(encode_whole(record, style.put_on(tokenizer), prompts), tokenizer)
+    return runs_of(encode_tokens(record, style.put_on(tokenizer), prompts).sample(), tokenizer)
 
 
 def supervised(runs: Runs) -> list[str]:

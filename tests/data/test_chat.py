@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from data.chat.chat_template import ChatTemplate
 from data.chat.survival import NO_THOUGHTS
 from data.errors import DataError
-from data.tokenized.tokenize import Tokens, encode_many, encode_whole
+from data.tokenized.tokenize import Tokens, encode_many, encode_tokens
 from tests.data.helpers import RECORDS, REWRITING, chat, rendered, runs_of, runs_under, supervised, whole_text
 from tests.data.template_styles import (
     CHATGLM3,
@@ -206,7 +206,7 @@ def test_ids_that_a_template_refuses_are_replaced(tokenizer: PreTrainedTokenizer
 
 
 def test_chats_in_the_plain_format(tokenizer: PreTrainedTokenizerBase) -> None:
-    sample = encode_whole(chat([SYSTEM, *MESSAGES], TOOLS[:1]), tokenizer, "plain")
+    sample = encode_tokens(chat([SYSTEM, *MESSAGES], TOOLS[:1]), tokenizer, "plain").sample()
     header = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
     tool = '{"type": "function", "function": {"name": "weather", "description": "查 weather", "parameters": '
     assert runs_of(sample, tokenizer) == [
@@ -235,11 +235,11 @@ def test_what_cannot_be_masked_is_refused_in_its_place(tokenizer: PreTrainedToke
     first, second, third = encode_many([*records[:2], RECORDS["instruct"]], tokenizer)
     assert isinstance(second, DataError)
     assert not isinstance(first, DataError) and not isinstance(third, DataError)
-    assert first.sample() == encode_whole(records[0], tokenizer)
-    assert third.sample() == encode_whole(RECORDS["instruct"], tokenizer)
+    assert first.sample() == encode_tokens(records[0], tokenizer).sample()
+    assert third.sample() == encode_tokens(RECORDS["instruct"], tokenizer).sample()
     assert "changes the words of an answer; use prompt_format: plain" in str(second)
     with pytest.raises(DataError, match="changes the words"):
-        encode_whole(records[1], tokenizer)
+        encode_tokens(records[1], tokenizer)
 
 
 def test_a_chatglm3_turn_ends_with_the_role_that_follows(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -259,7 +259,7 @@ def test_many_records_are_encoded_as_each_alone(prompt_format: str, tokenizer: P
     assert [isinstance(each, DataError) for each in many] == [False] * (len(records) - 2) + [True, False]
     for record, tokens in zip(records, many, strict=True):
         if not isinstance(tokens, DataError):
-            assert tokens.sample() == encode_whole(record, tokenizer, prompt_format)
+            assert tokens.sample() == encode_tokens(record, tokenizer, prompt_format).sample()
             assert len(tokens.ids) > 5
 
 
@@ -268,7 +268,7 @@ def test_a_record_with_turns_of_known_kinds_is_rendered_twice(
     name: str, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     STYLES[name].put_on(tokenizer)
-    encode_whole(chat(MESSAGES, TOOLS), tokenizer, REWRITING)
+    encode_tokens(chat(MESSAGES, TOOLS), tokenizer, REWRITING)
     renders = 0
     render = ChatTemplate._render
 
@@ -282,9 +282,9 @@ def test_a_record_with_turns_of_known_kinds_is_rendered_twice(
     other[3] = other[3] | {"tool_calls": [{"id": "123456789", "function": {"name": "f", "arguments": {"x": 7}}}]}
     other[4] = other[4] | {"tool_call_id": "123456789", "content": "7"}
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}] * 3
-    encode_whole(chat(other, tools), tokenizer, REWRITING)
-    encode_whole(chat([*other, *other], tools), tokenizer, REWRITING)
+    encode_tokens(chat(other, tools), tokenizer, REWRITING)
+    encode_tokens(chat([*other, *other], tools), tokenizer, REWRITING)
     renders = 0
     other[3]["tool_calls"][0]["function"]["arguments"] = {"x": -12.5}
-    encode_whole(chat([*other, *other], tools), tokenizer, REWRITING)
+    encode_tokens(chat([*other, *other], tools), tokenizer, REWRITING)
     assert renders == 2

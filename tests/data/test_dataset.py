@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 from data.errors import DataError
 from data.inspection import summary
-from data.inspection.histogram import draw_lengths
+from data.inspection.summary import draw_lengths
 from data.records.record import parse_record
 from data.records.sources import Source
 from data.tokenized.dataset import Dataset, load_dataset, supervised_count
 from data.tokenized.parallel import has_empty_answer
-from data.tokenized.tokenize import Sample, encode, encode_whole, load_tokenizer
+from data.tokenized.tokenize import Sample, encode, encode_tokens, load_tokenizer
 from tests.conftest import CHATML, save_tokenizer
 from tests.data.helpers import RECORDS
 from training.config.keys import TrainConfig
@@ -44,7 +44,7 @@ def test_the_samples_are_those_of_encoding_one_by_one(
 ) -> None:
     path = write(tmp_path / "records.json", *RECORDS.values())
     dataset = load_dataset(path, tokenizer_folder, 10_000, prompt_format)
-    wanted = [encode_whole(record, tokenizer, prompt_format) for record in RECORDS.values()]
+    wanted = [encode_tokens(record, tokenizer, prompt_format).sample() for record in RECORDS.values()]
     assert [as_lists(sample) for sample in dataset.samples] == wanted
     assert dataset.types == [record["type"] for record in RECORDS.values()]
     assert dataset.lengths.tolist() == [len(sample["input_ids"]) for sample in wanted]
@@ -64,7 +64,7 @@ def test_real_records_come_as_encoding_one_by_one_gives_them(shared: Path, token
     for number in range(0, len(lines), 50):
         row = json.loads(lines[number])
         record = {"type": "instruct", "instruct": row["question"], "output": row["answer"]}
-        assert as_lists(dataset.samples[number]) == encode_whole(record, tokenizer, "chat_template")
+        assert as_lists(dataset.samples[number]) == encode_tokens(record, tokenizer, "chat_template").sample()
 
 
 def test_a_dataset_counts_what_was_cut_and_what_was_left_out(

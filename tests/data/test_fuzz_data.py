@@ -163,7 +163,8 @@ RECORD_ARGUMENTS: dict[str, SearchStrategy[Any]] = {
     "kind": st.sampled_from(["json", "json", "row", "text"]),
     "format_name": FORMAT_NAMES,
 }
-OTHER_FILES = (GZIP, ZSTD, PARQUET, *MARKS)  # with such bytes at its beginning it is another file
+FOREIGN = [mark for marks in MARKS for mark in (marks if isinstance(marks, tuple) else (marks,))]
+OTHER_FILES = (GZIP, ZSTD, PARQUET, *FOREIGN)  # with such bytes at its beginning it is another file
 
 
 class Frame(NamedTuple):

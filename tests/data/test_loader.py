@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from data.errors import DataError
 from data.loader import GlobalBatch, Loader
 from data.packing import Packing
-from data.tokenized.dataset import supervised_count
-from data.tokenized.sample_set import InMemory
+from data.tokenized.dataset import InMemory, supervised_count
 from data.tokenized.tokenize import Sample
 
 ROW = 48

@@ -16,7 +16,7 @@ from data.chat.survival import NO_THOUGHTS
 from data.errors import DataError
 from data.inspection.summary import warnings
 from data.tokenized.dataset import Dataset, load_dataset
-from data.tokenized.tokenize import JOINED, Sample, Tokens, encode_many, encode_whole
+from data.tokenized.tokenize import JOINED, Sample, Tokens, encode_many, encode_tokens
 from data.tokenized.truncation import OLDEST
 from tests.data.helpers import chat, rendered, runs_of, supervised, whole_text
 from tests.data.template_styles import CHATGLM3, DEEPSEEK, GEMMA, LLAMA31, MISTRAL, QWEN3, QWEN25, SMOLLM2, Style
@@ -63,7 +63,7 @@ def test_thoughts_are_trained_whatever_their_field_is_called(name: str, tokenize
     assert learnt(chat(thinking), tokenizer, Prompts())[-1] == f"<think>\nHm.\n</think>\n\nD{END}"
     SMOLLM2.put_on(tokenizer)
     with pytest.raises(DataError, match="takes no thoughts; template_fallback: rewrite says it at the beginning of"):
-        encode_whole(chat(thinking), tokenizer)
+        encode_tokens(chat(thinking), tokenizer)
     rewriting = Prompts(template_fallback="rewrite")
     assert learnt(chat(thinking), tokenizer, rewriting)[-1] == f"<think>\nHm.\n</think>\n\nD{END}"
 
@@ -209,7 +209,7 @@ def test_a_template_of_another_tokenizer_is_refused_by_its_end(
     path = tmp_path / "gemma.jinja"
     path.write_text(GEMMA.template)
     with pytest.raises(DataError, match="^" + NO_TOKEN.format(token="<end_of_turn>")):
-        encode_whole(chat(TALK), tokenizer, str(path))
+        encode_tokens(chat(TALK), tokenizer, str(path))
 
 
 def test_two_tokens_may_end_a_turn(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -263,7 +263,7 @@ def test_dialogues_are_cut_as_it_is_asked_for(tmp_path: Path, tokenizer_folder: 
     tokenizer = load_tokenizer(tokenizer_folder)
     rounds = [["ask" if each["role"] == "user" else "ans", each["content"]] for each in LONG[1:]]
     records = [{"messages": LONG}, {"type": "conversation", "rounds": rounds}, {"messages": TALK}]
-    whole = len(encode_whole(chat(LONG), tokenizer)["input_ids"])
+    whole = len(encode_tokens(chat(LONG), tokenizer).ids)
     limit = whole // 2
     texts = {
         how: [
@@ -280,7 +280,7 @@ def test_dialogues_are_cut_as_it_is_asked_for(tmp_path: Path, tokenizer_folder: 
         kept = [each for each in LONG[1:] if each["content"] in last]
         assert kept == LONG[-len(kept) :] and kept[0]["role"] == "user"
         longer = LONG[-len(kept) - 2 :]
-        assert len(encode_whole(chat(LONG[:1] * (not number) + longer), tokenizer)["input_ids"]) > limit
+        assert len(encode_tokens(chat(LONG[:1] * (not number) + longer), tokenizer).ids) > limit
     assert texts["oldest"][2] == texts["turns"][2] == rendered(tokenizer, TALK)
     dataset = load(tmp_path / "a.jsonl", tokenizer_folder, "oldest", limit, records)
     assert [(note, count) for note, count, _ in dataset.notes] == [(OLDEST, 2)]

@@ -15,8 +15,7 @@ import pytest
 
 from data.errors import DataError
 from data.records.sources import Source
-from data.streaming.loader import StreamLoader
-from data.streaming.stream import Stream, open_stream
+from data.streaming.stream import Stream, StreamLoader, open_stream
 from data.tokenized import opening, parallel
 from data.tokenized.recipe import Recipe
 from data.tokenized.store import Cache

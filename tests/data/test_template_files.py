@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.chat.prompts import check_prompt_format
 from data.errors import DataError
-from data.tokenized.tokenize import encode_whole
+from data.tokenized.tokenize import encode_tokens
 from tests.data.helpers import RECORDS, question_ids, runs_of, supervised, whole_text
 
 JSON = dict[str, Any]
@@ -29,7 +29,7 @@ def test_a_template_from_a_file(tokenizer: PreTrainedTokenizerBase, tmp_path: Pa
     path.write_text(FILE, encoding="utf-8")
     assert check_prompt_format(str(path)) == str(path)
     record: JSON = {"type": "conversation", "rounds": [["ask", "A"], ["ans", "B"], ["ask", "C"], ["ans", "D"]]}
-    sample = encode_whole(record, tokenizer, str(path))
+    sample = encode_tokens(record, tokenizer, str(path)).sample()
     assert runs_of(sample, tokenizer) == [
         (False, "USER:A\nASSISTANT:"),
         (True, "B" + END),
@@ -41,7 +41,7 @@ def test_a_template_from_a_file(tokenizer: PreTrainedTokenizerBase, tmp_path: Pa
         assert asked == sample["input_ids"][: len(asked)]
         assert sample["labels"][len(asked) - 1 : len(asked) + 1] == [-100, sample["input_ids"][len(asked)]]
     path.write_text(FILE.replace("':'", "'> '"), encoding="utf-8")  # it is read anew
-    assert whole_text(runs_of(encode_whole(record, tokenizer, str(path)), tokenizer)).startswith("USER> A\n")
+    assert whole_text(runs_of(encode_tokens(record, tokenizer, str(path)).sample(), tokenizer)).startswith("USER> A\n")
 
 
 def test_a_word_that_the_tokenizer_joins_with_the_end_of_the_prompt_is_supervised(
@@ -49,7 +49,7 @@ def test_a_word_that_the_tokenizer_joins_with_the_end_of_the_prompt_is_supervise
 ) -> None:
     tokenizer.chat_template = FILE.replace("':'", "': '").replace("NT:", "NT: ")
     record = {"type": "instruct", "instruct": "A", "output": "the run"}
-    (answer,) = supervised(runs_of(encode_whole(record, tokenizer), tokenizer))
+    (answer,) = supervised(runs_of(encode_tokens(record, tokenizer).sample(), tokenizer))
     assert answer == " the run" + END
 
 
@@ -78,4 +78,4 @@ def test_a_template_runs_in_a_sandbox(tokenizer: PreTrainedTokenizerBase, tmp_pa
     path.write_text("{{ messages.__class__.__base__.__subclasses__() }}{{ messages.append(1) }}", encoding="utf-8")
     check_prompt_format(str(path))
     with pytest.raises(DataError, match="refuses the record"):
-        encode_whole(RECORDS["instruct"], tokenizer, str(path))
+        encode_tokens(RECORDS["instruct"], tokenizer, str(path))

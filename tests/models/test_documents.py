@@ -7,7 +7,7 @@ import torch
 
 from data.loader import Loader
 from data.packing import Packing
-from data.tokenized.sample_set import InMemory
+from data.tokenized.dataset import InMemory
 from models.documents import Documents
 from models.position_ids import unmarked
 

@@ -25,7 +25,7 @@ from deepspeed.utils import groups
 from torch.distributed import distributed_c10d
 
 from data.loader import Loader
-from data.tokenized.sample_set import InMemory
+from data.tokenized.dataset import InMemory
 from training.config.keys import TrainConfig
 from training.data_setup import build_loader
 from training.distributed import processes

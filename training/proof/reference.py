@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.loader import GlobalBatch
-from data.tokenized.sample_set import InMemory
+from data.tokenized.dataset import InMemory
 from data.tokenized.tokenize import Sample
 from models.causal_lm import CausalLM
 from models.checkpoint.source import open_source

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from data.loader import Loader
-from data.tokenized.sample_set import InMemory
+from data.tokenized.dataset import InMemory
 from data.tokenized.tokenize import Sample
 from models import load_model
 from models.attention import FLEX
