@@ -1,6 +1,6 @@
 """What a run is: config, processes, engine, optimizer, loop, metrics, checkpoints.
 
-`training.Pipeline` trains layers of your own.
+`training.train` trains a model of a known family, `training.Pipeline` layers of your own (docs/api.md).
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from training.any_model.config import PipelineConfig
     from training.any_model.pipeline import Pipeline, load_trained
+    from training.api import train
 
-__all__ = ["Pipeline", "PipelineConfig", "load_trained"]
-_PLACES = {"PipelineConfig": "training.any_model.config"}
+__all__ = ["Pipeline", "PipelineConfig", "load_trained", "train"]
+_PLACES = {"train": "training.api", "PipelineConfig": "training.any_model.config"}
 
 
 def __getattr__(name: str) -> Any:

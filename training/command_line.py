@@ -6,16 +6,14 @@ torch and all that takes seconds to import is imported once the config is checke
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from training.config.keys import TrainConfig
-from training.config.yaml_file import Config
 from training.distributed import processes
 from training.distributed.processes import Place
+from training.distributed.script import in_processes
 from training.errors import ConfigError, keep_tracebacks_in, one_line_at_the_end
 
 if TYPE_CHECKING:
@@ -84,32 +82,6 @@ def open_door(
             inspect(config, arguments.inspect, arguments.html)
         else:
             in_processes(config, place, run)
-
-
-def in_processes(config: Config, place: Place | None, run: Callable[[Config, Place, RankMonitor], None]) -> None:
-    """Be one rank of a run; where no launcher started this process, start one with the same command."""
-    if place is None:
-        processes.launch(config.model_topo, sys.argv)
-        return
-    from training.distributed.rank_monitor import RankMonitor
-
-    # The failure detector must find a hang, and name the rank, before the process group gives up.
-    processes.start(place, config.model_topo, timedelta(minutes=max(30, 2 * config.timeout_minutes)))
-    with RankMonitor(place, config.model_topo.stage_of(place.rank), config.timeout_minutes) as monitor:
-        run(config, place, monitor)
-    processes.stop()
-
-
-def run_from_script(load: Callable[[Place | None], Config], run: Callable[[Config, Place, RankMonitor], None]) -> None:
-    """What a door does to train, for a script that has more to do when all went well."""
-    place = Place.from_environment()
-    if place is not None:
-        processes.end_with_launcher(place)
-    with one_line_at_the_end(place.rank if place else None, goes_on=True):
-        config = load(place)
-        config.check_door(in_stages=True)
-        keep_tracebacks_in(config.save_path)
-        in_processes(config, place, run)
 
 
 def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:

@@ -20,7 +20,7 @@ def make(layer: Layer, seed: int) -> nn.Module:
     if isinstance(layer, nn.Module):
         return layer
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs too, for good
         return layer()
 
 

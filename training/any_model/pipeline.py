@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from training.any_model.config import PipelineConfig
-from training.command_line import run_from_script
 from training.config.yaml_file import checked
 from training.distributed.processes import Place
+from training.distributed.script import run_from_script
 from training.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Pipeline:
             what the one before it gave, a tensor or a tuple of tensors; see `training.any_model.stage`.
         loss: takes what the last layer gave and the labels of a micro-batch, and gives a scalar: a mean over the rows,
             so that the mean over the micro-batches is that of the batch.
-        parts: layers per stage, or how many stages; then the largest has as few parameters as can be. The processes
+        parts: layers per stage, or how many stages (1); then the largest has as few parameters as can be. The processes
             that the launcher starts beyond one a stage make further replicas.
         config: in place of `parts` and `keys`, the whole config, read from a file (`load_config_of`).
         keys: of a `PipelineConfig`; `save_path` and `train_batch_size` are required.
@@ -52,7 +52,7 @@ class Pipeline:
         layers: nn.Sequential | Sequence[Layer],
         *,
         loss: Loss,
-        parts: Sequence[int] | int = 1,
+        parts: Sequence[int] | int | None = None,
         config: PipelineConfig | None = None,
         **keys: Any,
     ) -> None:
@@ -69,10 +69,12 @@ class Pipeline:
             ConfigError: a key is unknown or has a wrong value.
         """
         if self._config:
-            if self._keys:
-                raise ConfigError(f"config: stands beside {', '.join(self._keys)}; expected them in it")
+            beside = [*self._keys, *(["parts"] if self._parts is not None else [])]
+            if beside:
+                raise ConfigError(f"config: stands beside {', '.join(beside)}; expected them in it")
             return self._config
-        stages, parts = (self._parts, None) if isinstance(self._parts, int) else (len(self._parts), list(self._parts))
+        asked = 1 if self._parts is None else self._parts
+        stages, parts = (asked, None) if isinstance(asked, int) else (len(asked), list(asked))
         grid = {"dims": [stages, max(1, processes // max(1, stages))]}
         return checked(PipelineConfig, {"model_topo": {"process_topology": grid, "parts": parts}} | self._keys)
 

@@ -82,7 +82,8 @@ class SampleLoader(Loader):
 
     def _sample(self, number: int) -> Any:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(numpy.random.SeedSequence([self.seed, self._step, number]).generate_state(1)[0]))
+            seed = numpy.random.SeedSequence([self.seed, self._step, number]).generate_state(1)[0]
+            torch.default_generator.manual_seed(int(seed))  # torch.manual_seed would seed GPUs too, where dropout draws
             return self.data.samples[number]
 
 

@@ -86,8 +86,8 @@ class TestConfig:
         assert str(told.value).startswith(message)
 
     def test_keys_beside_a_config(self) -> None:
-        with pytest.raises(ConfigError, match="config: stands beside seed"):
-            Pipeline([linear(4)], loss=F.mse_loss, config=config(), seed=1).config(processes=1)
+        with pytest.raises(ConfigError, match="config: stands beside seed, parts"):
+            Pipeline([linear(4)], loss=F.mse_loss, config=config(), seed=1, parts=1).config(processes=1)
 
     def test_the_resolved_config_is_one_again(self) -> None:
         assert PipelineConfig.model_validate(config(bf16={"enabled": True}).dump()) == config(bf16={"enabled": True})
