@@ -109,15 +109,7 @@ def take_up(
     changed: bool,
     tied_names: tuple[str, str] | None = None,
 ) -> None:
-    """Give a trainer that has a checkpoint's weights its optimizer states and random states too.
-
-    Args:
-        changed: whether the checkpoint was saved on another topology.
-        tied_names: see `take_over`.
-
-    Raises:
-        RunRefused: on every rank, when some rank's files are unusable.
-    """
+    """Give a trainer that has a checkpoint's weights its other states too; `changed`: it is of another topology."""
     rank = torch.distributed.get_rank()
     with agreed():
         take_over(trainer.engine, folder, record, tied_names)

@@ -125,11 +125,7 @@ def build_engine(
 
 
 def wrap(model: nn.Module, config: TrainConfig, tied_names: tuple[str, str] | None = None) -> Any:
-    """This rank's layers with their optimizer in DeepSpeed's engine; all ranks call it together.
-
-    Args:
-        tied_names: see `parameter_groups`.
-    """
+    """This rank's layers with their optimizer in DeepSpeed's engine; `tied_names` as in `parameter_groups`."""
     with agreed():
         trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
         optimizer = build_optimizer(config, trained, tied_names)
