@@ -81,6 +81,7 @@ def work(schedule: Schedule, folder: Path) -> None:
 
     from benchmarks.full_rows import rows_loader, run_config
     from benchmarks.steps import joined
+    from models.flops import ModelFlops
     from models.spec import ModelSpec
     from training.engine.pipeline import PipelineTrainer
     from training.plan.auto import divide
@@ -92,7 +93,8 @@ def work(schedule: Schedule, folder: Path) -> None:
         torch.set_num_threads(1)
         loader, spec = rows_loader(config, VOCABULARY), ModelSpec.from_folder(folder)
         trainer = PipelineTrainer.build(config, spec, folder, divide(config, spec))
-        timeline = Timeline((2, STEPS + 1), trainer, spec, PARTS[schedule], folder, Console(quiet=True))
+        costs, log = ModelFlops(spec).by_layer, Console(quiet=True)
+        timeline = Timeline((2, STEPS + 1), trainer, costs, PARTS[schedule], folder, log)
         for step in range(1, STEPS + 2):
             batch = loader.batch(step - 1)
             with timeline.step(step, batch):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from models.layers import Head, Stream
 from models.lean_loss import linear_cross_entropy
+from models.own_loss import TokenLoss, summed
 from models.router import router_loss
 
 IGNORED = -100  # the label of a token without loss, as in transformers and torch
@@ -30,7 +31,12 @@ def _targets(labels: Tensor) -> Tensor:
 
 
 def token_loss(
-    hidden: Tensor, labels: Tensor, head: Head, z_loss_weight: float = 0.0, supervised: Tensor | None = None
+    hidden: Tensor,
+    labels: Tensor,
+    head: Head,
+    z_loss_weight: float = 0.0,
+    supervised: Tensor | None = None,
+    own: TokenLoss | None = None,
 ) -> Tensor:
     """The loss summed over the supervised tokens of one micro-batch, in fp32.
 
@@ -41,6 +47,7 @@ def token_loss(
         z_loss_weight: weight of (max log-softmax)^2, summed as the cross-entropy is. A relative of the max-z loss of
             Baichuan 2 (arXiv:2309.10305), which squares the largest logit itself.
         supervised: the `supervised_positions`, found here where absent.
+        own: counts in place of the cross-entropy and the z-loss.
 
     Returns:
         A scalar fp32 tensor; 0 with a gradient of 0 where nothing is supervised.
@@ -49,6 +56,8 @@ def token_loss(
         supervised = supervised_positions(labels)
     rows = hidden.flatten(0, 1).index_select(0, supervised)
     targets = _targets(labels).index_select(0, supervised)
+    if own:
+        return summed(own, rows, targets, head)
     return linear_cross_entropy(rows, head.projection(), targets, head.cap, z_loss_weight)
 
 
@@ -58,6 +67,7 @@ def micro_batch_loss(
     labels: tuple[Tensor, ...],
     z_loss_weight: float = 0.0,
     router_loss_weight: float = 0.0,
+    own: TokenLoss | None = None,
 ) -> Tensor:
     """A micro-batch's part of the global batch's loss, in fp32; the parts of all micro-batches are averaged.
 
@@ -70,9 +80,12 @@ def micro_batch_loss(
         labels: labels [B, S], scale [], share [] and, where they are known, the `supervised_positions` [T].
         z_loss_weight: see `token_loss`.
         router_loss_weight: weight of the load-balancing loss of mixture-of-experts (`models.router`).
+        own: see `token_loss`.
     """
     targets, scale, share, *supervised = labels
-    loss = token_loss(stream[0], targets, head, z_loss_weight if head.training else 0.0, *supervised) * scale
+    z_loss_weight, own = (z_loss_weight, own) if head.training else (0.0, None)
+    known = supervised[0] if supervised else None
+    loss = token_loss(stream[0], targets, head, z_loss_weight, known, own) * scale
     if router_loss_weight and head.training:
         loss = loss + router_loss_weight * router_loss(stream[2], head.config.num_experts_per_tok) * share
     return loss

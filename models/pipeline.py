@@ -31,6 +31,7 @@ from models.layers import Block, Head, Stream
 from models.loading import LayerStates, build_layer, tie_weights
 from models.loss import micro_batch_loss
 from models.offload import Returns
+from models.own_loss import TokenLoss
 from models.spec import ModelSpec
 from models.weight_gradients import WeightGradients
 
@@ -62,9 +63,14 @@ class PipelineModel(PipelineModule):
 
     A micro-batch is `((input_ids, position_ids), (labels, scale, share))`.
 
+    Attributes:
+        own_loss: what trains in place of the cross-entropy, if anything.
+
     Raises:
         CheckpointError: the weights are not those of the layers that this stage builds.
     """
+
+    own_loss: TokenLoss | None = None
 
     def __init__(
         self,
@@ -101,7 +107,7 @@ class PipelineModel(PipelineModule):
     def loss(self, stream: Stream, labels: tuple[Tensor, ...]) -> Tensor:
         """The loss of one micro-batch (`models.loss.micro_batch_loss`); DeepSpeed calls it on the last stage."""
         head = self._layer(self.spec.n_layers - 1)
-        return micro_batch_loss(head, stream, labels, self._z_loss_weight, self._router_loss_weight)
+        return micro_batch_loss(head, stream, labels, self._z_loss_weight, self._router_loss_weight, self.own_loss)
 
     def stream_like(self, rows: int, length: int) -> Stream:
         """What flows from one stage to the next for a micro-batch [rows, length], as tensors on the meta device."""

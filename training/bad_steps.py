@@ -8,14 +8,13 @@ that give no finite loss are named. Where all of them do, the weights are at fau
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rich.console import Console
 from tqdm import tqdm
 
 from data.loader import GlobalBatch, Loader
-from data.streaming.stream import Stream
-from data.tokenized.dataset import Dataset
 from training.engine.trainer import Trainer
 from training.errors import RunRefused
 
@@ -28,12 +27,13 @@ class BadSteps:
 
     Attributes:
         limit: how many end the run.
+        origin: says of a sample's number where it comes from.
         active: whether this rank shows progress.
     """
 
     trainer: Trainer
     limit: int
-    dataset: Dataset | Stream
+    origin: Callable[[int], str]
     log: Console
     active: bool
     in_a_row: int = 0
@@ -75,4 +75,4 @@ class BadSteps:
         if len(bad) == len(numbers):
             return "so does each of its records alone: the weights are spoilt, or the learning rate is too high"
         more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
-        return f"no finite loss from {', '.join(map(self.dataset.origin, bad[:SHOWN]))}{more}"
+        return f"no finite loss from {', '.join(map(self.origin, bad[:SHOWN]))}{more}"

@@ -6,15 +6,14 @@ torch and all that takes seconds to import is imported once the config is checke
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from training.config.keys import TrainConfig
 from training.distributed import processes
 from training.distributed.processes import Place
+from training.distributed.script import in_processes
 from training.errors import ConfigError, keep_tracebacks_in, one_line_at_the_end
 
 if TYPE_CHECKING:
@@ -81,18 +80,8 @@ def open_door(
             prove(config)
         elif arguments.inspect:
             inspect(config, arguments.inspect, arguments.html)
-        elif place is None:
-            processes.launch(config.model_topo, sys.argv)
         else:
-            from training.distributed.rank_monitor import RankMonitor
-
-            # The failure detector must find a hang, and name the rank, before the process group gives up.
-            processes.start(place, config.model_topo, timedelta(minutes=max(30, 2 * config.timeout_minutes)))
-            with RankMonitor(place, config.model_topo.stage_of(place.rank), config.timeout_minutes) as monitor:
-                again = run(config, place, monitor)
-            if again:
-                processes.start_over()
-            processes.stop()
+            in_processes(config, place, run)
 
 
 def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:

@@ -84,13 +84,14 @@ def _written(report: str) -> str:
 
 
 @contextmanager
-def one_line_at_the_end(rank: int | None = None) -> Iterator[None]:
+def one_line_at_the_end(rank: int | None = None, goes_on: bool = False) -> Iterator[None]:
     """What a door does around everything: an error becomes one line on standard error, and the exit code.
 
     Args:
         rank: of this process in a run, if it is one. What all ranks know one says, and a rank ends here, without
             Python's own teardown: threads of the process group may still be under way, and would now and then abort a
             run that is done ("terminate called without an active exception").
+        goes_on: whether the program has more to do where all went well.
     """
     code: Any = 0
     guard_logging()
@@ -105,7 +106,7 @@ def one_line_at_the_end(rank: int | None = None) -> Iterator[None]:
             print(f"error: {line}", file=sys.stderr, flush=True)
     except SystemExit as leaving:
         code = leaving.code
-    if rank is not None:
+    if rank is not None and (code or not goes_on):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code or 0)

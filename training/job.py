@@ -20,6 +20,7 @@ from data.streaming.stream import Stream
 from data.tokenized.dataset import Dataset, check_vocabulary
 from models.checkpoint.layout import resolve
 from models.checkpoint.publish import try_publishing, writing
+from models.flops import ModelFlops
 from models.lean_loss import chunk_tokens
 from models.spec import ModelSpec
 from training.bad_steps import BadSteps
@@ -199,7 +200,7 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
     eval_records = inputs.evaluation.records if inputs.evaluation else ""
     checkpointer = Checkpointer(trainer, config, save_path, inputs.side_files, record, log, eval_records)
     steps = config.profile_steps
-    timeline = Timeline(steps, trainer, spec, topology.parts, save_path, log) if steps else None
+    timeline = Timeline(steps, trainer, ModelFlops(spec).by_layer, topology.parts, save_path, log) if steps else None
     with agreed(), writing(save_path):
         trackers = open_trackers(config, save_path, done + 1) if reporting else []
         if reporting:
@@ -215,7 +216,7 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
             reporter=reporter,
             stop=stop,
             monitor=monitor,
-            bad_steps=BadSteps(trainer, config.max_bad_steps, inputs.dataset, log, reporting),
+            bad_steps=BadSteps(trainer, config.max_bad_steps, inputs.dataset.origin, log, reporting),
             evaluation=inputs.evaluation,
             utilization=Utilization(spec, training_dtype(config), place.world_size),
             learning_rate=LearningRate(trainer.engine.basic_optimizer, config.scheduler, total_steps),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -18,7 +19,6 @@ from training.engine.trainer import Trainer
 from training.evaluation import Evaluation
 from training.metrics.peak_memory import peak_memory_by_stage
 from training.metrics.reporter import Reporter, StepMetrics
-from training.metrics.utilization import Utilization
 from training.optimizer.lr_schedules import LearningRate
 from training.plan.feedback import Feedback
 from training.profiler.session import Timeline
@@ -29,6 +29,7 @@ class Run:
     """What a loop works with.
 
     Attributes:
+        utilization: see `training.metrics.utilization`.
         learning_rate: gives each step its own.
         done: how many steps are done already.
         evaluate_first: whether an evaluation after these steps is due.
@@ -46,7 +47,7 @@ class Run:
     monitor: RankMonitor
     bad_steps: BadSteps
     evaluation: Evaluation | None
-    utilization: Utilization
+    utilization: Callable[[Collection[int], int, float], float | None]
     learning_rate: LearningRate
     done: int
     evaluate_first: bool

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import models.loss
+import models.own_loss
 from models.layers import Head
-from models.loss import IGNORED, token_loss
+from models.loss import IGNORED, micro_batch_loss, token_loss
 
 ROWS, LENGTH, WIDTH, WORDS = 3, 7, 8, 11
 
@@ -113,3 +114,37 @@ def test_bf16_hidden_states_give_an_fp32_loss(hidden: Tensor, labels: Tensor, he
     assert float(loss) != float(loss.bfloat16()), "the loss was rounded on the way"
     expected = written_out(rounded.float(), labels, rounded_head.float(), weight)
     torch.testing.assert_close(loss, expected, atol=0, rtol=1e-2)
+
+
+def test_a_loss_of_ones_own_takes_the_place_of_the_cross_entropy(
+    hidden: Tensor, labels: Tensor, head: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the cross-entropy itself as that loss, all is as before; its tokens come a few at a time."""
+    monkeypatch.setattr(models.own_loss, "chunk_tokens", lambda words, on_cpu: 4)
+    seen: list[list[int]] = []
+
+    def own(logits: Tensor, targets: Tensor) -> Tensor:
+        seen.append(list(logits.shape))
+        assert logits.dtype == torch.float32
+        return F.cross_entropy(logits, targets, reduction="none")
+
+    loss = token_loss(hidden, labels, Bare(head), own=own)
+    found = torch.autograd.grad(loss, (hidden, head))
+    expected = token_loss(hidden, labels, Bare(head))
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(found, torch.autograd.grad(expected, (hidden, head)))
+    supervised = int((labels[:, 1:] != IGNORED).sum())
+    assert seen[: len(seen) // 2] == [[min(4, supervised - first), WORDS] for first in range(0, supervised, 4)]
+    assert len(token_loss(hidden, torch.full_like(labels, IGNORED), Bare(head), own=own).shape) == 0
+
+
+def test_the_evaluation_loss_stays_the_cross_entropy(hidden: Tensor, labels: Tensor, head: Tensor) -> None:
+    micro_batch = labels, torch.tensor(0.5), torch.tensor(1.0)
+
+    def zero(logits: Tensor, targets: Tensor) -> Tensor:
+        return logits.sum(-1) * 0
+
+    bare = Bare(head)
+    assert micro_batch_loss(bare, (hidden,), micro_batch, own=zero).item() == 0
+    found = micro_batch_loss(bare.eval(), (hidden,), micro_batch, own=zero)
+    torch.testing.assert_close(found, token_loss(hidden, labels, bare) / 2)

@@ -29,13 +29,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 from models.errors import CheckpointError
-from models.spec import ModelSpec
 from training.checkpoint.folder import CheckpointRecord
 from training.checkpoint.saved_slices import SavedOptimizer, Slice, equal_shares, layer_of
 
 
-def take_over(engine: DeepSpeedEngine, folder: Path, record: CheckpointRecord, spec: ModelSpec) -> None:
+def take_over(
+    engine: DeepSpeedEngine, folder: Path, record: CheckpointRecord, tied_names: tuple[str, str] | None = None
+) -> None:
     """Copy a checkpoint's optimizer state and loss scale into an engine that has its weights already.
+
+    Args:
+        tied_names: of a tied model, its weight in the first layer and in the last.
 
     Raises:
         CheckpointError: the files do not hold all that this rank needs.
@@ -43,7 +47,7 @@ def take_over(engine: DeepSpeedEngine, folder: Path, record: CheckpointRecord, s
     saved = SavedOptimizer(folder, record.topology)
     wanted: dict[str, list[Slice]] = defaultdict(list)
     for piece in slices_of(engine):
-        wanted[_saved_name(piece.name, record, spec)].append(piece)
+        wanted[_saved_name(piece.name, record, tied_names)].append(piece)
     missing = {name: sum(piece.numel for piece in pieces) for name, pieces in wanted.items()}
     shown = torch.distributed.get_rank() == 0 and sys.stderr.isatty()
     with tqdm(desc="optimizer states", total=sum(missing.values()), unit_scale=True, disable=not shown) as bar:
@@ -61,11 +65,11 @@ def take_over(engine: DeepSpeedEngine, folder: Path, record: CheckpointRecord, s
         engine.optimizer.loss_scaler = saved.loss_scaler()
 
 
-def _saved_name(name: str, record: CheckpointRecord, spec: ModelSpec) -> str:
+def _saved_name(name: str, record: CheckpointRecord, tied_names: tuple[str, str] | None) -> str:
     """Under which name a weight was saved: where one process held both ends of a tied model, they had one."""
-    together = record.topology.stage_of(0) == record.topology.stage_of(spec.n_layers - 1)
-    if together and spec.tied_names and name == spec.tied_names[1]:
-        return spec.tied_names[0]
+    if tied_names and name == tied_names[1]:
+        first, last = (record.topology.stage_of(layer_of(each)) for each in tied_names)
+        return tied_names[0] if first == last else name
     return name
 
 

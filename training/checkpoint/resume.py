@@ -96,9 +96,23 @@ def resume(
             f"anew: {topology.full_description}; dropout, if any, draws other numbers"
         )
     trainer = kind.build(config.model_copy(update={"from_scratch": False}), spec, folder, division)
+    take_up(trainer, folder, record, config, changed, spec.tied_names)
+    log.print(f"resumed: {folder}, after step {record.step}")
+    return trainer
+
+
+def take_up(
+    trainer: Trainer,
+    folder: Path,
+    record: CheckpointRecord,
+    config: TrainConfig,
+    changed: bool,
+    tied_names: tuple[str, str] | None = None,
+) -> None:
+    """Give a trainer that has a checkpoint's weights its other states too; `changed`: it is of another topology."""
     rank = torch.distributed.get_rank()
     with agreed():
-        take_over(trainer.engine, folder, record, spec)
+        take_over(trainer.engine, folder, record, tied_names)
         if changed:
             torch.manual_seed(config.seed + rank + record.step * 2**20)  # no rank draws what it drew at the run's start
         else:
@@ -106,8 +120,6 @@ def resume(
             torch.set_rng_state(states["cpu"])
             if "device" in states:  # not of an early version
                 get_accelerator().set_rng_state(states["device"])
-    log.print(f"resumed: {folder}, after step {record.step}")
-    return trainer
 
 
 def check_resumable(folder: Path, record: CheckpointRecord, data: DataOrder, config: TrainConfig) -> list[str]:

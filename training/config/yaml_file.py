@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import ValidationError
@@ -23,6 +23,8 @@ from training.errors import ConfigError
 
 MOST_VALUES = 100_000  # in a config, its aliases and merge keys followed
 
+Config = TypeVar("Config", bound=TrainConfig)
+
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainConfig:
     """Read a YAML file, apply `key.sub=value` overrides and check the result.
@@ -30,13 +32,30 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
     Raises:
         ConfigError: the file is missing or not YAML, a key is unknown or has a wrong value.
     """
+    return load_config_of(TrainConfig, path, overrides)
+
+
+def load_config_of(kind: type[Config], path: str | Path, overrides: list[str] | None = None) -> Config:
+    """The same for a config with keys of its own."""
     raw = _read_yaml(Path(path))
     for word in overrides or []:
         _override(raw, word)
+    return checked(kind, raw, f"{path}: ")
+
+
+def checked(kind: type[Config], raw: dict[str, Any], place: str = "") -> Config:
+    """The config that keys and values make.
+
+    Args:
+        place: where they come from, for the message.
+
+    Raises:
+        ConfigError: a key is unknown or has a wrong value.
+    """
     try:
-        return TrainConfig.model_validate(raw)
+        return kind.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(f"{path}: {_explain(error)}") from None
+        raise ConfigError(f"{place}{_explain(error, kind)}") from None
 
 
 class _Loader(yaml.SafeLoader):
@@ -132,7 +151,7 @@ def _override(raw: dict[str, Any], word: str) -> None:
         raise ConfigError(f"command line: {key}: {text!r} is not a YAML value") from None
 
 
-def _explain(error: ValidationError) -> str:
+def _explain(error: ValidationError, kind: type[TrainConfig]) -> str:
     unknown = ("extra_forbidden", "invalid_key")
     first = min(error.errors(), key=lambda each: each["type"] not in unknown)  # a misspelt key may be missing as well
     steps = [str(step) for step in first["loc"] if step != "[key]"]
@@ -143,7 +162,7 @@ def _explain(error: ValidationError) -> str:
         if place in NOT_PASSED_ON:
             return f"{place}: DeepSpeed's, not tested in a pipeline and not passed on; leave it out"
         *sections, name = steps
-        around: Any = TrainConfig
+        around: Any = kind
         for step in sections:
             if step in around.model_fields:  # else it is a place in a list
                 around = _section_in(around.model_fields[step].annotation)

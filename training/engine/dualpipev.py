@@ -28,7 +28,7 @@ class VScheduleEngine(DualPipeVEngine, StageEngine):
     _p2p_ops: list[Any]
     _under_way: Sequence[Any] = ()  # requests of messages that were launched
 
-    def expect(self, shapes: Iterable[tuple[int, int]]) -> None:
+    def expect(self, shapes: Iterable[tuple[int, ...]]) -> None:
         """Each chunk receives all micro-batches, in the same order."""
         shapes = list(shapes)
         self._shapes_of_chunk = iter(shapes), iter(shapes)

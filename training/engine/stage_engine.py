@@ -30,13 +30,14 @@ class StageEngine(PipelineEngine):
             _count_uneven_groups(engine)
         return engine
 
-    def expect(self, shapes: Iterable[tuple[int, int]]) -> None:
+    def expect(self, shapes: Iterable[tuple[int, ...]]) -> None:
         """Say what comes next, which every rank knows of the whole global batch.
 
         DeepSpeed would send a message before each micro-batch and wait for the device in order to read it.
 
         Args:
-            shapes: rows and length of each micro-batch of this replica, in the order of the next batch.
+            shapes: rows and length of each micro-batch of this replica, in the order of the next batch; or whatever
+                the module's `stream_like` takes.
         """
         self._shapes = iter(list(shapes))
 

@@ -122,8 +122,14 @@ def build_engine(
         z_loss_weight=config.aux_max_z_loss.weight,
         router_loss_weight=router_weight,
     )
+    return wrap(model, config, spec.tied_names)
+
+
+def wrap(model: nn.Module, config: TrainConfig, tied_names: tuple[str, str] | None = None) -> Any:
+    """This rank's layers with their optimizer in DeepSpeed's engine; `tied_names` as in `parameter_groups`."""
     with agreed():
-        optimizer = build_optimizer(config, model.named_parameters(), spec.tied_names)
+        trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
+        optimizer = build_optimizer(config, trained, tied_names)
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the memory in use, four times
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config))
     sum_as_they_are(engine.optimizer)

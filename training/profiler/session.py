@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +21,6 @@ from rich.console import Console
 
 from common.whole_files import replace_text
 from data.loader import GlobalBatch
-from models.flops import ModelFlops
-from models.spec import ModelSpec
 from training.distributed.processes import gather
 from training.engine.trainer import Trainer
 from training.plan.partition import held_layers
@@ -42,6 +40,7 @@ class Timeline:
 
     Attributes:
         steps: the first and the last step to record.
+        layer_costs: of all layers for samples of such lengths and so many supervised tokens, in any unit.
         parts: layers of each stage; empty without a pipeline.
         folder: the run's.
         log: of rank 0.
@@ -50,7 +49,7 @@ class Timeline:
 
     steps: tuple[int, int]
     trainer: Trainer
-    spec: ModelSpec
+    layer_costs: Callable[[Collection[int], int], Sequence[float]]
     parts: Sequence[int]
     folder: Path
     log: Console
@@ -116,7 +115,7 @@ class Timeline:
         above = slowest * figures.ranks / sum(figures.by_rank) - 1
         stage = f"stage {figures.by_rank.index(slowest)} is the slowest, {slowest * 1000:.3g} ms a micro-batch"
         lengths = [length for batch in self._batches for length in batch.lengths]
-        costs = ModelFlops(self.spec).by_layer(lengths, sum(batch.supervised for batch in self._batches))
+        costs = self.layer_costs(lengths, sum(batch.supervised for batch in self._batches))
         better = figures.better_parts(self.parts, costs, self._batches[-1].n_micro_batches)
         advice = "no other parts would be much faster"
         if better:

@@ -1,0 +1,110 @@
+"""The blocks of docs/api.md run: those that train by the real launcher, the others here."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+
+from models import load_model
+from tests.conftest import FAQ, ROOT
+from tests.launching import metrics, run, topology, write_config
+from training.config.yaml_file import load_config
+from training.data_setup import RecordReader, build_loader
+
+TEXT = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+
+
+def scripts() -> list[str]:
+    """The document's scripts: a block that imports nothing goes on with the one before it."""
+    found: list[str] = []
+    for block in re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL):
+        if re.search(r"^(import|from) ", block, re.MULTILINE):
+            found.append(block)
+        else:
+            found[-1] += block
+    return found
+
+
+def trains(script: str) -> bool:
+    return bool(re.search(r"\btrain\(", script))
+
+
+HERE = [script for script in scripts() if not trains(script)]
+LAUNCHED = [script for script in scripts() if trains(script)]
+OWN_LAYERS = "nn.Sequential"  # the script that every `make test` runs
+
+
+@pytest.fixture(scope="module")
+def folder(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the scripts find where they run."""
+    folder = tmp_path_factory.mktemp("api")
+    shutil.copytree(make_checkpoint("llama"), folder / "model")
+    (folder / "records.json").write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:16]))
+    keys: dict[str, Any] = {"model_path": "model", "data_path": "records.json", "save_path": "run"}
+    write_config(folder / "run.yml", **keys, model_topo=topology((2, 1), [2, 3]))
+    own = {"save_path": "own", "train_batch_size": 16, "max_steps": 3, "model_topo": topology((2, 1))}
+    (folder / "classifier.yml").write_text(json.dumps(own))
+    return folder
+
+
+def test_there_is_a_script_for_each_subject() -> None:
+    wanted = ("generate(", "hg_to_pp(", "encode(", "Plan.make(", "train(load_config", "loss=smoothed", "Pipeline(")
+    assert [each for each in wanted if not any(each in script for script in scripts())] == []
+
+
+@pytest.mark.parametrize("number", range(len(HERE)))
+def test_what_one_process_does(
+    number: int, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    exec(compile(HERE[number], "docs/api.md", "exec"), {"__name__": "docs"})
+    if "learnt" in HERE[number]:
+        assert capsys.readouterr().out.startswith("Lima.")
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, marks=() if OWN_LAYERS in script else pytest.mark.slow)
+        for number, script in enumerate(LAUNCHED)
+    ],
+)
+def test_what_trains(number: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(f"import os\n\nos.chdir({str(folder)!r})\n{LAUNCHED[number]}")
+    before = {each.name for each in folder.iterdir()}
+    done = run(sys.executable, path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (made,) = ({each.name for each in folder.iterdir()} - before) - {"script.py"}
+    lines = metrics(folder / made)
+    assert lines
+    assert (folder / made / "latest").exists()
+    if "loss=smoothed" in LAUNCHED[number]:
+        monkeypatch.chdir(folder)
+        assert lines[0]["loss"] == pytest.approx(smoothed_loss(), abs=1e-5)
+
+
+@torch.no_grad()
+def smoothed_loss() -> float:
+    """Of the first batch of run.yml, sample by sample in one process."""
+    config = load_config("run.yml")
+    dataset = RecordReader(config, Path("model"), Console(quiet=True)).read("data", config.data_path)
+    batch, model, total = build_loader(dataset, config, replicas=1).batch(0), load_model("model", torch.float32), 0.0
+    for sample in (dataset.samples[number] for number in batch.samples):
+        ids, labels = (torch.from_numpy(numpy.array(sample[part], numpy.int64)) for part in ("input_ids", "labels"))
+        logits, labels = model(ids.unsqueeze(0))[0, :-1], labels[1:]
+        known = labels != -100
+        total += F.cross_entropy(logits[known], labels[known], label_smoothing=0.1, reduction="sum").item()
+    return total / batch.supervised

@@ -1,0 +1,129 @@
+"""Small models of layers that belong to no family, with their data and losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from training.any_model.layers import Layer, Loss
+
+Mixed = tuple[Tensor, Tensor, Tensor]
+
+
+class Net(NamedTuple):
+    """Attributes:
+    parts: by the number of stages.
+    """
+
+    layers: Callable[[], list[Any]]
+    loss: Loss
+    dataset: Callable[[], Dataset[Any]]
+    parts: dict[int, list[int]]
+
+
+class Embed(nn.Module):
+    """Token ids [B, S] and their padding [B, S] bool become three tensors of three dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 12)
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Mixed:
+        ids, padding = inputs
+        return padding, ids % 3, self.embedding(ids)
+
+
+class Mix(nn.Module):
+    """A linear layer on what is no padding, scaled by a class of the token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+        self.scales = nn.Parameter(torch.tensor([0.5, 1.0, 1.5]))
+        self.shift = nn.Buffer(torch.full((12,), 0.1))
+
+    def forward(self, stream: Mixed) -> Mixed:
+        padding, kinds, hidden = stream
+        changed = torch.tanh(self.linear(hidden)) * self.scales[kinds].unsqueeze(-1) + self.shift
+        return padding, kinds, hidden + changed.masked_fill(padding.unsqueeze(-1), 0.0).transpose(0, 1).transpose(0, 1)
+
+
+class Pool(nn.Module):
+    """One number a row, for a regression."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(12, 1)
+
+    def forward(self, stream: Mixed) -> Tensor:
+        padding, _, hidden = stream
+        return self.out(hidden.masked_fill(padding.unsqueeze(-1), 0.0).mean(1)).squeeze(-1)
+
+
+def seeded(make: Callable[[], list[Layer]]) -> Callable[[], list[Layer]]:
+    """The same weights each time."""
+
+    def layers() -> list[Layer]:
+        torch.manual_seed(7)
+        return make()
+
+    return layers
+
+
+def perceptron() -> list[Layer]:
+    return [nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 4)]
+
+
+def convolutions() -> list[Layer]:
+    return [
+        nn.Conv2d(1, 6, 3, padding=1),
+        nn.GELU(),
+        nn.Conv2d(6, 8, 3, stride=2, bias=False),
+        nn.GroupNorm(2, 8),
+        nn.Flatten(),
+        nn.Linear(72, 4),
+    ]
+
+
+def made_later() -> list[Layer]:
+    """What each process makes of its own stage only."""
+    return [lambda: nn.Linear(10, 32), nn.ReLU, lambda: nn.Linear(32, 4)]
+
+
+def vectors() -> Dataset[Any]:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(50, 10, generator=generator), torch.randint(4, (50,), generator=generator))
+
+
+def images() -> Dataset[Any]:
+    generator = torch.Generator().manual_seed(2)
+    return TensorDataset(torch.randn(50, 1, 8, 8, generator=generator), torch.randint(4, (50,), generator=generator))
+
+
+class Sentences(Dataset[Any]):
+    """Two inputs and two labels a sample."""
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, number: int) -> Any:
+        ids = (torch.arange(6) * (number + 3)) % 20
+        return (ids, torch.arange(6) >= 2 + number % 5), (ids.float().mean(), torch.tensor(1.0 + number % 2))
+
+
+def weighted_square(outputs: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+    wanted, weight = labels
+    return (weight * (outputs - wanted) ** 2).mean()
+
+
+NETS = {
+    "perceptron": Net(seeded(perceptron), F.cross_entropy, vectors, {1: [6], 2: [2, 4]}),
+    "convolutions": Net(seeded(convolutions), F.cross_entropy, images, {1: [6], 2: [3, 3]}),
+    "mixed": Net(seeded(lambda: [Embed(), Mix(), Mix(), Pool()]), weighted_square, Sentences, {1: [4], 2: [2, 2]}),
+    "made_later": Net(made_later, F.cross_entropy, vectors, {1: [3], 2: [1, 2]}),
+}

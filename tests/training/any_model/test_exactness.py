@@ -1,0 +1,131 @@
+"""Losses, gradients and weights of a `Pipeline` are those of the plain nn.Sequential in one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.launching import topology
+from tests.ranks import Ranks
+from tests.training.any_model.nets import NETS
+from training.any_model.config import PipelineConfig
+from training.any_model.layers import make
+from training.any_model.samples import SampleLoader
+
+pytestmark = pytest.mark.launched
+
+STEPS = 4
+LR = 0.5
+SGD = {"type": "SGD", "params": {"lr": LR}}  # in proportion to the gradient, unlike Adam's steps
+DIMS = [(1, 1), (2, 1), (1, 2)]
+
+
+class Case(NamedTuple):
+    net: str
+    dims: tuple[int, int]
+    variant: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.net}-{self.dims[0]}x{self.dims[1]}{self.variant}"
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Of the config."""
+        return {
+            "save_path": "unused",
+            "train_batch_size": 16,
+            "train_micro_batch_size_per_gpu": 4,
+            "optimizer": SGD,
+            "gradient_clipping": 0.5,
+            "model_topo": topology(self.dims, None if self.variant == "-auto" else NETS[self.net].parts[self.dims[0]]),
+            "zero_optimization": {"stage": 0 if self.variant == "-without_zero" else 1},
+        }
+
+
+CASES = [Case(net, dims) for net in NETS for dims in DIMS]
+CASES += [Case("convolutions", (2, 2)), Case("mixed", (2, 2))]
+CASES += [Case("mixed", (2, 1), "-without_zero"), Case("perceptron", (2, 1), "-auto")]
+
+
+@pytest.fixture(scope="module")
+def folder(ranks: Ranks, asked: set[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the outcomes of all cases lie that this session asks for."""
+    folder = tmp_path_factory.mktemp("any_model")
+    chosen = [case for case in CASES if case.name in asked]
+    for processes in sorted({case.dims[0] * case.dims[1] for case in chosen}):
+        described = [
+            {
+                "name": case.name,
+                "net": case.net,
+                "steps": STEPS,
+                "keys": case.keys,
+                "config": {"model_path": "", "data_path": "unused", **case.keys},
+            }
+            for case in chosen
+            if case.dims[0] * case.dims[1] == processes
+        ]
+        ranks.run(processes, "any_layers", described, folder)
+    return folder
+
+
+class Outcome(NamedTuple):
+    losses: list[float]
+    evaluated: float
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+
+
+def reference(case: Case) -> Outcome:
+    """The same steps without Pipetune's engine and without micro-batches."""
+    net = NETS[case.net]
+    config = PipelineConfig.model_validate(case.keys | {"model_topo": topology((1, 1))})
+    loader = SampleLoader(net.dataset(), config.model_copy(update={"train_micro_batch_size_per_gpu": 16}))
+    model = nn.Sequential(*(make(layer, config.seed + number) for number, layer in enumerate(net.layers())))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    losses: list[float] = []
+    gradients: dict[str, torch.Tensor] = {}
+
+    def loss_of(numbers: list[int]) -> torch.Tensor:
+        ((inputs, labels),) = loader.micro_batches(loader.batch_of(numbers), 0)
+        outputs = model(inputs if len(inputs) > 1 else inputs[0])
+        return net.loss(outputs, labels if len(labels) > 1 else labels[0])
+
+    for step in range(STEPS):
+        loss = loss_of(loader.batch(step).samples)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        if not step:
+            gradients = {
+                name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None
+            }
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), case.keys["gradient_clipping"], norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():
+        evaluated = loss_of([0]).item()
+    return Outcome(losses, evaluated, gradients, {name: weight.detach() for name, weight in model.named_parameters()})
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
+def test_a_pipeline_computes_what_one_process_does(case: Case, folder: Path) -> None:
+    expected = reference(case)
+    tensors: dict[str, torch.Tensor] = {}
+    for stage in range(case.dims[0]):
+        tensors |= load_file(folder / f"{case.name}.stage{stage}.safetensors")
+    found = json.loads((folder / f"{case.name}.json").read_text())
+    assert expected.losses[-1] != expected.losses[0]
+    torch.testing.assert_close(found["losses"], expected.losses, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found["evaluated"], expected.evaluated, atol=1e-5, rtol=1e-5)
+    assert max(found["norms"]) > case.keys["gradient_clipping"], "nothing was clipped"
+    for what, wanted in (("gradient", expected.gradients), ("weight", expected.weights)):
+        assert {name for name in tensors if name.startswith(what)} == {f"{what}/{name}" for name in wanted}
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(tensors[f"{what}/{name}"], tensor, atol=1e-5, rtol=1e-4)

@@ -1,0 +1,149 @@
+"""How layers are divided and samples drawn, and which mistakes are found before a process starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from tests.launching import topology
+from training import Pipeline, PipelineConfig
+from training.any_model.layers import Layer, count_weights, divide, make
+from training.any_model.samples import SampleLoader
+from training.errors import ConfigError
+
+
+def linear(width: int) -> nn.Linear:
+    return nn.Linear(width, width, bias=False)
+
+
+def config(**keys: Any) -> PipelineConfig:
+    sizes = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
+    return PipelineConfig.model_validate({"save_path": "run", **sizes, **keys})
+
+
+def points(count: int = 21) -> TensorDataset:
+    return TensorDataset(torch.arange(float(count)).unsqueeze(1), torch.arange(count))
+
+
+class TestDivision:
+    def test_by_parameters(self) -> None:
+        layers: list[Layer] = [linear(4), lambda: linear(4), nn.ReLU(), lambda: linear(8), linear(4)]
+        assert count_weights(layers) == [16, 16, 0, 64, 16]
+        assert divide(layers, None, 2) == [3, 2]
+
+    def test_nothing_is_made_to_be_counted(self) -> None:
+        assert count_weights([lambda: nn.Linear(10**6, 10**6)]) == [10**12 + 10**6]
+
+    def test_what_a_function_makes_depends_on_the_seed_alone(self) -> None:
+        first = make(lambda: linear(3), 5)
+        torch.rand(1)
+        second = make(lambda: linear(3), 5)
+        assert torch.equal(first.weight, second.weight)  # type: ignore[arg-type]
+        assert not torch.equal(first.weight, make(lambda: linear(3), 6).weight)  # type: ignore[arg-type]
+
+    def test_a_weight_may_not_lie_on_two_stages(self) -> None:
+        shared = linear(4)
+        layers = [shared, nn.ReLU(), shared]
+        assert divide(layers, [3], 1) == [3]
+        with pytest.raises(ConfigError, match="layers 0 and 2 share weight"):
+            divide(layers, [1, 2], 2)
+
+    def test_too_few_layers(self) -> None:
+        with pytest.raises(ConfigError, match="3 stages for 2 layers"):
+            divide([linear(4), linear(4)], None, 3)
+
+
+class TestConfig:
+    def test_processes_beyond_the_stages_are_replicas(self) -> None:
+        pipeline = Pipeline([linear(4)] * 3, loss=F.mse_loss, parts=[1, 2], save_path="run", train_batch_size=8)
+        assert pipeline.config(processes=4).model_topo.process_topology.dims == [2, 2]
+        assert pipeline.config(processes=0).model_topo.process_topology.dims == [2, 1]
+        assert pipeline.config(processes=2).model_topo.parts == [1, 2]
+
+    def test_only_how_many_stages(self) -> None:
+        pipeline = Pipeline([linear(4)] * 3, loss=F.mse_loss, parts=3, save_path="run", train_batch_size=8)
+        topo = pipeline.config(processes=3).model_topo
+        assert (topo.stages, topo.parts) == (3, None)
+
+    @pytest.mark.parametrize(
+        ("keys", "message"),
+        [
+            ({"packing": "batch"}, "packing: a key of language models"),
+            ({"train_batchsize": 8}, "unknown key train_batchsize; did you mean train_batch_size?"),
+            ({"optimizer": {"type": "Adm"}}, "optimizer.type: expected 'AdamW'"),
+            ({"train_micro_batch_size_per_gpu": 3}, "train_batch_size: 8 is not a multiple of 3"),
+        ],
+    )
+    def test_a_wrong_key_is_told_in_one_line(self, keys: dict[str, Any], message: str) -> None:
+        pipeline = Pipeline([linear(4)], loss=F.mse_loss, save_path="run", train_batch_size=8, **keys)
+        with pytest.raises(ConfigError) as told:
+            pipeline.config(processes=1)
+        assert str(told.value).startswith(message)
+
+    def test_keys_beside_a_config(self) -> None:
+        with pytest.raises(ConfigError, match="config: stands beside seed, parts"):
+            Pipeline([linear(4)], loss=F.mse_loss, config=config(), seed=1, parts=1).config(processes=1)
+
+    def test_the_resolved_config_is_one_again(self) -> None:
+        assert PipelineConfig.model_validate(config(bf16={"enabled": True}).dump()) == config(bf16={"enabled": True})
+
+
+class TestSamples:
+    def test_an_epoch_sees_each_sample_at_most_once(self) -> None:
+        loader = SampleLoader(points(), config())
+        assert loader.steps_per_epoch == 2
+        for epoch in range(2):
+            seen = [number for step in range(2) for number in loader.batch(2 * epoch + step).samples]
+            assert len(seen) == len(set(seen)) == 16
+        assert loader.batch(0).samples != loader.batch(2).samples
+
+    def test_replicas_share_a_batch(self) -> None:
+        alone, shared = SampleLoader(points(), config()), SampleLoader(points(), config(model_topo=topology((1, 2))))
+        batch = shared.batch(5)
+        assert batch.n_micro_batches == 2
+        assert sorted(batch.samples) == sorted(alone.batch(5).samples)
+        seen = [labels[0] for replica in range(2) for _, labels in shared.micro_batches(batch, replica)]
+        assert sorted(torch.cat(seen).tolist()) == sorted(batch.samples)
+
+    def test_floating_point_inputs_have_the_dtype_to_train_in_and_labels_their_own(self) -> None:
+        dataset = TensorDataset(torch.randn(8, 3), torch.randn(8, 1))
+        loader = SampleLoader(dataset, config(bf16={"enabled": True}))
+        inputs, labels = next(loader.micro_batches(loader.batch(0), 0))
+        assert (inputs[0].dtype, labels[0].dtype) == (torch.bfloat16, torch.float32)
+
+    def test_random_samples_depend_on_seed_and_step_alone(self) -> None:
+        class Random(Dataset[Any]):
+            def __len__(self) -> int:
+                return 8
+
+            def __getitem__(self, number: int) -> Any:
+                return torch.rand(3), number
+
+        def drawn(step: int, seed: int = 1) -> torch.Tensor:
+            loader = SampleLoader(Random(), config(seed=seed))
+            return torch.cat([inputs[0] for inputs, _ in loader.micro_batches(loader.batch(step), 0)])
+
+        before = torch.get_rng_state()
+        assert torch.equal(drawn(3), drawn(3))
+        assert torch.equal(torch.get_rng_state(), before), "dropout draws what it would have drawn"
+        assert not torch.equal(drawn(3).sort(0).values, drawn(4).sort(0).values)
+        assert not torch.equal(drawn(3).sort(0).values, drawn(3, seed=2).sort(0).values)
+        assert len(drawn(3).unique(dim=0)) == 8
+
+    def test_what_cannot_be_trained_on(self) -> None:
+        class Stream(IterableDataset[Any]):
+            def __iter__(self) -> Any:
+                return iter(())
+
+        with pytest.raises(ConfigError, match="dataset: Stream has no length"):
+            SampleLoader(Stream(), config())
+        with pytest.raises(ConfigError, match="train_batch_size: 8, but the dataset has 7 samples"):
+            SampleLoader(points(7), config())
+        loader = SampleLoader(TensorDataset(torch.zeros(8)), config())
+        with pytest.raises(ConfigError, match=r"dataset: expected samples \(inputs, labels\)"):
+            next(loader.micro_batches(loader.batch(0), 0))

@@ -1,0 +1,55 @@
+"""Some training steps of a `Pipeline` per case, see `cases.py`.
+
+Its cases are {"name", "net", "steps", "keys": {...} of a PipelineConfig, "config"}; each stage writes
+<folder>/<name>.stage<k>.safetensors with the gradients of the first step and the weights after the last, under
+`gradient/<layer>.<name>` and `weight/<layer>.<name>`, rank 0 <folder>/<name>.json with the steps' losses and norms.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.utils import safe_get_full_grad
+from safetensors.torch import save_file
+
+from tests.training.any_model.nets import NETS
+from training.any_model.config import PipelineConfig
+from training.any_model.layers import divide
+from training.any_model.samples import SampleLoader
+from training.any_model.trainer import LayerTrainer
+from training.config.keys import TrainConfig
+
+
+def run_case(case: dict[str, Any], _: TrainConfig, folder: Path) -> None:
+    config = PipelineConfig.model_validate(case["keys"])
+    net = NETS[case["net"]]
+    layers, loader = net.layers(), SampleLoader(net.dataset(), config)
+    parts = divide(layers, config.model_topo.parts, config.model_topo.stages)
+    trainer = LayerTrainer.of(layers, net.loss, loader, config, parts)
+    engine = trainer.engine
+    tensors: dict[str, torch.Tensor] = {}
+    take_step = engine._take_model_step
+
+    def keep_gradients(lr_kwargs: object) -> None:
+        for name, parameter in engine.module.named_parameters():
+            gradient = safe_get_full_grad(parameter) if config.zero_optimization.stage else parameter.grad
+            tensors.setdefault(f"gradient/{name}", gradient.detach().float().clone().contiguous())
+        take_step(lr_kwargs)
+
+    engine._take_model_step = keep_gradients
+    losses, norms = [], []
+    for step in range(case["steps"]):
+        losses.append(trainer.train_step(loader, loader.batch(step)))
+        norms.append(float(engine.get_global_grad_norm()))
+    evaluated = trainer.eval_loss(loader, loader.batch_of([0]))
+    tensors |= {f"weight/{name}": weight.detach().clone() for name, weight in engine.module.named_parameters()}
+    if trainer.replica == 0:
+        save_file(tensors, folder / f"{case['name']}.stage{trainer.stage}.safetensors")
+    if engine.global_rank == 0:
+        outcome = {"losses": losses, "norms": norms, "evaluated": evaluated}
+        (folder / f"{case['name']}.json").write_text(json.dumps(outcome))
+    torch.distributed.barrier()
+    engine.destroy()

@@ -1,0 +1,44 @@
+"""The config of a pipeline of any layers: a run's keys without those of language models, and keys of your own.
+
+It is a `TrainConfig`, so whatever a run does with one (DeepSpeed's keys, the optimizer, checkpoints, what may change
+between two starts) it does with this one. A subclass adds keys:
+
+    class MyConfig(PipelineConfig):
+        width: int = 64
+
+They are checked like all others, stand in the run's config.yml, and may not change between two starts of a run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import model_validator
+
+from training.config.keys import TrainConfig
+from training.config.sections import DataPath
+
+OF_LANGUAGE_MODELS = frozenset(
+    "model_path data_path from_scratch stream_gb max_seq_len truncate packing pack_len dataloader_drop_last "
+    "prompt_format template_args template_fallback mask on_bad_record cache_dir aux_max_z_loss aux_router_loss "
+    "export_hf eval_data_path eval_interval eval_at_start schedule use_grad_ckpt offload_activations use_flash_attn "
+    "compile fp8 rebalance".split()
+)
+
+
+class PipelineConfig(TrainConfig):
+    """A run of a `Pipeline`."""
+
+    model_path: str = ""
+    data_path: DataPath = []
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, raw: Any) -> Any:
+        for key in OF_LANGUAGE_MODELS.intersection(raw):
+            raise ValueError(f"{key}: a key of language models, without effect on a Pipeline's layers; leave it out")
+        return raw
+
+    def dump(self) -> dict[str, Any]:
+        """The resolved config as plain values, ready for YAML."""
+        return self.model_dump(mode="json", exclude_none=True, exclude=set(OF_LANGUAGE_MODELS))

@@ -1,0 +1,95 @@
+"""Global batches of any dataset, in an order that is a pure function of seed and step.
+
+Every batch is full: what does not fill an epoch's last one is left out, other samples in each epoch. So all
+micro-batches are alike, and the mean of their losses is that of the batch. While a sample is made, torch's generator is
+seeded by the run's seed, the step and the sample: augmentations are the same on the first stage, which has the inputs,
+as on the last, which has the labels, and in a run that goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from data.loader import GlobalBatch, Loader
+from training.any_model.config import PipelineConfig
+from training.config.deepspeed_config import training_dtype
+from training.engine.prefetch import Sent
+from training.errors import ConfigError
+
+Collate = Callable[[list[Any]], Any]
+
+
+class _AllAlike:
+    """What `Loader` asks of samples; here each counts as one token that bears loss."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+        self.lengths = self.supervised = numpy.ones(len(samples), dtype=numpy.int32)
+
+
+class SampleLoader(Loader):
+    """Deals the samples of a dataset out to micro-batches and replicas.
+
+    Args:
+        dataset: with a length; gives `(inputs, labels)`, each a tensor or a tuple of tensors.
+        collate: makes a micro-batch of a list of samples; torch's `default_collate` stacks them.
+
+    Raises:
+        ConfigError: it has no length, or too few samples for a batch.
+    """
+
+    def __init__(self, dataset: Dataset[Any], config: PipelineConfig, collate: Collate | None = None) -> None:
+        samples: Any = dataset
+        if not hasattr(samples, "__len__"):
+            raise ConfigError(f"dataset: {type(dataset).__name__} has no length; expected one with __len__")
+        if len(samples) < config.train_batch_size:
+            raise ConfigError(
+                f"train_batch_size: {config.train_batch_size}, but the dataset has {len(samples)} samples; "
+                "expected at most as many"
+            )
+        sizes = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.model_topo.replicas
+        super().__init__(_AllAlike(dataset), *sizes, config.seed, drop_last=True)
+        self._collate_samples = collate or default_collate
+        self._dtype = training_dtype(config)
+        self._step = 0
+
+    def batch(self, step: int) -> GlobalBatch:
+        self._step = step
+        return super().batch(step)
+
+    def batch_of(self, chosen: Sequence[int]) -> GlobalBatch:
+        """A batch of these samples; a single one comes as often as fills a micro-batch of each replica."""
+        return super().batch_of([*chosen] * (self.micro_batch_size * self.replicas if len(chosen) == 1 else 1))
+
+    def micro_batches(self, batch: GlobalBatch, replica: int) -> Iterator[Sent]:
+        """A replica's micro-batches, `(inputs, labels)`, each a tuple of tensors; inputs in the dtype to train in.
+
+        Raises:
+            ConfigError: what the dataset gives has another form.
+        """
+        for rows in batch.micro_batches[replica]:
+            made = self._collate_samples([self._sample(number) for row in rows for number in row])
+            if not isinstance(made, (tuple, list)) or len(made) != 2:
+                raise ConfigError(f"dataset: expected samples (inputs, labels), found {type(made).__name__}")
+            inputs = (each.to(self._dtype) if each.is_floating_point() else each for each in _tensors(made[0]))
+            yield tuple(inputs), _tensors(made[1])
+
+    def _sample(self, number: int) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            seed = numpy.random.SeedSequence([self.seed, self._step, number]).generate_state(1)[0]
+            torch.default_generator.manual_seed(int(seed))  # torch.manual_seed would seed GPUs too, where dropout draws
+            return self.data.samples[number]
+
+
+def _tensors(value: Any) -> tuple[Tensor, ...]:
+    values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    for each in values:
+        if not isinstance(each, Tensor):
+            raise ConfigError(f"dataset: expected tensors as inputs and labels, found {type(each).__name__}")
+    return values

@@ -1,0 +1,204 @@
+"""One stage of any layers: the module that holds them, and what crosses its borders.
+
+A layer takes what the one before it gave: a tensor, or a tuple of tensors of any dtype but complex ones. What crosses
+from a stage to the next has the same shapes in every micro-batch, and they are learnt before the first: the stages pass
+the shapes of the first inputs through their layers one after the other, on the meta device, which computes nothing. So
+a layer's tensors have to be parameters or buffers, and no shape may depend on what a tensor holds. Layers that do not
+fit each other are found in this way too, before anything runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.topology import ProcessTopology
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from common.terminal import reason_of
+from models.checkpoint.layout import layer_file
+from training.any_model.layers import Layer, Loss, make
+from training.checkpoint.deepspeed_files import read_mapped
+from training.distributed.processes import agreed, gather
+from training.engine.stage_engine import StageEngine
+from training.errors import ConfigError
+
+
+class Border(NamedTuple):
+    """What crosses a border.
+
+    Attributes:
+        tensors: their shapes and dtypes.
+        alone: whether it is one tensor that stands in no tuple.
+    """
+
+    tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    alone: bool
+
+    @classmethod
+    def of(cls, stream: Any) -> Border:
+        """Raises a ConfigError where it is none."""
+        tensors = stream if isinstance(stream, tuple) else (stream,)
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor) or tensor.is_complex():
+                found = "a complex one" if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise ConfigError(f"expected a tensor or a tuple of tensors, found {found}")
+        return cls(tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors), not isinstance(stream, tuple))
+
+    def like(self) -> tuple[Tensor, ...]:
+        """The tensors on the meta device."""
+        return tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self.tensors)
+
+    def unpacked(self, tensors: tuple[Tensor, ...]) -> Any:
+        """What a layer takes."""
+        return tensors[0] if self.alone else tensors
+
+    def __str__(self) -> str:
+        return ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in self.tensors)
+
+
+class _MadeLayer(LayerSpec):
+    """A layer that is made when its stage asks for it."""
+
+    def __init__(self, layer: Layer, seed: int) -> None:
+        super().__init__(nn.Module, layer, seed)
+
+    def build(self, log: bool = False) -> nn.Module:
+        return make(*self.module_args)
+
+
+class LayerStage(PipelineModule):
+    """This process's layers; the last stage has the loss.
+
+    Args:
+        layers: of the whole model.
+        loss: see `Pipeline`.
+        topology: the grid of processes, with the axes `pipe` and `data`.
+        parts: layers per stage.
+        dtype: the dtype to train in.
+        seed: of the layers that are made here.
+        folder: a checkpoint whose weights the layers take.
+
+    Raises:
+        ConfigError: the stage has nothing to train.
+        CheckpointError: the weights are not those of the layers.
+    """
+
+    arriving: Border
+    leaving: Border
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        loss: Loss,
+        topology: ProcessTopology,
+        parts: Sequence[int],
+        dtype: torch.dtype,
+        seed: int,
+        folder: Path | None = None,
+    ) -> None:
+        self._bounds = [0, *accumulate(parts)]
+        self._loss = loss
+        made = [_MadeLayer(layer, seed + number) for number, layer in enumerate(layers)]
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its seed settings, which mean nothing here
+            # With dynamic_shape its engine has every micro-batch looked at before it is sent.
+            super().__init__(made, topology=topology, loss_fn=self.loss, dynamic_shape=True)
+        self.to(dtype)
+        if folder:
+            load_layers(self.numbered(), folder)
+        with agreed():
+            if not any(weight.requires_grad for weight in self.parameters()):
+                raise ConfigError(
+                    f"parts: stage {self.stage_id} of {list(parts)} has no weight to train; expected one in each"
+                )
+
+    def learn(self, inputs: tuple[Tensor, ...]) -> None:
+        """Find out what crosses the borders when micro-batches like this one come in; all ranks call it together."""
+        found = Border(Border.of(inputs).tensors, alone=len(inputs) == 1)
+        for stage in range(self.num_stages):
+            told = None
+            with agreed():
+                if stage == self.stage_id:
+                    self.arriving, told = found, self._traced(found)
+                    self.leaving = told
+            found = next(each for each in gather(told) if each is not None)
+
+    def numbered(self) -> dict[int, nn.Module]:
+        """The layers by their number in the model."""
+        return dict(enumerate(self.forward_funcs, self._local_start))
+
+    def stream_like(self) -> tuple[Tensor, ...]:
+        """What arrives here, as tensors on the meta device; the engine asks for it."""
+        return self.arriving.like()
+
+    def forward(self, stream: tuple[Tensor, ...]) -> Any:
+        found = self.arriving.unpacked(stream)
+        for layer in self.forward_funcs:
+            found = layer(found)
+        if self.stage_id == self.num_stages - 1:
+            return found
+        return tuple(tensor.contiguous() for tensor in (found if isinstance(found, tuple) else (found,)))
+
+    def loss(self, outputs: Any, labels: tuple[Tensor, ...]) -> Tensor:
+        """The loss of a micro-batch; DeepSpeed calls it on the last stage."""
+        found = self._loss(outputs, labels[0] if len(labels) == 1 else labels)
+        if not isinstance(found, Tensor) or found.dim():
+            what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ConfigError(f"loss: expected a tensor without dimensions, found {what}")
+        return found
+
+    def _partition_layers(self, method: str = "parts") -> None:
+        self.parts = self._bounds
+        self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
+
+    @torch.no_grad()
+    def _traced(self, arriving: Border) -> Border:
+        stream, border = arriving.unpacked(arriving.like()), arriving
+        for number, layer in self.numbered().items():
+            tensors = [*layer.named_parameters(), *layer.named_buffers()]
+            try:
+                stream = functional_call(layer, {name: tensor.to("meta") for name, tensor in tensors}, (stream,))
+                border = Border.of(stream)
+            except Exception as error:  # whatever a layer may raise
+                what = f"layer {number} ({type(layer).__name__}) with {border}"
+                raise ConfigError(f"layers: {what}: {reason_of(error)}") from error
+        if self.stage_id < self.num_stages - 1 and not any(dtype.is_floating_point for _, dtype in border.tensors):
+            raise ConfigError(f"parts: {border} leave stage {self.stage_id}; expected a tensor that bears a gradient")
+        return border
+
+
+class LayerStageEngine(StageEngine):
+    """A stage that knows its borders by `LayerStage.learn`."""
+
+    def _send_tensor_meta(self, stream: tuple[Tensor, ...], stage: int) -> None:
+        """See, before each micro-batch is sent, that it is what the next stage expects."""
+        found = Border(Border.of(stream).tensors, self.module.leaving.alone)
+        if found != self.module.leaving:
+            raise ConfigError(
+                f"layers: {found} leave stage {self.stage_id}, but {self.module.leaving} did for the first "
+                "micro-batch; expected the same in all"
+            )
+
+
+def load_layers(layers: dict[int, nn.Module], folder: Path) -> None:
+    """Give layers, by their number, the weights and buffers that a checkpoint has of them.
+
+    Raises:
+        ConfigError: they are those of other layers.
+        CheckpointError: a file is missing or damaged.
+    """
+    for number, layer in layers.items():
+        state = read_mapped(folder / layer_file(number))
+        try:
+            layer.load_state_dict(state)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"layers: layer {number} ({type(layer).__name__}) is not that of {folder}: {reason_of(error)}"
+            ) from None

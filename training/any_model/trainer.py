@@ -1,0 +1,56 @@
+"""The engine behind a `Pipeline`, as the training loop sees it: a `PipelineTrainer` of any layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from deepspeed.runtime.pipe.topology import ProcessTopology
+
+from data.loader import GlobalBatch, Loader
+from training.any_model.config import PipelineConfig
+from training.any_model.layers import Layer, Loss
+from training.any_model.samples import SampleLoader
+from training.any_model.stage import LayerStage, LayerStageEngine
+from training.config.deepspeed_config import training_dtype
+from training.engine.numerics import set_numerics
+from training.engine.pipeline import PipelineTrainer
+from training.engine.prefetch import Sent
+from training.engine.trainer import wrap
+
+
+class LayerTrainer(PipelineTrainer):
+    """A stage of layers that a user brought."""
+
+    engine: LayerStageEngine
+
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[Layer],
+        loss: Loss,
+        loader: SampleLoader,
+        config: PipelineConfig,
+        parts: Sequence[int],
+        folder: Path | None = None,
+    ) -> LayerTrainer:
+        """Make this process's layers and the optimizer, and wrap both in DeepSpeed's engine.
+
+        Args:
+            loader: whose first micro-batch has the shapes of all.
+            parts: layers per stage.
+            folder: a checkpoint whose weights the layers take.
+        """
+        grid = config.model_topo.process_topology
+        set_numerics(config)
+        processes = ProcessTopology(axes=list(grid.axes), dims=list(grid.dims))
+        stage = LayerStage(layers, loss, processes, parts, training_dtype(config), config.seed, folder)
+        stage.learn(next(loader.micro_batches(loader.batch(0), 0))[0])
+        torch.manual_seed(config.seed + torch.distributed.get_rank())  # dropout differs from rank to rank
+        return cls(LayerStageEngine.adopt(wrap(stage, config)))
+
+    def micro_batches(self, loader: Loader, batch: GlobalBatch) -> Iterator[Sent]:
+        assert isinstance(loader, SampleLoader)
+        self.engine.expect([()] * batch.n_micro_batches)  # all are alike
+        return loader.micro_batches(batch, self.replica)

@@ -1,0 +1,63 @@
+"""One rank's part in a run, whoever asks for it: a door, or a script that has more to do afterwards."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from training.config.yaml_file import Config
+from training.distributed import processes
+from training.distributed.processes import LAUNCHER_GONE, Place
+from training.errors import ConfigError, keep_tracebacks_in, one_line_at_the_end
+
+if TYPE_CHECKING:
+    from training.distributed.rank_monitor import RankMonitor
+
+_trained = False  # in this process
+
+
+def in_processes(config: Config, place: Place | None, run: Callable[[Config, Place, RankMonitor], bool]) -> None:
+    """Be one rank of a run; where no launcher started this process, start one with the same command.
+
+    Args:
+        run: the whole job of one rank; whether to start over.
+    """
+    if place is None:
+        processes.launch(config.model_topo, sys.argv)
+        return
+    from training.distributed.rank_monitor import RankMonitor
+
+    # The failure detector must find a hang, and name the rank, before the process group gives up.
+    processes.start(place, config.model_topo, timedelta(minutes=max(30, 2 * config.timeout_minutes)))
+    with RankMonitor(place, config.model_topo.stage_of(place.rank), config.timeout_minutes) as monitor:
+        again = run(config, place, monitor)
+    if again:
+        processes.start_over()
+    processes.stop()
+
+
+def run_from_script(load: Callable[[Place | None], Config], run: Callable[[Config, Place, RankMonitor], bool]) -> None:
+    """What a door does to train; where all goes well, it returns. Once in a process: the ranks cannot meet again.
+
+    Args:
+        load: gives the checked config.
+        run: see `in_processes`; the script itself starts over then.
+    """
+    place = Place.from_environment()
+    if place is not None:
+        processes.end_with_launcher(place)
+    with one_line_at_the_end(place.rank if place else None, goes_on=True):
+        global _trained  # noqa: PLW0603  # it is so of the process
+        if _trained:
+            raise ConfigError("train: a process trains once; expected a script of its own for each training")
+        _trained = place is not None
+        config = load(place)
+        config.check_door(in_stages=True)
+        keep_tracebacks_in(config.save_path)
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, LAUNCHER_GONE)}
+        in_processes(config, place, run)
+        for number, handler in handlers.items():  # a run makes them a wish to save, which nobody hears any more
+            signal.signal(number, handler)
