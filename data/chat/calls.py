@@ -64,16 +64,16 @@ def learn(one: str, two: str | None) -> CallForm | None:
     Args:
         two: None where the template does not take two calls at once.
     """
-    found = _find(one, KNOWN[0], 0)
+    found = _find(one, KNOWN[0])
     if found is None or not one[: found[0]].strip():
         return None
     name, arguments, _ = found
     between = one[name + len(KNOWN[0].name) : arguments]
-    both = [_find(two, KNOWN[0], 0), _find(two, KNOWN[1], 0)] if two else []
-    following = two[both[0][2] : both[1][0]] if two and both[0] and both[1] else None
     opening, rest = _loose(one[:name]), _NAME + _loose(between) + _ARGUMENTS_NEXT
-    following_calls = None if following is None else re.compile(_loose(following) + rest)
-    return CallForm(re.compile(opening), re.compile(opening + rest), following_calls)
+    following = None
+    if two and (first := _find(two, KNOWN[0])) and (second := _find(two, KNOWN[1])):
+        following = re.compile(_loose(two[first[2] : second[0]]) + rest)
+    return CallForm(re.compile(opening), re.compile(opening + rest), following)
 
 
 def read_text_call(text: str) -> Call:
@@ -88,9 +88,9 @@ def read_text_call(text: str) -> Call:
     return Call("", found["name"], _object_at(found["arguments"].strip(), 0)[0])
 
 
-def _find(text: str, call: Call, begin: int) -> tuple[int, int, int] | None:
+def _find(text: str, call: Call) -> tuple[int, int, int] | None:
     """Where a call's name begins, where its arguments do, and where these end."""
-    name = text.find(call.name, begin)
+    name = text.find(call.name)
     for place in range(name, len(text) if name >= 0 else name):
         try:
             arguments, end = _object_at(text, place)

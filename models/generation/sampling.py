@@ -8,7 +8,7 @@ Cost: sorting the vocabulary once a token, but for `top_k`, which sorts k tokens
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,10 +32,6 @@ class Sampling:
     top_k: int | None = None
     repetition_penalty: float = 1.0
     seed: int | None = None
-
-    def with_seed(self, seed: int) -> Sampling:
-        """The same with other random numbers."""
-        return replace(self, seed=seed)
 
     def generator(self, device: torch.device) -> torch.Generator | None:
         """The random numbers of a request."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_every_prompt_gets_the_answer_that_it_gets_alone(
     for place, line in enumerate(LINES):
         alone = Wishes(wishes.max_new_tokens, wishes.sampling, wishes.stop)
         if wishes.sampling.seed is not None:
-            alone = Wishes(wishes.max_new_tokens, wishes.sampling.with_seed(wishes.sampling.seed + place))
+            alone = Wishes(wishes.max_new_tokens, replace(wishes.sampling, seed=wishes.sampling.seed + place))
         chat = Chat(speaker, alone, pytest.fail)
         if "messages" in line:
             chat.said = (Said("user", "Hi."), Said("assistant", "Yes?", supervised=True))

@@ -26,7 +26,7 @@ UNREADABLE = "the model's call cannot be read: {reason}"
 
 
 class Chat:
-    """A dialogue; it remembers the turns so far.
+    """A dialogue; it remembers the turns so far, of which the oldest go where the context is full.
 
     Args:
         opening: what stands before the first question, such as a system message.
@@ -38,12 +38,7 @@ class Chat:
     """
 
     def __init__(
-        self,
-        speaker: Speaker,
-        wishes: Wishes,
-        tell: Tell,
-        opening: Sequence[Said] = (),
-        tools: Tools | None = None,
+        self, speaker: Speaker, wishes: Wishes, tell: Tell, opening: Sequence[Said] = (), tools: Tools | None = None
     ) -> None:
         self._speaker = speaker
         self._wishes = wishes

@@ -1,13 +1,12 @@
 """A model that is asked with the prompts that it was trained with.
 
-A prompt has to fit into the model's context together with some of its answer. A dialogue that does not loses its oldest
-rounds; a single prompt that does not is refused.
+A prompt has to leave some of the model's context to its answer; one that does not is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -88,5 +87,5 @@ class Speaker:
                     f"the prompt has {len(prompt)} tokens, but the model's context is {self.context}; "
                     "expected a shorter one"
                 )
-        sampling = wishes.sampling if seed is None else wishes.sampling.with_seed(seed)
+        sampling = wishes.sampling if seed is None else replace(wishes.sampling, seed=seed)
         return Request(prompt, room, self._stop, sampling)
