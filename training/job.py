@@ -24,8 +24,8 @@ from models.flops import ModelFlops
 from models.lean_loss import chunk_tokens
 from models.spec import ModelSpec
 from training.bad_steps import BadSteps
-from training.checkpoint.exporting import EXPORTED, export_run
-from training.checkpoint.folder import RECORD, CheckpointRecord, DataOrder, step_folder
+from training.checkpoint.exporting import EXPORTED
+from training.checkpoint.folder import CheckpointRecord, DataOrder, step_folder
 from training.checkpoint.resume import check_resumable, check_same_model, find_checkpoint, resume
 from training.checkpoint.saving import Checkpointer, read_side_files
 from training.config.changes import settings_of
@@ -37,8 +37,8 @@ from training.distributed.rank_monitor import RankMonitor
 from training.distributed.signals import StopRequest
 from training.engine.numerics import describe_numerics
 from training.engine.trainer import Trainer
-from training.errors import ConfigError
 from training.evaluation import Evaluation
+from training.finish import finish
 from training.loop import Run, train
 from training.metrics.reporter import Reporter
 from training.metrics.run_info import write_run_info
@@ -280,28 +280,3 @@ def finish_again(config: TrainConfig, layers: Sequence[int], start: Start, model
     log.print(f"nothing to train: {start.checkpoint} has {start.done} steps done, and {asking} for {start.total_steps}")
     if start.done == start.total_steps:
         finish(config, layers, start.checkpoint, model_folder, log)
-
-
-def finish(config: TrainConfig, layers: Sequence[int], saved: Path, model_folder: Path, log: Console) -> None:
-    """See that the last checkpoint is there, and export it where the config asks for that.
-
-    Args:
-        layers: those that this rank's stage holds.
-        saved: the checkpoint.
-        model_folder: the folder that the run started from.
-
-    Raises:
-        RunRefused: on every rank, where it could not be saved or exported.
-    """
-    with agreed():
-        if not (saved / RECORD).is_file():
-            raise ConfigError(
-                f"save_path: the last checkpoint, {saved}, could not be saved; the same command tries again"
-            )
-    log.print(f"saved: {saved}")
-    if config.export_hf:
-        from training.model_card import write_card  # what draws takes two seconds
-
-        target = Path(config.save_path) / EXPORTED
-        export_run(saved, target, layers, model_folder, write_card)
-        log.print(f"exported: {target}")

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models.generate import generate
 from transformers import AutoTokenizer
 
 from models import load_model
 from models.checkpoint.convert import hg_to_pp
 from models.checkpoint.export import ExportOptions, pp_to_hg
+from models.generation.generate import generate
 from tests.conftest import CHATML, save_tokenizer
 from tests.environments import environment
 from tests.launching import Launch

@@ -29,7 +29,7 @@ from training.distributed.rank_monitor import RankMonitor
 from training.distributed.signals import StopRequest
 from training.engine.numerics import describe_numerics
 from training.errors import ConfigError
-from training.job import finish
+from training.finish import finish
 from training.loop import Run, train
 from training.metrics.reporter import Reporter
 from training.metrics.run_info import write_run_info
