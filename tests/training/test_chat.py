@@ -194,6 +194,10 @@ def test_a_file_of_prompts_is_answered(run: Run, tmp_path: Path) -> None:
         ("--temperature 0 --top-p 0.5", "--top-p: nothing is drawn; expected it without --greedy and --temperature 0"),
         ("--prompts-file x", "--prompts-file: expected it with --output and without --prompt"),
         ("--batch-size 2", "--output and --batch-size: expected them with --prompts-file"),
+        ("--reference a --api-desc b", "--reference, --tools and --api-desc: expected one of them"),
+        ("--api-results a", "--api-results and --api-command: expected them with --tools or --api-desc"),
+        ("--tools a --api-results a --api-command b", "--api-results and --api-command: expected one of them"),
+        ("--stop=", "--stop: expected a text, found an empty one"),
         ("--prompt-format none.jinja", "none.jinja: not found; expected a Jinja file"),
     ],
 )
