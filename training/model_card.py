@@ -1,7 +1,7 @@
 """The model card of an exported run: README.md and training.png, of what the run's own files say.
 
-base model, data in numbers, the last losses, every key of the config and the versions are those of run.json and of the
-lines of metrics.jsonl up to the checkpoint. A card is for strangers: of paths it has the last names alone. The card of
+Base model, data in numbers, losses, config and versions are those of run.json and of the lines of metrics.jsonl up to
+the checkpoint. A card is for strangers: of paths it has the last names alone. The card of
 the model that the run started from stays, as README.base.md.
 """
 
@@ -24,7 +24,7 @@ PLACES = ("model_path", "data_path", "eval_data_path", "save_path", "cache_dir",
 
 
 def write_card(checkpoint: Path, target: Path) -> None:
-    """Describe the export of a checkpoint in `target`; one that lies in no run's folder gets no card.
+    """Describe the export of a checkpoint in `target`; without the files of its run beside it there is no card.
 
     Raises:
         OSError: what the run wrote cannot be read, or the card not be written.
@@ -35,7 +35,10 @@ def write_card(checkpoint: Path, target: Path) -> None:
     lines = [line for line in read_metrics(run / METRICS_FILE) if line["step"] <= record.step]
     if not any("loss" in line for line in lines):
         return
-    info = json.loads((run / RUN_FILE).read_text(encoding="utf-8"))
+    try:
+        info = json.loads((run / RUN_FILE).read_text(encoding="utf-8"))
+    except ValueError:  # torn by a power cut; the next start writes it anew
+        return
     if (target / CARD).exists():
         (target / CARD).rename(target / BASE_CARD)
     (target / CARD).write_text(card(info, lines, run.resolve().name), encoding="utf-8")
@@ -58,7 +61,8 @@ def card(info: dict[str, Any], lines: list[dict[str, Any]], name: str) -> str:
         "base model": "none: random weights" if config["from_scratch"] else _end(config["model_path"], 2),
         "data": ", ".join(_end(source, 1) for source in sources),
         "samples": f"{sums['samples']:,}, of {sums['tokens']:,} tokens, {sums['supervised']:,} of them with loss",
-        "steps": f"{len(steps):,} in {steps[-1]['epoch']} epochs",
+        "steps": f"{len(steps):,}",
+        "epochs": str(steps[-1]["epoch"]),
         "loss": f"{_short(steps[0]['loss'])} in the first step, {_short(steps[-1]['loss'])} in the last",
         "topology": f"{info['topology']['stages']} stages, {info['topology']['replicas']} replicas",
         "Pipetune": f"revision {state['revision']}{', modified' if state['modified'] else ''}",

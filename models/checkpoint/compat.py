@@ -17,7 +17,9 @@ from transformers import PreTrainedConfig
 
 from models.spec import ModelSpec, read_json
 
-LEFTOVERS = ("_name_or_path", "name_or_path", "is_local", "local_files_only", "_attn_implementation_autoset")
+LEFTOVERS = (
+    "_name_or_path _model_name_or_path name_or_path is_local local_files_only _attn_implementation_autoset".split()
+)
 
 
 def write_compat(folder: Path) -> None:

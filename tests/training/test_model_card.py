@@ -55,7 +55,8 @@ def test_export_of_a_run_has_a_card(make_checkpoint: Callable[..., Path], tmp_pa
         f"| base model | {tmp_path.name}/llama |",
         "| data | facts.json |",
         "| samples | 16, of 2,000 tokens, 800 of them with loss |",
-        "| steps | 2 in 1 epochs |",
+        "| steps | 2 |",
+        "| epochs | 1 |",
         "| loss | 4 in the first step, 2 in the last |",
         "| evaluation loss | 2.5 |",
     ):
@@ -72,8 +73,10 @@ def test_export_of_a_run_has_a_card(make_checkpoint: Callable[..., Path], tmp_pa
 def test_layers_of_no_run_get_no_card(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     run = run_from(make_checkpoint("llama"), tmp_path / "run")
     copy_of(run / "step-000002", tmp_path / "elsewhere" / "copy")
+    torn = run_from(make_checkpoint("llama"), tmp_path / "torn")
+    (torn / "run.json").write_text('{"config": ')
     (run / "step-000002" / "checkpoint.json").unlink()
-    for number, layers in enumerate([run / "step-000002", tmp_path / "elsewhere" / "copy"]):
+    for number, layers in enumerate([run / "step-000002", tmp_path / "elsewhere" / "copy", torn]):
         target = tmp_path / f"out{number}"
         assert convert("pp_to_hg", layers, target) == (0, [])
         assert not (target / "README.md").exists()
