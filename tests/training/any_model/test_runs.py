@@ -121,7 +121,6 @@ def test_mistakes_end_in_one_line(tmp_path: Path) -> None:
         ({"train_batch_size": 128}, "train_batch_size: 128, but the dataset has 64 samples"),
         ({"save_path": str(tmp_path / "other"), "taken": 8}, "layers: layer 4 (Linear) with [4, 16] float32: "),
         ({"model_topo": topology((2, 1), [1, 3])}, "parts: [1, 3] sums to 4, but there are 5 layers"),
-        ({"schedule": "1f1b"}, f"{path}: schedule: a key of language models"),
     ]
     for keys, expected in mistakes:
         done = started(config(path, (2, 1), [2, 3], **{"max_steps": 6, **keys})).end()
