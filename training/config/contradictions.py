@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from training.config.keys import TrainConfig
+from typing import Any
 
 LARGEST = 10**12  # of a number of steps, samples and the like
 
 
-def contradictions(config: TrainConfig) -> Iterator[str]:
-    """A line for each, the plainest ones first: one that comes later may rest on those before."""
+def contradictions(config: Any) -> Iterator[str]:
+    """A line for each, the plainest ones first: one that comes later may rest on those before.
+
+    Args:
+        config: a `TrainConfig`, whose module calls this one.
+    """
     for name, value in config:
         if type(value) is int and value > LARGEST:
             yield f"{name}: expected at most {LARGEST:,}, found {value}"
@@ -28,7 +29,7 @@ def contradictions(config: TrainConfig) -> Iterator[str]:
         yield from _of_rebalance(config)
 
 
-def _of_precision(config: TrainConfig) -> Iterator[str]:
+def _of_precision(config: Any) -> Iterator[str]:
     if config.bf16.enabled and config.fp16.enabled:
         yield "bf16.enabled: expected at most one of bf16 and fp16"
     if config.tf32 and (config.bf16.enabled or config.fp16.enabled):
@@ -45,7 +46,7 @@ def _of_precision(config: TrainConfig) -> Iterator[str]:
         yield "fp8.enabled: ZeRO stage 3 gathers weights inside of the blocks; expected false or stage <= 2"
 
 
-def _of_batches_and_parts(config: TrainConfig) -> Iterator[str]:
+def _of_batches_and_parts(config: Any) -> Iterator[str]:
     rows, replicas = config.train_micro_batch_size_per_gpu, config.model_topo.replicas
     unit = rows * replicas
     if config.train_batch_size % unit:
@@ -65,7 +66,7 @@ def _of_batches_and_parts(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def _of_rebalance(config: TrainConfig) -> Iterator[str]:
+def _of_rebalance(config: Any) -> Iterator[str]:
     for unlike, expected in (
         (config.model_topo.stages == 1, "several stages"),
         (config.model_topo.parts is not None, "model_topo.parts: auto"),
