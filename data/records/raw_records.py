@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from common.terminal import reason_of
 from data.records.decompression import chunks_of
 from data.records.json_values import DECODER, LONGEST_TOKEN, MAX_RECORD, split
 from data.records.kinds import foreign
@@ -238,8 +239,7 @@ def _rows(file: Path, head: bytes) -> Iterator[RawRecord]:
                 number += 1
                 yield _damage(number, row) if isinstance(row, str) else RawRecord(number, "row", _without_nulls(row))
     except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
-        reason = " ".join(str(error).split())[:160]
-        yield _damage(0, f"cannot be read to its end, records may be missing: {reason}")
+        yield _damage(0, f"cannot be read to its end, records may be missing: {reason_of(error)}")
 
 
 def _rows_of(batch: Any) -> Iterator[dict[str, Any] | str]:

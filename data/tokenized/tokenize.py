@@ -22,6 +22,7 @@ from pydantic import BaseModel
 from tokenizers import Encoding
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from common.terminal import reason_of
 from data.chat.chat_template import ChatTemplate, chat_template, end_of_sequence
 from data.chat.messages import JSON, Said, said_in, with_mask
 from data.chat.native_tokenizers import native_tokenizer
@@ -82,8 +83,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
             str(folder), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # transformers raises many kinds here
-        reason = " ".join(str(error).split())[:160]
-        raise DataError(f"{folder}: no usable tokenizer: {reason}") from None
+        raise DataError(f"{folder}: no usable tokenizer: {reason_of(error)}") from None
     if not tokenizer.is_fast:
         raise DataError(
             f"{folder}: the tokenizer cannot tell where its tokens lie in the text; expected a tokenizer.json"
