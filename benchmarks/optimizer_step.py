@@ -101,7 +101,7 @@ def _work(folder: Path, keys: dict[str, Any]) -> None:
     from deepspeed.runtime.pipe import schedule
 
     from benchmarks.steps import joined
-    from data.tokenized.sample_set import InMemory
+    from data.tokenized.dataset import InMemory
     from data.tokenized.tokenize import Sample
     from models.spec import ModelSpec
     from training.config.keys import TrainConfig
