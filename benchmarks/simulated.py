@@ -35,14 +35,16 @@ def measure(folder: Path) -> dict[str, Any]:
     ratio: dict[str, float] = {}
     for schedule in PARTS:
         fastest = run_ranks(2, "benchmarks.simulated", folder, "--schedule", schedule)
-        ratio[schedule] = fastest["simulated"] / fastest["seconds"]
+        passes, transfer = fastest["passes"], fastest["transfer"]
+        times = passes["forward"], passes["backward"], MICRO_BATCHES, transfer, passes.get("weights")
+        ratio[schedule] = simulate(schedule, *times).seconds / fastest["seconds"]
         if schedule == "1f1b":
-            forward, backward = (sum(fastest["passes"][kind]) / 2 for kind in ("forward", "backward"))
-            transfer = fastest["transfer"]
-    rows = [compare(stages, stages * each, forward, backward, transfer) for stages in STAGES for each in PER_STAGE]
+            forward, backward = (sum(passes[kind]) / 2 for kind in ("forward", "backward"))
+            of_a_message = transfer
+    rows = [compare(stages, stages * each, forward, backward, of_a_message) for stages in STAGES for each in PER_STAGE]
     return {
         "simulated_vs_measured": ratio,
-        "stage_seconds": {"forward": forward, "backward": backward, "transfer": transfer},
+        "stage_seconds": {"forward": forward, "backward": backward, "transfer": of_a_message},
         "simulated": rows,
     }
 
@@ -81,7 +83,6 @@ def work(schedule: Schedule, folder: Path) -> None:
 
     from benchmarks.full_rows import rows_loader, run_config
     from benchmarks.steps import joined
-    from models.flops import ModelFlops
     from models.spec import ModelSpec
     from training.engine.pipeline import PipelineTrainer
     from training.plan.auto import divide
@@ -93,17 +94,16 @@ def work(schedule: Schedule, folder: Path) -> None:
         torch.set_num_threads(1)
         loader, spec = rows_loader(config, VOCABULARY), ModelSpec.from_folder(folder)
         trainer = PipelineTrainer.build(config, spec, folder, divide(config, spec))
-        costs, log = ModelFlops(spec).by_layer, Console(quiet=True)
-        timeline = Timeline((2, STEPS + 1), trainer, costs, PARTS[schedule], folder, log)
+        timeline = Timeline((2, STEPS + 1), trainer, PARTS[schedule], folder, Console(quiet=True))
         for step in range(1, STEPS + 2):
             batch = loader.batch(step - 1)
-            with timeline.step(step, batch):
+            with timeline.step(step):
                 trainer.train_step(loader, batch)
         timeline.finish()
         if timeline.spans:
             steps = (Figures.of([rows], ranks=2) for rows in timeline.spans.values())
             fastest = min(steps, key=lambda figures: figures.seconds)
-            tell(folder, asdict(fastest) | {"simulated": fastest.simulated(MICRO_BATCHES).seconds})
+            tell(folder, asdict(fastest))
 
 
 if __name__ == "__main__":

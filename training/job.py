@@ -20,7 +20,6 @@ from data.streaming.stream import Stream
 from data.tokenized.dataset import Dataset, check_vocabulary
 from models.checkpoint.layout import resolve
 from models.checkpoint.publish import try_publishing, writing
-from models.flops import ModelFlops
 from models.lean_loss import chunk_tokens
 from models.spec import ModelSpec
 from training.bad_steps import BadSteps
@@ -186,7 +185,7 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
     model = f"model: {spec.family.name}, {spec.n_layers} layers {topology.description}"
     describe(config, inputs, [model, *division.report, *kernels.report], total_steps, log)
     record = CheckpointRecord(step=done, topology=topology, data=start.order, settings=settings_of(config))
-    feedback = Feedback(config, spec, division, known_loader, done + 1, log) if kind.in_stages else None
+    feedback = Feedback(config, spec, division, known_loader, done + 1, total_steps, log) if kind.in_stages else None
     # What `auto` came to; the resolved config says so.
     config = config.with_parts(topology.parts).model_copy(update={"compile": kernels.compile})
     begin(config, inputs, reporting)
@@ -200,7 +199,7 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
     eval_records = inputs.evaluation.records if inputs.evaluation else ""
     checkpointer = Checkpointer(trainer, config, save_path, inputs.side_files, record, log, eval_records)
     steps = config.profile_steps
-    timeline = Timeline(steps, trainer, ModelFlops(spec).by_layer, topology.parts, save_path, log) if steps else None
+    timeline = Timeline(steps, trainer, topology.parts, save_path, log) if steps else None
     with agreed(), writing(save_path):
         trackers = open_trackers(config, save_path, done + 1) if reporting else []
         if reporting:

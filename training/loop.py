@@ -104,7 +104,7 @@ def _step(run: Run, step: int) -> None:
         batch = run.loader.batch(step - 1)
     lr = run.learning_rate.set(step)
     with (
-        run.timeline.step(step, batch) if run.timeline else nullcontext(),
+        run.timeline.step(step) if run.timeline else nullcontext(),
         run.feedback.step(run.trainer.engine, step, batch) if run.feedback else nullcontext(),
     ):
         loss = run.trainer.train_step(run.loader, batch)

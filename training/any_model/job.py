@@ -14,7 +14,7 @@ from common.log import Log
 from common.whole_files import replace_text
 from models.checkpoint.publish import writing
 from training.any_model.config import PipelineConfig
-from training.any_model.layers import Layer, Loss, count_weights, divide
+from training.any_model.layers import Layer, Loss, divide
 from training.any_model.samples import Collate, SampleLoader
 from training.any_model.trainer import LayerTrainer
 from training.bad_steps import BadSteps
@@ -90,8 +90,7 @@ def run_layers(
     record = CheckpointRecord(step=done, topology=topology, data=order, settings=settings_of(config))
     timeline = None
     if steps := config.profile_steps:
-        costs = count_weights(layers)
-        timeline = Timeline(steps, trainer, lambda *_: costs, parts, save_path, log)
+        timeline = Timeline(steps, trainer, parts, save_path, log)
     with agreed(), writing(save_path):
         trackers = open_trackers(config, save_path, done + 1) if reporting else []
         if reporting:

@@ -1,9 +1,10 @@
 """The plan corrects itself: what the first steps of a start take is held against it.
 
-Of a start's steps the first `WARM_UP` are not counted, as they compile and allocate; the next `COUNTED` are. Each
-stage's own time (`training.engine.stage_clock`), the median of these steps, and its peak are told beside what was
-planned. What comes of it lies in measured.json in the run's folder: later plans and `parts: auto` are corrected by it,
-where a run is of the same kind (`Basis.conditions`).
+Of a start's steps the first `WARM_UP` are not counted, as they compile and allocate; the next `COUNTED` are. A shorter
+start measures nothing, and says so: one or two steps may be a hiccup, which would correct all later plans. Each stage's
+own time (`training.engine.stage_clock`), the median of these steps, and its peak are told beside what was planned. What
+comes of it lies in measured.json in the run's folder: later plans and `parts: auto` are corrected by it, where a run is
+of the same kind (`Basis.conditions`).
 
 A stage tells the time of all its layers together. So each kind of layer gets one factor, by which the times of all
 stages are met as well as can be (least squares, the smallest change), and what is then left of a stage goes to each of
@@ -58,7 +59,7 @@ class Feedback:
     Attributes:
         config: of the run, as its user has it.
         loader: of the data to plan for; every sample counts as `max_seq_len` tokens where absent.
-        first_step: of this start.
+        first_step, total_steps: of this start and of the run.
         moves: whether the run goes on in better parts from its next checkpoint on.
     """
 
@@ -67,6 +68,7 @@ class Feedback:
     division: Division
     loader: Loader | None
     first_step: int
+    total_steps: int
     log: Console
     moves: bool = False
 
@@ -74,6 +76,9 @@ class Feedback:
         self._before = 0 if torch.cuda.is_available() else peak_memory()
         self._clock = StageClock()
         self._steps = self.first_step + WARM_UP, self.first_step + WARM_UP + COUNTED - 1
+        if self._steps[1] > self.total_steps:
+            left = self.total_steps - self.first_step + 1
+            self.log.print(f"plan: not held against steps: that takes {WARM_UP + COUNTED}, and {left} are left")
 
     def step(self, engine: PipelineEngine, number: int, batch: GlobalBatch) -> AbstractContextManager[None]:
         """Around step `number`, which is measured if it is one of those that count."""

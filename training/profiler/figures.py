@@ -1,18 +1,13 @@
-"""What recorded steps say: the bubble, each stage's times, the slowest stage, and which `parts` would be better."""
+"""What recorded steps say: the bubble, each stage's times and the slowest stage."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import mean
 
-from training.plan.partition import best_split, layer_ranges
 from training.schedule.instructions import WORK, Schedule
-from training.schedule.simulation import simulate
-from training.schedule.walk import Simulation, Span
-
-SMALLEST_GAIN = 1.02  # a gain that is less may be the measurement's own error
-TICKS = 10**6  # a split counts in whole microseconds
+from training.schedule.walk import Span
 
 
 @dataclass(frozen=True)
@@ -68,39 +63,3 @@ class Figures:
         """Seconds of a rank for one micro-batch, all passes."""
         stages = [sum(seconds) for seconds in zip(*self.passes.values(), strict=True)]
         return [stages[rank] + (stages[-1 - rank] if self.schedule == "dualpipev" else 0) for rank in range(self.ranks)]
-
-    def simulated(self, micro_batches: int) -> Simulation:
-        """The step that the schedule makes of these times."""
-        forward, backward, weights = self.passes["forward"], self.passes["backward"], self.passes.get("weights")
-        return simulate(self.schedule, forward, backward, micro_batches, self.transfer, weights)
-
-    def better_parts(
-        self, parts: Sequence[int], layer_costs: Sequence[float], micro_batches: int
-    ) -> tuple[list[int], float] | None:
-        """Layers per stage that would make the step faster, and how many times as fast.
-
-        Each stage's measured time is spread over its layers by their costs, and the layers are divided anew.
-
-        Args:
-            parts: layers of each stage in the recorded steps.
-            layer_costs: of each layer, in any unit; only their ratio inside a stage counts.
-
-        Returns:
-            None where the gain, by simulation, is too small to be sure of.
-        """
-        layers = {kind: _by_layer(seconds, parts, layer_costs) for kind, seconds in self.passes.items()}
-        ticks = [round(sum(seconds) * TICKS) for seconds in zip(*layers.values(), strict=True)]
-        split = best_split(ticks, self.ranks, lambda *_: True, self.schedule == "dualpipev")
-        assert split is not None  # the parts that were recorded are one
-        by_stage = {kind: [sum(seconds[b:e]) for b, e in layer_ranges(split)] for kind, seconds in layers.items()}
-        gain = self.simulated(micro_batches).seconds / replace(self, passes=by_stage).simulated(micro_batches).seconds
-        return (split, gain) if gain > SMALLEST_GAIN else None
-
-
-def _by_layer(stage_seconds: Sequence[float], parts: Sequence[int], layer_costs: Sequence[float]) -> list[float]:
-    """Seconds of each layer; those of a stage without costs are shared equally."""
-    by_layer: list[float] = []
-    for seconds, (begin, end) in zip(stage_seconds, layer_ranges(parts), strict=True):
-        costs = layer_costs[begin:end] if sum(layer_costs[begin:end]) else [1.0] * (end - begin)
-        by_layer += [seconds * cost / sum(costs) for cost in costs]
-    return by_layer

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,6 @@ import torch
 from rich.console import Console
 
 from common.whole_files import replace_text
-from data.loader import GlobalBatch
 from training.distributed.processes import gather
 from training.engine.trainer import Trainer
 from training.plan.partition import held_layers
@@ -40,7 +39,6 @@ class Timeline:
 
     Attributes:
         steps: the first and the last step to record.
-        layer_costs: of all layers for samples of such lengths and so many supervised tokens, in any unit.
         parts: layers of each stage; empty without a pipeline.
         folder: the run's.
         log: of rank 0.
@@ -49,17 +47,15 @@ class Timeline:
 
     steps: tuple[int, int]
     trainer: Trainer
-    layer_costs: Callable[[Collection[int], int], Sequence[float]]
     parts: Sequence[int]
     folder: Path
     log: Console
     spans: dict[int, list[list[Span]]] = field(default_factory=dict)
     _recorder: Recorder | None = None
     _records: dict[int, list[Record]] = field(default_factory=dict)
-    _batches: list[GlobalBatch] = field(default_factory=list)
 
     @contextmanager
-    def step(self, number: int, batch: GlobalBatch) -> Iterator[None]:
+    def step(self, number: int) -> Iterator[None]:
         """The block is step `number`; it is recorded where the config asks for that."""
         if not self.steps[0] <= number <= self.steps[1]:
             yield
@@ -69,7 +65,6 @@ class Timeline:
             self._recorder = Recorder(torch.distributed.get_rank(), engine.device, _clock_offset())
         with self._recorder.step(engine) as self._records[number]:
             yield
-        self._batches.append(batch)
 
     def finish(self) -> None:
         """Write and report what was recorded, unless it is done already: after the last step, or the run's end."""
@@ -90,7 +85,7 @@ class Timeline:
         first, last = min(self.spans), max(self.spans)
         ranks = max(stages) + 1
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
-        self.log.print(f"timeline of {steps}: {self._findings(Figures.of(self.spans.values(), ranks))}")
+        self.log.print(f"timeline of {steps}: {findings(Figures.of(self.spans.values(), ranks))}")
         names = [f"rank {rank}" for rank in range(len(stages))]
         if self.parts:
             held = held_layers(self.parts, ranks)
@@ -106,21 +101,16 @@ class Timeline:
             return
         self.log.print(f"timeline: {self.folder / TRACE_FILE} (for ui.perfetto.dev), {self.folder / CHART_FILE}")
 
-    def _findings(self, figures: Figures) -> str:
-        """The bubble; in a pipeline also the slowest stage, and the parts that would be better."""
-        bubble = f"bubble {figures.bubble:.1%} of {figures.seconds:.3g} s"
-        if figures.ranks == 1:
-            return bubble
-        slowest = max(figures.by_rank)
-        above = slowest * figures.ranks / sum(figures.by_rank) - 1
-        stage = f"stage {figures.by_rank.index(slowest)} is the slowest, {slowest * 1000:.3g} ms a micro-batch"
-        lengths = [length for batch in self._batches for length in batch.lengths]
-        costs = self.layer_costs(lengths, sum(batch.supervised for batch in self._batches))
-        better = figures.better_parts(self.parts, costs, self._batches[-1].n_micro_batches)
-        advice = "no other parts would be much faster"
-        if better:
-            advice = f"parts {better[0]} would make it {better[1] - 1:.0%} faster, where the memory suffices"
-        return f"{bubble}; {stage}, {above:.1%} above the mean; {advice}"
+
+def findings(figures: Figures) -> str:
+    """The bubble; in a pipeline also the slowest stage."""
+    bubble = f"bubble {figures.bubble:.1%} of {figures.seconds:.3g} s"
+    if figures.ranks == 1:
+        return bubble
+    slowest = max(figures.by_rank)
+    above = slowest * figures.ranks / sum(figures.by_rank) - 1
+    stage = f"stage {figures.by_rank.index(slowest)} is the slowest, {slowest * 1000:.3g} ms a micro-batch"
+    return f"{bubble}; {stage}, {above:.1%} above the mean"
 
 
 def _clock_offset() -> float:

@@ -190,7 +190,7 @@ def test_a_run_moves_twice_at_most_and_no_failure_of_the_plan_ends_it(
 
     def moves(parts: list[int]) -> bool:
         division = Division(Topology(stages=2, replicas=1, zero_stage=1, parts=parts))
-        measuring = Feedback(config, spec, division, None, 1, Log(highlight=False, width=200))
+        measuring = Feedback(config, spec, division, None, 1, 7, Log(highlight=False, width=200))
         measuring._clock.seconds = [0.1, 0.2, 9.0, 0.1, 0.1]
         measuring.compare(0, 6)
         assert not measuring.moves, "not all steps that count are done"
@@ -204,6 +204,16 @@ def test_a_run_moves_twice_at_most_and_no_failure_of_the_plan_ends_it(
     told = capsys.readouterr().out
     assert told.count("faster; taken at the next checkpoint") == 2 and "faster; not taken, after 2 times" in told
     assert told.count("stage 0: 100 ms a micro-batch, 99.0% of all stages' time") == 3
+
+
+@pytest.mark.parametrize(("first", "told"), [(4, ""), (5, "that takes 7, and 6 are left")])
+def test_a_start_that_is_too_short_to_be_measured_says_so(
+    first: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = spec_of(tmp_path, {**TINY, "model_type": "llama"})
+    division = Division(Topology(stages=2, replicas=1, zero_stage=1, parts=[2, 2]))
+    Feedback(config_of(tmp_path, 2), spec, division, None, first, 10, Log(highlight=False, width=200))
+    assert capsys.readouterr().out.strip() == (f"plan: not held against steps: {told}" if told else "")
 
 
 @pytest.mark.parametrize(
