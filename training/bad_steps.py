@@ -28,14 +28,12 @@ class BadSteps:
     Attributes:
         limit: how many end the run.
         origin: says of a sample's number where it comes from.
-        active: whether this rank shows progress.
     """
 
     trainer: Trainer
     limit: int
     origin: Callable[[int], str]
     log: Console
-    active: bool
     in_a_row: int = 0
 
     def __post_init__(self) -> None:
@@ -67,7 +65,7 @@ class BadSteps:
         numbers = sorted(batch.samples)
         bad = [
             number
-            for number in tqdm(numbers, "looking for the records", disable=None if self.active else True, leave=False)
+            for number in tqdm(numbers, "looking for the records", disable=self.log.quiet or None, leave=False)
             if not math.isfinite(self.trainer.eval_loss(loader, loader.batch_of([number])))
         ]
         if not bad:

@@ -5,56 +5,84 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+import yaml
 
+from common.whole_files import replace_text
 from data.loader import Loader
+from models.checkpoint.publish import writing
 from training.bad_steps import BadSteps
+from training.checkpoint.folder import CheckpointRecord
 from training.checkpoint.saving import Checkpointer
+from training.config.changes import settings_of
+from training.config.keys import TrainConfig
 from training.distributed.freed_memory import FreedMemory
+from training.distributed.processes import agreed
 from training.distributed.rank_monitor import RankMonitor
 from training.distributed.signals import StopRequest
 from training.engine.trainer import Trainer
 from training.evaluation import Evaluation
 from training.metrics.peak_memory import peak_memory_by_stage
 from training.metrics.reporter import Reporter, StepMetrics
+from training.metrics.run_info import write_run_info
+from training.metrics.tracking import open_trackers
 from training.optimizer.lr_schedules import LearningRate
 from training.plan.feedback import Feedback
 from training.profiler.session import Timeline
+from training.progress import Progress
+from training.topology import Topology
 
 
 @dataclass
 class Run:
-    """What a loop works with.
+    """What a loop works with. All ranks make it together.
 
     Attributes:
+        config: with all that `auto` came to.
+        origin: says of a sample's number where it comes from.
+        evaluation: on the records to evaluate on, if any.
         utilization: see `training.metrics.utilization`.
-        learning_rate: gives each step its own.
-        done: how many steps are done already.
-        evaluate_first: whether an evaluation after these steps is due.
-        total_steps: of the whole run.
-        stages: of the pipeline.
-        timeline: records the steps of `profile_steps`, if any.
+        side_files: what makes a folder of layer files a model, on rank 0.
         feedback: measures the first steps of a pipeline.
+
+    Raises:
+        RunRefused: on every rank, where the run's folder or a tracker cannot be written.
     """
 
+    config: TrainConfig
+    progress: Progress
+    topology: Topology
     trainer: Trainer
     loader: Loader
-    checkpointer: Checkpointer
-    reporter: Reporter
-    stop: StopRequest
     monitor: RankMonitor
-    bad_steps: BadSteps
-    evaluation: Evaluation | None
-    utilization: Callable[[Collection[int], int, float], float | None]
-    learning_rate: LearningRate
-    done: int
-    evaluate_first: bool
-    total_steps: int
-    stages: int
-    timeline: Timeline | None = None
+    stop: StopRequest
+    origin: Callable[[int], str]
+    evaluation: Evaluation | None = None
+    utilization: Callable[[Collection[int], int, float], float | None] = lambda *_: None
+    side_files: dict[str, bytes] = field(default_factory=dict)
     feedback: Feedback | None = None
+
+    def __post_init__(self) -> None:
+        config, progress, trainer, log = self.config, self.progress, self.trainer, self.progress.log
+        folder, first, reporting = Path(config.save_path), progress.done + 1, not log.quiet
+        records = self.evaluation.records if self.evaluation else ""
+        settings = settings_of(progress.config)
+        record = CheckpointRecord(step=progress.done, topology=self.topology, data=progress.order, settings=settings)
+        self.checkpointer = Checkpointer(trainer, config, folder, self.side_files, record, log, records)
+        self.bad_steps = BadSteps(trainer, config.max_bad_steps, self.origin, log)
+        self.learning_rate = LearningRate(trainer.engine.basic_optimizer, config.scheduler, progress.total_steps)
+        steps, parts = config.profile_steps, self.topology.parts
+        self.timeline = Timeline(steps, trainer, parts, folder, log) if steps else None
+        with agreed(), writing(folder):
+            trackers = open_trackers(config, folder, first) if reporting else []
+            if reporting:
+                replace_text(folder / "config.yml", yaml.safe_dump(config.dump(), sort_keys=False))
+                write_run_info(folder, config, parts, first)
+            last, each = progress.total_steps, config.steps_per_print
+            self.reporter = Reporter(folder, last, reporting, each, first, trackers, progress.evaluate_first)
 
 
 def train(run: Run) -> int:
@@ -63,12 +91,20 @@ def train(run: Run) -> int:
     Every rank walks through the same global batches. The state is saved where the config asks for it, when somebody
     asks the run to stop, and at the end. A run that is to go on in better parts ends with its next checkpoint.
     """
-    if run.evaluate_first:
-        found = evaluate(run, run.done)
-        if run.done:
-            run.checkpointer.note(run.done, found)
+    with run.reporter:
+        done = _train(run, run.progress.done, run.progress.total_steps)
+    if run.timeline:
+        run.timeline.finish()
+    return done
+
+
+def _train(run: Run, done: int, total_steps: int) -> int:
+    if run.progress.evaluate_first:
+        found = evaluate(run, done)
+        if done:
+            run.checkpointer.note(done, found)
     freed_memory = FreedMemory(kept=not torch.cuda.is_available())
-    for step in range(run.done + 1, run.total_steps + 1):
+    for step in range(done + 1, total_steps + 1):
         _step(run, step)
         if run.feedback:
             run.feedback.compare(run.trainer.stage, step)
@@ -76,7 +112,7 @@ def train(run: Run) -> int:
         if run.timeline and step == run.timeline.steps[1]:
             run.timeline.finish()
         stopping, due = run.stop.agreed(run.checkpointer.due(step))
-        last = step == run.total_steps
+        last = step == total_steps
         # Before the save: a run that is killed in between repeats the step, and the evaluation with it. One that has to
         # stop saves first, and the next start evaluates; after the last step there may be no next one.
         evaluating = run.evaluation and run.evaluation.due(step, last) and (last or not stopping)
@@ -87,7 +123,7 @@ def train(run: Run) -> int:
             run.monitor.mark(f"the checkpoint of step {step}")
         if stopping or (run.feedback and run.feedback.moves and run.checkpointer.saved == step):
             return step
-    return run.total_steps
+    return total_steps
 
 
 def evaluate(run: Run, step: int) -> float:
@@ -126,7 +162,7 @@ def _step(run: Run, step: int) -> None:
             seconds=seconds,
             mfu=run.utilization(batch.lengths, batch.supervised, seconds),
             times=run.trainer.timings.take(),
-            peak_memory=peak_memory_by_stage(run.trainer.stage, run.stages),
+            peak_memory=peak_memory_by_stage(run.trainer.stage, run.topology.stages),
         )
     )
     run.bad_steps.check(run.loader, batch, step, loss, grad_norm)

@@ -10,6 +10,7 @@ and learning rates and <folder>/<name>.stage<k>.safetensors with what the optimi
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,9 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
         checkpoint = step_folder(folder / case["source"], SAVED_AT)
         known = CheckpointRecord.read(checkpoint)
         assert known is not None
-        trainer, done = resume(checkpoint, known, division, config, kind, spec, log), known.step
+        build = partial(kind.build, config.model_copy(update={"from_scratch": False}), spec, checkpoint, division)
+        trainer = resume(checkpoint, known, division.topology, config, build, log, spec.tied_names)
+        done = known.step
         keep_state(trainer, state)
         if case["forget"]:
             forget_moments(trainer.engine)

@@ -8,6 +8,7 @@ it may be another than before.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from training.config.keys import TrainConfig
 from training.distributed.processes import agreed, gather
 from training.engine.trainer import Trainer
 from training.errors import ConfigError
-from training.topology import Division
+from training.topology import Topology
 
 # Of config.json, what the computation does not depend on.
 UNUSED = {"_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"}
@@ -71,46 +72,34 @@ def _newest(save_path: Path, log: Console) -> Path | None:
 
 
 def resume(
-    folder: Path,
-    record: CheckpointRecord,
-    division: Division,
+    folder: Path | None,
+    record: CheckpointRecord | None,
+    topology: Topology,
     config: TrainConfig,
-    kind: type[Trainer],
-    spec: ModelSpec,
+    build: Callable[[], Trainer],
     log: Console,
+    tied_names: tuple[str, str] | None = None,
 ) -> Trainer:
-    """Build the trainer that goes on from a checkpoint.
+    """The trainer of a run, which goes on from a checkpoint if there is one.
 
     Args:
-        record: of the checkpoint.
-        division: of the run, which may be another than the checkpoint's.
+        folder, record: of the checkpoint.
+        topology: of the run, which may be another than the checkpoint's.
+        build: gives a trainer with the checkpoint's weights, or with those that the run begins with.
+        tied_names: of a tied model, its weight in the first layer and in the last.
 
     Raises:
         RunRefused: on every rank, when some rank's files are unusable.
     """
-    topology = division.topology
+    if folder is None or record is None:
+        return build()
     changed = record.topology != topology
     if changed:
         log.print(
             f"{folder.name} was saved {record.topology.full_description}; dividing its weights and optimizer states "
             f"anew: {topology.full_description}; dropout, if any, draws other numbers"
         )
-    trainer = kind.build(config.model_copy(update={"from_scratch": False}), spec, folder, division)
-    take_up(trainer, folder, record, config, changed, spec.tied_names)
-    log.print(f"resumed: {folder}, after step {record.step}")
-    return trainer
-
-
-def take_up(
-    trainer: Trainer,
-    folder: Path,
-    record: CheckpointRecord,
-    config: TrainConfig,
-    changed: bool,
-    tied_names: tuple[str, str] | None = None,
-) -> None:
-    """Give a trainer that has a checkpoint's weights its other states too; `changed`: it is of another topology."""
-    rank = torch.distributed.get_rank()
+    trainer, rank = build(), torch.distributed.get_rank()
     with agreed():
         take_over(trainer.engine, folder, record, tied_names)
         if changed:
@@ -120,6 +109,8 @@ def take_up(
             torch.set_rng_state(states["cpu"])
             if "device" in states:  # not of an early version
                 get_accelerator().set_rng_state(states["device"])
+    log.print(f"resumed: {folder}, after step {record.step}")
+    return trainer
 
 
 def check_resumable(folder: Path, record: CheckpointRecord, data: DataOrder, config: TrainConfig) -> list[str]:
@@ -147,7 +138,7 @@ def check_resumable(folder: Path, record: CheckpointRecord, data: DataOrder, con
     return [told, *compare(then, {key: now.get(key) for key in then}, folder)]
 
 
-def check_same_model(folder: Path, spec: ModelSpec) -> None:
+def check_same_model(spec: ModelSpec, folder: Path) -> None:
     """Raise a ConfigError where a model's config.json is not the one that a checkpoint was trained with."""
     then, now = ModelSpec.from_folder(folder).raw, spec.raw
     for key in sorted((then.keys() | now.keys()) - UNUSED):

@@ -48,7 +48,7 @@ def divide(
         return chosen
     report = ["gradient checkpointing: auto, all blocks, as it is not known how ZeRO divides the memory"]
     return Division(
-        _topology(config, parts if in_stages and parts else []),
+        topology_of(config, parts if in_stages and parts else []),
         config.recomputed(spec.n_blocks),
         tuple(report if automatic else []),
     )
@@ -73,7 +73,7 @@ def choose(
         counts = ", ".join(str(len(recompute.intersection(stage.layers))) for stage in plan.stages)
         told = f"{counts} blocks of the stages recompute" if recompute else "no block recomputes"
         report.append(f"gradient checkpointing: auto, {told}")
-    return Division(_topology(config, plan.parts), recompute, tuple(report))
+    return Division(topology_of(config, plan.parts), recompute, tuple(report))
 
 
 def _going_on(basis: Basis, saved: CheckpointRecord | None) -> tuple[list[int], str]:
@@ -93,6 +93,7 @@ def _going_on(basis: Basis, saved: CheckpointRecord | None) -> tuple[list[int], 
     return [], f"by {'measured costs, of --calibrate' if basis.calibration else estimated}"
 
 
-def _topology(config: TrainConfig, parts: list[int]) -> Topology:
+def topology_of(config: TrainConfig, parts: list[int]) -> Topology:
+    """A run's, with these layers per stage or per chunk."""
     topo = config.model_topo
     return Topology(stages=topo.stages, replicas=topo.replicas, zero_stage=config.zero_optimization.stage, parts=parts)

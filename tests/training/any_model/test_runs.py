@@ -103,7 +103,7 @@ def test_a_run_goes_on_with_other_stages(tmp_path: Path) -> None:
     finished(before)
     state = weights(before)
     after = config(tmp_path / "run.yml", (1, 1), None, max_steps=7)
-    assert "divided anew" in finished(after)
+    assert "dividing its weights and optimizer states anew" in finished(after)
     assert [line["step"] for line in lines(after)] == list(range(1, 8))
     found = weights(after)
     assert set(found) == set(state)
