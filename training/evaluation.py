@@ -9,9 +9,11 @@ Cost: a forward pass for each sample, about a third of a training step on as man
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from tqdm import tqdm
 
+from data.loader import Loader
 from data.tokenized.dataset import Dataset
 from training.config.keys import TrainConfig
 from training.data_setup import build_loader
@@ -23,31 +25,42 @@ class Evaluation:
     """The evaluation set of a run.
 
     Attributes:
-        records: the fingerprint of its records.
+        dataset: the records, if it has such.
+        records: their fingerprint.
 
     Args:
-        dataset: the records; all ranks hold the same.
-        replicas: data-parallel size.
+        loaders: of the samples of each type; all ranks hold the same.
         steps_per_epoch: of the training; 0 where nobody knows.
         active: whether this rank shows progress.
-
-    Raises:
-        ConfigError: `pack_len` is shorter than a sample.
     """
 
     def __init__(
-        self, dataset: Dataset, config: TrainConfig, replicas: int, steps_per_epoch: int, active: bool
+        self,
+        loaders: Mapping[str, Loader],
+        config: TrainConfig,
+        steps_per_epoch: int,
+        active: bool,
+        dataset: Dataset | None = None,
     ) -> None:
-        self.dataset, self.records = dataset, dataset.fingerprint()
+        self.dataset, self.records = dataset, dataset.fingerprint() if dataset else ""
         self._interval = config.eval_interval or steps_per_epoch
         self._at_start = config.eval_at_start
         self._active = active
-        self._loaders = {
-            kind: build_loader(
-                dataset, config, replicas, numbers=[number for number, its in enumerate(dataset.types) if its == kind]
-            )
-            for kind in sorted(set(dataset.types))
-        }
+        self._loaders = loaders
+
+    @classmethod
+    def on(cls, dataset: Dataset, config: TrainConfig, steps_per_epoch: int, active: bool) -> Evaluation:
+        """On records.
+
+        Raises:
+            ConfigError: `pack_len` is shorter than a sample.
+        """
+        numbers: dict[str, list[int]] = {kind: [] for kind in sorted(set(dataset.types))}
+        for number, kind in enumerate(dataset.types):
+            numbers[kind].append(number)
+        replicas = config.model_topo.replicas
+        loaders = {kind: build_loader(dataset, config, replicas, numbers=its) for kind, its in numbers.items()}
+        return cls(loaders, config, steps_per_epoch, active, dataset)
 
     def due(self, step: int, last: bool) -> bool:
         """Whether to evaluate after `step`, 0 before the first one; always after the last one."""
@@ -56,7 +69,7 @@ class Evaluation:
         return last or (self._interval > 0 and step % self._interval == 0)
 
     def run(self, trainer: Trainer, monitor: RankMonitor) -> dict[str, float]:
-        """`eval_loss`, `eval_perplexity` and, where there are several types, `eval_loss/<type>`."""
+        """`eval_loss`; of records `eval_perplexity` too and, where there are several types, `eval_loss/<type>`."""
         losses, tokens = dict.fromkeys(self._loaders, 0.0), dict.fromkeys(self._loaders, 0)
         batches = sum(loader.steps_per_epoch for loader in self._loaders.values())
         with tqdm(total=batches, desc="evaluation", disable=None if self._active else True, leave=False) as bar:
@@ -68,7 +81,7 @@ class Evaluation:
                     bar.update()
                     monitor.mark("a batch of an evaluation")
         mean = sum(losses.values()) / sum(tokens.values())
-        found = {"eval_loss": mean, "eval_perplexity": math.exp(min(mean, 700.0))}
+        found = {"eval_loss": mean} | ({"eval_perplexity": math.exp(min(mean, 700.0))} if self.dataset else {})
         if len(losses) > 1:
             found |= {f"eval_loss/{kind}": losses[kind] / tokens[kind] for kind in losses}
         return found

@@ -72,7 +72,7 @@ class Inputs:
         evaluation, sets = None, [dataset]
         if config.eval_data_path:
             sets.append(records := reader.read("evaluation data", config.eval_data_path))
-            evaluation = Evaluation(records, config, replicas, loader.steps_per_epoch, active=not log.quiet)
+            evaluation = Evaluation.on(records, config, loader.steps_per_epoch, active=not log.quiet)
         check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), *sets)
         side_files = {} if log.quiet else read_side_files(folder)
         monitor.hold(Path(config.save_path))

@@ -2,13 +2,15 @@
 
 Its cases are {"name", "net", "steps", "keys": {...} of a PipelineConfig, "config"}; each stage writes
 <folder>/<name>.stage<k>.safetensors with the gradients of the first step and the weights after the last, under
-`gradient/<layer>.<name>` and `weight/<layer>.<name>`, rank 0 <folder>/<name>.json with the steps' losses and norms.
+`gradient/<layer>.<name>` and `weight/<layer>.<name>`, rank 0 <folder>/<name>.json with the steps' losses and
+norms, the loss of sample 0 alone, an evaluation, and how often the training ran the stage's first layer.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from training.any_model.layers import divide
 from training.any_model.samples import SampleLoader
 from training.any_model.trainer import LayerTrainer
 from training.config.keys import TrainConfig
+from training.evaluation import Evaluation
 
 
 def run_case(case: dict[str, Any], _: TrainConfig, folder: Path) -> None:
@@ -29,7 +32,8 @@ def run_case(case: dict[str, Any], _: TrainConfig, folder: Path) -> None:
     layers, loader = net.layers(), SampleLoader(net.dataset(), config)
     parts = divide(layers, config.model_topo.parts, config.model_topo.stages)
     trainer = LayerTrainer.of(layers, net.loss, loader, config, parts)
-    engine = trainer.engine
+    engine, monitor, forwards = trainer.engine, SimpleNamespace(mark=lambda _: None), []
+    engine.module.forward_funcs[0].register_forward_pre_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
     tensors: dict[str, torch.Tensor] = {}
     take_step = engine._take_model_step
 
@@ -44,12 +48,14 @@ def run_case(case: dict[str, Any], _: TrainConfig, folder: Path) -> None:
     for step in range(case["steps"]):
         losses.append(trainer.train_step(loader, loader.batch(step)))
         norms.append(float(engine.get_global_grad_norm()))
-    evaluated = trainer.eval_loss(loader, loader.batch_of([0]))
+    alone, counted = trainer.eval_loss(loader, loader.batch_of([0])), sum(forwards)
+    held_out = SampleLoader(net.dataset(), config, evaluates=True)
+    evaluated = Evaluation({"": held_out}, config, 0, active=False).run(trainer, monitor)  # type: ignore[arg-type]
     tensors |= {f"weight/{name}": weight.detach().clone() for name, weight in engine.module.named_parameters()}
     if trainer.replica == 0:
         save_file(tensors, folder / f"{case['name']}.stage{trainer.stage}.safetensors")
     if engine.global_rank == 0:
-        outcome = {"losses": losses, "norms": norms, "evaluated": evaluated}
+        outcome = {"losses": losses, "norms": norms, "alone": alone, "evaluated": evaluated, "forwards": counted}
         (folder / f"{case['name']}.json").write_text(json.dumps(outcome))
     torch.distributed.barrier()
     engine.destroy()

@@ -21,8 +21,7 @@ from training.config.sections import DataPath
 OF_LANGUAGE_MODELS = frozenset(
     "model_path data_path from_scratch stream_gb max_seq_len truncate packing pack_len dataloader_drop_last "
     "prompt_format template_args template_fallback mask on_bad_record cache_dir aux_max_z_loss aux_router_loss "
-    "export_hf eval_data_path eval_interval eval_at_start schedule use_grad_ckpt offload_activations use_flash_attn "
-    "compile fp8 rebalance".split()
+    "export_hf eval_data_path schedule offload_activations use_flash_attn compile fp8 rebalance".split()
 )
 
 
@@ -37,6 +36,8 @@ class PipelineConfig(TrainConfig):
     def _refuse(cls, raw: Any) -> Any:
         for key in OF_LANGUAGE_MODELS.intersection(raw):
             raise ValueError(f"{key}: a key of language models, without effect on a Pipeline's layers; leave it out")
+        if raw.get("use_grad_ckpt") == "auto":
+            raise ValueError("use_grad_ckpt: auto knows the blocks of language models; expected true or {every: n}")
         return raw
 
     def dump(self) -> dict[str, Any]:

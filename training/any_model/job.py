@@ -23,6 +23,7 @@ from training.distributed.rank_monitor import RankMonitor
 from training.distributed.signals import StopRequest
 from training.engine.numerics import describe_numerics
 from training.errors import ConfigError
+from training.evaluation import Evaluation
 from training.loop import Run, train
 from training.plan.auto import topology_of
 from training.progress import Progress
@@ -33,6 +34,7 @@ def run_layers(
     loss: Loss,
     dataset: Dataset[Any],
     collate: Collate | None,
+    eval_dataset: Dataset[Any] | None,
     config: PipelineConfig,
     place: Place,
     monitor: RankMonitor,
@@ -42,7 +44,14 @@ def run_layers(
     with agreed():
         check_gpu(config)
         check_device(config)
-        loader = SampleLoader(dataset, config, collate)
+        loader, evaluation = SampleLoader(dataset, config, collate), None
+        if eval_dataset is not None:
+            held_out = SampleLoader(eval_dataset, config, collate, evaluates=True)
+            evaluation = Evaluation({"": held_out}, config, loader.steps_per_epoch, active=not log.quiet)
+            if left := len(held_out.data.samples) % (config.train_micro_batch_size_per_gpu * topo.replicas):
+                log.print(f"evaluation: without the last {left} samples, which fill no micro-batch for each replica")
+        elif config.eval_interval or config.eval_at_start:
+            raise ConfigError("eval_interval, eval_at_start: without effect, as `train` was given no eval_dataset")
         parts = divide(layers, topo.parts, topo.stages)
         monitor.hold(Path(config.save_path))
     topology = topology_of(config, parts)
@@ -54,7 +63,7 @@ def run_layers(
         dataloader_drop_last=True,
     )
     progress = Progress.find(
-        config, log, order, loader.steps_per_epoch, None, partial(check_same, len(layers), order.samples)
+        config, log, order, loader.steps_per_epoch, evaluation, partial(check_same, len(layers), order.samples)
     )
     if progress.is_over([], Path()):
         return
@@ -71,6 +80,7 @@ def run_layers(
         monitor=monitor,
         stop=stop,
         origin="sample {}".format,
+        evaluation=evaluation,
     )
     progress.end(train(run), stop, [], Path())
 

@@ -78,7 +78,9 @@ class Pipeline:
         grid = {"dims": [stages, max(1, processes // max(1, stages))]}
         return checked(PipelineConfig, {"model_topo": {"process_topology": grid, "parts": parts}} | self._keys)
 
-    def train(self, dataset: Dataset[Any], collate: Collate | None = None) -> None:
+    def train(
+        self, dataset: Dataset[Any], collate: Collate | None = None, eval_dataset: Dataset[Any] | None = None
+    ) -> None:
         """Train from the beginning, or from the newest checkpoint in `save_path`, and return when all steps are done.
 
         A process that cannot go on, or was asked to stop and saved, ends here, as one of `train_ds.py` does.
@@ -87,12 +89,13 @@ class Pipeline:
             dataset: with a length, of samples `(inputs, labels)`, each a tensor or a tuple of tensors; the first and
                 the last stage read it. What is random in a sample has to come from torch's generator.
             collate: makes a micro-batch of a list of samples; stacks them where absent.
+            eval_dataset: of samples likewise, on which the loss is measured as `eval_interval` and `eval_at_start` say.
         """
 
         def run(config: PipelineConfig, place: Place, monitor: RankMonitor) -> bool:
             from training.any_model.job import run_layers  # brings DeepSpeed, which has to be told of the device first
 
-            run_layers(self.layers, self.loss, dataset, collate, config, place, monitor)
+            run_layers(self.layers, self.loss, dataset, collate, eval_dataset, config, place, monitor)
             return False
 
         run_from_script(lambda place: self.config(place.world_size if place else 0), run)

@@ -39,22 +39,27 @@ class SampleLoader(Loader):
     Args:
         dataset: with a length; gives `(inputs, labels)`, each a tensor or a tuple of tensors.
         collate: makes a micro-batch of a list of samples; torch's `default_collate` stacks them.
+        evaluates: on these samples; then all take part that fill a micro-batch for each replica.
 
     Raises:
         ConfigError: it has no length, or too few samples for a batch.
     """
 
-    def __init__(self, dataset: Dataset[Any], config: PipelineConfig, collate: Collate | None = None) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], config: PipelineConfig, collate: Collate | None = None, evaluates: bool = False
+    ) -> None:
         samples: Any = dataset
+        rows, replicas = config.train_micro_batch_size_per_gpu, config.model_topo.replicas
+        what, least, why = "dataset", config.train_batch_size, "train_batch_size"
+        if evaluates:
+            what, least, why = "eval_dataset", rows * replicas, "a micro-batch for each replica"
         if not hasattr(samples, "__len__"):
-            raise ConfigError(f"dataset: {type(dataset).__name__} has no length; expected one with __len__")
-        if len(samples) < config.train_batch_size:
-            raise ConfigError(
-                f"train_batch_size: {config.train_batch_size}, but the dataset has {len(samples)} samples; "
-                "expected at most as many"
-            )
-        sizes = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.model_topo.replicas
-        super().__init__(_AllAlike(dataset), *sizes, config.seed, drop_last=True)
+            raise ConfigError(f"{what}: {type(dataset).__name__} has no length; expected one with __len__")
+        if len(samples) < least:
+            raise ConfigError(f"{what}: {len(samples)} samples; expected at least {least}, {why}")
+        numbers = range(len(samples) // least * least) if evaluates else None
+        sizes = config.train_batch_size, rows, replicas
+        super().__init__(_AllAlike(dataset), *sizes, config.seed, drop_last=not evaluates, numbers=numbers)
         self._collate_samples = collate or default_collate
         self._dtype = training_dtype(config)
         self._step = 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from common.terminal import reason_of
 from models.checkpoint.layout import layer_file
@@ -85,6 +86,7 @@ class LayerStage(PipelineModule):
         dtype: the dtype to train in.
         seed: of the layers that are made here.
         folder: a checkpoint whose weights the layers take.
+        recompute: the layers, from 1, that drop what they keep inside and compute it again in the backward pass.
 
     Raises:
         ConfigError: the stage has nothing to train.
@@ -103,8 +105,10 @@ class LayerStage(PipelineModule):
         dtype: torch.dtype,
         seed: int,
         folder: Path | None = None,
+        recompute: Container[int] = (),
     ) -> None:
         self._bounds = [0, *accumulate(parts)]
+        self._recompute = recompute
         self._loss = loss
         made = [_MadeLayer(layer, seed + number) for number, layer in enumerate(layers)]
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its seed settings, which mean nothing here
@@ -140,8 +144,9 @@ class LayerStage(PipelineModule):
 
     def forward(self, stream: tuple[Tensor, ...]) -> Any:
         found = self.arriving.unpacked(stream)
-        for layer in self.forward_funcs:
-            found = layer(found)
+        for number, layer in self.numbered().items():
+            again = self.training and number + 1 in self._recompute
+            found = checkpoint(layer, found, use_reentrant=False) if again else layer(found)
         if self.stage_id == self.num_stages - 1:
             return found
         return tuple(tensor.contiguous() for tensor in (found if isinstance(found, tuple) else (found,)))

@@ -45,7 +45,8 @@ class LayerTrainer(PipelineTrainer):
         grid = config.model_topo.process_topology
         set_numerics(config)
         processes = ProcessTopology(axes=list(grid.axes), dims=list(grid.dims))
-        stage = LayerStage(layers, loss, processes, parts, training_dtype(config), config.seed, folder)
+        recompute = config.recomputed(len(layers))
+        stage = LayerStage(layers, loss, processes, parts, training_dtype(config), config.seed, folder, recompute)
         stage.learn(next(loader.micro_batches(loader.batch(0), 0))[0])
         torch.manual_seed(config.seed + torch.distributed.get_rank())  # dropout differs from rank to rank
         return cls(LayerStageEngine.adopt(wrap(stage, config)))

@@ -46,7 +46,7 @@ def layers(config: Config) -> list[Any]:
 
 def main() -> None:
     config = load_config_of(Config, sys.argv[-1])
-    Pipeline(layers(config), loss=F.cross_entropy, config=config).train(Noisy())
+    Pipeline(layers(config), loss=F.cross_entropy, config=config).train(Noisy(), eval_dataset=Noisy())
     print("and on")
 
 

@@ -46,12 +46,14 @@ class Case(NamedTuple):
             "gradient_clipping": 0.5,
             "model_topo": topology(self.dims, None if self.variant == "-auto" else NETS[self.net].parts[self.dims[0]]),
             "zero_optimization": {"stage": 0 if self.variant == "-without_zero" else 1},
+            "use_grad_ckpt": self.variant == "-recomputed",
         }
 
 
 CASES = [Case(net, dims) for net in NETS for dims in DIMS]
 CASES += [Case("convolutions", (2, 2)), Case("mixed", (2, 2))]
 CASES += [Case("mixed", (2, 1), "-without_zero"), Case("perceptron", (2, 1), "-auto")]
+CASES += [Case("mixed", (2, 1), "-recomputed")]
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +79,7 @@ def folder(ranks: Ranks, asked: set[str], tmp_path_factory: pytest.TempPathFacto
 
 class Outcome(NamedTuple):
     losses: list[float]
+    alone: float
     evaluated: float
     gradients: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
@@ -86,7 +89,7 @@ def reference(case: Case) -> Outcome:
     """The same steps without Pipetune's engine and without micro-batches."""
     net = NETS[case.net]
     config = PipelineConfig.model_validate(case.keys | {"model_topo": topology((1, 1))})
-    loader = SampleLoader(net.dataset(), config.model_copy(update={"train_micro_batch_size_per_gpu": 16}))
+    loader = SampleLoader(net.dataset(), config.model_copy(update={"train_micro_batch_size_per_gpu": 48}))
     model = nn.Sequential(*(make(layer, config.seed + number) for number, layer in enumerate(net.layers())))
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     losses: list[float] = []
@@ -110,8 +113,10 @@ def reference(case: Case) -> Outcome:
         optimizer.zero_grad()
         losses.append(loss.item())
     with torch.no_grad():
-        evaluated = loss_of([0]).item()
-    return Outcome(losses, evaluated, gradients, {name: weight.detach() for name, weight in model.named_parameters()})
+        alone, evaluated = loss_of([0]).item(), loss_of(list(range(48))).item()  # of 50, in micro-batches of 4
+    return Outcome(
+        losses, alone, evaluated, gradients, {name: weight.detach() for name, weight in model.named_parameters()}
+    )
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
@@ -123,7 +128,11 @@ def test_a_pipeline_computes_what_one_process_does(case: Case, folder: Path) -> 
     found = json.loads((folder / f"{case.name}.json").read_text())
     assert expected.losses[-1] != expected.losses[0]
     torch.testing.assert_close(found["losses"], expected.losses, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(found["evaluated"], expected.evaluated, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found["alone"], expected.alone, atol=1e-5, rtol=1e-5)
+    assert found["evaluated"].keys() == {"eval_loss"}
+    torch.testing.assert_close(found["evaluated"]["eval_loss"], expected.evaluated, atol=1e-5, rtol=1e-5)
+    times = 2 if case.variant == "-recomputed" else 1
+    assert found["forwards"] == times * STEPS * 16 // 4 // case.dims[1]
     assert max(found["norms"]) > case.keys["gradient_clipping"], "nothing was clipped"
     for what, wanted in (("gradient", expected.gradients), ("weight", expected.weights)):
         assert {name for name in tensors if name.startswith(what)} == {f"{what}/{name}" for name in wanted}

@@ -74,6 +74,10 @@ class TestConfig:
         ("keys", "message"),
         [
             ({"packing": "batch"}, "packing: a key of language models"),
+            ({"schedule": "dualpipev"}, "schedule: a key of language models"),
+            ({"offload_activations": True}, "offload_activations: a key of language models"),
+            ({"use_grad_ckpt": "auto"}, "use_grad_ckpt: auto knows the blocks of language models"),
+            ({"eval_data_path": "a.json"}, "eval_data_path: a key of language models"),
             ({"train_batchsize": 8}, "unknown key train_batchsize; did you mean train_batch_size?"),
             ({"optimizer": {"type": "Adm"}}, "optimizer.type: expected 'AdamW'"),
             ({"train_micro_batch_size_per_gpu": 3}, "train_batch_size: 8 is not a multiple of 3"),
@@ -110,6 +114,12 @@ class TestSamples:
         seen = [labels[0] for replica in range(2) for _, labels in shared.micro_batches(batch, replica)]
         assert sorted(torch.cat(seen).tolist()) == sorted(batch.samples)
 
+    def test_an_evaluation_sees_all_that_fills_a_micro_batch(self) -> None:
+        loader = SampleLoader(points(21), config(model_topo=topology((1, 2))), evaluates=True)
+        batches = [loader.batch(position) for position in range(loader.steps_per_epoch)]
+        assert [len(batch.samples) for batch in batches] == [8, 8, 4]
+        assert sorted(number for batch in batches for number in batch.samples) == list(range(20))
+
     def test_floating_point_inputs_have_the_dtype_to_train_in_and_labels_their_own(self) -> None:
         dataset = TensorDataset(torch.randn(8, 3), torch.randn(8, 1))
         loader = SampleLoader(dataset, config(bf16={"enabled": True}))
@@ -142,8 +152,10 @@ class TestSamples:
 
         with pytest.raises(ConfigError, match="dataset: Stream has no length"):
             SampleLoader(Stream(), config())
-        with pytest.raises(ConfigError, match="train_batch_size: 8, but the dataset has 7 samples"):
+        with pytest.raises(ConfigError, match="dataset: 7 samples; expected at least 8, train_batch_size"):
             SampleLoader(points(7), config())
+        with pytest.raises(ConfigError, match="eval_dataset: 1 samples; expected at least 2, a micro-batch"):
+            SampleLoader(points(1), config(), evaluates=True)
         loader = SampleLoader(TensorDataset(torch.zeros(8)), config())
         with pytest.raises(ConfigError, match=r"dataset: expected samples \(inputs, labels\)"):
             next(loader.micro_batches(loader.batch(0), 0))

@@ -32,6 +32,7 @@ def config(path: Path, dims: tuple[int, int], parts: list[int] | None, **keys: A
         "train_micro_batch_size_per_gpu": 4,
         "max_steps": STEPS,
         "save_interval": 6,
+        "eval_interval": 15,
         "optimizer": {"type": "AdamW", "params": {"lr": 1.0e-2}},
         "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 5}},
         "model_topo": topology(dims, parts),
@@ -58,9 +59,10 @@ def kill_after(step: int, path: Path) -> None:
     assert len(lines(path)) < STEPS
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
+def lines(path: Path, kind: str = "loss") -> list[dict[str, Any]]:
+    """Of the steps; of the evaluations with `eval_loss`."""
     folder = path.with_suffix("")
-    return metrics(folder) if (folder / "metrics.jsonl").exists() else []
+    return [line for line in metrics(folder) if kind in line] if (folder / "metrics.jsonl").exists() else []
 
 
 def losses(path: Path) -> list[float]:
@@ -91,6 +93,8 @@ def test_a_killed_run_goes_on_to_the_last_bit(
     kill_after(9, killed)
     assert "after step 6" in finished(killed)
     assert losses(killed) == losses(straight)
+    assert lines(killed, "eval_loss") == lines(straight, "eval_loss")
+    assert [line["step"] for line in lines(straight, "eval_loss")] == [15, 30, STEPS]
     assert losses(straight)[-1] < losses(straight)[0]
     assert_same_bits(weights(killed), weights(straight))
     if "profile_steps" in keys:
@@ -118,7 +122,7 @@ def test_mistakes_end_in_one_line(tmp_path: Path) -> None:
     finished(path)
     mistakes: list[tuple[dict[str, Any], str]] = [
         ({"width": 32, "taken": 32}, "taken: 32, but"),
-        ({"train_batch_size": 128}, "train_batch_size: 128, but the dataset has 64 samples"),
+        ({"train_batch_size": 128}, "dataset: 64 samples; expected at least 128, train_batch_size"),
         ({"save_path": str(tmp_path / "other"), "taken": 8}, "layers: layer 4 (Linear) with [4, 16] float32: "),
         ({"model_topo": topology((2, 1), [1, 3])}, "parts: [1, 3] sums to 4, but there are 5 layers"),
     ]
