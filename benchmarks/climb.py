@@ -95,7 +95,7 @@ def work(way: str, folder: Path) -> None:
             freed.bound()
             return {"peak": max(peak_memory_by_stage(trainer.stage, STAGES))}
 
-        train(trainer, build_loader(samples, config, 1), Turn(folder), peak)
+        train(trainer, build_loader(samples, config), Turn(folder), peak)
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ def planned_peak(config: TrainConfig, samples: InMemory, device: Device) -> int:
     from training.plan.plan import Plan
 
     spec = ModelSpec.from_folder(Path(config.model_path))
-    work = Workload.measured(build_loader(samples, config, config.model_topo.replicas), config)
+    work = Workload.measured(build_loader(samples, config), config)
     return Plan.make(Basis(config, spec, work, device)).peak
 
 

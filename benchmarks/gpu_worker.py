@@ -120,7 +120,7 @@ def by_pipetune(measurement: Measurement, folder: Path, size: Size, half: bool) 
         usual = choose_attention(config.use_flash_attn is True, training_dtype(config), spec.attention)
         attention = KERNELS[measurement.attention] if measurement.attention else usual.implementation
         spec.set_attention(attention)
-        loader = build_loader(samples, config, config.model_topo.replicas)
+        loader = build_loader(samples, config)
         if measurement.fused:  # from here on: the planner runs blocks on tensors without numbers, which Liger cannot
             from liger_kernel.transformers import apply_liger_kernel_to_llama
 
@@ -155,7 +155,7 @@ def by_the_trainer(measurement: Measurement, folder: Path, size: Size, half: boo
     figures = pace.figures()
     return {
         "layers": spec.n_blocks,
-        "mfu": mfu(config, spec, build_loader(samples, config, 1).batch(0), figures["step_s"]),
+        "mfu": mfu(config, spec, build_loader(samples, config).batch(0), figures["step_s"]),
         "measured_bytes": peak_memory(),
         "reserved_bytes": torch.cuda.max_memory_reserved() if ON_GPU else None,
         **figures,

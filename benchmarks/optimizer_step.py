@@ -127,7 +127,7 @@ def _work(folder: Path, keys: dict[str, Any]) -> None:
     seconds, moved = [], _Moved()
     with joined(config):
         torch.set_num_threads(1)
-        loader, spec = build_loader(samples, config, 1), ModelSpec.from_folder(folder)
+        loader, spec = build_loader(samples, config), ModelSpec.from_folder(folder)
         trainer = PipelineTrainer.build(config, spec, folder, divide(config, spec))
 
         def noted(instruction: Callable[..., None]) -> Callable[..., None]:

@@ -120,7 +120,7 @@ def work(folder: Path) -> None:
         data = RecordReader(settings, model, Console(quiet=True)).read("data", settings.data_path)
         epoch = Loader(data, BATCH, 1, 1, seed=0, packing="dataset", row_length=limit)
         batches = Loader(data, BATCH, 1, 1, seed=0, packing="batch", row_length=limit)
-        packed = build_loader(data, settings, replicas=1)
+        packed = build_loader(data, settings)
         loaders: dict[str, Loader] = {"packed": packed, "padded": Padded(data, TRAINED, 1, 1, settings.seed)}
         spec = ModelSpec.from_folder(model)
         trainer = PipelineTrainer.build(settings, spec, model, divide(settings, spec))

@@ -35,7 +35,7 @@ def by_pipetune(config: TrainConfig, samples: SampleSet, way: type[Way], pace: P
     spec = ModelSpec.from_folder(folder)
     attention = choose_attention(config.use_flash_attn is True, training_dtype(config), spec.attention)
     spec.set_attention(attention.implementation)
-    loader = build_loader(samples, config, config.model_topo.replicas)
+    loader = build_loader(samples, config)
     train(way.build(config, spec, folder, divide(config, spec, way.in_stages)), loader, pace)
 
 
@@ -74,7 +74,7 @@ def by_transformers(config: TrainConfig, samples: SampleSet, pace: Pace, micro_b
             pace.done(now() - self.begin, loader.batch(state.global_step - 1).tokens)
             self.on_train_begin(arguments, state, control)
 
-    loader = build_loader(samples, config, replicas=1)
+    loader = build_loader(samples, config)
     tokenizer = AutoTokenizer.from_pretrained(config.model_path)
     tokenizer.pad_token = tokenizer.eos_token
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model_path))

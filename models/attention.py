@@ -24,12 +24,12 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from models.document_attention import BY_CUDNN, BY_DOCUMENT
 from models.flex_attention import FLEX
+from models.lean_loss import AMPERE
 from models.varlen_attention import VARLEN
 
 TORCH, CUDNN, FLASH, FLASH_3, EAGER = BY_DOCUMENT, BY_CUDNN, "flash_attention_2", "flash_attention_3", "eager"
 ALL = (TORCH, CUDNN, FLASH, FLASH_3, VARLEN, FLEX)  # what computes plain attention and sliding windows
 WITHOUT_DROPOUT = (FLASH_3, VARLEN, FLEX)  # kernels that cannot drop attention weights
-AMPERE = (8, 0)
 NAMES = {
     TORCH: "torch's scaled_dot_product_attention",
     CUDNN: "torch's cuDNN attention",

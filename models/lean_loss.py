@@ -25,7 +25,7 @@ HALF_SCALE = 2.0**10  # what fp16 gradients of logits are multiplied with: fp16 
 HALF_ROOM = 2.0**3  # what their products, free of that again, are divided by: fp16 has none above 65,504 either
 CPU_CACHE = 2**22  # bytes of logits that a CPU takes through softmax and gradient at a time
 WORDS = 2**13  # words at a time where products of 16-bit matrices have to be widened
-AMPERE = (8, 0)  # the first GPUs on which torch's 16-bit products with fp32 results are known to run
+AMPERE = (8, 0)  # the first GPUs that compute in bf16, and give 16-bit products fp32 results
 
 
 def linear_cross_entropy(

@@ -66,7 +66,6 @@ class RecordReader:
 def build_loader(
     data: SampleSet | Stream,
     config: TrainConfig,
-    replicas: int,
     drop_last: bool = False,
     numbers: Sequence[int] | None = None,
     router_loss: bool = False,
@@ -85,11 +84,11 @@ def build_loader(
         data,
         config.train_batch_size,
         config.train_micro_batch_size_per_gpu,
-        replicas,
+        config.model_topo.replicas,
         config.seed,
         drop_last,
         config.packing,
-        row_length(data, config, replicas, router_loss),
+        row_length(data, config, router_loss),
         numbers,
         config.least_micro_batches,
         router_loss,
@@ -97,7 +96,7 @@ def build_loader(
     )
 
 
-def row_length(data: SampleSet, config: TrainConfig, replicas: int, router_loss: bool) -> int:
+def row_length(data: SampleSet, config: TrainConfig, router_loss: bool) -> int:
     """The most tokens in a packed row: `pack_len`, or what suits the data and the pipeline; see `build_loader`."""
     # Of a stream, it is the same whatever windows are known: by it a run goes on to the last bit.
     lengths = numpy.array([config.max_seq_len]) if isinstance(data, Stream) else data.lengths
@@ -118,6 +117,6 @@ def row_length(data: SampleSet, config: TrainConfig, replicas: int, router_loss:
         limit=config.max_seq_len,
         batch_size=config.train_batch_size,
         micro_batch_size=config.train_micro_batch_size_per_gpu,
-        replicas=replicas,
+        replicas=config.model_topo.replicas,
         stages=config.model_topo.stages,
     )

@@ -58,8 +58,7 @@ class Evaluation:
         numbers: dict[str, list[int]] = {kind: [] for kind in sorted(set(dataset.types))}
         for number, kind in enumerate(dataset.types):
             numbers[kind].append(number)
-        replicas = config.model_topo.replicas
-        loaders = {kind: build_loader(dataset, config, replicas, numbers=its) for kind, its in numbers.items()}
+        loaders = {kind: build_loader(dataset, config, numbers=its) for kind, its in numbers.items()}
         return cls(loaders, config, steps_per_epoch, active, dataset)
 
     def due(self, step: int, last: bool) -> bool:

@@ -67,8 +67,8 @@ class Inputs:
         check_fp8(config, spec)
         reader = RecordReader(config, folder, log)
         dataset = reader.stream() if config.stream_gb else reader.read("data", config.data_path)
-        replicas, router_loss = config.model_topo.replicas, router_loss_weight(config, spec) > 0
-        loader = build_loader(dataset, config, replicas, config.dataloader_drop_last, router_loss=router_loss)
+        router_loss = router_loss_weight(config, spec) > 0
+        loader = build_loader(dataset, config, config.dataloader_drop_last, router_loss=router_loss)
         evaluation, sets = None, [dataset]
         if config.eval_data_path:
             sets.append(records := reader.read("evaluation data", config.eval_data_path))

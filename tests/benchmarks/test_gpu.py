@@ -68,7 +68,7 @@ def test_packed_rows_hold_as_many_tokens_as_full_ones(tmp_path: Path) -> None:
     samples = samples_of(measurement, 512, WHOLE)
     write_model(tmp_path, MODELS["tiny"], 1, WHOLE.length)
     config = config_of(measurement, tmp_path, len(samples.samples), WHOLE, half=True)
-    batch = build_loader(samples, config, 1).batch(0)
+    batch = build_loader(samples, config).batch(0)
     assert batch.tokens == WHOLE.rows * WHOLE.length
     assert any(len(row) > 1 for rows in batch.micro_batches[0] for row in rows)
     flops = ModelFlops(ModelSpec.from_folder(tmp_path))

@@ -183,7 +183,7 @@ def test_the_report_says_what_a_person_would_act_on(tmp_path: Path, tokenizer_fo
     config = TrainConfig.model_validate(keys | {"max_seq_len": limit})
     with open(tmp_path / "log", "w", encoding="utf-8") as file:
         log = Console(file=file, soft_wrap=True)
-        loader = build_loader(dataset, config, replicas=1)
+        loader = build_loader(dataset, config)
         summary.report(dataset, evaluation_set, loader, config.max_seq_len, tmp_path, log)
     told = (tmp_path / "log").read_text(encoding="utf-8")
     for part in (

@@ -101,7 +101,7 @@ def smoothed_loss() -> float:
     """Of the first batch of run.yml, sample by sample in one process."""
     config = load_config("run.yml")
     dataset = RecordReader(config, Path("model"), Console(quiet=True)).read("data", config.data_path)
-    batch, model, total = build_loader(dataset, config, replicas=1).batch(0), load_model("model", torch.float32), 0.0
+    batch, model, total = build_loader(dataset, config).batch(0), load_model("model", torch.float32), 0.0
     for sample in (dataset.samples[number] for number in batch.samples):
         ids, labels = (torch.from_numpy(numpy.array(sample[part], numpy.int64)) for part in ("input_ids", "labels"))
         logits, labels = model(ids.unsqueeze(0))[0, :-1], labels[1:]

@@ -91,7 +91,7 @@ def loader_of(config: TrainConfig) -> Loader:
     """The global batches of samples that are tokenized already."""
     samples = InMemory(json.loads(Path(str(config.data_path[0])).read_text()))
     router_loss = bool(config.aux_router_loss.weight)
-    return build_loader(samples, config, config.model_topo.replicas, router_loss=router_loss)
+    return build_loader(samples, config, router_loss=router_loss)
 
 
 if __name__ == "__main__":

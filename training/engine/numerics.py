@@ -14,7 +14,7 @@ import os
 
 import torch
 
-from models.attention import AMPERE
+from models.lean_loss import AMPERE
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.metrics.devices import Device, this_device

@@ -100,9 +100,7 @@ def _workload(config: TrainConfig, spec: ModelSpec, folder: Path, log: Console) 
     router_loss = router_loss_weight(config, spec) > 0
     try:
         dataset = RecordReader(config, folder, Console(quiet=True)).read("data", config.data_path)
-        loader = build_loader(
-            dataset, config, config.model_topo.replicas, config.dataloader_drop_last, router_loss=router_loss
-        )
+        loader = build_loader(dataset, config, config.dataloader_drop_last, router_loss=router_loss)
         return Workload.measured(loader, config)
     except (DataError, CheckpointError, OSError, ValueError) as error:
         log.print(f"data_path is not used: {reason_of(error)}")

@@ -58,8 +58,7 @@ class Reference:
         self._config, self._samples = config, samples
         self._router_weight = router_loss_weight(config, spec)
         drop_last, router_loss = config.dataloader_drop_last, self._router_weight > 0
-        replicas = config.model_topo.replicas
-        self._loader = build_loader(InMemory(samples), config, replicas, drop_last, router_loss=router_loss)
+        self._loader = build_loader(InMemory(samples), config, drop_last, router_loss=router_loss)
         self._model = CausalLM(spec, open_source(folder, spec), training_dtype(config), torch.device("cpu")).float()
         self._weights = {name.removeprefix("layers."): weight for name, weight in self._model.named_parameters()}
         self._masters = {name: weight.detach().clone().requires_grad_() for name, weight in self._weights.items()}

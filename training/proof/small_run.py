@@ -95,7 +95,7 @@ def _samples(
     data = reader.stream().windows.peek() if config.stream_gb else reader.read("data", config.data_path)
     check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), data)
     router_loss = router_loss_weight(config, spec) > 0
-    loader = build_loader(data, config, config.model_topo.replicas, config.dataloader_drop_last, None, router_loss)
+    loader = build_loader(data, config, config.dataloader_drop_last, router_loss=router_loss)
     count = math.ceil(BATCHES * small.train_batch_size)
     chosen: dict[int, None] = {}
     for step in range(loader.steps_per_epoch):
