@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from models.architectures import llama
 from models.architectures.bloom import alibi_slopes
@@ -103,7 +102,6 @@ def _variant(raw: dict[str, Any]) -> Family:
 ROTARY = replace(
     llama.FAMILY,
     name="baichuan2-7b",
-    decoder_layer=LlamaDecoderLayer,
     block=(
         Rule(
             "model.layers.{i}.self_attn.W_pack.*",

@@ -5,12 +5,9 @@ Five of six blocks see a sliding window, and those have rotary angles of their o
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
-from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer, Gemma3RMSNorm, Gemma3RotaryEmbedding
 
-from models.architectures import gemma2
+from models.architectures import gemma2, llama
 from models.attention import ALL
 from models.position_ids import unmarked
 from models.positions import Angles, Positions
@@ -26,12 +23,4 @@ class Gemma3Positions(Positions):
         return {kind: rotary(hidden, positions, kind) for kind in self.kinds}
 
 
-FAMILY = replace(
-    gemma2.FAMILY,
-    name="gemma3",
-    decoder_layer=Gemma3DecoderLayer,
-    norm=lambda config: Gemma3RMSNorm(config.hidden_size, eps=config.rms_norm_eps),
-    rotary=Gemma3RotaryEmbedding,
-    positions=Gemma3Positions,
-    attention=ALL,
-)
+FAMILY = llama.relative("gemma3", "Gemma3", gemma2.FAMILY, positions=Gemma3Positions, attention=ALL)

@@ -2,16 +2,6 @@
 fused gate and up projection.
 """
 
-from dataclasses import replace
+from models.architectures.llama import relative
 
-from transformers.models.glm.modeling_glm import GlmDecoderLayer, GlmRMSNorm, GlmRotaryEmbedding
-
-from models.architectures import llama
-
-FAMILY = replace(
-    llama.FAMILY,
-    name="glm",
-    decoder_layer=GlmDecoderLayer,
-    norm=lambda config: GlmRMSNorm(config.hidden_size, eps=config.rms_norm_eps),
-    rotary=GlmRotaryEmbedding,
-)
+FAMILY = relative("glm", "Glm")

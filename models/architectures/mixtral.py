@@ -4,21 +4,14 @@ On disk each expert has three matrices of its own; in memory transformers holds 
 `gate_up_proj` [E, 2I, H] (w1 over w3) and `down_proj` [E, H, I] (w2).
 """
 
-from dataclasses import replace
-
-from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer, MixtralRMSNorm, MixtralRotaryEmbedding
-
 from models.architectures import llama
 from models.architectures.family import Rule
 
 MOE = "model.layers.{i}.block_sparse_moe."
 
-FAMILY = replace(
-    llama.FAMILY,
-    name="mixtral",
-    decoder_layer=MixtralDecoderLayer,
-    norm=lambda config: MixtralRMSNorm(config.hidden_size, eps=config.rms_norm_eps),
-    rotary=MixtralRotaryEmbedding,
+FAMILY = llama.relative(
+    "mixtral",
+    "Mixtral",
     block=(
         Rule(
             (MOE + "experts.{e}.w1.weight", MOE + "experts.{e}.w3.weight"),

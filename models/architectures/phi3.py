@@ -2,16 +2,6 @@
 own.
 """
 
-from dataclasses import replace
+from models.architectures.llama import relative
 
-from transformers.models.phi3.modeling_phi3 import Phi3DecoderLayer, Phi3RMSNorm, Phi3RotaryEmbedding
-
-from models.architectures import llama
-
-FAMILY = replace(
-    llama.FAMILY,
-    name="phi3",
-    decoder_layer=Phi3DecoderLayer,
-    norm=lambda config: Phi3RMSNorm(config.hidden_size, eps=config.rms_norm_eps),
-    rotary=Phi3RotaryEmbedding,
-)
+FAMILY = relative("phi3", "Phi3")
