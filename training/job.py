@@ -36,7 +36,7 @@ from training.metrics.utilization import Utilization
 from training.plan.auto import divide
 from training.plan.feedback import Feedback
 from training.plan.kernels import choose_kernels
-from training.plan.out_of_memory import OutOfMemory
+from training.plan.out_of_memory import out_of_memory_told
 from training.progress import Progress
 
 
@@ -138,13 +138,13 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
     config = config.with_parts(topology.parts).model_copy(update={"compile": kernels.compile})
     with agreed():
         if config.export_hf and place.rank == 0:  # no run of days is to find out at its end
-            try_publishing(Path(config.save_path) / EXPORTED, True, [inputs.folder])
+            try_publishing(Path(config.save_path) / EXPORTED, [inputs.folder])
 
     def build() -> Trainer:
         asked = config.model_copy(update={"from_scratch": config.from_scratch and not progress.checkpoint})
         return kind.build(asked, spec, progress.checkpoint or inputs.folder, division)
 
-    with OutOfMemory(config, spec, stage, known_loader):
+    with out_of_memory_told(config, spec, stage, known_loader):
         trainer = resume(progress.checkpoint, progress.known, topology, config, build, log, spec.tied_names)
         run = Run(
             config=config,

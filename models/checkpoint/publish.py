@@ -81,13 +81,13 @@ def writing(target: Path) -> Iterator[None]:
         raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}; nothing was changed") from error
 
 
-def try_publishing(target: Path, overwrite: bool, kept: Iterable[Path]) -> None:
-    """See whether `publish_folder` would take a target, before work is put into it.
+def try_publishing(target: Path, kept: Iterable[Path]) -> None:
+    """See whether `publish_folder` would overwrite a target, before work is put into it.
 
     Raises:
         CheckpointError: in one line, why not.
     """
-    with suppress(_Tried), publish_folder(target, overwrite, kept):
+    with suppress(_Tried), publish_folder(target, True, kept):
         raise _Tried
 
 

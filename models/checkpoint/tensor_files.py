@@ -63,7 +63,7 @@ def load_state_dict(path: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: as `load_archive`, or not a dict of plain tensors.
     """
-    state = load_archive(path, mmap=True)
+    state = load_archive(path)
     if not isinstance(state, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
     ):
@@ -75,16 +75,16 @@ def load_state_dict(path: Path) -> dict[str, Tensor]:
     return state
 
 
-def load_archive(path: Path, map_location: Any = "cpu", mmap: bool = False) -> Any:
-    """What is in a torch archive: tensors, containers, and what the caller has declared safe.
+def load_archive(path: Path) -> Any:
+    """What is in a torch archive, memory-mapped: tensors, containers, and what the caller has declared safe.
 
     Raises:
         CheckpointError: missing, damaged, refused or not readable.
     """
     try:
         with reading(path):
-            mmap = mmap and is_zipfile(path)  # archives from before torch 1.6 cannot be mapped
-            return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
+            mapped = is_zipfile(path)  # archives from before torch 1.6 cannot be mapped
+            return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except GONE:
         raise CheckpointError(f"{path}: not found; the folder is incomplete") from None
     except pickle.UnpicklingError:

@@ -105,4 +105,4 @@ def read_mapped(path: Path) -> Any:
         CheckpointError: it is damaged or holds what could run code.
     """
     with torch.serialization.safe_globals(KNOWN):
-        return load_archive(path, mmap=True)
+        return load_archive(path)

@@ -14,7 +14,7 @@ from training.metrics import devices
 from training.metrics.devices import GIB, parse_devices
 from training.plan import out_of_memory
 from training.plan.basis import Basis, Workload
-from training.plan.out_of_memory import OutOfMemory
+from training.plan.out_of_memory import out_of_memory_told
 from training.plan.plan import Plan
 
 ON_A_GPU = (
@@ -26,7 +26,7 @@ PARTS = [17, 17]
 def told(folder: Path, error: BaseException, stage: int = 1, parts: list[int] = PARTS) -> str:
     """The line for llama-7b in two stages."""
     config = config_of(folder, 2, use_grad_ckpt=False, train_micro_batch_size_per_gpu=4).with_parts(parts)
-    with pytest.raises(ConfigError) as caught, OutOfMemory(config, llama(folder), stage, None):
+    with pytest.raises(ConfigError) as caught, out_of_memory_told(config, llama(folder), stage, None):
         raise error
     return str(caught.value)
 
@@ -66,7 +66,7 @@ def test_plain_zero_has_no_plan(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError("the third step breaks"), MemoryError(), KeyError("allocate")])
 def test_other_errors_are_left_as_they_are(error: BaseException, tmp_path: Path) -> None:
-    memory = OutOfMemory(config_of(tmp_path, 2).with_parts(PARTS), llama(tmp_path), 0, None)
+    memory = out_of_memory_told(config_of(tmp_path, 2).with_parts(PARTS), llama(tmp_path), 0, None)
     with pytest.raises(type(error)) as caught, memory:
         raise error
     assert caught.value is error
