@@ -63,26 +63,14 @@ def layer_times(basis: Basis) -> list[LayerTime]:
     """The times of all layers, the embedding first."""
     config, spec, calibrated, work = basis.config, basis.spec, basis.calibration, basis.workload
     device = this_device() if calibrated else basis.device  # a calibration speaks of the device that it was measured on
-    dtype, states, replicas = training_dtype(config), StateBytes.of(config), config.model_topo.replicas
-    # In a ring, an all-reduce takes each byte twice over a link, a reduce once, and an all-gather of the weights once.
-    others = 1 - 1 / replicas
-    early = config.sums_while_computing
-    summed = sent_bytes(config) * (1 if early else 2 * others) / device.link
-    handed_round = others * dtype.itemsize / device.link
-    away = sent_away(basis)
+    away, passes = sent_away(basis), {kind: _passes(basis, kind, device) for kind in set(kinds(spec))}
     update = (calibrated.update if calibrated else 1.0) * update_time(config, device)
-    update /= replicas if config.zero_optimization.stage else 1
-    in_fp32 = states.gradient > dtype.itemsize
-    added = FP32_SUM if in_fp32 else 3 * dtype.itemsize
-    put_off = config.v_schedule and device.ampere and not spec.family.router  # experts are no linear layers
-    by_products = in_fp32 and put_off and not config.zero_optimization.offloads
-    passes = {kind: _passes(basis, kind, device, dtype) for kind in set(kinds(spec))}
+    update /= config.model_topo.replicas if config.zero_optimization.stage else 1
     times = []
     for number, kind in enumerate(kinds(spec)):
         weights = sum(shape.numel() for shape in spec.shapes(number).values())
         forward, backward = passes[kind]
-        in_block = by_products and 0 < number < spec.n_layers - 1
-        backward += Spent(sums=weights * (PRODUCT_SUM if in_block else added) / device.bandwidth)
+        backward += Spent(sums=weights * _sum_bytes(basis, number, device) / device.bandwidth)
         if calibrated:
             factors = calibrated.layers[str(kind)]
             forward, backward = forward.times(factors[0]), backward.times(factors[1])
@@ -91,12 +79,36 @@ def layer_times(basis: Basis) -> list[LayerTime]:
             forward, backward = forward.times(factor), backward.times(factor)
         if number in basis.recomputed:
             backward += forward
-        shared = weights * handed_round + max(0.0, weights * summed - (backward.total if early else 0.0))
+        once = Spent(optimizer=weights * update, replicas=_shared(config, device, weights, backward.total))
         moved = away[number] * work.length / work.longest / HOST_LINK
         forward += Spent(offload=max(0.0, moved - forward.total))
         backward += Spent(offload=max(0.0, moved - backward.total))
-        times.append(LayerTime(forward, backward, Spent(optimizer=weights * update, replicas=shared)))
+        times.append(LayerTime(forward, backward, once))
     return times
+
+
+def _sum_bytes(basis: Basis, layer: int, device: Device) -> int:
+    """Bytes that are read and written to add up the gradient of one of a layer's parameters in a micro-batch."""
+    config, itemsize = basis.config, training_dtype(basis.config).itemsize
+    if StateBytes.of(config).gradient <= itemsize:
+        return 3 * itemsize
+    put_off = config.v_schedule and device.ampere and not basis.spec.family.router  # experts are no linear layers
+    by_product = put_off and not config.zero_optimization.offloads and 0 < layer < basis.spec.n_layers - 1
+    return PRODUCT_SUM if by_product else FP32_SUM
+
+
+def _shared(config: TrainConfig, device: Device, weights: int, backward: float) -> float:
+    """Seconds in which replicas sum the gradients of so many weights and hand these round, with nothing to compute.
+
+    In a ring, an all-reduce takes each byte twice over a link, a reduce once, and an all-gather of the weights once.
+
+    Args:
+        backward: seconds of the pass that sums may hide behind.
+    """
+    others, early = 1 - 1 / config.model_topo.replicas, config.sums_while_computing
+    summed = sent_bytes(config) * (1 if early else 2 * others) / device.link
+    handed_round = others * training_dtype(config).itemsize / device.link
+    return weights * handed_round + max(0.0, weights * summed - (backward if early else 0.0))
 
 
 def sent_away(basis: Basis) -> list[int]:
@@ -152,9 +164,9 @@ def kinds(spec: ModelSpec) -> list[int]:
     return alike
 
 
-def _passes(basis: Basis, layer: int, device: Device, dtype: torch.dtype) -> tuple[Spent, Spent]:
+def _passes(basis: Basis, layer: int, device: Device) -> tuple[Spent, Spent]:
     """The forward and the backward pass of a layer for one micro-batch, gradients not yet added up."""
-    spec, work = basis.spec, basis.workload
+    spec, work, dtype = basis.spec, basis.workload, training_dtype(basis.config)
     is_block = 0 < layer < spec.n_layers - 1
     slides = is_block and attention_kind(spec.config, layer - 1) == SLIDING
     document = min(work.attended, spec.config.sliding_window if slides else math.inf)
