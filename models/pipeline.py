@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -38,14 +39,16 @@ from models.weight_gradients import WeightGradients
 TIE_KEY = "embedding"
 
 
-class _LoadedLayer(LayerSpec):
-    """A layer that is built and loaded when its stage asks for it."""
+class LaterLayer(LayerSpec):
+    """A layer that a function makes when its stage asks for it."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(nn.Module, *arguments)
+    def __init__(self, make: Callable[..., nn.Module], *arguments: Any) -> None:
+        super().__init__(nn.Module, make, *arguments)
 
     def build(self, log: bool = False) -> nn.Module:
-        return build_layer(*self.module_args)
+        make, *arguments = self.module_args
+        made: nn.Module = make(*arguments)
+        return made
 
 
 class PipelineModel(PipelineModule):
@@ -92,7 +95,7 @@ class PipelineModel(PipelineModule):
         device = torch.device(get_accelerator().current_device_name())
         chunks = [chunk for chunk, size in enumerate(parts) for _ in range(size)]
         layers = [
-            _LoadedLayer(spec, layer, states, self.positions[chunk], dtype, device)
+            LaterLayer(build_layer, spec, layer, states, self.positions[chunk], dtype, device)
             for layer, chunk in enumerate(chunks)
         ]
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its seed settings, which mean nothing here

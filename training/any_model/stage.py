@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -25,8 +25,11 @@ from torch.utils.checkpoint import checkpoint
 
 from common.terminal import reason_of
 from models.checkpoint.layout import layer_file
+from models.pipeline import LaterLayer
+from training.any_model.config import PipelineConfig
 from training.any_model.layers import Layer, Loss, make
 from training.checkpoint.deepspeed_files import read_mapped
+from training.config.deepspeed_config import training_dtype
 from training.distributed.processes import agreed, gather
 from training.engine.stage_engine import StageEngine
 from training.errors import ConfigError
@@ -65,28 +68,14 @@ class Border(NamedTuple):
         return ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in self.tensors)
 
 
-class _MadeLayer(LayerSpec):
-    """A layer that is made when its stage asks for it."""
-
-    def __init__(self, layer: Layer, seed: int) -> None:
-        super().__init__(nn.Module, layer, seed)
-
-    def build(self, log: bool = False) -> nn.Module:
-        return make(*self.module_args)
-
-
 class LayerStage(PipelineModule):
     """This process's layers; the last stage has the loss.
 
     Args:
         layers: of the whole model.
         loss: see `Pipeline`.
-        topology: the grid of processes, with the axes `pipe` and `data`.
         parts: layers per stage.
-        dtype: the dtype to train in.
-        seed: of the layers that are made here.
         folder: a checkpoint whose weights the layers take.
-        recompute: the layers, from 1, that drop what they keep inside and compute it again in the backward pass.
 
     Raises:
         ConfigError: the stage has nothing to train.
@@ -100,21 +89,20 @@ class LayerStage(PipelineModule):
         self,
         layers: Sequence[Layer],
         loss: Loss,
-        topology: ProcessTopology,
+        config: PipelineConfig,
         parts: Sequence[int],
-        dtype: torch.dtype,
-        seed: int,
         folder: Path | None = None,
-        recompute: Container[int] = (),
     ) -> None:
         self._bounds = [0, *accumulate(parts)]
-        self._recompute = recompute
+        self._recompute = config.recomputed(len(layers))  # numbers from 1
+        grid = config.model_topo.process_topology
+        topology = ProcessTopology(axes=list(grid.axes), dims=list(grid.dims))
         self._loss = loss
-        made = [_MadeLayer(layer, seed + number) for number, layer in enumerate(layers)]
+        made = [LaterLayer(make, layer, config.seed + number) for number, layer in enumerate(layers)]
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its seed settings, which mean nothing here
             # With dynamic_shape its engine has every micro-batch looked at before it is sent.
             super().__init__(made, topology=topology, loss_fn=self.loss, dynamic_shape=True)
-        self.to(dtype)
+        self.to(training_dtype(config))
         if folder:
             load_layers(self.numbered(), folder)
         with agreed():

@@ -6,14 +6,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from data.loader import GlobalBatch, Loader
 from training.any_model.config import PipelineConfig
 from training.any_model.layers import Layer, Loss
 from training.any_model.samples import SampleLoader
 from training.any_model.stage import LayerStage, LayerStageEngine
-from training.config.deepspeed_config import training_dtype
 from training.engine.numerics import set_numerics
 from training.engine.pipeline import PipelineTrainer
 from training.engine.prefetch import Sent
@@ -42,11 +40,8 @@ class LayerTrainer(PipelineTrainer):
             parts: layers per stage.
             folder: a checkpoint whose weights the layers take.
         """
-        grid = config.model_topo.process_topology
         set_numerics(config)
-        processes = ProcessTopology(axes=list(grid.axes), dims=list(grid.dims))
-        recompute = config.recomputed(len(layers))
-        stage = LayerStage(layers, loss, processes, parts, training_dtype(config), config.seed, folder, recompute)
+        stage = LayerStage(layers, loss, config, parts, folder)
         stage.learn(next(loader.micro_batches(loader.batch(0), 0))[0])
         torch.manual_seed(config.seed + torch.distributed.get_rank())  # dropout differs from rank to rank
         return cls(LayerStageEngine.adopt(wrap(stage, config)))
