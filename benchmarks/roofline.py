@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.gpu_models import COMMON, MODELS
 from models.attention import EAGER
-from models.layer_work import Operation
+from models.layer_work import Operation, work_of
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.config.sections import FP8
@@ -189,7 +189,7 @@ def where_a_step_goes() -> list[list[str]]:
     spec, weights = basis.spec, plans[0].stages[0].parameters
     kernels: dict[str, list[Operation]] = {"products": [], "attention": [], "traffic": []}
     for layer in costs.kinds(spec):
-        counted = next(work for case, work in basis.counted.items() if case[0] == layer)
+        counted = next(work for asked, work in basis.known.items() if asked[:2] == (work_of, layer))
         for operation in (*counted.forward, *counted.backward):
             kernels[operation.kind].append(operation)
     told = {kind: _told(operations) for kind, operations in kernels.items()}

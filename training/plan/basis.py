@@ -11,24 +11,25 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pydantic import BaseModel, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from common.whole_files import replace_text
 from data.loader import Loader
-from models.layer_work import LayerWork
-from models.saved_activations import Saved
 from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.metrics.devices import Device
 from training.schedule.instructions import Schedule
+
+Found = TypeVar("Found")
 
 FILE = "calibration.json"
 MEASURED_FILE = "measured.json"
@@ -196,8 +197,7 @@ class Basis:
         calibration: what `--calibrate` measured; all is estimated where absent.
         measured: what steps of this run took, which corrects the plan.
         recompute: the layers that do; as the config says, and with `auto` all, where absent.
-        known: what kinds of layers were found to keep, shared by all that is made of this basis.
-        counted: what they were found to do, likewise.
+        known: what `once` found, shared by all that is made of this basis.
     """
 
     config: TrainConfig
@@ -207,8 +207,7 @@ class Basis:
     calibration: Calibration | None = None
     measured: Measured | None = None
     recompute: frozenset[int] | None = None
-    known: dict[tuple[object, ...], Saved] = field(default_factory=dict, repr=False, compare=False)
-    counted: dict[tuple[object, ...], LayerWork] = field(default_factory=dict, repr=False, compare=False)
+    known: dict[tuple[object, ...], Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of_run(
@@ -249,6 +248,14 @@ class Basis:
             "optimizer": self.config.optimizer.type,
             **{key: settings.get(key) for key in DEPENDS},
         }
+
+    def once(self, find: Callable[..., Found], *case: object) -> Found:
+        """What `find` tells of a layer of the model, asked once for all that is made of this basis."""
+        asked = find, *case
+        if asked not in self.known:
+            self.known[asked] = find(self.spec, *case)
+        found: Found = self.known[asked]
+        return found
 
     @cached_property
     def recomputed(self) -> frozenset[int]:

@@ -129,20 +129,9 @@ def kept_without_offload(basis: Basis) -> list[int]:
 
 def saved(basis: Basis) -> list[Saved]:
     """What each layer keeps without recomputation."""
-    work = basis.workload
-    found = []
-    for kind in kinds(basis.spec):
-        case = (
-            kind,
-            work.rows,
-            work.longest,
-            training_dtype(basis.config),
-            basis.config.has_flash(basis.device.ampere),
-        )
-        if case not in basis.known:
-            basis.known[case] = saved_by(basis.spec, *case)
-        found.append(basis.known[case])
-    return found
+    work, flash = basis.workload, basis.config.has_flash(basis.device.ampere)
+    case = work.rows, work.longest, training_dtype(basis.config), flash
+    return [basis.once(saved_by, kind, *case) for kind in kinds(basis.spec)]
 
 
 def update_time(config: TrainConfig, device: Device) -> float:
@@ -181,14 +170,12 @@ def _passes(basis: Basis, layer: int, device: Device) -> tuple[Spent, Spent]:
 
 
 def _counted(basis: Basis, layer: int, dtype: torch.dtype, device: Device) -> LayerWork:
-    """What a layer does, found once for all that is made of a basis."""
+    """What a layer does."""
     config, work = basis.config, basis.workload
     kernels = config.has_flash(device.ampere), config.compiles(device.ampere, bool(basis.spec.family.router))
-    case = (layer, work.rows, math.ceil(work.length), dtype, *kernels)
-    if case not in basis.counted:
-        basis.counted[case] = work_of(basis.spec, *case)
+    found = basis.once(work_of, layer, work.rows, math.ceil(work.length), dtype, *kernels)
     is_block = 0 < layer < basis.spec.n_layers - 1
-    return in_fp8(basis.counted[case], kernels[1]) if is_block and basis.in_fp8 else basis.counted[case]
+    return in_fp8(found, kernels[1]) if is_block and basis.in_fp8 else found
 
 
 def loss_work(basis: Basis, dtype: torch.dtype, device: Device) -> list[Operation]:
