@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 from weakref import finalize
 
@@ -145,9 +144,7 @@ class SafetensorsWriter:
     def __enter__(self) -> SafetensorsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         for handle in self._handles:
             handle.close()
         assert error is not None or not self._places, f"announced but never written: {sorted(self._places)}"

@@ -23,7 +23,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -97,9 +96,7 @@ class RankMonitor:
     def __enter__(self) -> RankMonitor:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None or isinstance(error, (RunRefused, SystemExit)):  # all ranks leave, and know why
             self._send("done")
         else:
