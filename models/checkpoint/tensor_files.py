@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from zipfile import is_zipfile
 
 import torch
@@ -18,16 +18,6 @@ from torch import Tensor
 from common.terminal import reason_of
 from models.checkpoint.safetensors_files import DTYPE_NAMES, SafetensorsFile, TensorInfo
 from models.errors import GONE, CheckpointError, reading
-
-
-class TensorFile(Protocol):
-    """A file of named tensors; nothing is read until a tensor is asked for. An unknown name raises KeyError."""
-
-    def __iter__(self) -> Iterator[str]: ...
-
-    def info(self, name: str) -> TensorInfo: ...
-
-    def read(self, name: str) -> Tensor: ...
 
 
 class MappedFile:
@@ -44,6 +34,9 @@ class MappedFile:
 
     def read(self, name: str) -> Tensor:
         return self._state[name]
+
+
+TensorFile = SafetensorsFile | MappedFile  # of named tensors, read when they are asked for; KeyError for other names
 
 
 def open_tensors(path: Path) -> TensorFile:
