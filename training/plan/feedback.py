@@ -76,8 +76,8 @@ class Feedback:
         self._before = 0 if torch.cuda.is_available() else peak_memory()
         self._clock = StageClock()
         self._steps = self.first_step + WARM_UP, self.first_step + WARM_UP + COUNTED - 1
-        if self._steps[1] > self.total_steps:
-            left = self.total_steps - self.first_step + 1
+        left = self.total_steps - self.first_step + 1
+        if 0 < left < WARM_UP + COUNTED:
             self.log.print(f"plan: not held against steps: that takes {WARM_UP + COUNTED}, and {left} are left")
 
     def step(self, engine: PipelineEngine, number: int, batch: GlobalBatch) -> AbstractContextManager[None]:

@@ -206,7 +206,7 @@ def test_a_run_moves_twice_at_most_and_no_failure_of_the_plan_ends_it(
     assert told.count("stage 0: 100 ms a micro-batch, 99.0% of all stages' time") == 3
 
 
-@pytest.mark.parametrize(("first", "told"), [(4, ""), (5, "that takes 7, and 6 are left")])
+@pytest.mark.parametrize(("first", "told"), [(4, ""), (5, "that takes 7, and 6 are left"), (11, "")])
 def test_a_start_that_is_too_short_to_be_measured_says_so(
     first: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
