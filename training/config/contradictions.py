@@ -24,6 +24,9 @@ def contradictions(config: Any) -> Iterator[str]:
         yield "packing: dataset packs whole epochs, which no stream knows; expected batch or false"
     if config.compile is True and config.zero_optimization.stage == 3:
         yield "compile: ZeRO stage 3 gathers weights inside of the blocks; expected false or stage <= 2"
+    evaluates = config.eval_interval or config.eval_at_start
+    if evaluates and config.data_path and not config.eval_data_path:  # what a Pipeline trains on stands in no config
+        yield "eval_data_path: expected records to evaluate on, or neither eval_interval nor eval_at_start"
     yield from _of_batches_and_parts(config)
     if config.rebalance:
         yield from _of_rebalance(config)

@@ -292,6 +292,8 @@ def test_the_type_of_a_schedule_says_which_params_there_are(line: str, params: W
             "fp8.enabled: ZeRO stage 3 gathers weights inside of the blocks; expected false or stage <= 2",
         ),
         ("train_micro_batch_size_per_gpu: 3", "train_batch_size: 8 is not a multiple of 3 "),
+        ("eval_interval: 5", "eval_data_path: expected records to evaluate on, or neither eval_interval nor"),
+        ("eval_at_start: true", "eval_data_path: expected records to evaluate on, or neither eval_interval nor"),
         ("gradient_accumulation_steps: 4", "gradient_accumulation_steps: 4 contradicts train_batch_size 8; expected 8"),
         ("model_topo: {process_topology: {dims: [1, 3]}}", "train_batch_size: 8 is not a multiple of 3 "),
         (
