@@ -1,4 +1,4 @@
-"""The bytes of a file in chunks, unpacked where it is compressed by gzip or zstd.
+"""The bytes of a file, unpacked where it is compressed by gzip or zstd.
 
 Compression is found by the mark that such a file begins with, whatever its name. Of a file that is cut or damaged, all
 that can be unpacked comes out first. Memory: a chunk of 1 MiB; a block of zstd that was made to burst grows to 128 MiB.
@@ -7,10 +7,11 @@ that can be unpacked comes out first. Memory: a chunk of 1 MiB; a block of zstd 
 from __future__ import annotations
 
 import gzip
+import io
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import zstandard
 
@@ -20,12 +21,35 @@ ZSTD_CHUNK = 4 << 10  # compressed bytes: few, as each may hold megabytes
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
-def chunks_of(file: Path, damage: list[str]) -> Iterator[bytes]:
-    """A file's bytes, unpacked, up to where it cannot be read any further; why not goes into `damage`."""
-    try:
-        yield from _unpacked(file)
-    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
-        damage.append(f"cannot be read to its end, records may be missing: {' '.join(str(error).split())}")
+class Unpacked(io.RawIOBase):
+    """A file's bytes up to where it cannot be read any further; why not goes into `damage`."""
+
+    def __init__(self, file: Path) -> None:
+        self.damage: list[str] = []
+        self._chunks = _unpacked(file)
+        self._chunk = io.BytesIO()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer, all of it unless the file ends."""
+        size = 0
+        while size < len(buffer):
+            taken = self._chunk.readinto(buffer[size:])
+            size += taken
+            if not taken and not self._next():
+                break
+        return size
+
+    def _next(self) -> bool:
+        try:
+            chunk = next(self._chunks, b"")
+        except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+            self.damage.append(f"cannot be read to its end, records may be missing: {' '.join(str(error).split())}")
+            return False
+        self._chunk = io.BytesIO(chunk)
+        return bool(chunk)
 
 
 def _unpacked(file: Path) -> Iterator[bytes]:

@@ -65,7 +65,8 @@ def test_what_a_json_file_holds_is_found_from_its_content(layout: str, name: str
 def test_records_are_whole_wherever_the_chunks_end(
     layout: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decompression, "CHUNK", chunk)
+    for module in (decompression, json_values):
+        monkeypatch.setattr(module, "CHUNK", chunk)
     monkeypatch.setattr(raw_records, "HEAD", 48)  # less than the file
     path = tmp_path / "a.json"
     path.write_text(LAYOUTS[layout](), encoding="utf-8")
@@ -237,7 +238,8 @@ GOOD = [b'{"text": "%d", "inner": [{"role": "x"}, {"role": "y"}]}' % number for 
 def test_what_stands_before_a_break_is_kept_and_what_is_lost_is_told(
     broken: bytes, place: int, separator: bytes, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decompression, "CHUNK", chunk)
+    for module in (decompression, json_values):
+        monkeypatch.setattr(module, "CHUNK", chunk)
     path = tmp_path / "a.json"
     path.write_bytes(b"[" + separator.join([*GOOD[:place], broken, *GOOD[place:]]) + b"]")
     *kept, last = read(path)
