@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from common.terminal import reason_of
-from data.records.decompression import Unpacked
+from data.records.files import Unpacked, foreign
 from data.records.json_values import DECODER, LONGEST_TOKEN, MAX_RECORD, split
-from data.records.kinds import foreign
 from data.records.sources import TEXT_FILE, TEXT_SUFFIXES, bare_suffix
 
 HEAD = 64 << 10  # bytes that are looked at to find out what a file holds
