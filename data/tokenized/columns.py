@@ -66,11 +66,9 @@ class Tally:
     control: int = 0  # records with the name of a control token in somebody's words
     longest: int = 0  # the length of the longest record before it was cut
 
-    def add(self, other: Tally) -> None:
-        """Take in another tally's counts."""
-        for name, theirs in vars(other).items():
-            mine = getattr(self, name)
-            setattr(self, name, max(mine, theirs) if name == "longest" else mine + theirs)
+    def __add__(self, other: Tally) -> Tally:
+        both = {name: mine + getattr(other, name) for name, mine in vars(self).items()}
+        return Tally(**both | {"longest": max(self.longest, other.longest)})
 
 
 class Encoded(NamedTuple):

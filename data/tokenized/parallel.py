@@ -154,7 +154,7 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
                 notes.update(answer.notes)
                 examples = answer.examples | examples
                 for group, tally in answer.tallies.items():
-                    tallies.setdefault(group, Tally()).add(tally)
+                    tallies[group] = tallies.get(group, Tally()) + tally
             if window is not None and (writer.size >= window.n_bytes or stopped()):
                 end = answer.end if next(answers, None) else end  # no window of nothing at the end of an epoch
                 break
