@@ -88,8 +88,7 @@ def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:
     """Print the first samples as they would be trained, or write them as a page."""
     from common.log import Log
     from data.inspection import summary
-    from data.inspection.inspect import show_samples, show_tools
-    from data.inspection.inspect_html import write_page
+    from data.inspection.inspect import show_samples, show_tools, write_page
     from models.checkpoint.layout import resolve
     from training.data_setup import RecordReader
 

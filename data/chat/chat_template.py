@@ -2,7 +2,7 @@
 
 A record is rendered twice: once as a server renders it, which is the text to train on, and once with marks around its
 words (`data.chat.marks`), which tells where they are. From the marks follows what bears loss (`data.chat.loss_mask`).
-The second rendering tells it for all simple dialogues of the same roles (`data.chat.frames`).
+The second rendering tells it for all simple dialogues of the same roles (`data.chat.marks.Frame`).
 Where a template looks at the words of users or tools, only the assistant's get marks. What cannot be masked exactly is
 refused, and so is a record of which the template leaves something out: words, thoughts of the last answer, calls.
 
@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.chat.calls import KNOWN, CallForm, learn
 from data.chat.control_tokens import one_of
+from data.chat.faithful import CHANGED, agreement, check_survival, named_by_id
 from data.chat.fallbacks import (
     ANSWER,
     CALLING,
@@ -35,15 +36,12 @@ from data.chat.fallbacks import (
     Feature,
     with_short_ids,
 )
-from data.chat.frames import Frame, frame_key, frame_of, turns_in
-from data.chat.loss_mask import MOST_KNOWN, Turn, TurnFinder, Unplaceable, Vocabulary, generated
-from data.chat.marks import NAME, TOOL, Marked, Markers
+from data.chat.loss_mask import MOST_KNOWN, TurnFinder, Unplaceable, Vocabulary, generated
+from data.chat.marks import NAME, TOOL, Frame, Marked, Markers, Turn, frame_key, frame_of, turns_in
 from data.chat.messages import JSON, Call, Form, Said, as_dicts, in_questions
 from data.chat.prompts import CHAT_TEMPLATE, Prompts, template_in_file
 from data.chat.sandbox import SlowTemplate, generated_spans, render
-from data.chat.serving import agreement
-from data.chat.survival import CHANGED, check_survival, named_by_id
-from data.chat.written import Range, Written, joined, ranges_of, without
+from data.chat.written import Range, Written, join, joined, without
 from data.errors import DataError
 
 REFUSED = "the chat template refuses the record: {reason}"
@@ -309,6 +307,9 @@ def _loss(said: Said, turn: Turn) -> list[Range]:
         return turn.parts if said.supervised else []
     if turn.words is None:
         raise DataError(CHANGED)
-    origin = turn.words[0] - said.text.index(said.text.strip())
-    pieces = ranges_of(said.pieces, origin, not said.supervised, turn.words)
-    return [left for part in turn.parts for left in without(part, pieces)] if said.supervised else pieces
+    begin, end = turn.words
+    origin = begin - said.text.index(said.text.strip())
+    loud = joined((max(origin + a, begin), min(origin + b, end)) for a, b in join(said.pieces).loss)
+    if not said.supervised:
+        return loud
+    return [left for part in turn.parts for left in without(part, without(turn.words, loud))]

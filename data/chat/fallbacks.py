@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
-from data.chat.messages import JSON, Call, Said, answer, call_id_of, runs_merged
+from data.chat.messages import JSON, Call, Said, answer, call_id_of, in_questions, runs_merged
 from data.chat.prompts import Fallback
 from data.chat.written import Span
-from data.prompt_texts import API_CALL, API_FINAL, API_RESULT, API_THOUGHT, API_TITLE, CHAT_CONTEXT, THINKING
+from data.prompt_texts import API_CALL, API_FINAL, API_RESULT, API_THOUGHT, API_TITLE, THINKING
 
 Rewrite = Callable[[Sequence[Said], list[JSON]], tuple[list[Said], list[JSON]]]
 
@@ -149,11 +149,8 @@ def tools_as_text(said: Sequence[Said], tools: list[JSON]) -> list[Said]:
     """The tools described in front of the first question."""
     if not tools:
         return list(said)
-    text = CHAT_CONTEXT.format(title=API_TITLE, text=describe(tools))
-    first = next((place for place, each in enumerate(said) if each.role == "user"), None)
-    if first is None:
-        return [Said("user", text.rstrip("\n")), *said]
-    return [*said[:first], said[first]._replace(text=text + said[first].text), *said[first + 1 :]]
+    first = next((place for place, each in enumerate(said) if each.role == "user"), 0)
+    return in_questions([*said[:first], Said("context", describe(tools), name=API_TITLE), *said[first:]])
 
 
 def describe(tools: list[JSON]) -> str:
@@ -182,18 +179,13 @@ def calls_as_text(said: Sequence[Said]) -> list[Said]:
 def _chain(said: Sequence[Said]) -> Said:
     """An answer that calls tools before it is given."""
     spans: list[Span] = []
-    results: list[Said] = []
     for place, each in enumerate(said):
         if each.role == "tool":
             continue
         thought = "\n".join(filter(None, [each.reasoning, each.text if each.calls else ""]))
         if thought:
             spans.append(Span(API_THOUGHT.format(thought=thought), each.supervised))
-        results = []
-        for other in said[place + 1 :]:
-            if other.role != "tool":
-                break
-            results.append(other)
+        results = list(takewhile(lambda other: other.role == "tool", said[place + 1 :]))
         for call in each.calls:
             param = json.dumps(call.arguments, ensure_ascii=False)
             spans.append(Span(API_CALL.format(name=call.name, param=param), each.supervised))

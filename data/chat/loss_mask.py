@@ -19,9 +19,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from data.chat.control_tokens import one_of
-from data.chat.marks import ARGUMENTS, CONTENT, NAME, REASONING, Mark, Marked
+from data.chat.faithful import EXAMPLE, agreement, differences
+from data.chat.marks import ARGUMENTS, CONTENT, NAME, REASONING, Mark, Marked, Turn
 from data.chat.messages import Said, last_question
-from data.chat.serving import EXAMPLE, agreement, differences
 
 Render = Callable[..., Marked | None]  # messages -> text; `asking=True` adds the generation prompt
 MOST_KNOWN = 10_000  # kinds of turns remembered
@@ -47,15 +47,6 @@ class Vocabulary(NamedTuple):
         place = len(text) - len(text.lstrip())
         found = self.special.match(text, place) or self.any.match(text, place)
         return found.end() if found else 0
-
-
-class Turn(NamedTuple):
-    """An assistant's message in a rendered text."""
-
-    message: int  # its number
-    parts: list[tuple[int, int]]  # ranges [begin, end) that the model writes
-    ended: bool  # a token ends it
-    words: tuple[int, int] | None  # the range of its words; None where they are not one range
 
 
 class _Gap(NamedTuple):

@@ -4,11 +4,19 @@ A mark is letters and digits, so that no escaping of JSON or HTML changes it, an
 that a template may strip. The template writes the marked dialogue; where its text without the marks is the text of the
 dialogue itself, character by character, the marks tell exactly where each word stands. A template that looks at the
 words (or changes them) gives itself away by another text.
+
+Most dialogues have messages of plain words, and many have the same roles in the same order. The text around their words
+is the same for all of them, unless the template looks at the words. So the first one's is kept as a `Frame`: where it
+and the words of the next one make exactly the text that the template writes, the turns are where they were, and no
+second rendering with marks is needed. Where they do not, nothing is concluded.
+
+Cost: 150 microseconds a dialogue; a few where there is a frame.
 """
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import count
 from typing import Any, NamedTuple
@@ -16,6 +24,7 @@ from typing import Any, NamedTuple
 from data.chat.messages import Call, Said
 
 CONTENT, REASONING, NAME, ARGUMENTS, TOOL = "content", "reasoning", "name", "arguments", "tool"
+MOST_MESSAGES = 64  # of dialogues that are thought to have a frame
 
 
 class Leaf(NamedTuple):
@@ -41,6 +50,24 @@ class Marked(NamedTuple):
 
     text: str
     marks: list[Mark]
+
+
+class Turn(NamedTuple):
+    """An assistant's message in a rendered text."""
+
+    message: int  # its number
+    parts: list[tuple[int, int]]  # ranges [begin, end) that the model writes
+    ended: bool  # a token ends it
+    words: tuple[int, int] | None  # the range of its words; None where they are not one range
+
+
+class Frame(NamedTuple):
+    """The text around the words of dialogues with certain roles, as one of them has it."""
+
+    text: str  # of that one
+    words: list[tuple[int, int, int]]  # where its words begin and end, and the number of their message, in order
+    turns: list[Turn]  # in it
+    notes: dict[str, str]  # on all such dialogues
 
 
 class Markers:
@@ -117,3 +144,54 @@ class Markers:
             calls=calls,
             name=said.name and wrap(said.name, TOOL),
         )
+
+
+def frame_key(said: Sequence[Said]) -> tuple[str, ...] | None:
+    """What dialogues have in common that may have the same frame; None where there is more than plain words."""
+    if len(said) > MOST_MESSAGES:
+        return None
+    for each in said:
+        text = each.text
+        # A result of a tool has an id and a name.
+        if not text or text[0].isspace() or text[-1].isspace() or each.reasoning or each.calls or each.role == "tool":
+            return None
+    return tuple([each.role for each in said])
+
+
+def frame_of(whole: Marked, turns: Sequence[Turn], notes: dict[str, str]) -> Frame | None:
+    """The frame of a dialogue; None where some words are missing, moved or written twice."""
+    words = []
+    for opening, closing in zip(whole.marks[::2], whole.marks[1::2], strict=False):
+        if opening.leaf != closing.leaf or not opening.opens or closing.opens:
+            return None
+        words.append((opening.at, closing.at, opening.leaf.message))
+    messages = {message for *_, message in words}
+    if len(whole.marks) != 2 * len(messages) or not {turn.message for turn in turns} <= messages:
+        return None
+    # A turn that begins or ends among words does so elsewhere in each dialogue.
+    places = [place for turn in turns for part in turn.parts for place in part]
+    among = any(begin < place < end for place in places for begin, end, _ in words)
+    return None if among else Frame(whole.text, words, list(turns), notes)
+
+
+def turns_in(frame: Frame, said: Sequence[Said], text: str) -> tuple[list[Turn], dict[str, str]] | None:
+    """The turns of a dialogue in its rendered text, and the notes on them.
+
+    None where this is not the frame with the dialogue's words.
+    """
+    pieces, ends, shifts, last = [], [], [0], 0
+    for begin, end, message in frame.words:
+        words = said[message].text
+        pieces += [frame.text[last:begin], words]
+        ends.append(last := end)
+        shifts.append(shifts[-1] + len(words) - (end - begin))  # of what stands behind these words
+    if "".join([*pieces, frame.text[last:]]) != text:
+        return None
+
+    def moved(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        return [(a + shifts[bisect_right(ends, a)], b + shifts[bisect_right(ends, b)]) for a, b in ranges]
+
+    turns = [
+        Turn(turn.message, moved(turn.parts), turn.ended, turn.words and moved([turn.words])[0]) for turn in frame.turns
+    ]
+    return turns, frame.notes

@@ -41,12 +41,7 @@ BPE_MODEL = 2
 CONTROLS = ["<unk>", "<s>", "</s>"]  # the first three pieces of both models
 MARK = "\ufdd0"
 CHATGLM3_COMMANDS = "[MASK] [gMASK] [sMASK] sop eop <|system|> <|user|> <|assistant|> <|observation|>".split()
-CHATGLM3_NAMED = {
-    "system_token": "<|system|>" + MARK,
-    "user_token": "<|user|>" + MARK,
-    "assistant_token": "<|assistant|>" + MARK,
-    "observation_token": "<|observation|>" + MARK,
-}
+CHATGLM3_NAMED = {f"{role}_token": f"<|{role}|>{MARK}" for role in ("system", "user", "assistant", "observation")}
 # The published prompt, marks aside. The original encodes "\n" and the content apart, each with its dummy prefix: the
 # first comes from the normaliser, which sees a new text after every control token, the second is the blank here. A
 # template in the folder is passed over, as it cannot write the marks.

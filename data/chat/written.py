@@ -37,21 +37,6 @@ def join(spans: Iterable[Span]) -> Written:
     return Written("".join(texts), joined(loss))
 
 
-def ranges_of(spans: Iterable[Span], origin: int, supervised: bool, inside: Range) -> list[Range]:
-    """Where the pieces with or without loss lie in a text.
-
-    Args:
-        origin: where the first piece begins.
-        inside: what lies outside of this range is cut off.
-    """
-    found = []
-    for span in spans:
-        begin, origin = origin, origin + len(span.text)
-        if span.supervised == supervised:
-            found.append((max(begin, inside[0]), min(origin, inside[1])))
-    return [each for each in found if each[0] < each[1]]
-
-
 def without(whole: Range, holes: Sequence[Range]) -> list[Range]:
     """What is left of a range."""
     left = []

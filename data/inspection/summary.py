@@ -32,9 +32,7 @@ def table(dataset: Dataset) -> str:
     groups = sorted(dataset.tallies.items(), key=lambda group: -group[1].tokens)
     rows = [COLUMNS, *((safe_line(Path(file).name), kind, *_numbers(tally)) for (file, kind), tally in groups[:ROWS])]
     if len(groups) > ROWS:
-        rest = Tally()
-        for _, tally in groups[ROWS:]:
-            rest.add(tally)
+        rest = sum((tally for _, tally in groups[ROWS:]), Tally())
         rows.append((f"{len(groups) - ROWS} more", "", *_numbers(rest)))
     if len(groups) > 1:
         rows.append(("together", "", *_numbers(dataset.total)))

@@ -9,11 +9,13 @@ Memory: the record at hand and what was read beyond it, about 1 MiB; a record ov
 
 from __future__ import annotations
 
-import codecs
+import io
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from typing import BinaryIO
 
+CHUNK = 1 << 20  # characters read at once
 MAX_RECORD = 64 << 20  # bytes or characters: what is longer is no sample but a broken file
 LONGEST_TOKEN = 16  # a literal or an escape that the end of the buffer cuts is shorter
 
@@ -25,15 +27,15 @@ WHITE_SPACE = re.compile(r"[ \t\r\n]*")
 DECODER = json.JSONDecoder(strict=False, parse_int=len, parse_float=len, parse_constant=len)
 
 
-def split(chunks: Iterable[bytes], in_list: bool, wrapped: bool = False) -> Iterator[tuple[int, bytes | str]]:
+def split(stream: BinaryIO, in_list: bool, wrapped: bool = False) -> Iterator[tuple[int, bytes | str]]:
     """The records of a stream, numbered from 1: each as the bytes of its JSON, or as a complaint where it is broken.
 
     Args:
-        chunks: of the stream; of a list, from behind its opening bracket.
+        stream: of a list, from behind its opening bracket.
         in_list: whether commas separate the records and a closing bracket ends them.
         wrapped: whether something may follow the bracket: the list is the field of an object.
     """
-    buffer = _Buffer(chunks)
+    buffer = _Buffer(stream)
     number = 0
     while (char := buffer.peek()) and not (in_list and char == "]"):
         number += 1
@@ -80,24 +82,18 @@ class _Buffer:
     Bytes that are no UTF-8 are kept as surrogates, and become the same bytes again.
     """
 
-    def __init__(self, chunks: Iterable[bytes]) -> None:
-        self.chunks = iter(chunks)
-        self.decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+    def __init__(self, stream: BinaryIO) -> None:
+        self.stream = io.TextIOWrapper(stream, "utf-8", "surrogateescape", newline="")
         self.text = ""
         self.at = 0
         self.ended = False
 
     def more(self) -> bool:
         """Read as much again as is left, so that a long record is not tried too often. False at the end."""
-        pieces = [self.text[self.at :]]
-        wanted = max(len(pieces[0]), 1)
-        while wanted > 0 and not self.ended:
-            chunk = next(self.chunks, None)
-            self.ended = chunk is None
-            pieces.append(self.decoder.decode(chunk or b"", final=self.ended))
-            wanted -= len(pieces[-1])
-        self.text, self.at = "".join(pieces), 0
-        return any(pieces[1:])
+        left = self.text[self.at :]
+        read = self.stream.read(max(len(left), CHUNK))
+        self.text, self.at, self.ended = left + read, 0, not read
+        return not self.ended
 
     def peek(self) -> str:
         """The next character that is not white space, which `at` then points at; empty at the end."""

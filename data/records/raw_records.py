@@ -12,19 +12,17 @@ is named for what it is.
 
 from __future__ import annotations
 
-import codecs
 import csv
-import itertools
+import io
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from common.terminal import reason_of
-from data.records.decompression import chunks_of
+from data.records.files import Unpacked, foreign
 from data.records.json_values import DECODER, LONGEST_TOKEN, MAX_RECORD, split
-from data.records.kinds import foreign
 from data.records.sources import TEXT_FILE, TEXT_SUFFIXES, bare_suffix
 
 HEAD = 64 << 10  # bytes that are looked at to find out what a file holds
@@ -60,49 +58,42 @@ def _damage(number: int, complaint: str) -> RawRecord:
 
 
 def _read(file: Path, format_name: str | None) -> Iterator[RawRecord]:
-    damage: list[str] = []
-    chunks = chunks_of(file, damage)
-    head = b""
-    while len(head) < HEAD and (chunk := next(chunks, None)) is not None:
-        head += chunk
-    following = next(chunks, None)
+    stream = io.BufferedReader(Unpacked(file), HEAD + 1)
+    head = stream.peek()
     suffix = bare_suffix(file)
     if head.startswith((PARQUET, ARROW, ARROW_STREAM)):
         yield from _rows(file, head)
     elif complaint := foreign(head, suffix in TEXT_SUFFIXES):
         yield _damage(0, complaint)
     elif suffix in DELIMITERS:
-        parts = [head] if following is None else [head, following]
-        yield from _cells(itertools.chain(parts, chunks), DELIMITERS[suffix])
+        yield from _cells(stream, DELIMITERS[suffix])
     else:
-        head = head.removeprefix(UTF8_MARK)
-        rest = itertools.chain([following], chunks) if following is not None else iter(())
-        yield from _read_text(file, format_name, head, rest, ended=following is None, damage=damage)
-    for complaint in damage:
+        stream.read(len(UTF8_MARK) * head.startswith(UTF8_MARK))
+        yield from _read_text(suffix, format_name, stream, ended=len(head) <= HEAD)
+    for complaint in stream.raw.damage:
         yield _damage(0, complaint)
 
 
 def _read_text(
-    file: Path, format_name: str | None, head: bytes, rest: Iterator[bytes], ended: bool, damage: list[str]
+    suffix: str, format_name: str | None, stream: io.BufferedReader[Unpacked], ended: bool
 ) -> Iterator[RawRecord]:
-    whole = itertools.chain([head], rest)
-    named_text = bare_suffix(file) in TEXT_SUFFIXES
+    head = stream.peek()
+    named_text = suffix in TEXT_SUFFIXES
     if format_name == TEXT_FILE:
-        text = _joined(whole)
-        if text is None or text.strip():
+        if (text := stream.read(MAX_RECORD + 1)).strip():
             yield _line(1, "text", text)
     elif format_name in (None, "text") and (named_text or (format_name and not head.lstrip().startswith((b"{", b"[")))):
-        for number, line, complete in _lines(whole):
-            if complete or not damage:  # half a text looks like a whole one
+        for number, line, complete in _lines(stream):
+            if complete or not stream.raw.damage:  # half a text looks like a whole one
                 yield _line(number, "text", line)
     else:
-        layout, skipped = _layout_of(head, ended, bare_suffix(file))
+        layout, skipped = _layout_of(head, ended, suffix)
         if layout == "lines":
-            for number, line, _ in _lines(whole):
+            for number, line, _ in _lines(stream):
                 yield _line(number, "json", line)
         else:
-            records = itertools.chain([head[skipped:]], rest)
-            for number, value in split(records, in_list=layout != "objects", wrapped=layout == "wrapped"):
+            stream.read(skipped)
+            for number, value in split(stream, in_list=layout != "objects", wrapped=layout == "wrapped"):
                 yield RawRecord(number, "json" if isinstance(value, bytes) else "damage", value)
 
 
@@ -144,50 +135,29 @@ def _completeness(line: str, cut: bool) -> Literal["whole", "several", "open", "
         return "broken"
 
 
-def _line(number: int, kind: Literal["json", "text"], line: bytes | None) -> RawRecord:
-    if line is None:
+def _line(number: int, kind: Literal["json", "text"], line: bytes) -> RawRecord:
+    if len(line) > MAX_RECORD:
         return _damage(number, f"longer than {MAX_RECORD >> 20} MiB; expected a shorter record")
     return RawRecord(number, kind, line)
 
 
-def _joined(chunks: Iterable[bytes]) -> bytes | None:
-    """All of a file, or nothing where it is too long."""
-    parts, size = [], 0
-    for chunk in chunks:
-        parts.append(chunk)
-        size += len(chunk)
-        if size > MAX_RECORD:
-            return None
-    return b"".join(parts)
+def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
+    """The lines that are not blank: number, bytes (of one too long, too many), and whether a line break ends it."""
+    number = 0
+    while part := (line := stream.readline(MAX_RECORD + 1)):
+        number += 1
+        while part and not part.endswith(b"\n"):
+            part = stream.readline(MAX_RECORD)
+        if not line.isspace():
+            yield number, line.removesuffix(b"\n"), bool(part)
 
 
-def _lines(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes | None, bool]]:
-    """The lines that are not blank: number, bytes (none where it is too long), and whether a line break ends it."""
-    parts: list[bytes] = []
-    size = number = 0
-    for chunk in chunks:
-        first, *others = chunk.split(b"\n")
-        lines: list[bytes | None] = []
-        if others:
-            lines = [b"".join([*parts, first]) if size + len(first) <= MAX_RECORD else None, *others[:-1]]
-            first, parts, size = others[-1], [], 0
-        for line in lines:
-            number += 1
-            if line is None or (line and not line.isspace()):
-                yield number, line, True
-        size += len(first)
-        parts = [*parts, first] if size <= MAX_RECORD else []
-    last = b"".join(parts) if size <= MAX_RECORD else None
-    if last is None or last.strip():
-        yield number + 1, last, False
-
-
-def _cells(chunks: Iterable[bytes], delimiter: str) -> Iterator[RawRecord]:
+def _cells(stream: BinaryIO, delimiter: str) -> Iterator[RawRecord]:
     """The rows of a table as text. An empty cell is left out, as such a table has no null."""
     csv.field_size_limit(MAX_RECORD)
     number = 0
     try:
-        rows = csv.reader(_text_lines(chunks), delimiter=delimiter, strict=True)
+        rows = csv.reader(io.TextIOWrapper(stream, "utf-8-sig", newline="\n"), delimiter=delimiter, strict=True)
         header = next(rows, [])
         if repeated := [name for name in header if header.count(name) > 1]:
             yield _damage(0, f"two columns are called {repeated[0]!r}; expected a first line of different names")
@@ -201,16 +171,6 @@ def _cells(chunks: Iterable[bytes], delimiter: str) -> Iterator[RawRecord]:
     except (csv.Error, UnicodeDecodeError) as error:
         reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else error
         yield _damage(number + 1, f"cannot be read, and what follows neither: {reason}")
-
-
-def _text_lines(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Lines with their ends, without the mark of UTF-8."""
-    rest = ""
-    for text in codecs.iterdecode(chunks, "utf-8-sig"):
-        *lines, rest = (rest + text).split("\n")
-        yield from (f"{line}\n" for line in lines)
-    if rest:
-        yield rest
 
 
 def _batches(file: Path, head: bytes) -> Iterator[Any]:

@@ -7,6 +7,7 @@ counts them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -15,7 +16,6 @@ from pydantic_core import from_json
 from common.terminal import safe_line
 from data.errors import DataError
 from data.records.formats import Converted, convert
-from data.records.kinds import not_a_number
 from data.records.raw_records import RawRecord
 from data.records.sources import TEXT_FILE
 
@@ -23,6 +23,7 @@ OnBadRecord = Literal["stop", "skip"]
 
 SHOWN = 20
 LONGEST_LINE = 1000
+NAN = re.compile(rb'"(\w+)"\s*:\s*(?:\[\s*)?(-?(?:NaN|Infinity))\b')
 
 
 def origin(file: str, number: int) -> str:
@@ -58,7 +59,10 @@ def _json(text: bytes) -> Any:
         return from_json(text, allow_inf_nan=False)
     except ValueError as error:
         _decoded(text)
-        raise DataError(not_a_number(text) or f"not JSON: {error}") from None
+        if found := NAN.search(text):
+            complaint = f"field {found[1].decode()}: {found[2].decode()} is no JSON; expected a number or null"
+            raise DataError(complaint) from None
+        raise DataError(f"not JSON: {error}") from None
 
 
 def _decoded(text: bytes) -> str:

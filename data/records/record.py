@@ -78,7 +78,9 @@ Round = Annotated[  # the role decides, so that a complaint is about the right o
 
 
 class _Dialogue(BaseModel):
-    @field_validator("rounds", mode="before", check_fields=False)
+    rounds: list[Round] = Field(min_length=1, fail_fast=True)
+
+    @field_validator("rounds", mode="before")
     @classmethod
     def _check_rounds(cls, rounds: Any) -> Any:
         roles = ("ask", "ans", "ans-api") if cls is ConverHasApi else ("ask", "ans")
@@ -98,7 +100,6 @@ class Conversation(_Dialogue):
     """Several rounds; loss on every answer."""
 
     type: Literal["conversation"]
-    rounds: list[Round] = Field(min_length=1, fail_fast=True)
 
 
 class ConverHasApi(_Dialogue):
@@ -106,7 +107,6 @@ class ConverHasApi(_Dialogue):
 
     type: Literal["conver_has_api"]
     api_desc: str
-    rounds: list[Round] = Field(min_length=1, fail_fast=True)
 
     @field_validator("api_desc", mode="before")
     @classmethod
@@ -119,7 +119,6 @@ class RefQA(_Dialogue):
 
     type: Literal["ref_qa"]
     reference: str
-    rounds: list[Round] = Field(min_length=1, fail_fast=True)
 
 
 class Segment(BaseModel):

@@ -50,6 +50,10 @@ class Stream:
         # The position where the run ends, in one process of each host: this one makes windows before they are needed,
         # and removes old ones. 0 in the others.
         self.until = 0
+        # What a `data.tokenized.dataset.SampleSet` has: the samples, their tokens, and how many of them bear loss.
+        self.samples: Any = _Column(self, "samples")
+        self.lengths: Any = _Column(self, "lengths")
+        self.supervised: Any = _Column(self, "supervised")
         self._seed = seed
         self._ends: list[int] = []  # [windows that were made], samples up to the end of each
         self._held: dict[int, _Held] = {}
@@ -99,21 +103,6 @@ class Stream:
     def epoch(self, position: int) -> int:
         """Of the sample at a position that was taken, from 0."""
         return self.windows.begin(bisect_right(self._ends, position)).epoch
-
-    @property
-    def samples(self) -> Any:
-        """Looked up by number, as are the other two that a `data.tokenized.dataset.SampleSet` has."""
-        return _Column(self, lambda dataset: dataset.samples)
-
-    @property
-    def lengths(self) -> Any:
-        """Tokens of each sample."""
-        return _Column(self, lambda dataset: dataset.lengths)
-
-    @property
-    def supervised(self) -> Any:
-        """How many of them bear loss."""
-        return _Column(self, lambda dataset: dataset.supervised)
 
     def origin(self, number: int) -> str:
         """Where a sample comes from, for a person."""
@@ -166,9 +155,9 @@ class Stream:
 class _Column:
     """Looks up what each window knows of its samples, by the samples' numbers."""
 
-    def __init__(self, stream: Stream, column: Callable[[Dataset], Any]) -> None:
+    def __init__(self, stream: Stream, name: str) -> None:
         self._stream = stream
-        self._column = column
+        self._name = name
 
     def __len__(self) -> int:
         return len(self._stream)
@@ -180,7 +169,7 @@ class _Column:
 
     def _at(self, number: int) -> Any:
         dataset, place = self._stream.find(number)
-        return self._column(dataset)[place]
+        return getattr(dataset, self._name)[place]
 
 
 class StreamLoader(Loader):

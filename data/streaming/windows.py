@@ -21,9 +21,8 @@ from rich.console import Console
 
 from data.errors import DataError
 from data.tokenized.dataset import Dataset
-from data.tokenized.digests import stamp
 from data.tokenized.opening import open_cache
-from data.tokenized.recipe import Recipe, Window
+from data.tokenized.recipe import Recipe, Window, stamp
 from data.tokenized.store import Cache, read_meta
 
 POLL = 1.0  # seconds between two looks at a window that is being made

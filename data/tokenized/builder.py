@@ -29,13 +29,10 @@ class Progress:
 
     def __init__(self, disable: bool | None) -> None:
         self._disable = disable
-        self._parent = os.getppid()
         self._what = ""
         self._bar: Any = None
 
     def __call__(self, what: str, done: int, total: int, records: int) -> None:
-        if os.getppid() != self._parent:  # killed: nobody waits for this cache any more
-            os._exit(1)
         if what != self._what:
             if self._bar is not None:
                 self._bar.close()
@@ -51,9 +48,11 @@ def main() -> None:
     os.nice(BEHIND)
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers then takes it for absent
     from data.errors import DataError
+    from data.tokenized.parallel import end_with_parent
     from data.tokenized.recipe import Recipe
     from data.tokenized.store import Cache
 
+    end_with_parent()
     job = json.loads(sys.stdin.readline())
     progress = Progress(disable=None if job["progress"] else True)  # None: only on a terminal
     try:

@@ -1,17 +1,21 @@
-"""Many tokenized samples as columns of an Arrow batch: cut to the limit, counted and digested.
+"""Tokenized records cut to the limit, and many of them as columns of an Arrow batch, counted and digested.
 
 A sample's labels are its own token ids or IGNORED, so a column of runs (begin and end of each supervised stretch) says
 as much as a second column of ids and takes next to no room.
 
-Over-long texts are split into pieces of the limit. Over-long samples of other kinds are cut where the last supervised
-run ends that fits, which is the end of a turn, or at the limit where none fits. What bears no loss is left out.
+Over-long texts are split into pieces of the limit. What becomes of a dialogue of more tokens than `max_seq_len`, the
+config's `truncate` says: `turns` cuts where the last supervised run ends that fits, which is the end of a turn, or at
+the limit where none fits; `oldest` leaves out the oldest turns, so that the last answer stays, and the system message;
+`refuse` refuses the record. What has one turn only is cut in any case but the last. What bears no loss is left out.
 
-Cost: a few microseconds a sample, a tenth of what tokenizing takes.
+Cost: a few microseconds a sample, a tenth of what tokenizing takes; for a dialogue that loses its oldest turns a few
+more encodings: as many as its number of turns has binary digits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate, chain, pairwise
@@ -21,10 +25,14 @@ from typing import NamedTuple
 import numpy
 import pyarrow
 
+from data.chat.prompts import Truncate
 from data.chat.written import joined
-from data.records.record import TYPES
+from data.errors import DataError
+from data.records.chat import Chat
+from data.records.record import TYPES, ConverHasApi, Conversation, Pretrain, Record, RefQA
 from data.tokenized.tokenize import Tokens
 
+OLDEST = "the oldest turns were left out, so that the last one lies within max_seq_len (truncate: oldest)"
 SPLIT_KIND = "pretrain"  # texts without turns: a piece of one is as good as the whole
 
 # A row is a sample, in the order of the records:
@@ -58,11 +66,9 @@ class Tally:
     control: int = 0  # records with the name of a control token in somebody's words
     longest: int = 0  # the length of the longest record before it was cut
 
-    def add(self, other: Tally) -> None:
-        """Take in another tally's counts."""
-        for name, theirs in vars(other).items():
-            mine = getattr(self, name)
-            setattr(self, name, max(mine, theirs) if name == "longest" else mine + theirs)
+    def __add__(self, other: Tally) -> Tally:
+        both = {name: mine + getattr(other, name) for name, mine in vars(self).items()}
+        return Tally(**both | {"longest": max(self.longest, other.longest)})
 
 
 class Encoded(NamedTuple):
@@ -77,6 +83,52 @@ class Encoded(NamedTuple):
 
 
 Tallies = dict[tuple[int, str], Tally]  # what became of the records, by file and type
+
+
+def fit(record: Record, tokens: Tokens, limit: int, how: Truncate, encode: Callable[[Record], Tokens]) -> Tokens:
+    """A record's tokens; where they are too many, in the way that was asked for, and they may still be too many.
+
+    Args:
+        tokens: of the whole record.
+        encode: tokenizes a record.
+
+    Raises:
+        DataError: it is refused; or what `encode` raises.
+    """
+    if len(tokens.ids) <= limit or isinstance(record, Pretrain) or how == "turns":
+        return tokens
+    if how == "refuse":
+        raise DataError(f"{len(tokens.ids):,} tokens; expected at most max_seq_len, {limit} (truncate: refuse)")
+    begins = _turns(record)
+    if len(begins) < 2:
+        return tokens
+
+    def fits(left_out: int) -> bool:
+        return len(encode(_from(record, begins, left_out)).ids) <= limit
+
+    # The last turn stays, whatever its length.
+    left_out = 1 + bisect_left(range(1, len(begins) - 1), True, key=fits)
+    kept = encode(_from(record, begins, left_out))
+    return kept._replace(notes=kept.notes | {OLDEST: f"{left_out} of {len(begins)} turns"})
+
+
+def _turns(record: Record) -> list[int]:
+    """Where the turns of a dialogue begin: at each question that follows no question."""
+    asked: list[bool] = []
+    if isinstance(record, Chat):
+        asked = [message.role == "user" for message in record.messages]
+    elif isinstance(record, (Conversation, ConverHasApi, RefQA)):
+        asked = [role == "ask" for role, _ in record.rounds]
+    return [place for place, asks in enumerate(asked) if asks and (place == 0 or not asked[place - 1])]
+
+
+def _from(record: Record, begins: list[int], turn: int) -> Record:
+    """A dialogue from one of its turns on, with what the system says before the first."""
+    if isinstance(record, Chat):
+        systems = [message for message in record.messages[: begins[0]] if message.role == "system"]
+        return record.model_copy(update={"messages": systems + record.messages[begins[turn] :]})
+    assert isinstance(record, (Conversation, ConverHasApi, RefQA))
+    return record.model_copy(update={"rounds": record.rounds[begins[turn] :]})
 
 
 def as_columns(encoded: Sequence[Encoded], limit: int) -> tuple[pyarrow.RecordBatch, Tallies]:

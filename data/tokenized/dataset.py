@@ -50,7 +50,8 @@ class Dataset:
         self.folder = folder
         self.tallies: dict[tuple[str, str], Tally] = {}  # what became of the records, by file and type of record
         for file, kind, counts in meta["tallies"]:
-            self.tallies.setdefault((self.files[file], kind), Tally()).add(Tally(**counts))
+            group = self.files[file], kind
+            self.tallies[group] = self.tallies.get(group, Tally()) + Tally(**counts)
         self.n_bad = int(meta["n_bad"])  # how many records were left out because something is wrong with them
         self.skipped: list[str] = meta["skipped"]  # a line for each of the first of these, and their count
         self.unused: dict[str, int] = meta["unused"]  # how many records have which unused fields, most frequent first
@@ -91,10 +92,7 @@ class Dataset:
     @property
     def total(self) -> Tally:
         """What became of all records."""
-        made = Tally()
-        for tally in self.tallies.values():
-            made.add(tally)
-        return made
+        return sum(self.tallies.values(), Tally())
 
     def select(self, numbers: Sequence[int] | NDArray[Any]) -> Dataset:
         """Some of the samples, in this order; one may come several times. The counts stay those of the records."""

@@ -9,12 +9,11 @@ A bad record stops the tokenizing but not the reading: the rest is only checked,
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import multiprocessing
-import os
-import threading
-import time
+import signal
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -34,16 +33,15 @@ from data.records.chat import Chat
 from data.records.raw_records import RawRecord, read_file
 from data.records.reading import BadRecords, origin, parse
 from data.records.record import Instruct, Pretrain, Record, Segments, Tokenized
-from data.tokenized.columns import Encoded, Tallies, Tally, as_columns
+from data.tokenized.columns import Encoded, Tallies, Tally, as_columns, fit
 from data.tokenized.recipe import Recipe
 from data.tokenized.sample_file import SampleFile, SampleWriter
 from data.tokenized.tokenize import Tokens, encode_many, encode_tokens, load_tokenizer
-from data.tokenized.truncation import fit
 
 SAMPLES, META = "samples.arrow", "meta.json"
 CHUNK_RECORDS, CHUNK_BYTES = 512, 2**18
 AHEAD = 4  # chunks under way for each worker
-
+PARENT_DEATH_SIGNAL = 1  # Linux's PR_SET_PDEATHSIG
 
 # Takes progress: what is being done, how many of how many bytes are done, and how many records.
 Tell = Callable[[str, int, int, int], None]
@@ -156,7 +154,7 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
                 notes.update(answer.notes)
                 examples = answer.examples | examples
                 for group, tally in answer.tallies.items():
-                    tallies.setdefault(group, Tally()).add(tally)
+                    tallies[group] = tallies.get(group, Tally()) + tally
             if window is not None and (writer.size >= window.n_bytes or stopped()):
                 end = answer.end if next(answers, None) else end  # no window of nothing at the end of an epoch
                 break
@@ -237,7 +235,7 @@ def _in_order(
     _encoder = encoder
     gc.freeze()  # what all share is neither looked through nor copied any more
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(os.getpid(),)) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=_start_worker) as pool:
         pool.submit(int).result()  # all are forked now, before anything here starts a thread
         waiting: deque[Future[Answer]] = deque()
         try:
@@ -260,13 +258,12 @@ def _encode(chunk: Chunk, only_check: bool) -> Answer:
     return answer
 
 
-def _start_worker(parent: int) -> None:
+def _start_worker() -> None:
     """Collect garbage between chunks only, and end when the process that feeds this one was killed."""
     gc.disable()
+    end_with_parent()
 
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
 
-    threading.Thread(target=watch, daemon=True).start()
+def end_with_parent() -> None:
+    """Have the system kill this process once the thread that started it has ended: nobody waits for it any more."""
+    ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)

@@ -19,7 +19,7 @@ from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import numpy
 import pyarrow
@@ -70,13 +70,6 @@ class SampleWriter:
                 os.fsync(self._file.fileno())
 
 
-class _Batch(NamedTuple):  # the first of PARTS
-    ids: NDArray[numpy.int32]
-    offsets: NDArray[numpy.int32]
-    runs: NDArray[numpy.int32]
-    run_offsets: NDArray[numpy.int32]
-
-
 class SampleFile(Sequence[Sample]):
     """The samples of a file, or some of them in any order.
 
@@ -101,7 +94,7 @@ class SampleFile(Sequence[Sample]):
         self._batches = [each.batch for each in found]
         self._checksums = [list(map(int, each.custom_metadata[CHECKSUMS].split())) for each in found]
         self._starts = [0, *accumulate(batch.num_rows for batch in self._batches)]
-        self._mapped: dict[int, _Batch] = {}
+        self._mapped: dict[int, list[NDArray[numpy.int32]]] = {}  # the first four PARTS of batches
 
     def __len__(self) -> int:
         return self._starts[-1] if self._numbers is None else len(self._numbers)
@@ -117,11 +110,11 @@ class SampleFile(Sequence[Sample]):
             raise IndexError(f"sample {number} of {len(self)}")
         place = number % len(self) if self._numbers is None else int(self._numbers[number])
         batch_number = bisect_right(self._starts, place) - 1
-        batch = self._mapped.get(batch_number) or self._map(batch_number)
+        all_ids, offsets, runs, run_offsets = self._mapped.get(batch_number) or self._map(batch_number)
         row = place - self._starts[batch_number]
-        ids = batch.ids[batch.offsets[row] : batch.offsets[row + 1]]
+        ids = all_ids[offsets[row] : offsets[row + 1]]
         labels = numpy.full(len(ids), IGNORED, dtype=numpy.int32)
-        borders = batch.runs[batch.run_offsets[row] : batch.run_offsets[row + 1]].tolist()
+        borders = runs[run_offsets[row] : run_offsets[row + 1]].tolist()
         for begin, end in zip(borders[::2], borders[1::2], strict=True):
             labels[begin:end] = ids[begin:end]
         sample: Any = {"input_ids": ids, "labels": labels}  # arrays where a Sample has lists
@@ -154,8 +147,8 @@ class SampleFile(Sequence[Sample]):
     def _parts(self, name: str) -> Iterator[NDArray[Any]]:
         return (self._checked(number, name) for number in range(len(self._batches)))
 
-    def _map(self, number: int) -> _Batch:
-        self._mapped[number] = _Batch(*(self._checked(number, name) for name in PARTS[:4]))
+    def _map(self, number: int) -> list[NDArray[numpy.int32]]:
+        self._mapped[number] = [self._checked(number, name) for name in PARTS[:4]]
         return self._mapped[number]
 
     def _checked(self, number: int, name: str) -> NDArray[Any]:

@@ -1,7 +1,7 @@
 """The folder of tokenized data: what lies where, what is whole, and how a cache gets there.
 
     datasets/<key>/samples.arrow, meta.json     one tokenized set of files; the key is the recipe's
-    digests/                                    of data files (`data.tokenized.digests`)
+    digests/                                    of data files (`data.tokenized.recipe`)
     builds/                                     locks, and what is being written (`data.tokenized.opening`)
 
 A cache is written under another name and renamed last, so it is there as a whole or not at all. Every folder in
@@ -24,9 +24,8 @@ from typing import Any
 from common.whole_files import sync
 from data.errors import DataError
 from data.paths import expanded
-from data.tokenized.digests import Digests
 from data.tokenized.parallel import META, SAMPLES, Tell, build, digest_of
-from data.tokenized.recipe import Recipe
+from data.tokenized.recipe import Digests, Recipe
 from data.tokenized.sample_file import DAMAGED, SampleFile
 
 logger = logging.getLogger("pipetune")

@@ -11,10 +11,10 @@ the encoding only for the tokens at the ends of each range.
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
@@ -35,7 +35,6 @@ from data.records.chat import Chat
 from data.records.record import IGNORED, Pretrain, Record, Segments, Tokenized, parse_record
 
 JOINED = "one token holds the end of a prompt and the beginning of its answer, so that a server sends others"
-MANY_RANGES = 16  # for so few it costs less to walk than to make a list of all tokens' places
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json")
 
 AnyRecord = Record | dict[str, Any]  # parsed, or its JSON object
@@ -226,45 +225,18 @@ def _ready_made(record: Tokenized, tokenizer: PreTrainedTokenizerBase) -> Tokens
     return Tokens(record.input_ids, list(zip(changes[::2], changes[1::2], strict=True)))
 
 
-class _Places:
-    """Where an encoding's tokens lie, found by bisection; `Encoding` itself walks past all tokens before a place."""
-
-    def __init__(self, encoding: Encoding) -> None:
-        self.ids = encoding.ids
-        self.offsets = encoding.offsets
-        self._ends = list(accumulate((end for _, end in self.offsets), max))
-
-    def char_to_token(self, place: int) -> int | None:
-        token = bisect_right(self._ends, place)
-        return token if token < len(self.offsets) and self.offsets[token][0] <= place else None
-
-    def token_to_chars(self, token: int) -> tuple[int, int] | None:
-        return self.offsets[token] if token < len(self.offsets) else None
-
-
-def _tokens(written: Written, prefix: list[int], encoding: Encoding | _Places) -> Tokens:
-    if len(written.loss) > MANY_RANGES and isinstance(encoding, Encoding):
-        encoding = _Places(encoding)
+def _tokens(written: Written, prefix: list[int], encoding: Encoding) -> Tokens:
+    chars: Any = encoding.token_to_chars  # of a token: begin and end
+    tokens = range(len(encoding))
     loss = []
     notes = written.notes
     shift = len(prefix)
     for begin, end in written.loss:
-        first = encoding.char_to_token(begin)
-        if first is None:  # no token holds this character: the normalizer dropped it
-            first = _token_at(encoding, begin)
-        elif (span := encoding.token_to_chars(first)) and span[0] < begin:
-            notes = {JOINED: repr(written.text[span[0] : span[1]])} | notes
-        last = _token_at(encoding, end)
+        first = bisect_left(tokens, (begin,), key=chars)  # that begins there, or behind what the normalizer dropped
+        last = bisect_left(tokens, (end,), first, key=chars)
+        while first and chars(first - 1)[1] > begin:  # holds a character of both sides, or a part of this one
+            first -= 1
+            notes = {JOINED: repr(written.text[slice(*chars(first))])} | notes
         if first < last:
             loss.append((first + shift, last + shift))
     return Tokens(prefix + encoding.ids if prefix else encoding.ids, loss, notes)
-
-
-def _token_at(encoding: Encoding | _Places, place: int) -> int:
-    """The first token that begins at a character or after it."""
-    token = encoding.char_to_token(place)
-    if token is None:  # no token covers this character: the end of the text, or the normalizer dropped it
-        return bisect_left(list(accumulate((begin for begin, _ in encoding.offsets), max)), place)
-    while (covered := encoding.token_to_chars(token)) and covered[0] < place:
-        token += 1
-    return token

@@ -15,8 +15,8 @@ import pytest
 from data.errors import DataError
 from data.tokenized import recipe
 from data.tokenized.dataset import Dataset, load_dataset
-from data.tokenized.digests import Digests
 from data.tokenized.parallel import SAMPLES
+from data.tokenized.recipe import Digests
 from data.tokenized.sample_file import PARTS
 from data.tokenized.store import default_folder
 from tests.conftest import ROOT
@@ -101,7 +101,7 @@ def test_a_file_replaced_by_one_of_the_same_size_and_time_is_noticed(tmp_path: P
 def test_a_digest_of_a_file_that_was_just_written_is_not_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data.tokenized.digests.SETTLED", 60.0)
+    monkeypatch.setattr("data.tokenized.recipe.SETTLED", 60.0)
     data = write(tmp_path / "a.jsonl", records(3))
     digests = Digests(tmp_path / "digests")
     digests.take(data)

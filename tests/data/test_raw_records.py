@@ -14,7 +14,7 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from data.records import decompression, json_values, raw_records
+from data.records import files, json_values, raw_records
 from data.records.raw_records import RawRecord
 
 RECORDS: list[dict[str, Any]] = [
@@ -65,7 +65,8 @@ def test_what_a_json_file_holds_is_found_from_its_content(layout: str, name: str
 def test_records_are_whole_wherever_the_chunks_end(
     layout: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decompression, "CHUNK", chunk)
+    for module in (files, json_values):
+        monkeypatch.setattr(module, "CHUNK", chunk)
     monkeypatch.setattr(raw_records, "HEAD", 48)  # less than the file
     path = tmp_path / "a.json"
     path.write_text(LAYOUTS[layout](), encoding="utf-8")
@@ -130,7 +131,7 @@ def test_json_lines_are_handed_on_as_they_stand(tmp_path: Path) -> None:
 def test_compression_is_found_from_the_content(
     pack: Callable[[bytes], bytes], suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decompression, "ZSTD_CHUNK", 11)
+    monkeypatch.setattr(files, "ZSTD_CHUNK", 11)
     lines = [json.dumps(record).encode() + b"\n" for record in RECORDS]
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(b"".join(map(pack, lines)))  # several members or frames, as `cat` makes them
@@ -237,7 +238,8 @@ GOOD = [b'{"text": "%d", "inner": [{"role": "x"}, {"role": "y"}]}' % number for 
 def test_what_stands_before_a_break_is_kept_and_what_is_lost_is_told(
     broken: bytes, place: int, separator: bytes, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decompression, "CHUNK", chunk)
+    for module in (files, json_values):
+        monkeypatch.setattr(module, "CHUNK", chunk)
     path = tmp_path / "a.json"
     path.write_bytes(b"[" + separator.join([*GOOD[:place], broken, *GOOD[place:]]) + b"]")
     *kept, last = read(path)
@@ -294,7 +296,7 @@ def test_what_stands_beside_the_list_of_a_field(behind: str, complaint: str, tmp
 def test_what_is_too_long_for_a_record_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (raw_records, json_values):
         monkeypatch.setattr(module, "MAX_RECORD", 1 << 20)
-    monkeypatch.setattr(decompression, "CHUNK", 1000)
+    monkeypatch.setattr(files, "CHUNK", 1000)
     lines = [b'{"text": "a"}', b'{"text": "' + b"x" * (4 << 20) + b'"}', b'{"text": "b"}']
     for name, content in {"a.jsonl": b"\n".join(lines), "a.json": b"[" + b",".join(lines) + b"]"}.items():
         path = tmp_path / name

@@ -1,8 +1,12 @@
-"""Whether all that was said is in what a chat template writes: nothing is trained otherwise than its user brought it.
+"""Whether a text is what was said, and what is served: nothing is trained otherwise than its user brought it.
 
 Templates leave out words beside a call, thoughts, results, arguments, or change the words. Such a record is refused
 with what is missing. Only the thoughts of answers before the last question may be left out, as many templates do on
 purpose, in training and on a server; that is noted.
+
+A server sends the dialogue up to an answer, rendered with `add_generation_prompt`, and the model writes what the
+template has behind it, until a token ends the turn. Where the training text has something else before the answer, or
+another answer, the model is asked in a way that it was not trained for; a person should see both.
 """
 
 from __future__ import annotations
@@ -11,17 +15,19 @@ import json
 import re
 from collections.abc import Sequence
 
-from data.chat.loss_mask import Turn
-from data.chat.marks import ARGUMENTS, CONTENT, NAME, REASONING, Leaf, Marked
+from data.chat.marks import ARGUMENTS, CONTENT, NAME, REASONING, Leaf, Marked, Turn
 from data.chat.messages import JSON, Call, Said, last_question
 from data.errors import DataError
 
 CHANGED = "the chat template changes the words of an answer; use prompt_format: plain"
 LEFT_OUT = "the chat template leaves out {what}; expected one that writes it (prompt_format: a Jinja file)"
 NO_THOUGHTS = "the chat template leaves out the thoughts before the last question; mask: last_turn trains none of these"
+OTHER_PROMPT = "what a server sends before an answer differs from what is trained before it"
+OTHER_ANSWER = "what a server expects as an answer differs from what is trained as one"
 TAG = re.compile(r"<[^<>]*>")
-EXAMPLE = 200  # characters of a thought
+LONGEST_THOUGHT = 200  # characters
 LONGEST_NAME = 60
+EXAMPLE = 120  # characters of each text that differs
 
 
 def check_survival(
@@ -56,7 +62,7 @@ def check_survival(
                     raise _refusal("the thoughts in the words of an answer", leaf.message)
                 thoughts.append(each.text)
     _check_unmarked(said, tools, whole.text, {leaf.message for leaf in leaves}, turn_of)
-    return {NO_THOUGHTS: thoughts[0][:EXAMPLE]} if thoughts else {}
+    return {NO_THOUGHTS: thoughts[0][:LONGEST_THOUGHT]} if thoughts else {}
 
 
 def named_by_id(call: Call, text: str) -> bool:
@@ -126,3 +132,29 @@ def _parts(words: str) -> set[str]:
 
 def _refusal(what: str, message: int) -> DataError:
     return DataError(LEFT_OUT.format(what=f"{what} (message {message + 1})"))
+
+
+def agreement(one: str, other: str) -> int:
+    """How many characters two texts have in common at their beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (mine, yours) in pairs if mine != yours), min(len(one), len(other)))
+
+
+def differences(text: str, begin: int, end: int, prompt: Marked | None, upto: Marked | None) -> dict[str, str]:
+    """How a turn differs from what a server sends and expects."""
+    if prompt is None or upto is None:
+        return {}
+    if text[:begin] != prompt.text:
+        return {OTHER_PROMPT: _differing(prompt.text, text[:begin])}
+    answer = upto.text[len(prompt.text) :]
+    # A turn may be ended by the next role's token, which stands in no answer.
+    if not upto.text.startswith(prompt.text) or not text[begin:end].startswith(answer.rstrip()):
+        return {OTHER_ANSWER: _differing(answer, text[begin:end])}
+    return {}
+
+
+def _differing(served: str, trained: str) -> str:
+    """Two texts side by side, from a little before they part."""
+    begin = max(0, agreement(served, trained) - EXAMPLE // 3)
+    both = [repr(each[begin : begin + EXAMPLE]) for each in (served, trained)]
+    return f"served {both[0]}, trained {both[1]}"
