@@ -1,0 +1,164 @@
+"""Generation in stages: each process of the launcher holds some neighbouring layers, and their keys and values.
+
+Rank 0 holds the last layers with the head: it reads, chooses tokens and writes as a single process does. It tells all
+others of each pass in a line of JSON, by gloo; hidden states go from rank to rank down to it, by NCCL where there are
+GPUs. As many groups of rows as there are stages take turns, so that each stage computes for one group while the others
+compute for the others.
+
+Cost: a pass reads a stage's weights once however many rows it has, so that several stages answer more at once rather
+than one text sooner.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from models import CausalLM, load_model
+from models.checkpoint.layout import resolve
+from models.generation.passes import Pass, Passes
+from models.spec import ModelSpec
+from training.distributed import processes
+from training.distributed.processes import Place, agreed
+from training.distributed.rank_monitor import RankMonitor
+from training.errors import USER_ERRORS, ConfigError
+from training.plan.partition import best_split, layer_ranges
+
+PATIENCE = timedelta(days=20)  # for the next question; torch counts milliseconds in 31 bits
+
+
+class Pipeline(Passes):
+    """One stage of the model, of which rank 0 has the last; all ranks make it together."""
+
+    def __init__(self, model: CausalLM, place: Place) -> None:
+        super().__init__(model, groups=place.world_size)
+        self._rank, self._last_rank = place.rank, place.world_size - 1
+        self._told = distributed.new_group(backend="gloo")
+        self._sent: deque[list[Any]] = deque()
+
+    def give(self, work: Pass) -> None:
+        """Ask all stages for a pass.
+
+        Raises:
+            CheckpointError: the model does not know a token.
+        """
+        super().give(work)
+        self._tell(work)
+
+    def forget(self) -> None:
+        while self._given:
+            self.inputs(self._given.popleft())
+
+    def inputs(self, work: Pass) -> Tensor:
+        """Token ids on the first stage, hidden states of the stage before on the others."""
+        for each in self._sent.popleft() if self._sent else ():
+            each.wait()
+        if self._rank == self._last_rank:
+            return super().inputs(work)
+        shape = len(work.texts), len(work.texts[0]), self.spec.config.hidden_size
+        hidden = self._weight.new_empty(shape)
+        distributed.recv(hidden, self._rank + 1)
+        return hidden
+
+    @torch.inference_mode()
+    def follow(self) -> None:
+        """Compute what rank 0 tells, until it says that this is all."""
+        sent: Any = None
+        while (work := self._hear()) is not None:
+            hidden = self.compute(work).contiguous()
+            if sent:
+                sent.wait()
+            sent = distributed.isend(hidden, self._rank - 1)
+
+    def end(self) -> None:
+        """Let the others leave."""
+        self.forget()
+        self._tell(None)
+
+    def _tell(self, work: Pass | None) -> None:
+        content = torch.frombuffer(bytearray(json.dumps(work).encode()), dtype=torch.uint8)
+        parts = torch.tensor([len(content)]), content
+        ranks = range(1, self._last_rank + 1)
+        self._sent.append([distributed.isend(part, rank, self._told) for rank in ranks for part in parts])
+
+    def _hear(self) -> Pass | None:
+        size = torch.empty(1, dtype=torch.int64)
+        distributed.recv(size, 0, self._told)
+        content = torch.empty(int(size), dtype=torch.uint8)
+        distributed.recv(content, 0, self._told)
+        told = json.loads(content.numpy().tobytes())
+        return Pass(*told) if told else None
+
+
+def in_stages(
+    folder: str, dtype: torch.dtype | None, threads: int | None, place: Place, answer: Callable[[Pipeline], None]
+) -> None:
+    """Be one of the processes that hold a model together.
+
+    Args:
+        answer: what rank 0 does with it.
+    """
+    processes.join(place, PATIENCE)
+    if threads:
+        torch.set_num_threads(threads)
+    stage, failure = place.world_size - 1 - place.rank, None
+    with RankMonitor(place, stage, timeout_minutes=0):
+        # A launcher passes Ctrl-C on to all: rank 0 hears of it once, and ends the others.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN if place.rank else _interrupt)
+        with agreed():
+            model = load_stage(resolve(folder), dtype, place.world_size, stage)
+        pipeline = Pipeline(model, place)
+        if place.rank:
+            pipeline.follow()
+        else:
+            try:
+                answer(pipeline)
+            except USER_ERRORS as error:
+                failure = error
+            pipeline.end()
+    if failure:
+        raise failure
+
+
+def load_stage(folder: Path, dtype: torch.dtype | None, stages: int, stage: int) -> CausalLM:
+    """The layers of one stage, from a folder of either layout.
+
+    Raises:
+        CheckpointError: see `load_model`.
+        ConfigError: there are fewer layers than stages.
+    """
+    parts = divide(ModelSpec.from_folder(folder), stages)
+    return load_model(folder, dtype, "cuda" if torch.cuda.is_available() else "cpu", range(*layer_ranges(parts)[stage]))
+
+
+def divide(spec: ModelSpec, stages: int) -> list[int]:
+    """How many layers each stage gets, so that the slowest is as fast as it can be.
+
+    A pass takes as long as it takes to read the weights; of the embedding it reads a few rows.
+
+    Raises:
+        ConfigError: there are fewer layers than stages.
+    """
+    weights = [sum(shape.numel() for shape in spec.shapes(layer).values()) for layer in range(1, spec.n_layers)]
+    parts = best_split([0, *weights], stages, lambda *_: True)
+    if parts is None:
+        raise ConfigError(
+            f"{stages} processes for a model of {spec.n_layers} layers (embedding, {spec.n_blocks} blocks and head); "
+            f"expected at most {spec.n_layers}"
+        )
+    return parts
+
+
+def _interrupt(*_: object) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
