@@ -59,8 +59,7 @@ class Pipeline(Passes):
 
     def inputs(self, work: Pass) -> Tensor:
         """Token ids on the first stage, hidden states of the stage before on the others."""
-        for each in self._sent.popleft() if self._sent else ():
-            each.wait()
+        self._wait()
         if self._rank == self._last_rank:
             return super().inputs(work)
         shape = len(work.texts), len(work.texts[0]), self.spec.config.hidden_size
@@ -82,12 +81,18 @@ class Pipeline(Passes):
         """Let the others leave."""
         self.forget()
         self._tell(None)
+        self._wait()
 
     def _tell(self, work: Pass | None) -> None:
         content = torch.frombuffer(bytearray(json.dumps(work).encode()), dtype=torch.uint8)
         parts = torch.tensor([len(content)]), content
         ranks = range(1, self._last_rank + 1)
         self._sent.append([distributed.isend(part, rank, self._told) for rank in ranks for part in parts])
+
+    def _wait(self) -> None:
+        """Until all have heard of the first pass that was told and not waited for; what is let go before never comes."""
+        for each in self._sent.popleft() if self._sent else ():
+            each.wait()
 
     def _hear(self) -> Pass | None:
         size = torch.empty(1, dtype=torch.int64)
