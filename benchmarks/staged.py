@@ -33,7 +33,7 @@ def main() -> None:
     assert place is not None
     processes.join(place, timedelta(minutes=30))
     torch.set_num_threads(1)
-    pipeline = Pipeline(load_stage(folder, None, STAGES, STAGES - 1 - place.rank), place)
+    pipeline = Pipeline(load_stage(folder, None, place), place)
     if place.rank:
         pipeline.follow()
     else:

@@ -28,8 +28,7 @@ def requests_of(described: list[Any]) -> list[Request]:
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     place = Place.from_environment()
     assert place is not None
-    stage = place.world_size - 1 - place.rank
-    pipeline = Pipeline(load_stage(Path(config.model_path), None, place.world_size, stage), place)
+    pipeline = Pipeline(load_stage(config.model_path, None, place), place)
     if place.rank:
         pipeline.follow()
         return

@@ -90,7 +90,7 @@ class Pipeline(Passes):
         self._sent.append([distributed.isend(part, rank, self._told) for rank in ranks for part in parts])
 
     def _wait(self) -> None:
-        """Until all have heard of the first pass that was told and not waited for; what is let go before never comes."""
+        """Until all have heard what was told first; what nobody waits for may never arrive."""
         for each in self._sent.popleft() if self._sent else ():
             each.wait()
 
@@ -114,13 +114,13 @@ def in_stages(
     processes.join(place, PATIENCE)
     if threads:
         torch.set_num_threads(threads)
-    stage, failure = place.world_size - 1 - place.rank, None
-    with RankMonitor(place, stage, timeout_minutes=0):
+    failure = None
+    with RankMonitor(place, stage_of(place), timeout_minutes=0):
         # A launcher passes Ctrl-C on to all: rank 0 hears of it once, and ends the others.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN if place.rank else _interrupt)
         with agreed():
-            model = load_stage(resolve(folder), dtype, place.world_size, stage)
+            model = load_stage(folder, dtype, place)
         pipeline = Pipeline(model, place)
         if place.rank:
             pipeline.follow()
@@ -134,15 +134,21 @@ def in_stages(
         raise failure
 
 
-def load_stage(folder: Path, dtype: torch.dtype | None, stages: int, stage: int) -> CausalLM:
-    """The layers of one stage, from a folder of either layout.
+def stage_of(place: Place) -> int:
+    """The stage that a process holds."""
+    return place.world_size - 1 - place.rank
+
+
+def load_stage(folder: str | Path, dtype: torch.dtype | None, place: Place) -> CausalLM:
+    """The layers of this process's stage, from a folder as `load_model` takes it.
 
     Raises:
         CheckpointError: see `load_model`.
         ConfigError: there are fewer layers than stages.
     """
-    parts = divide(ModelSpec.from_folder(folder), stages)
-    return load_model(folder, dtype, "cuda" if torch.cuda.is_available() else "cpu", range(*layer_ranges(parts)[stage]))
+    ranges = layer_ranges(divide(ModelSpec.from_folder(resolve(folder)), place.world_size))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return load_model(folder, dtype, device, range(*ranges[stage_of(place)]))
 
 
 def divide(spec: ModelSpec, stages: int) -> list[int]:
