@@ -12,6 +12,7 @@ than one text sooner.
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections import deque
 from collections.abc import Callable
@@ -29,10 +30,11 @@ from models.spec import ModelSpec
 from training.distributed import processes
 from training.distributed.processes import Place, agreed
 from training.distributed.rank_monitor import RankMonitor
-from training.errors import USER_ERRORS, ConfigError
+from training.errors import INTERRUPTED, USER_ERRORS, ConfigError
 from training.plan.partition import best_split, layer_ranges
 
 PATIENCE = timedelta(days=20)  # for the next question; torch counts milliseconds in 31 bits
+FAILURE_TOLD = 10  # seconds from a failure until all have left that hear of it
 
 
 class Pipeline(Passes):
@@ -116,9 +118,7 @@ def in_stages(
         torch.set_num_threads(threads)
     failure = None
     with RankMonitor(place, stage_of(place), timeout_minutes=0):
-        # A launcher passes Ctrl-C on to all: rank 0 hears of it once, and ends the others.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN if place.rank else _interrupt)
+        obey_signals(place)
         with agreed():
             model = load_stage(folder, dtype, place)
         pipeline = Pipeline(model, place)
@@ -132,6 +132,19 @@ def in_stages(
             pipeline.end()
     if failure:
         raise failure
+
+
+def obey_signals(place: Place) -> None:
+    """End at Ctrl-C, which all processes get; at SIGTERM a little later, as it may come of a failure yet to be told."""
+
+    def leave(*_: object) -> None:
+        if place.rank == 0:
+            processes.tell("error: interrupted")
+        os._exit(INTERRUPTED)
+
+    signal.signal(signal.SIGINT, leave)
+    signal.signal(signal.SIGALRM, leave)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(FAILURE_TOLD))
 
 
 def stage_of(place: Place) -> int:
@@ -167,9 +180,3 @@ def divide(spec: ModelSpec, stages: int) -> list[int]:
             f"expected at most {spec.n_layers}"
         )
     return parts
-
-
-def _interrupt(*_: object) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt
