@@ -137,13 +137,13 @@ def in_stages(
 def obey_signals(place: Place) -> None:
     """End at Ctrl-C, which all processes get; at SIGTERM a little later, as it may come of a failure yet to be told."""
 
-    def leave(*_: object) -> None:
+    def leave_at_once(*_: object) -> None:
         if place.rank == 0:
             processes.tell("error: interrupted")
         os._exit(INTERRUPTED)
 
-    signal.signal(signal.SIGINT, leave)
-    signal.signal(signal.SIGALRM, leave)
+    signal.signal(signal.SIGINT, leave_at_once)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(FAILURE_TOLD))
 
 
