@@ -165,15 +165,15 @@ def load_stage(folder: str | Path, dtype: torch.dtype | None, place: Place) -> C
 
 
 def divide(spec: ModelSpec, stages: int) -> list[int]:
-    """How many layers each stage gets, so that the slowest is as fast as it can be.
+    """How many layers each stage gets, so that the largest takes as little memory as it can, and as little time.
 
-    A pass takes as long as it takes to read the weights; of the embedding it reads a few rows.
+    A pass takes about as long as it takes to read the weights.
 
     Raises:
         ConfigError: there are fewer layers than stages.
     """
-    weights = [sum(shape.numel() for shape in spec.shapes(layer).values()) for layer in range(1, spec.n_layers)]
-    parts = best_split([0, *weights], stages, lambda *_: True)
+    weights = [sum(shape.numel() for shape in spec.shapes(layer).values()) for layer in range(spec.n_layers)]
+    parts = best_split(weights, stages, lambda *_: True)
     if parts is None:
         raise ConfigError(
             f"{stages} processes for a model of {spec.n_layers} layers (embedding, {spec.n_blocks} blocks and head); "
