@@ -144,10 +144,14 @@ def test_stages_write_what_one_process_writes(
     if stages == 4:
         folder = tmp_path / "layers"
         hg_to_pp(make_checkpoint(model_type, **changes | WIDE), folder)
-    keys = {"model_path": str(folder), "data_path": "none", "save_path": "none", "train_batch_size": 1}
-    keys |= {"model_topo": topology((stages, 1))}
-    cases = [
-        {"name": f"{rows}-{len(stop)}", "config": keys, "rows": rows, "requests": described(stop)}
+    keys = {"data_path": "none", "save_path": "none", "train_batch_size": 1, "model_topo": topology((stages, 1))}
+    cases: list[dict[str, Any]] = [
+        {
+            "name": f"{rows}-{len(stop)}",
+            "config": keys | {"model_path": str(folder)},
+            "rows": rows,
+            "requests": described(stop),
+        }
         for rows, stop in ((1, []), (5, []), (8, [7, 40, 41, 42]))
     ]
     ranks.run(stages, "generation", cases, tmp_path)
@@ -196,8 +200,8 @@ def test_the_demo_answers_a_file_from_a_runs_checkpoint(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = prompts_in(tmp_path / "prompts.jsonl", PROMPTS)
-    words = ("--model", trained, "--prompts-file", source, "--max-new-tokens", "12", "--temperature", "0.9")
-    words += ("--seed", "3", "--stop", "e", "--batch-size", "3")
+    drawn = ("--temperature", "0.9", "--seed", "3", "--stop", "e", "--max-new-tokens", "12")
+    words = ("--model", trained, "--prompts-file", source, "--batch-size", "3", *drawn)
     done = deepspeed(2, "demo.py", *words, "--output", tmp_path / "staged.jsonl")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr.count("staged.jsonl: 7 answers") == 1
