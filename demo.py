@@ -3,20 +3,26 @@
     python demo.py --model DIR --prompt TEXT [--max-new-tokens N] [--greedy]
     python demo.py --model DIR --prompts-file IN.jsonl --output OUT.jsonl
     python demo.py --model DIR          an interactive chat
+    deepspeed --num_gpus N demo.py ...  the same by a model that N processes hold together
 
 A model is asked with the prompts it was trained with; docs/demo.md tells the rest.
 """
 
 from __future__ import annotations
 
-from training.demo.command_line import parse_arguments, talk
+from training.demo.command_line import open_demo, parse_arguments
+from training.distributed import processes
+from training.distributed.processes import Place
 from training.errors import one_line_at_the_end
 
 
 def main() -> None:
     arguments = parse_arguments()
-    with one_line_at_the_end():
-        talk(arguments)
+    place = Place.from_environment()
+    if place is not None:
+        processes.end_with_launcher(place)
+    with one_line_at_the_end(place.rank if place else None):
+        open_demo(arguments, place)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@ times; the median of the pairs counts.
   `transformers.generate` of the same model; `first_token_vs_transformers`: the same of the time to the first token of
   a prompt of 256 tokens.
 - `batched_vs_single`: tokens per second of eight prompts of different lengths at once, against one after the other.
+- `pipelined_vs_one_thread`: tokens per second of the same eight prompts in two processes, each with half of the model
+  and one thread, against one process with one thread; `pipelined_full_vs_one_thread`: the same of sixteen prompts, of
+  which the two have eight for each stage under way and the one has eight (`benchmarks.staged`).
 - `demo_first_token_s`: from `demo.py --prompt` to the first piece of the answer, imports and loading included.
 """
 
@@ -25,7 +28,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.parts import against_targets, run_parts
-from benchmarks.ranks import ROOT
+from benchmarks.ranks import ROOT, run_ranks
 from benchmarks.tokenizing import make_tokenizer
 from models import load_model
 from models.generation.generate import Request, generate, generate_many
@@ -45,6 +48,8 @@ TARGETS = {
     "single_vs_transformers": "at least 1.0",
     "first_token_vs_transformers": "at least 1.0",
     "batched_vs_single": "at least 3",
+    "pipelined_vs_one_thread": "at least 1.6",
+    "pipelined_full_vs_one_thread": "at least 1.6",
     "demo_first_token_s": "under 6",
 }
 
@@ -60,22 +65,22 @@ class Generation:
         make_tokenizer(folder)
         model = load_model(folder)
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-        ids = torch.randint(3, 30_000, (AT_ONCE, PROMPT))
-        prompts = [ids[row, : PROMPT - 16 * row].tolist() for row in range(AT_ONCE)]
+        asked = prompts()
+        ids = torch.tensor(asked[:1])
 
         def transformers_writes(count: int) -> None:
             exactly = {"min_new_tokens": count, "max_new_tokens": count}
-            theirs.generate(ids[:1], attention_mask=torch.ones(1, PROMPT), do_sample=False, pad_token_id=0, **exactly)
+            theirs.generate(ids, attention_mask=torch.ones(1, PROMPT), do_sample=False, pad_token_id=0, **exactly)
 
         def we_write(count: int) -> None:
-            assert len(list(generate(model, prompts[0], count, set()))) == count
+            assert len(list(generate(model, asked[0], count, set()))) == count
 
         def one_by_one() -> None:
-            for prompt in prompts:
+            for prompt in asked:
                 assert len(list(generate(model, prompt, NEW, set()))) == NEW
 
         def at_once() -> None:
-            requests = [Request(prompt, NEW, set()) for prompt in prompts]
+            requests = [Request(prompt, NEW, set()) for prompt in asked]
             assert len(list(generate_many(model, requests, AT_ONCE))) == NEW * AT_ONCE
 
         rounds = [
@@ -87,6 +92,7 @@ class Generation:
             "single_vs_transformers": median((b - a) / (d - c) for a, b, c, d in rounds),
             "first_token_vs_transformers": median(a / c for a, _, c, _ in rounds),
             "batched_vs_single": median(alone / together for alone, together in batches),
+            **run_ranks(2, "benchmarks.staged", folder),
             "demo_first_token_s": median(demo_first_token(folder) for _ in range(ROUNDS)),
             "generation": {
                 "tokens_per_s": median((NEW - 1) / (d - c) for _, _, c, d in rounds),
@@ -104,6 +110,12 @@ class Generation:
             f"{about['tokens_per_s']:.1f} tokens per second, {about['batched_tokens_per_s']:.1f} of {AT_ONCE} prompts"
         )
         return against_targets(title, figures, TARGETS)
+
+
+def prompts() -> list[list[int]]:
+    """Of different lengths."""
+    ids = torch.randint(3, 30_000, (AT_ONCE, PROMPT), generator=torch.Generator().manual_seed(0))
+    return [ids[row, : PROMPT - 16 * row].tolist() for row in range(AT_ONCE)]
 
 
 def seconds(work: Callable[..., None], *given: int) -> float:

@@ -1,10 +1,12 @@
 """The whole model in one process: the same layers as in the pipeline, one after the other.
 
-Tests, demo.py and evaluation use it. It is the reference that every pipeline is compared with.
+Tests, demo.py and evaluation use it. It is the reference that every pipeline is compared with. For generation in stages
+a process holds a part of the layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -21,19 +23,27 @@ from models.spec import ModelSpec
 class CausalLM(nn.Module):
     """Embedding, blocks and head as one module.
 
+    Args:
+        part: which layers to hold; all where absent.
+
     Attributes:
         spec: the architecture.
         layers: N+2 layers, numbered as in the pipeline; parameter names are `layers.<layer>.<name>`.
     """
 
-    def __init__(self, spec: ModelSpec, states: LayerStates, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        states: LayerStates,
+        dtype: torch.dtype,
+        device: torch.device,
+        part: Sequence[int] | None = None,
+    ) -> None:
         super().__init__()
         self.spec = spec
-        positions = spec.positions()
-        self.layers = nn.ModuleList(
-            build_layer(spec, layer, states, positions, dtype, device) for layer in range(spec.n_layers)
-        )
-        if spec.tied:
+        positions, part = spec.positions(), part or range(spec.n_layers)
+        self.layers = nn.ModuleList(build_layer(spec, layer, states, positions, dtype, device) for layer in part)
+        if spec.tied and len(part) == spec.n_layers:
             tie_weights(spec, self.embedding, self.head)
 
     @property
@@ -66,28 +76,39 @@ class CausalLM(nn.Module):
         assert isinstance(logits, Tensor)
         return logits
 
-    def stream(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None
-    ) -> Stream:
-        """What the last block gives: hidden states [B, S, H] before the final norm, position ids, router sums."""
+    def stream(self, inputs: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None) -> Stream:
+        """What the last block gives: hidden states [B, S, H] before the final norm, position ids, router sums.
+
+        Args:
+            inputs: token ids [B, S]; without an embedding here hidden states [B, S, H].
+        """
         if position_ids is None:
-            length, device = input_ids.shape[1], input_ids.device
-            alone = torch.arange(length, device=device).expand_as(input_ids)
+            length, device = inputs.shape[1], inputs.device
+            alone = torch.arange(length, device=device).expand(inputs.shape[:2])
             position_ids = alone if cache is None else cache.positions(length, device)
-        stream: Stream = self.embedding((input_ids, position_ids))
-        for block in self.blocks:
-            stream = block(stream, cache)
+        stream: Stream = (inputs, position_ids)
+        for layer in self.layers:
+            if isinstance(layer, Embedding):
+                stream = layer(stream)
+            elif isinstance(layer, Block):
+                stream = layer(stream, cache)
         if cache is not None:
-            cache.advance(input_ids.shape[1])
+            cache.advance(inputs.shape[1])
         return stream
 
 
-def load_model(path: str | Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> CausalLM:
+def load_model(
+    path: str | Path,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    part: Sequence[int] | None = None,
+) -> CausalLM:
     """The model in a folder of either layout, in evaluation mode.
 
     Args:
         path: a HuggingFace folder, a pipeline-layout folder, a checkpoint of a run, or a run's `save_path`.
         dtype: the dtype to hold the weights in; as stored where absent.
+        part: which layers to load; all where absent.
 
     Raises:
         CheckpointError: the folder is damaged, incomplete or of an unknown family.
@@ -95,4 +116,4 @@ def load_model(path: str | Path, dtype: torch.dtype | None = None, device: str |
     folder = layout.resolve(path)
     spec = ModelSpec.from_folder(folder)
     source = open_source(folder, spec)
-    return CausalLM(spec, source, dtype or source.dtype(), torch.device(device)).eval()
+    return CausalLM(spec, source, dtype or source.dtype(), torch.device(device), part).eval()

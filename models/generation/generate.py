@@ -2,7 +2,8 @@
 
 Any model that `load_model` gives can be asked this way, in either layout and without a line of remote code. A prompt is
 read by a forward pass of its own, exactly as if it stood alone; after that all texts under way take one token a pass,
-for which the weights are read once. A text that is finished makes room for the next request.
+for which the weights are read once. A text that is finished makes room for the next request. Where the layers lie in
+several processes, the texts are dealt to as many groups, of which one is chosen tokens for while the others compute.
 
 Cost: on a CPU a pass of eight rows takes little more than a pass of one, as both wait for the weights.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -20,11 +21,11 @@ from torch import Tensor
 
 from models.causal_lm import CausalLM
 from models.errors import CheckpointError
-from models.generation.cache import KeyValueCache
+from models.generation.passes import Pass, Passes
 from models.generation.sampling import GREEDY, Sampling, choose
 from models.rope import turning_length
 
-ROWS = 8  # texts under way at once
+ROWS = 8  # texts under way at once, for each group
 
 
 class Request:
@@ -63,38 +64,44 @@ class Request:
 
 @torch.inference_mode()
 def generate_many(
-    model: CausalLM, requests: Iterable[Request], rows: int = ROWS
+    model: CausalLM | Passes, requests: Iterable[Request], rows: int | None = None
 ) -> Iterator[tuple[Request, int | None]]:
     """Yield tokens as they come, each with its request; None for a token that ends an answer.
 
     Args:
         requests: taken as there is room for them.
-        rows: how many are under way at once.
+        rows: how many are under way at once; `ROWS` for each group where absent.
 
     Raises:
         CheckpointError: the model does not know a token, or gives numbers that are not finite.
     """
-    turn = turning_length(model.spec.config)
+    passes = model if isinstance(model, Passes) else Passes(model)
+    passes.forget()
+    turn = turning_length(passes.spec.config)
     waiting = iter(requests)
-    going: list[Request] = []
-    cache = KeyValueCache(rows=0)
+    first = list(islice(waiting, rows or ROWS * passes.groups))
+    waiting = chain(first, waiting)
+    room = [len(first[group :: passes.groups]) for group in range(passes.groups)]
+    groups: list[list[Request]] = [[] for _ in room]
     while True:
-        left = [row for row, request in enumerate(going) if not request.done]
-        turned = [row for row in left if turn is not None and len(going[row].text) == turn + 1]
-        again = [going[row] for row in turned]  # what the cache holds of them is of no use any more
-        left = [row for row in left if row not in turned]
-        going = [going[row] for row in left]
-        cache.select(left)
-        logits = [*_next_logits(model, [[request.text[-1]] for request in going], cache)] if going else []
-        for request in (*again, *islice(waiting, rows - len(going) - len(again))):
-            own = KeyValueCache()
-            logits += _next_logits(model, [request.text], own)
-            cache.append(own)
-            going.append(request)
-        if not going:
+        for group in range(passes.groups):
+            going, logits = groups[group], list[Tensor]()
+            while len(logits) < len(going):
+                logits += passes.take()
+            for request, each in zip(going, logits, strict=True):
+                yield request, request.take(each)
+            left = [row for row, request in enumerate(going) if not request.done]
+            kept = [row for row in left if len(going[row].text) - 1 != turn]
+            again = [going[row] for row in left if row not in kept]  # what is remembered of them is of no use any more
+            new = [*again, *islice(waiting, room[group] - len(left))]
+            going = groups[group] = [going[row] for row in kept]
+            if going:
+                passes.give(Pass(group, kept, [[request.text[-1]] for request in going], arriving=False))
+            for request in new:
+                passes.give(Pass(group, list(range(len(going))), [request.text], arriving=True))
+                going.append(request)
+        if not any(groups):
             return
-        for request, each in zip(going, logits, strict=True):
-            yield request, request.take(each)
 
 
 def generate(
@@ -108,22 +115,6 @@ def generate(
     for _, token in generate_many(model, [Request(prompt, max_new_tokens, stop, sampling)]):
         if token is not None:
             yield token
-
-
-def _next_logits(model: CausalLM, texts: list[list[int]], cache: KeyValueCache) -> Tensor:
-    """What follows each of these pieces of text, fp32 [rows, V]."""
-    largest, known = max(map(max, texts)), model.spec.config.vocab_size
-    if largest >= known:
-        raise CheckpointError(
-            f"vocab_size: the tokenizer gives token {largest}, but the model has {known}; "
-            "expected the tokenizer of this model"
-        )
-    ids = torch.tensor(texts, device=model.embedding.embed_tokens.weight.device)
-    hidden = model.stream(ids, cache=cache)[0][:, -1]
-    logits: Tensor = model.head.project(model.head.norm(hidden)).float()
-    if not torch.isfinite(logits.amax(dim=-1)).all():
-        raise CheckpointError("the model's output is not finite: its weights hold NaN or infinity")
-    return logits
 
 
 def stop_ids(folder: Path) -> set[int]:

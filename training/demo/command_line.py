@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,10 +19,14 @@ from data.errors import DataError
 from training.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
+
     from data.chat.messages import Said
+    from models.generation.passes import Passes
     from training.demo.chat import Chat
     from training.demo.speaker import Speaker, Wishes
     from training.demo.tools import Tools
+    from training.distributed.processes import Place
 
 HELP = "An empty line ends the chat; /reset forgets it, /save FILE appends it to a file of records."
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -45,7 +50,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--output", metavar="FILE", help="of --prompts-file: the same lines with answers; goes on there"
     )
-    parser.add_argument("--batch-size", type=int, metavar="N", help="of --prompts-file: answered at once; default 8")
+    parser.add_argument(
+        "--batch-size", type=int, metavar="N", help="of --prompts-file: answered at once; default 8 a process"
+    )
     parser.add_argument("--system", metavar="TEXT", help="a system message before the first question")
     parser.add_argument("--reference", metavar="FILE", help="a text that the answers rest on, as in records of ref_qa")
     parser.add_argument("--tools", metavar="FILE", help="tools that may be called: a JSON list, as in records of chat")
@@ -65,15 +72,16 @@ def parse_arguments() -> argparse.Namespace:
         "--stop", action="append", default=[], metavar="TEXT", help="end an answer here; may be repeated"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="compute in this precision; as stored where absent")
-    parser.add_argument("--threads", type=int, metavar="N", help="of the CPU; torch's choice where absent")
+    parser.add_argument("--threads", type=int, metavar="N", help="of each process; torch's choice where absent")
     parser.add_argument(
         "--prompt-format", metavar="FORMAT", help="chat_template, plain or a Jinja file, as in the training config"
     )
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     return parser.parse_args()
 
 
-def talk(arguments: argparse.Namespace) -> None:
-    """Answer one prompt, those of a file, or as many as are typed.
+def open_demo(arguments: argparse.Namespace, place: Place | None) -> None:
+    """Answer in this process, or be one of those that a launcher started.
 
     Raises:
         ConfigError: the words make no sense together.
@@ -81,20 +89,33 @@ def talk(arguments: argparse.Namespace) -> None:
     check(arguments)
     import torch
 
-    from models.generation.generate import ROWS
+    dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
+    if place and place.world_size > 1:
+        from training.demo.stages import in_stages
+
+        in_stages(arguments.model, dtype, arguments.threads, place, partial(talk, arguments, dtype))
+        return
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    talk(arguments, dtype)
+
+
+def talk(arguments: argparse.Namespace, dtype: torch.dtype | None, model: Passes | None = None) -> None:
+    """Answer one prompt, those of a file, or as many as are typed.
+
+    Args:
+        model: to be loaded where absent.
+    """
     from training.demo.chat import Chat
     from training.demo.prompts_file import answer_all
     from training.demo.speaker import Speaker
 
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
-    speaker = Speaker(arguments.model, arguments.prompt_format, dtype)
+    speaker = Speaker(arguments.model, arguments.prompt_format, dtype, model)
     opening, tools = opening_of(arguments, speaker)
     wishes = wishes_of(arguments)
     if arguments.prompts_file:
-        files, rows = (Path(arguments.prompts_file), Path(arguments.output)), arguments.batch_size or ROWS
-        answer_all(speaker, wishes, *files, opening, rows, tell)
+        files = Path(arguments.prompts_file), Path(arguments.output)
+        answer_all(speaker, wishes, *files, opening, arguments.batch_size, tell)
     elif arguments.prompt is not None:
         show(Chat(speaker, wishes, tell, opening, tools).ask(arguments.prompt))
     else:

@@ -48,14 +48,14 @@ def answer_all(
     source: Path,
     target: Path,
     opening: Sequence[Said],
-    rows: int,
+    rows: int | None,
     tell: Callable[[str], None],
 ) -> None:
     """Answer the prompts of `source` that `target` has no answers to yet.
 
     Args:
         opening: what stands before every prompt.
-        rows: how many are answered at once.
+        rows: how many are answered at once; see `generate_many`.
 
     Raises:
         DataError: a line is wrong or too long for the model, or `target` answers other prompts.
@@ -85,7 +85,7 @@ def _request(
         raise DataError(f"{source}: line {number}: {error}") from None
 
 
-def _in_order(speaker: Speaker, wishes: Wishes, asked: list[Request], rows: int) -> Iterator[str]:
+def _in_order(speaker: Speaker, wishes: Wishes, asked: list[Request], rows: int | None) -> Iterator[str]:
     """The answers in the order of the requests, as soon as they are there."""
     answers = {request: Answer(speaker.tokenizer, wishes.stop) for request in asked}
     following = 0

@@ -21,6 +21,7 @@ from data.tokenized.tokenize import encode_question, load_tokenizer
 from models import load_model
 from models.checkpoint.layout import resolve
 from models.generation.generate import Request, stop_ids
+from models.generation.passes import Passes
 from models.generation.sampling import Sampling
 
 
@@ -38,7 +39,10 @@ class Wishes:
 
 
 class Speaker:
-    """A loaded model with its tokenizer.
+    """A model with its tokenizer.
+
+    Args:
+        model: that of the folder, where it is loaded already.
 
     Raises:
         CheckpointError: the folder holds no whole model.
@@ -46,14 +50,18 @@ class Speaker:
     """
 
     def __init__(
-        self, folder: str | Path, prompt_format: PromptFormat | None = None, dtype: torch.dtype | None = None
+        self,
+        folder: str | Path,
+        prompt_format: PromptFormat | None = None,
+        dtype: torch.dtype | None = None,
+        model: Passes | None = None,
     ) -> None:
         resolved = resolve(folder)
         # What a template does not take was trained rewritten or not at all.
         self.prompts = Prompts(prompt_format, template_fallback="rewrite")
         self.tokenizer = load_tokenizer(resolved)
         self._stop = stop_ids(resolved) | end_tokens(self.tokenizer)
-        self.model = load_model(resolved, dtype, "cuda" if torch.cuda.is_available() else "cpu")
+        self.model = model or load_model(resolved, dtype, "cuda" if torch.cuda.is_available() else "cpu")
         self.context = self.model.spec.context
 
     def encode(self, said: Sequence[Said], tools: list[JSON] | None = None, begun: str = "") -> list[int]:

@@ -128,10 +128,7 @@ def tell(line: str) -> None:
 
 
 def start(place: Place, topology: ModelTopo, patience: timedelta = timedelta(minutes=30)) -> None:
-    """Join the other processes: NCCL where there are GPUs, gloo elsewhere.
-
-    Args:
-        patience: how long a rank waits for the others in one operation.
+    """Join the other processes of a run; see `join`.
 
     Raises:
         ConfigError: the launcher started another number of processes than `dims` asks for.
@@ -141,6 +138,18 @@ def start(place: Place, topology: ModelTopo, patience: timedelta = timedelta(min
             f"model_topo.process_topology.dims: {topology.process_topology.dims} ask for {topology.processes} "
             f"processes, but {place.world_size} were started; expected --num_gpus {topology.processes}"
         )
+    join(place, patience)
+
+
+def join(place: Place, patience: timedelta) -> None:
+    """Join the other processes of the launcher: NCCL where there are GPUs, gloo elsewhere.
+
+    Args:
+        patience: how long a rank waits for the others in one operation.
+
+    Raises:
+        ConfigError: they cannot meet.
+    """
     # Rows of many lengths leave no holes in a GPU's memory then. torch reads it before the first allocation.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

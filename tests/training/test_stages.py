@@ -1,0 +1,290 @@
+"""A model that several processes hold writes what it writes in one, and all end together when one cannot go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import accumulate, combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import demo
+from models import CausalLM, load_model
+from models.checkpoint.convert import hg_to_pp
+from models.generation.generate import ROWS, Request, generate_many
+from models.generation.passes import Passes
+from models.spec import ModelSpec
+from tests.conftest import FAQ
+from tests.launching import Launch, deepspeed, error_lines, run, start_deepspeed, topology, write_config
+from tests.models.cases import CASES
+from tests.models.helpers import random_ids
+from tests.ranks import Ranks
+from tests.training.test_chaos import ranks_of
+from tests.workers.generation import requests_of
+from training.demo.stages import divide
+from training.distributed.processes import free_port
+from training.errors import ConfigError
+
+WIDE = {"initializer_range": 0.3, "tie_word_embeddings": False}  # so that a model does not repeat itself
+STAGED = {"phi3-long": (2,), "bloom": (2, 4), "mixtral": (2, 4), "llama-dynamic": (4,), "mistral-window": (4,)}
+QUICK = ("phi3-long", 2)
+UNDER_TEST = [
+    pytest.param(name, stages, id=f"{name}-{stages}", marks=() if (name, stages) == QUICK else pytest.mark.longest)
+    for name, sizes in STAGED.items()
+    for stages in sizes
+]
+PROMPTS = ["Why? " * times for times in (1, 7, 2, 12, 3, 1, 5)]
+
+Make = Callable[..., Path]
+
+
+def described(stop: list[int]) -> list[Any]:
+    """Requests of different lengths, greedy and sampled; some cross the length at which longrope turns."""
+    lengths = [(5, 24), (30, 3), (12, 40), (1, 30), (20, 1), (40, 12), (3, 9), (28, 8)]
+    return [
+        [random_ids(1, length, seed=length)[0].tolist(), most, stop, 0.8 * (number % 2), number]
+        for number, (length, most) in enumerate(lengths)
+    ]
+
+
+def written(model: Any, requests: list[Request], rows: int) -> list[list[int]]:
+    for _ in generate_many(model, iter(requests), rows):
+        pass
+    return [request.text for request in requests]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Of such small matrices several threads are slower, on a busy machine by far."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def llama(make_checkpoint: Make) -> CausalLM:
+    return load_model(make_checkpoint("llama", **WIDE))
+
+
+@pytest.fixture(scope="module")
+def turning(make_checkpoint: Make) -> CausalLM:
+    model_type, changes = CASES["phi3-long"]
+    return load_model(make_checkpoint(model_type, **changes | WIDE))
+
+
+@pytest.mark.parametrize(("groups", "rows"), [(2, 3), (3, 8), (5, 4)])
+def test_groups_of_rows_write_what_one_group_writes(groups: int, rows: int, turning: CausalLM) -> None:
+    stop = written(turning, requests_of(described([])), 8)[2][20]  # an answer of many tokens ends early
+    expected = written(turning, requests_of(described([stop])), 4)
+    assert len(expected[2]) <= 20
+    assert written(Passes(turning, groups), requests_of(described([stop])), rows) == expected
+
+
+class Noted(Passes):
+    """Notes which groups have something to compute, and for how many rows, whenever logits are waited for."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.under_way: list[tuple[int, int]] = []
+
+    def take(self) -> torch.Tensor:
+        groups, rows = {work.group for work in self._given}, sum(len(work.texts) for work in self._given)
+        self.under_way.append((len(groups), rows))
+        return super().take()
+
+
+@pytest.mark.parametrize(("asked", "rows"), [(3, None), (12, 7), (40, None)])
+def test_all_groups_have_work_as_long_as_requests_wait(asked: int, rows: int | None, llama: CausalLM) -> None:
+    passes = Noted(llama, 3)
+    until: list[int] = []  # how often logits were waited for when the last request was taken
+
+    def requests() -> Iterator[Request]:
+        for number in range(asked):
+            yield Request([7, number + 3], 4 + number % 3, set())
+        until.append(len(passes.under_way))
+
+    for _ in generate_many(passes, requests(), rows):
+        pass
+    assert {groups for groups, _ in passes.under_way[: until[0] + 1]} == {3}
+    assert max(rows for _, rows in passes.under_way) == min(asked, rows or 3 * ROWS)
+
+
+def test_a_division_makes_the_largest_stage_as_small_as_can_be(make_checkpoint: Make) -> None:
+    spec = ModelSpec.from_folder(make_checkpoint("llama", num_hidden_layers=5, vocab_size=2000))
+    weights = [sum(shape.numel() for shape in spec.shapes(layer).values()) for layer in range(spec.n_layers)]
+
+    def largest(bounds: list[int]) -> int:
+        return max(sum(weights[begin:end]) for begin, end in pairwise(bounds))
+
+    for stages in range(2, spec.n_layers + 1):
+        cuts = combinations(range(1, spec.n_layers), stages - 1)
+        best = min(largest([0, *between, spec.n_layers]) for between in cuts)
+        assert largest([0, *accumulate(divide(spec, stages))]) == best
+    with pytest.raises(ConfigError, match="8 processes for a model of 7 layers"):
+        divide(spec, 8)
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize(("name", "stages"), UNDER_TEST)
+def test_stages_write_what_one_process_writes(
+    name: str, stages: int, ranks: Ranks, make_checkpoint: Make, tmp_path: Path
+) -> None:
+    model_type, changes = CASES[name]
+    folder = make_checkpoint(model_type, **changes | WIDE | {"tie_word_embeddings": name in ("bloom", "phi3-long")})
+    if stages == 4:
+        folder = tmp_path / "layers"
+        hg_to_pp(make_checkpoint(model_type, **changes | WIDE), folder)
+    keys = {"data_path": "none", "save_path": "none", "train_batch_size": 1, "model_topo": topology((stages, 1))}
+    cases: list[dict[str, Any]] = [
+        {
+            "name": f"{rows}-{len(stop)}",
+            "config": keys | {"model_path": str(folder)},
+            "rows": rows,
+            "requests": described(stop),
+        }
+        for rows, stop in ((1, []), (5, []), (8, [7, 40, 41, 42]))
+    ]
+    ranks.run(stages, "generation", cases, tmp_path)
+    model = load_model(folder)
+    for case in cases:
+        expected = written(model, requests_of(case["requests"]), case["rows"])
+        assert json.loads((tmp_path / f"{case['name']}.json").read_text()) == expected
+
+
+@pytest.fixture(scope="module")
+def folder(make_checkpoint: Make) -> Path:
+    return make_checkpoint("llama", **WIDE)
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder, with a checkpoint of uneven stages."""
+    path = tmp_path_factory.mktemp("trained") / "run.yml"
+    keys = {"model_topo": topology((2, 1), [1, 4]), "max_steps": 1}
+    write_config(path, model_path=str(folder), data_path=str(FAQ), **keys)
+    done = deepspeed(2, "train_ds.py", "--config", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return path.with_suffix("")
+
+
+def prompts_in(path: Path, prompts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"prompt": each}) + "\n" for each in prompts), encoding="utf-8")
+    return path
+
+
+def alone(monkeypatch: pytest.MonkeyPatch, *words: str | Path) -> None:
+    """demo.py in this process."""
+    monkeypatch.setattr(sys, "argv", ["demo.py", *map(str, words)])
+    demo.main()
+
+
+def typing(path: Path, text: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """A command that reads what is typed."""
+    path.write_text(text, encoding="utf-8")
+    return run("bash", "-c", '"$@" < "$0"', path, *words)
+
+
+@pytest.mark.launched
+@pytest.mark.slow
+def test_the_demo_answers_a_file_from_a_runs_checkpoint(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = prompts_in(tmp_path / "prompts.jsonl", PROMPTS)
+    drawn = ("--temperature", "0.9", "--seed", "3", "--stop", "e", "--max-new-tokens", "12")
+    words = ("--model", trained, "--prompts-file", source, "--batch-size", "3", *drawn)
+    done = deepspeed(2, "demo.py", *words, "--output", tmp_path / "staged.jsonl")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.count("staged.jsonl: 7 answers") == 1
+    alone(monkeypatch, *words, "--output", tmp_path / "alone.jsonl")
+    assert (tmp_path / "staged.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
+
+
+@pytest.mark.launched
+@pytest.mark.longest
+def test_a_chat_in_four_stages_under_torchrun(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--model", folder, "--greedy", "--max-new-tokens", "8")
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "4")
+    typed = "Why?\n/nothing\nAnd then?\n/reset\nWhy?\n/save {}\n\n"
+    saved = [tmp_path / "staged.jsonl", tmp_path / "alone.jsonl"]
+    port = ("--master_port", str(free_port()))
+    done = typing(tmp_path / "typed", typed.format(saved[0]), *launcher, *port, "demo.py", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = iter(typed.format(saved[1]).splitlines())
+    monkeypatch.setattr("builtins.input", lambda prompt: print(prompt, end="") or next(lines))
+    alone(monkeypatch, *words)
+    assert done.stdout == capsys.readouterr().out
+    assert done.stderr.count("/nothing: expected /reset or /save FILE") == 1
+    assert saved[0].read_bytes() == saved[1].read_bytes()
+
+
+def refusal(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode != 0
+    assert "Traceback" not in done.stdout + done.stderr
+    (line,) = error_lines(done)
+    return line
+
+
+@pytest.mark.launched
+@pytest.mark.longest
+def test_bad_input_is_one_line(folder: Path, trained: Path, tmp_path: Path) -> None:
+    question = ("--prompt", "Why?", "--greedy")
+    told = refusal(deepspeed(6, "demo.py", "--model", folder, *question))
+    assert "6 processes for a model of 5 layers" in told
+    half = shutil.copytree(trained, tmp_path / "run")
+    (checkpoint,) = half.glob("step-*")
+    (checkpoint / "layer_01-model_states.pt").write_bytes(b"PK")
+    assert "layer_01-model_states.pt" in refusal(deepspeed(2, "demo.py", "--model", half, *question))
+    source = prompts_in(tmp_path / "prompts.jsonl", [*PROMPTS, "Why? " * 500])
+    words = ("--model", folder, "--prompts-file", source, "--output", tmp_path / "out.jsonl")
+    assert refusal(deepspeed(2, "demo.py", *words)).startswith(f"error: {source}: line 8: ")
+
+
+@pytest.fixture
+def busy(folder: Path, tmp_path: Path) -> Iterator[Launch]:
+    """Two processes in the middle of their answers."""
+    source = prompts_in(tmp_path / "prompts.jsonl", PROMPTS * 500)
+    words = ("--prompts-file", source, "--output", tmp_path / "out.jsonl", "--max-new-tokens", "100")
+    launch = start_deepspeed(2, "demo.py", "--model", folder, *words)
+    launch.until(lambda: (tmp_path / "out.jsonl").exists() and (tmp_path / "out.jsonl").stat().st_size)
+    yield launch
+    launch.kill()
+
+
+@pytest.mark.launched
+@pytest.mark.longest
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_all_in_one_line(rank: int, busy: Launch) -> None:
+    ranks_of(busy)[rank].kill()
+    assert f"rank {rank} (stage {1 - rank}, " in (line := refusal(busy.end()))
+    assert "died without an error" in line
+
+
+@pytest.mark.launched
+@pytest.mark.longest
+def test_ctrl_c_ends_all_in_one_line(busy: Launch) -> None:
+    family = busy.family()
+    os.killpg(busy.pid, signal.SIGINT)
+    psutil.wait_procs(family)
+    assert error_lines(busy.end()) in (["error: interrupted"], ["error: the launcher is gone"])  # which was sooner
+
+
+@pytest.mark.launched
+@pytest.mark.longest
+def test_a_launcher_that_is_told_to_end_ends_all_in_one_line(busy: Launch) -> None:
+    family = busy.family()
+    family[1].send_signal(signal.SIGTERM)
+    psutil.wait_procs(family)
+    (line,) = error_lines(busy.end())
+    assert line.startswith("error: rank 0 (stage 1, ") and line.endswith(": interrupted")

@@ -1,0 +1,40 @@
+"""Answers of a model in stages, as many as there are processes (see `cases.py`).
+
+Its cases are {"name", "config", "rows", "requests": [[prompt, most new tokens, stop, temperature, seed], ...]}; writes
+<folder>/<name>.json, a list of the texts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from models.generation.generate import Request, generate_many
+from models.generation.sampling import Sampling
+from training.config.keys import TrainConfig
+from training.demo.stages import Pipeline, load_stage
+from training.distributed.processes import Place
+
+
+def requests_of(described: list[Any]) -> list[Request]:
+    """The requests of a case."""
+    return [
+        Request(prompt, most, set(stop), Sampling(temperature, seed=seed))
+        for prompt, most, stop, temperature, seed in described
+    ]
+
+
+def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
+    place = Place.from_environment()
+    assert place is not None
+    pipeline = Pipeline(load_stage(config.model_path, None, place), place)
+    if place.rank:
+        pipeline.follow()
+        return
+    next(generate_many(pipeline, requests_of(case["requests"]), case["rows"]))  # left with passes under way
+    requests = requests_of(case["requests"])
+    for _ in generate_many(pipeline, iter(requests), case["rows"]):
+        pass
+    pipeline.end()
+    (folder / f"{case['name']}.json").write_text(json.dumps([request.text for request in requests]))
