@@ -8,12 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from models.checkpoint import layout
 from models.checkpoint.source import open_source
 from models.generation.cache import KeyValueCache
-from models.generation.tensor_parallel import TensorParallel
 from models.layers import Block, Embedding, Head, Stream
 from models.loading import LayerStates, build_layer, tie_weights
 from models.spec import ModelSpec
@@ -22,31 +21,18 @@ from models.spec import ModelSpec
 class CausalLM(nn.Module):
     """Embedding, blocks and head as one module.
 
-    Args:
-        shared: keeps this process's share of each block, where several hold the model.
-
     Attributes:
         spec: the architecture.
         layers: N+2 layers, numbered as in the pipeline; parameter names are `layers.<layer>.<name>`.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        states: LayerStates,
-        dtype: torch.dtype,
-        device: torch.device,
-        shared: TensorParallel | None = None,
-    ) -> None:
+    def __init__(self, spec: ModelSpec, states: LayerStates, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.spec = spec
         positions = spec.positions()
-        self.layers = nn.ModuleList()
-        for number in range(spec.n_layers):
-            layer = build_layer(spec, number, states, positions, dtype, device)
-            if shared and isinstance(layer, Block):
-                shared.cut(layer.block)
-            self.layers.append(layer)
+        self.layers = nn.ModuleList(
+            build_layer(spec, layer, states, positions, dtype, device) for layer in range(spec.n_layers)
+        )
         if spec.tied:
             tie_weights(spec, self.embedding, self.head)
 
@@ -96,24 +82,17 @@ class CausalLM(nn.Module):
         return stream
 
 
-def load_model(
-    path: str | Path,
-    dtype: torch.dtype | None = None,
-    device: str | torch.device = "cpu",
-    group: distributed.ProcessGroup | None = None,
-) -> CausalLM:
+def load_model(path: str | Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> CausalLM:
     """The model in a folder of either layout, in evaluation mode.
 
     Args:
         path: a HuggingFace folder, a pipeline-layout folder, a checkpoint of a run, or a run's `save_path`.
         dtype: the dtype to hold the weights in; as stored where absent.
-        group: processes that hold the blocks together (`models.generation.tensor_parallel`); all of them call this.
 
     Raises:
-        CheckpointError: the folder is damaged, incomplete or of an unknown family, or the group cannot share it out.
+        CheckpointError: the folder is damaged, incomplete or of an unknown family.
     """
     folder = layout.resolve(path)
     spec = ModelSpec.from_folder(folder)
     source = open_source(folder, spec)
-    shared = TensorParallel(spec, group) if group else None
-    return CausalLM(spec, source, dtype or source.dtype(), torch.device(device), shared).eval()
+    return CausalLM(spec, source, dtype or source.dtype(), torch.device(device)).eval()

@@ -22,6 +22,7 @@ PROMPTS = [random_ids(1, length, seed=length)[0].tolist() for length in (12, 5, 
 WIDE = {"initializer_range": 0.3, "tie_word_embeddings": False}  # so that a model does not repeat itself
 SHARED = {name: case for name, case in CASES.items() if not name.startswith(("bloom", "baichuan2-13b"))}
 SHARED |= {"llama-biases": Case("llama", {"attention_bias": True, "mlp_bias": True})}
+OFTEN = ("llama-biases", "qwen3", "mixtral", "phi3")  # one of each way to cut
 REFUSED = {
     "bloom": ("bloom", {}, "no plan for bloom"),
     "alibi": ("baichuan", {"hidden_size": 80, "num_attention_heads": 5}, "no plan for baichuan2-13b"),
@@ -46,7 +47,9 @@ def outcomes(make_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory, as
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in SHARED]
+)
 def test_two_processes_write_what_one_writes(name: str, outcomes: dict[str, Any]) -> None:
     folder, ranks = outcomes[name]
     model = load_model(folder)

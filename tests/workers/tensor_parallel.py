@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import distributed
 
-from models import CheckpointError, load_model
+from models import CheckpointError
 from models.generation.generate import Request, generate_many
+from models.generation.tensor_parallel import load_share
 from training.distributed.processes import gather, stop
 
 
@@ -33,8 +34,9 @@ def main() -> None:
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
     group = distributed.group.WORLD
+    assert group
     try:
-        model = load_model(case["folder"], group=group)
+        model = load_share(case["folder"], group)
     except CheckpointError as error:
         return {"refused": str(error)}
     requests = [Request(prompt, case["count"], set()) for prompt in case["prompts"]]
