@@ -82,8 +82,12 @@ IN_VLLM = (
 ).split()
 BY_TRANSFORMERS = ("olmo2", "glm", "chatglm3")  # for which vLLM has no class of its own
 HEADS_OF_32 = {"hidden_size": 128, "head_dim": 32, "kv_channels": 32}  # vLLM takes no smaller ones on a CPU
-# Its CPU kernel gives NaN for the tests' own cap.
-REAL_CAPS = {"gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "initializer_range": 0.02}}
+CALM = {"initializer_range": 0.02}  # else the embedding, which is the head as well, outweighs the blocks
+CHANGES = {
+    # vLLM's CPU kernel gives NaN for the cap of the other tests.
+    "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0} | CALM,
+    "gemma3": CALM,
+}
 ALONE = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -116,8 +120,12 @@ class Service:
         """What Pipetune's own generation gives."""
         tokens = list(generate(load_model(self.folder), prompt, COUNT, set()))
         assert len(set(tokens)) > 1, "an answer of one token over and over tells nothing"
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
+        return whole(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def whole(text: str) -> str:
+    """Without half a character at the end, which some servers send and others hold back."""
+    return text.rstrip("\N{REPLACEMENT CHARACTER}")
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +166,7 @@ def service(
 def test_a_chat_is_answered(service: Service) -> None:
     prompt = service.prompt()
     answer = json.loads(service.ask("/v1/chat/completions", messages=MESSAGES))
-    assert answer["choices"][0]["message"]["content"] == service.own_answer(prompt)
+    assert whole(answer["choices"][0]["message"]["content"]) == service.own_answer(prompt)
     counted = {"prompt_tokens": len(prompt), "completion_tokens": COUNT, "total_tokens": len(prompt) + COUNT}
     assert answer["usage"].items() >= counted.items()
 
@@ -169,7 +177,7 @@ def test_an_answer_is_streamed(service: Service) -> None:
     events = [json.loads(line.removeprefix("data: ")) for line in told.splitlines() if line.startswith("data: {")]
     pieces = [event["choices"][0]["delta"].get("content") or "" for event in events]
     assert sum(bool(piece) for piece in pieces) > 1
-    assert "".join(pieces) == service.own_answer(service.prompt())
+    assert whole("".join(pieces)) == service.own_answer(service.prompt())
 
 
 @pytest.mark.longest
@@ -178,14 +186,14 @@ def test_tools_go_into_the_prompt(service: Service) -> None:
     assert len(prompt) > len(service.prompt())
     answer = json.loads(service.ask("/v1/chat/completions", messages=MESSAGES, tools=TOOLS))
     assert answer["usage"]["prompt_tokens"] == len(prompt)
-    assert answer["choices"][0]["message"]["content"] == service.own_answer(prompt)
+    assert whole(answer["choices"][0]["message"]["content"]) == service.own_answer(prompt)
 
 
 @pytest.mark.longest
 def test_a_text_is_completed(service: Service) -> None:
     text = "Pipetune trains"
     answer = json.loads(service.ask("/v1/completions", prompt=text))
-    assert answer["choices"][0]["text"] == service.own_answer(service.tokenizer(text)["input_ids"])
+    assert whole(answer["choices"][0]["text"]) == service.own_answer(service.tokenizer(text)["input_ids"])
     listed = json.loads(service.ask("/v1/models"))["data"]
     assert (str(service.folder) in [model["id"] for model in listed]) == service.server.lists
 
@@ -196,7 +204,7 @@ def test_vllm_finds_the_same_tokens(python_of: Callable[[str], Path], make_check
     folders = {}
     for name in IN_VLLM:
         model_type, changes = CASES[name]
-        wide = {"initializer_range": 0.2} | changes | HEADS_OF_32 | REAL_CAPS.get(name, {})
+        wide = {"initializer_range": 0.2} | changes | HEADS_OF_32 | CHANGES.get(name, {})
         folders[name] = compatible(make_checkpoint(model_type, **wide), tmp_path / name)
     cases = tmp_path / "cases.json"
     cases.write_text(json.dumps([(str(folder), prompt) for folder in folders.values()]))
