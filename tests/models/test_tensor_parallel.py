@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from models import load_model
 from models.generation.generate import Request, generate_many
 from tests.launching import torchrun
 from tests.models.cases import CASES, Case
-from tests.models.helpers import random_ids
+from tests.models.helpers import change_weights, random_ids
 
 Make = Callable[..., Path]
 
@@ -24,11 +25,18 @@ SHARED = {name: case for name, case in CASES.items() if not name.startswith(("bl
 SHARED |= {"llama-biases": Case("llama", {"attention_bias": True, "mlp_bias": True})}
 OFTEN = ("llama-biases", "qwen3", "mixtral", "phi3")  # one of each way to cut
 REFUSED = {
-    "bloom": ("bloom", {}, "no plan for bloom"),
-    "alibi": ("baichuan", {"hidden_size": 80, "num_attention_heads": 5}, "no plan for baichuan2-13b"),
+    "bloom": ("bloom", {}, "tensor parallelism of bloom;"),
+    "alibi": ("baichuan", {"hidden_size": 80, "num_attention_heads": 5}, "tensor parallelism of baichuan2-13b;"),
     "one head": ("llama", {"num_key_value_heads": 1}, "num_key_value_heads: 1 "),
     "odd neurons": ("llama", {"intermediate_size": 97}, "mlp.gate_proj.weight: 97 "),
 }
+
+
+def add_biases(weights: dict[str, Tensor]) -> None:
+    """A new model's biases are zero."""
+    for name, tensor in weights.items():
+        if name.endswith(".bias"):
+            tensor.normal_(std=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +44,8 @@ def outcomes(make_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory, as
     """By name of a case, its folder and what each of two ranks did."""
     cases = {name: case for name, case in (SHARED | REFUSED).items() if name in asked}
     folders = {name: make_checkpoint(case[0], **case[1] | WIDE) for name, case in cases.items()}
+    if "llama-biases" in folders:
+        change_weights(folders["llama-biases"], add_biases)
     path = tmp_path_factory.mktemp("together") / "cases.json"
     path.write_text(
         json.dumps([{"folder": str(folder), "prompts": PROMPTS, "count": NEW} for folder in folders.values()])
