@@ -5,15 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 
-def environment(folder: Path, *packages: str) -> Path:
+def environment(folder: Path, *packages: str, without: Sequence[str] = ()) -> Path:
     """The Python of a new environment that has `packages`, and of everything else what the tests run with.
 
     The test is skipped where pip cannot get the packages.
+
+    Args:
+        without: what comes along with them and does not work.
     """
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     python = folder / "bin" / "python"
@@ -21,6 +25,8 @@ def environment(folder: Path, *packages: str) -> Path:
     installed = subprocess.run(pip, capture_output=True, text=True, check=False)
     if installed.returncode:
         pytest.skip(f"pip cannot install {' '.join(packages)}: {installed.stderr.strip().splitlines()[-1]}")
+    if without:
+        subprocess.run([python, "-m", "pip", "uninstall", "--quiet", "--yes", *without], check=True)
     own = next(folder.glob("lib/python*/site-packages"))
     (own / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n")  # after its own packages, which go first
     return python

@@ -1,12 +1,13 @@
 """What each program that serves models still misses in a HuggingFace folder.
 
 Nothing is loaded: names and shapes of the weights are compared with config.json by the files' headers, and settings are
-read as files. docs/serving.md says what was tried; whether a server has a class for the architecture, its own
-documentation says.
+read as files. Which architectures a server takes is known of vLLM 0.32.0 and SGLang 0.5.23; docs/serving.md says what
+was tried.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from models.checkpoint.compat import older_fields, older_tokenizer
@@ -25,6 +26,17 @@ SERVERS = {
     "SGLang before": True,
     "text-generation-inference": True,
     "llama.cpp (convert_hf_to_gguf)": False,
+}
+TIED = "vLLM 0.32.0 takes it with a tied head alone"
+# By server and family, which models of it are refused and why.
+REFUSALS: dict[tuple[str, str], tuple[Callable[[ModelSpec], bool], str]] = {
+    ("SGLang from 0.5.10", "bloom"): (lambda spec: True, "SGLang 0.5.23 has no class for it"),
+    ("vLLM from 0.19.1", "bloom"): (lambda spec: not spec.tied, TIED),
+    ("vLLM from 0.19.1", "gemma2"): (lambda spec: not spec.tied, TIED),
+    ("vLLM from 0.19.1", "qwen2"): (
+        lambda spec: len(set(spec.config.layer_types)) > 1,
+        "vLLM 0.32.0 takes sliding windows in all blocks or in none",
+    ),
 }
 
 
@@ -54,7 +66,11 @@ def check(input_path: str | Path) -> dict[str, list[str]]:
     special = [
         f"config.json or tokenizer_config.json without {', '.join(older)} that it knows; export it with --compat"
     ]
-    return {server: general + special * (is_older and bool(older)) for server, is_older in SERVERS.items()}
+    found = {server: general + special * (is_older and bool(older)) for server, is_older in SERVERS.items()}
+    for (server, family), (refused, why) in REFUSALS.items():
+        if spec.family.name == family and refused(spec):
+            found[server] = [*found[server], why]
+    return found
 
 
 def _wrong_weights(folder: Path, spec: ModelSpec) -> list[str]:

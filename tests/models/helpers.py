@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from models import CausalLM, CheckpointError
 from models.architectures import cut
 from models.checkpoint.convert import hg_to_pp
-from models.checkpoint.export import pp_to_hg
+from models.checkpoint.export import ExportOptions, pp_to_hg
 from models.checkpoint.publish import MARK, publish_folder
 from tests.conftest import ORIGINALS
 from tests.launching import run
@@ -62,6 +62,14 @@ def in_layout(folder: Path, layout: str, target: Path) -> Path:
         return folder
     hg_to_pp(folder, target)
     return target
+
+
+def compatible(folder: Path, workspace: Path) -> Path:
+    """A HuggingFace folder through the pipeline layout and back, exported for servers of any age."""
+    hg_to_pp(folder, workspace / "layers")
+    layout: Any = "native" if read_config(folder)["model_type"] in ORIGINALS else "original"
+    pp_to_hg(workspace / "layers", workspace / "compatible", options=ExportOptions(layout=layout, compat=True))
+    return workspace / "compatible"
 
 
 def random_ids(rows: int, length: int, seed: int = 1) -> Tensor:

@@ -6,7 +6,6 @@ import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from tests.conftest import ORIGINALS
 from tests.environments import environment
 from tests.models.cases import CASES
 from tests.models.command_line import convert, refusal
-from tests.models.helpers import change_config, copy_of, oracle, random_ids, read_config, side_files
+from tests.models.helpers import change_config, compatible, copy_of, oracle, random_ids, read_config, side_files
 from tests.models.older_transformers import CHAT, TEXT
 
 Make = Callable[..., Path]
@@ -46,14 +45,6 @@ def checkpoint(make_checkpoint: Make, name: str) -> Path:
     tokenizer.add_special_tokens({"extra_special_tokens": ["<extra>"]})
     tokenizer.save_pretrained(folder)  # with the options that it was loaded with
     return folder
-
-
-def compatible(folder: Path, workspace: Path) -> Path:
-    """Exported so that older releases read it."""
-    hg_to_pp(folder, workspace / "layers")
-    layout: Any = "native" if read_config(folder)["model_type"] in ORIGINALS else "original"
-    pp_to_hg(workspace / "layers", workspace / "compatible", options=ExportOptions(layout=layout, compat=True))
-    return workspace / "compatible"
 
 
 @pytest.mark.longest
