@@ -4,8 +4,8 @@ torch's exporter traces the layers that demo.py runs; inputs and outputs have th
 them. Then onnxruntime reads the file that was written, and has to find the model's own logits and tokens before the
 folder appears.
 
-Everything is in fp32, which holds each bf16 and fp16 number as it is; the checks ask for it, and onnxruntime has few
-bf16 kernels on a CPU. Cost: the disk holds 4 bytes a parameter, the memory twice that; a few seconds a block.
+Everything is in fp32, which holds each bf16 and fp16 number as it is; the check asks for it, and onnxruntime has few
+bf16 kernels on a CPU. Cost: 4 bytes a parameter on the disk, up to five times that of memory; a few seconds a block.
 """
 
 from __future__ import annotations
