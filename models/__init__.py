@@ -14,8 +14,9 @@ from models.errors import CheckpointError
 if TYPE_CHECKING:
     from models.causal_lm import CausalLM, load_model
 
-# torchao, which transformers imports where it is installed, tells of the kernels of other GPUs that it does not find.
-for _noisy in ("torchao", "torch.utils._pytree"):
+# torchao, which transformers imports where it is installed, tells of the kernels of other GPUs that it does not find;
+# torch's ONNX exporter of libraries that it could do without.
+for _noisy in ("torchao", "torch.utils._pytree", "torch.onnx._internal.exporter._registration"):
     logging.getLogger(_noisy).setLevel(logging.ERROR)
 
 __all__ = ["CausalLM", "CheckpointError", "load_model"]

@@ -59,7 +59,7 @@ class BloomPositions(Positions):
             return scope | {"alibi": None}
         keys = positions
         if cache is not None:
-            keys = torch.arange(cache.longest + hidden.shape[1], device=hidden.device).expand(len(hidden), -1)
+            keys = torch.arange(cache.longest + hidden.shape[1], device=hidden.device).expand(hidden.shape[0], -1)
         alibi = self.slopes_on(hidden.device)[None, :, None] * keys[:, None, :]
         return scope | {"alibi": alibi.reshape(-1, 1, keys.shape[1]).to(hidden.dtype)}
 

@@ -20,6 +20,7 @@ from models.checkpoint.layout import (
     layout_of,
     resolve,
     side_files,
+    side_names,
 )
 from models.checkpoint.parallel import in_parallel, write_behind
 from models.checkpoint.progress import byte_bar
@@ -87,7 +88,7 @@ def copy_side_files(source: Path, target: Path) -> None:
         manifest = _manifest_of(weights)
     elif (source / CARRIED).is_file():
         copy_files(source, target, [CARRIED])
-    copy_files(source, target, manifest.side_files if manifest else [path.name for path in side_files(source)])
+    copy_files(source, target, side_names(source, manifest))
     if manifest:
         manifest.write(target)
 

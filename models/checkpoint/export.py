@@ -25,7 +25,7 @@ from models.architectures import Native, cut
 from models.checkpoint.compat import write_compat
 from models.checkpoint.convert import copy_files
 from models.checkpoint.export_plan import SINGLE_FILE, Files, cast, cut_between, divide, native_infos, original_infos
-from models.checkpoint.layout import CARRIED, Layout, Manifest, layout_of, resolve, side_files
+from models.checkpoint.layout import CARRIED, Layout, Manifest, layout_of, resolve, side_names
 from models.checkpoint.parallel import in_parallel
 from models.checkpoint.progress import byte_bar
 from models.checkpoint.publish import publish_folder
@@ -137,14 +137,14 @@ class Export:
         if list(self.files) != [SINGLE_FILE]:
             total = sum(info.nbytes for info in self.infos.values())
             weight_map = {name: file for file, names in self.files.items() for name in names}
-            _write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}, sort_keys=True)
-        names = self.manifest.side_files if self.manifest else [path.name for path in side_files(self.folder)]
+            write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}, sort_keys=True)
+        names = side_names(self.folder, self.manifest)
         if self.native:
             replaced = REMOTE_CODE if "tokenizer.json" in names else (*REMOTE_CODE, *TOKENIZER)
             names = [name for name in names if not any(Path(name).match(pattern) for pattern in replaced)]
         copy_files(self.folder, target, names)
         if self.native or self.options.dtype:
-            _write_json(target / "config.json", self._config())
+            write_json(target / "config.json", self._config())
         if self.native and self.options.add_tokenizer:
             self.options.add_tokenizer(self.folder, target)
         if self.native or self.options.compat:
@@ -214,8 +214,7 @@ class Export:
             config = {"architectures": [self.native.architecture], **self.spec.fields}
             config["torch_dtype"] = self.spec.raw.get("torch_dtype")
         if self.options.dtype:
-            keys = config.keys() & {"dtype", "torch_dtype"} or {"torch_dtype"}  # transformers 5's name, the one before
-            config |= dict.fromkeys(sorted(keys), str(self.options.dtype).removeprefix("torch."))
+            config = with_dtype(config, self.options.dtype)
         return config
 
 
@@ -229,5 +228,11 @@ def _native(folder: Path, spec: ModelSpec) -> Native | None:
     return spec.family.native
 
 
-def _write_json(path: Path, value: object, sort_keys: bool = False) -> None:
+def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """A config.json that says this dtype of the weights."""
+    keys = config.keys() & {"dtype", "torch_dtype"} or {"torch_dtype"}  # transformers 5's name, the one before
+    return config | dict.fromkeys(sorted(keys), str(dtype).removeprefix("torch."))
+
+
+def write_json(path: Path, value: object, sort_keys: bool = False) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=sort_keys, ensure_ascii=False) + "\n", encoding="utf-8")

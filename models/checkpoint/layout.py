@@ -178,3 +178,8 @@ class Manifest(BaseModel):
 
     def write(self, folder: Path) -> None:
         (folder / MANIFEST).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+
+def side_names(folder: Path, manifest: Manifest | None) -> list[str]:
+    """What is copied byte for byte beside the weights: as the manifest says, else what `side_files` finds."""
+    return manifest.side_files if manifest else [path.name for path in side_files(folder)]

@@ -53,9 +53,8 @@ def check(input_path: str | Path) -> dict[str, list[str]]:
     path, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     settings = read_json(path) if path.is_file() else {}
     general = _wrong_weights(folder, spec)
-    if spec.family.translate:
-        remedy = "export it with --layout native" if spec.family.native else "transformers has no class for it"
-        general.append(f"config.json asks for the publisher's Python files; {remedy}")
+    if code := foreign_code(spec):
+        general.append(code)
     if not (folder / "tokenizer.json").is_file():
         general.append("no tokenizer.json")
     if not template.is_file() and "chat_template" not in settings:
@@ -71,6 +70,14 @@ def check(input_path: str | Path) -> dict[str, list[str]]:
         if spec.family.name == family and refused(spec):
             found[server] = [*found[server], why]
     return found
+
+
+def foreign_code(spec: ModelSpec) -> str | None:
+    """What is told of a model whose config.json nobody understands without code of its publisher."""
+    if not spec.family.translate:
+        return None
+    remedy = "export it with --layout native" if spec.family.native else "transformers has no class for it"
+    return f"config.json asks for the publisher's Python files; {remedy}"
 
 
 def _wrong_weights(folder: Path, spec: ModelSpec) -> list[str]:

