@@ -49,7 +49,9 @@ from training.plan.auto import divide
 from training.plan.feedback import Feedback
 from training.plan.kernels import choose_kernels
 from training.plan.out_of_memory import OutOfMemory
+from training.preflight import check_model, check_setup, check_shared, expect_same
 from training.profiler.session import Timeline
+from training.topology import Topology
 
 
 @dataclass
@@ -138,8 +140,12 @@ class Start:
             packed_epoch=inputs.loader.row_length if config.packing == "dataset" else 0,
             stream_gb=config.stream_gb,
         )
+        evaluated_on = inputs.evaluation.records if inputs.evaluation else "none"
+        check_shared(Path(config.save_path))
+        expect_same({"samples of data_path": order.fingerprint, "samples of eval_data_path": evaluated_on})
         total_steps = config.max_steps or config.n_epoches * inputs.loader.steps_per_epoch
         checkpoint = find_checkpoint(config, Path(config.save_path), log)
+        check_model(inputs.folder, weights=checkpoint is None and not config.from_scratch)
         known = CheckpointRecord.read(checkpoint) if checkpoint else None
         changes: list[str] = []
         with agreed():
@@ -168,6 +174,7 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
     reporting = place.rank == 0
     log = Log(quiet=not reporting, highlight=False)
     stop = StopRequest()
+    check_setup(config, log)
     with agreed():
         inputs = Inputs.read(config, log, monitor)
     spec, loader, save_path = inputs.spec, inputs.loader, Path(config.save_path)
@@ -183,8 +190,7 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
     with agreed():
         inputs.start(start, place, monitor)
     kernels = choose_kernels(config, spec, known_loader)
-    model = f"model: {spec.family.name}, {spec.n_layers} layers {topology.description}"
-    describe(config, inputs, [model, *division.report, *kernels.report], total_steps, log)
+    describe(config, inputs, [*division.report, *kernels.report], topology, total_steps, log)
     record = CheckpointRecord(step=done, topology=topology, data=start.order, settings=settings_of(config))
     feedback = Feedback(config, spec, division, known_loader, done + 1, log) if kind.in_stages else None
     # What `auto` came to; the resolved config says so.
@@ -253,9 +259,12 @@ def begin(config: TrainConfig, inputs: Inputs, reporting: bool) -> None:
             try_publishing(save_path / EXPORTED, True, [inputs.folder])
 
 
-def describe(config: TrainConfig, inputs: Inputs, report: list[str], total_steps: int, log: Console) -> None:
+def describe(
+    config: TrainConfig, inputs: Inputs, report: list[str], topology: Topology, total_steps: int, log: Console
+) -> None:
     """Say what is about to run, and what was chosen for it."""
-    for line in [*report, *describe_numerics(config)]:
+    model = f"model: {inputs.spec.family.name}, {inputs.spec.n_layers} layers {topology.description}"
+    for line in [model, *report, *describe_numerics(config)]:
         log.print(line)
     tokens = chunk_tokens(inputs.spec.config.vocab_size, on_cpu=not torch.cuda.is_available())
     log.print(f"loss: {tokens:,} tokens at a time, summed in fp32")

@@ -35,6 +35,7 @@ from training.metrics.reporter import Reporter
 from training.metrics.run_info import write_run_info
 from training.metrics.tracking import open_trackers
 from training.optimizer.lr_schedules import LearningRate
+from training.preflight import check_setup, check_shared
 from training.profiler.session import Timeline
 from training.topology import Topology
 
@@ -52,12 +53,14 @@ def run_layers(
     reporting = place.rank == 0
     log = Log(quiet=not reporting, highlight=False)
     stop, save_path, topo = StopRequest(), Path(config.save_path), config.model_topo
+    check_setup(config, log)
     with agreed():
         check_gpu(config)
         check_device(config)
         loader = SampleLoader(dataset, config, collate)
         parts = divide(layers, topo.parts, topo.stages)
         monitor.hold(save_path)
+    check_shared(save_path)
     topology = Topology(
         stages=topo.stages, replicas=topo.replicas, zero_stage=config.zero_optimization.stage, parts=parts
     )
