@@ -14,15 +14,33 @@ from tests.launching import Launch, eventually, metrics, start, topology, write_
 
 pytestmark = [pytest.mark.launched, pytest.mark.longest]
 
+PATIENCE = 0.25  # minutes, of a run that is to hang
 UNREACHABLE = "rank 1 (stage 1, host node2) cannot be reached any more"
-FAULTS: dict[str, tuple[Callable[[Host], object], Callable[[Host], object], str]] = {
-    "power cut": (
-        lambda host: (host.link("down"), host.die()),
-        lambda host: (host.boot(), host.link("up")),
-        UNREACHABLE,
-    ),
+
+
+def lose_power(host: Host) -> None:
+    host.link("down")
+    host.die()
+
+
+def get_power(host: Host) -> None:
+    host.boot()
+    host.link("up")
+
+
+def pull_the_cable(host: Host) -> None:
+    host.link("down")
+
+
+def put_it_back(host: Host) -> None:
+    host.link("up")
+
+
+# What happens to the host, what mends it, and what is told.
+FAULTS: dict[str, tuple[Callable[[Host], None], Callable[[Host], None], str]] = {
+    "power": (lose_power, get_power, UNREACHABLE),
     "killed": (Host.die, Host.boot, "rank 1 (stage 1, host node2) died without an error"),
-    "cable": (lambda host: host.link("down"), lambda host: host.link("up"), UNREACHABLE),
+    "cable": (pull_the_cable, put_it_back, UNREACHABLE),
     "frozen": (Host.freeze, Host.thaw, "rank 1 (stage 1, host node2) hangs and does not answer"),
 }
 
@@ -39,7 +57,7 @@ def test_a_lost_host_ends_the_run(
         model_topo=topology((2, 1)),
         max_steps=1000,
         save_interval=5,
-        timeout_minutes=0.25,
+        **{"timeout_minutes": PATIENCE} if name == "frozen" else {},
     )
     hostfile = hostfile_of(hosts, 1, tmp_path / "hostfile")
     command = hosts[0].enter(*deepspeed(hostfile, "train_ds.py", "--config", config))
@@ -56,8 +74,7 @@ def test_a_lost_host_ends_the_run(
     again = begun(command, tmp_path / "run")
     assert "resumed: " in again.stdout
     again.kill()
-    for host in hosts:
-        eventually(lambda host=host: not host.processes())
+    eventually(lambda: not any(host.processes() for host in hosts))
 
 
 def begun(command: list[str], run: Path) -> Launch:

@@ -2,7 +2,7 @@
 
 A thread in rank 0's process holds one TCP connection to each rank (`training.distributed.rank_monitor`). Where one
 closes before its rank is done, the rank died: the kernel closes it, whatever ended the process and however slow the
-machine. A host that vanishes is found by TCP's keepalive within half a minute. When one rank fails, others soon fail
+machine. A host that vanishes is found by TCP's keepalive within 20 s. When one rank fails, others soon fail
 after it because they were talking to it, so reports are collected for a moment: an error that is not about
 communication counts before a silent death, and that before errors of communication. A run that makes no progress for
 `timeout_minutes` is asked where each rank is: the one at fault does not answer, or is the one that does not wait. Under
@@ -180,7 +180,7 @@ def lost_rank(name: str, how: str, speaker: int) -> Report:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Let the kernel ask the other host every 5 s whether it is there, after 10 s of silence, three times."""
+    """Let the kernel ask the other host every 4 s whether it is there, after 8 s of silence, three times."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+    for option, value in ((socket.TCP_KEEPIDLE, 8), (socket.TCP_KEEPINTVL, 4), (socket.TCP_KEEPCNT, 3)):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import psutil
 
-GRACE = 10  # seconds within which the hosts that answer have ended by themselves
+GRACE = 5  # seconds within which the hosts that answer have ended by themselves
 
 
 def end_soon() -> None:
@@ -23,7 +23,7 @@ def end_soon() -> None:
         run = [word for word in psutil.Process(os.getppid()).cmdline() if word.startswith(("--world_info", "--master"))]
     for process in psutil.process_iter(["name", "cmdline"]):
         told = " ".join(process.info["cmdline"] or ())
-        if process.info["name"] == "pdsh" and run and all(word in told for word in run):
+        if (process.info["name"] or "").startswith("pdsh") and run and all(word in told for word in run):
             waiting = " ".join(str(child.pid) for child in process.children())
             # In a session of its own: the launcher ends this process with all that is below it.
             subprocess.Popen(
