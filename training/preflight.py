@@ -84,8 +84,7 @@ def check_shared(folder: Path) -> None:
             while not path.exists():
                 if time.monotonic() > deadline:
                     raise ConfigError(
-                        f"save_path: host {socket.gethostname()} does not see what rank 0 writes to {folder}; "
-                        "expected a folder that all hosts share"
+                        f"save_path: {folder}: not what rank 0 writes to; expected a folder that all hosts share"
                     )
                 time.sleep(0.1)
     finally:

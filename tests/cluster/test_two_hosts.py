@@ -131,5 +131,5 @@ def test_a_folder_that_is_not_shared_is_refused(hosts: list[Host], disks: list[P
     result = trained(hosts, tmp_path)
     assert result.returncode != 0
     (line,) = told(result)
-    assert "save_path: host node2 does not see what rank 0 writes to /mnt/run" in line
+    assert "host node2: save_path: /mnt/run: not what rank 0 writes to; expected a folder that all hosts share" in line
     assert not (disks[0] / "run/metrics.jsonl").exists()
