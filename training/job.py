@@ -37,6 +37,7 @@ from training.plan.auto import divide
 from training.plan.feedback import Feedback
 from training.plan.kernels import choose_kernels
 from training.plan.out_of_memory import out_of_memory_told
+from training.preflight import check_model, check_setup
 from training.progress import Progress
 
 
@@ -114,6 +115,7 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
         kind: how the model is spread: `PipelineTrainer` or `ZeroTrainer`.
     """
     log, stop = Log(quiet=place.rank > 0, highlight=False), StopRequest()
+    check_setup(config, log)
     with agreed():
         inputs = Inputs.read(config, log, monitor)
     spec, loader, stage = inputs.spec, inputs.loader, config.model_topo.stage_of(place.rank)
@@ -121,6 +123,7 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
     order, steps = inputs.order(config), loader.steps_per_epoch
     same_model = partial(check_same_model, spec)
     progress = Progress.find(config, log, order, steps, inputs.evaluation, same_model)
+    check_model(inputs.folder, weights=progress.checkpoint is None and not config.from_scratch)
     division = divide(config, spec, kind.in_stages, known_loader, progress.known)
     topology = division.topology
     layers = topology.layers(stage, spec.n_layers)

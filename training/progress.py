@@ -17,6 +17,7 @@ from training.distributed.processes import agreed
 from training.distributed.signals import StopRequest
 from training.errors import ConfigError
 from training.evaluation import Evaluation
+from training.preflight import check_shared, expect_same
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,9 @@ class Progress:
         Raises:
             RunRefused: on every rank, where something differs that must agree.
         """
+        check_shared(Path(config.save_path))
+        evaluated_on = evaluation.records if evaluation else "none"
+        expect_same({"samples of data_path": order.fingerprint, "samples of eval_data_path": evaluated_on})
         total_steps = config.max_steps or config.n_epoches * steps_per_epoch
         checkpoint = find_checkpoint(config, Path(config.save_path), log)
         known = CheckpointRecord.read(checkpoint) if checkpoint else None

@@ -26,6 +26,7 @@ from training.errors import ConfigError
 from training.evaluation import Evaluation
 from training.loop import Run, train
 from training.plan.auto import topology_of
+from training.preflight import check_setup
 from training.progress import Progress
 
 
@@ -41,6 +42,7 @@ def run_layers(
 ) -> None:
     """Train, from the beginning or from the newest checkpoint; see `Pipeline.train`."""
     log, stop, topo = Log(quiet=place.rank > 0, highlight=False), StopRequest(), config.model_topo
+    check_setup(config, log)
     with agreed():
         check_gpu(config)
         check_device(config)

@@ -57,10 +57,15 @@ def find_checkpoint(config: TrainConfig, save_path: Path, log: Console) -> Path 
 
 
 def _newest(save_path: Path, log: Console) -> Path | None:
-    """The newest whole checkpoint; those that are passed over are named, and damaged ones set aside."""
+    """The newest whole checkpoint; those that are passed over are named, and damaged ones set aside.
+
+    Rank 0's list counts, as a shared disk may show each host another one.
+    """
+    folders: list[Path] = []
     with agreed():
-        folders = step_folders(save_path)
-    for folder in folders:
+        if torch.distributed.get_rank() == 0:
+            folders = step_folders(save_path)
+    for folder in gather(folders)[0]:
         reason = _fault_together(folder)
         if reason is None:
             return folder

@@ -76,7 +76,7 @@ def rule_of(key: str) -> Rule:
 
 def settings_of(config: TrainConfig) -> dict[str, Any]:
     """The values of a config that a later start is compared with, by key."""
-    return {key: value for key, value in _leaves(config.dump()) if rule_of(key).counts}
+    return {key: value for key, value in leaves(config.dump()) if rule_of(key).counts}
 
 
 def compare(then: Mapping[str, Any], now: Mapping[str, Any], where: object) -> list[str]:
@@ -111,9 +111,10 @@ def _shown(value: object) -> str:
     return "none" if value is None else str(value)
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested sections, each with its key such as `optimizer.params.lr`."""
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -2,7 +2,7 @@
 
 A thread in rank 0's process holds one TCP connection to each rank (`training.distributed.rank_monitor`). Where one
 closes before its rank is done, the rank died: the kernel closes it, whatever ended the process and however slow the
-machine. A host that vanishes is found by TCP's keepalive within half a minute. When one rank fails, others soon fail
+machine. A host that vanishes is found by TCP's keepalive within 20 s. When one rank fails, others soon fail
 after it because they were talking to it, so reports are collected for a moment: an error that is not about
 communication counts before a silent death, and that before errors of communication. A run that makes no progress for
 `timeout_minutes` is asked where each rank is: the one at fault does not answer, or is the one that does not wait. Under
@@ -20,7 +20,6 @@ import json
 import socket
 import threading
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -31,6 +30,7 @@ HANDSHAKE = 10.0  # seconds for a connection's first line
 POLL = 0.1  # seconds between two looks at what came in
 LONGEST = 2**22  # bytes of a message; it may hold a traceback
 DIED = "died without an error: killed from outside, for example because memory ran out"
+UNREACHABLE = "cannot be reached any more: its host is down, or cut off from the network"
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Report:
         waiting: whether the rank waits for others, or failed while it talked to them: likely because of them.
         code: the exit code to leave with.
         speaker: of a verdict, the rank that prints it.
+        unreachable: whether the host of the rank at fault does not answer.
     """
 
     text: str
@@ -50,6 +51,7 @@ class Report:
     waiting: bool = False
     code: int = 1
     speaker: int = 0
+    unreachable: bool = False
 
 
 class FailureDetector:
@@ -68,7 +70,7 @@ class FailureDetector:
         self._secret = secret.encode()
         self._connected: dict[int, asyncio.StreamWriter] = {}
         self._done: set[int] = set()
-        self._failures: dict[int, Report | None] = {}  # by rank, in the order they came; None for a silent death
+        self._failures: dict[int, Report | str] = {}  # by rank, in the order they came; how it was lost, without a word
         self._first_failure = 0.0
         self._marked: tuple[float, str] | None = None
         self._places: dict[int, Report] = {}
@@ -85,7 +87,7 @@ class FailureDetector:
             await asyncio.sleep(POLL)
             now = time.monotonic()
             if self._failures:
-                certain = any(failure is None or not failure.waiting for failure in self._failures.values())
+                certain = any(isinstance(failure, str) or not failure.waiting for failure in self._failures.values())
                 if now - self._first_failure > (TOGETHER if certain else LATE):
                     verdict = self._first_to_fail()
             elif self._marked and now - self._marked[0] > self._timeout * 60:
@@ -104,11 +106,16 @@ class FailureDetector:
         keep_alive(writer.get_extra_info("socket"))
         rank = int(number)
         self._connected[rank] = writer
-        with suppress(OSError, asyncio.CancelledError):  # the latter when the watch is over
+        lost = DIED
+        try:
             while (line := await reader.readline()).endswith(b"\n"):
                 self._take(rank, **json.loads(line))
+        except OSError as error:
+            lost = how_lost(error)
+        except asyncio.CancelledError:  # the watch is over
+            pass
         del self._connected[rank]
-        self._failed(rank, None)
+        self._failed(rank, lost)
 
     def _take(self, rank: int, kind: str, **fields: Any) -> None:
         if kind == "done":
@@ -118,7 +125,7 @@ class FailureDetector:
         else:
             self._failed(rank, Report(**fields))
 
-    def _failed(self, rank: int, failure: Report | None) -> None:
+    def _failed(self, rank: int, failure: Report | str) -> None:
         if rank not in self._done and rank not in self._failures:
             self._first_failure = self._first_failure or time.monotonic()
             self._failures[rank] = failure
@@ -134,9 +141,11 @@ class FailureDetector:
 
     def _first_to_fail(self) -> Report:
         """Which of the failures made the others."""
-        rank, failure = min(self._failures.items(), key=lambda item: 1 if item[1] is None else 2 * item[1].waiting)
-        if failure is None:
-            return Report(f"{self._names[rank]} {DIED}", speaker=self._speaker(rank))
+        rank, failure = min(
+            self._failures.items(), key=lambda each: 1 if isinstance(each[1], str) else 2 * each[1].waiting
+        )
+        if isinstance(failure, str):
+            return lost_rank(self._names[rank], failure, self._speaker(rank))
         shared = not failure.trace and len(self._names) > 1 and list(self._failures.values()).count(failure)
         text = failure.text if shared == len(self._names) else f"{self._names[rank]}: {failure.text}"
         return replace(failure, text=text, speaker=self._speaker(rank))
@@ -150,7 +159,8 @@ class FailureDetector:
         after = f"nothing moved for {self._timeout:g} minutes (timeout_minutes) after {last}"
         if silent := [rank for rank in range(len(self._names)) if rank not in self._places]:
             told = " and ".join(self._names[rank] for rank in silent)
-            return Report(f"{told} hangs and does not answer: {after}", speaker=self._speaker(silent[0]))
+            said = f"{told} hangs and does not answer: {after}"
+            return Report(said, speaker=self._speaker(silent[0]), unreachable=True)
         busy = [rank for rank, place in sorted(self._places.items()) if not place.waiting]
         suspects = busy or sorted(self._places)
         told = " and ".join(f"{self._names[rank]} in {self._places[rank].text}" for rank in suspects)
@@ -159,8 +169,18 @@ class FailureDetector:
         return Report(f"{told}: {verb}; {after}", trace, speaker=self._speaker(suspects[0]))
 
 
+def how_lost(error: OSError) -> str:
+    """What the end of a connection says of the process at its other end: a host that is there closes or resets it."""
+    return DIED if isinstance(error, ConnectionError) else UNREACHABLE
+
+
+def lost_rank(name: str, how: str, speaker: int) -> Report:
+    """The verdict over a rank that was lost without a word."""
+    return Report(f"{name} {how}", speaker=speaker, unreachable=how == UNREACHABLE)
+
+
 def keep_alive(connection: socket.socket) -> None:
-    """Let the kernel ask the other host every 5 s whether it is there, after 10 s of silence, three times."""
+    """Let the kernel ask the other host every 4 s whether it is there, after 8 s of silence, three times."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+    for option, value in ((socket.TCP_KEEPIDLE, 8), (socket.TCP_KEEPINTVL, 4), (socket.TCP_KEEPCNT, 3)):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -235,16 +235,19 @@ def agreed() -> Iterator[None]:
     """Let all ranks do something that may fail on some of them, without communication inside.
 
     Raises:
-        RunRefused: on every rank, with the text of the lowest rank that failed; so nobody waits for somebody who left.
+        RunRefused: on every rank, with the text of the lowest rank that failed, and its host where others have no such
+            failure; so nobody waits for somebody who left.
     """
     failure: str | None = None
     try:
         yield
     except USER_ERRORS as error:
         failure = ending(error)[1]
-    first = next((text for text in gather(failure) if text is not None), None)
-    if first is not None:
-        raise RunRefused(*first.split("\n"))
+    told = gather((socket.gethostname(), failure))
+    for host, text in told:
+        if text is not None:
+            elsewhere = any(other != host and failed is None for other, failed in told)
+            raise RunRefused(*(f"host {host}: {text}" if elsewhere else text).split("\n"))
 
 
 def free_port() -> int:

@@ -28,9 +28,17 @@ from typing import Any
 import torch
 
 from common.lease import Held, Lease
-from training.distributed.failure_detector import DIED, FailureDetector, Report, keep_alive
+from training.distributed.failure_detector import (
+    DIED,
+    FailureDetector,
+    Report,
+    how_lost,
+    keep_alive,
+    lost_rank,
+)
 from training.distributed.gpu_progress import on_its_own, standing
 from training.distributed.meeting import listen
+from training.distributed.pdsh import end_soon
 from training.distributed.processes import Place, agreed, gather
 from training.errors import ConfigError, RunRefused, description, with_traceback
 
@@ -113,19 +121,25 @@ class RankMonitor:
             self._connection.sendall(json.dumps({"kind": kind, **fields}).encode() + b"\n")
 
     def _listen(self) -> None:
-        with suppress(OSError), self._connection.makefile("rb") as lines:
-            for line in lines:
-                message = json.loads(line)
-                kind = message.pop("kind")
-                if kind == "end":
-                    return
-                if kind == "where":
-                    self._send("place", **asdict(whereabouts(self._place.local_rank)))
-                else:
-                    self._leave(Report(**message))
-        self._leave(Report(f"{self._first} {DIED}", speaker=self._place.world_size - 1))
+        lost = DIED
+        try:
+            with self._connection.makefile("rb") as lines:
+                for line in lines:
+                    message = json.loads(line)
+                    kind = message.pop("kind")
+                    if kind == "end":
+                        return
+                    if kind == "where":
+                        self._send("place", **asdict(whereabouts(self._place.local_rank)))
+                    else:
+                        self._leave(Report(**message))
+        except OSError as error:
+            lost = how_lost(error)
+        self._leave(lost_rank(self._first, lost, speaker=self._place.world_size - 1))
 
     def _leave(self, verdict: Report) -> None:
+        if verdict.unreachable and self._place.local_rank == 0:
+            end_soon()
         if self._lease:
             self._lease.release()
         if verdict.speaker == self._place.rank:

@@ -1,0 +1,211 @@
+"""Hosts on one machine: each has its own network, name, processes, shared memory, sshd and disk at /mnt.
+
+They are Linux namespaces on a switch that leads nowhere else. The project, its environment and the temporary folders
+are the same files on all of them, as on a cluster with a shared folder. Needs root, ip, sshd and pdsh.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from tests.conftest import ROOT
+
+NEEDED = ("ip", "sshd", "ssh", "ssh-keygen", "pdsh", "nsenter", "unshare")
+SSH = Path.home() / ".ssh"
+SUBNET = "10.77.0"
+BEGIN = """
+hostname {name}
+mount --make-rprivate /
+mount --bind {folder}/hosts /etc/hosts
+mount --bind {folder}/ssh {ssh}
+mount --bind {folder}/disk /mnt
+mount -t tmpfs tmpfs /dev/shm
+ip link set lo up
+exec "$(command -v sshd)" -D -e -f {folder}/sshd_config
+"""
+
+
+def lacking() -> str | None:
+    """Why there can be no hosts here, or None."""
+    if os.geteuid() != 0:
+        return "hosts are made of namespaces, which needs root"
+    missing = [name for name in NEEDED if not shutil.which(name)]
+    if missing:
+        return f"hosts need {', '.join(missing)}"
+    made = subprocess.run(["unshare", "-n", "-m", "-u", "-p", "-f", "true"], capture_output=True, check=False)
+    return None if made.returncode == 0 else f"no namespaces here: {made.stderr.decode().strip()}"
+
+
+class Host:
+    """One of them.
+
+    Attributes:
+        name: by which the others know it.
+        folder: its keys, its log, and `disk`, which it sees as /mnt.
+    """
+
+    def __init__(self, number: int, folder: Path) -> None:
+        self.name, self.folder = f"node{number}", folder / f"node{number}"
+        self.address = f"{SUBNET}.{number}"
+        self.space = f"pipetune-{os.getpid()}-{number}"
+        self._outer: subprocess.Popen[bytes] | None = None
+
+    def start(self, switch: str) -> None:
+        """Let it boot, on a switch."""
+        run("ip", "netns", "add", self.space)
+        near, far = f"pt{self.address.rpartition('.')[2]}", "eth0"
+        run("ip", "-n", switch, "link", "add", near, "type", "veth", "peer", "name", far, "netns", self.space)
+        run("ip", "-n", switch, "link", "set", near, "master", "br0", "up")
+        run("ip", "-n", self.space, "addr", "add", f"{self.address}/24", "dev", far)
+        run("ip", "-n", self.space, "link", "set", far, "up")
+        self._switch, self._port = switch, near
+        self.boot()
+
+    def boot(self) -> None:
+        """Let it run; again, after `die`."""
+        script = BEGIN.format(name=self.name, folder=self.folder, ssh=SSH)
+        words = ["ip", "netns", "exec", self.space, "unshare", "-m", "-u", "-p", "-f", "--kill-child", "--mount-proc"]
+        with open(self.folder / "sshd.log", "wb") as log:
+            self._outer = subprocess.Popen(
+                [*words, "sh", "-ec", script], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        deadline = time.monotonic() + 20
+        while b"listening on" not in (self.folder / "sshd.log").read_bytes():
+            assert self._outer.poll() is None and time.monotonic() < deadline, self._log()
+            time.sleep(0.05)
+
+    @property
+    def first(self) -> psutil.Process:
+        """Its process 1, as this machine sees it."""
+        assert self._outer
+        return psutil.Process(self._outer.pid).children()[0]
+
+    def enter(self, *words: str | Path) -> list[str]:
+        """A command line that runs another one on this host, in the project's root."""
+        return ["nsenter", "-t", str(self.first.pid), "-n", "-m", "-u", "-p", "env", "-C", str(ROOT), *map(str, words)]
+
+    def processes(self) -> dict[int, str]:
+        """What runs on it but sshd: command lines by this machine's numbers."""
+        space = os.readlink(f"/proc/{self.first.pid}/ns/pid")
+        found = {}
+        for process in psutil.process_iter():
+            with suppress(OSError, psutil.Error):
+                if os.readlink(f"/proc/{process.pid}/ns/pid") == space:
+                    words = process.cmdline()
+                    if process.status() != psutil.STATUS_ZOMBIE and words and not words[0].startswith("sshd"):
+                        found[process.pid] = " ".join(words)
+        found.pop(self.first.pid, None)
+        return found
+
+    def die(self) -> None:
+        """Lose every process at once; its kernel still closes their connections."""
+        self.first.send_signal(signal.SIGKILL)
+        assert self._outer
+        self._outer.wait()
+
+    def freeze(self) -> None:
+        """Stop every process."""
+        for number in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let them go on."""
+        for number in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGCONT)
+
+    def link(self, state: str) -> None:
+        """Pull the network cable (`down`), or put it in (`up`)."""
+        run("ip", "-n", self._switch, "link", "set", self._port, state)
+
+    def slow(self, *words: str) -> None:
+        """What `tc netem` is to do to what it sends."""
+        run("tc", "-n", self.space, "qdisc", "replace", "dev", "eth0", "root", "netem", *words)
+
+    def stop(self) -> None:
+        """Away with it."""
+        if self._outer and self._outer.poll() is None:
+            self.die()
+        subprocess.run(["ip", "netns", "del", self.space], capture_output=True, check=False)
+
+    def _log(self) -> str:
+        return (self.folder / "sshd.log").read_text()
+
+
+class Hosts:
+    """`with Hosts(2, folder) as (node1, node2):`."""
+
+    def __init__(self, count: int, folder: Path) -> None:
+        self.hosts = [Host(number, folder) for number in range(1, count + 1)]
+        self._switch = f"pipetune-{os.getpid()}-switch"
+        SSH.mkdir(mode=0o700, exist_ok=True)
+        folder.chmod(0o755)
+        known = []
+        for host in self.hosts:
+            for name in ("ssh", "disk"):
+                (host.folder / name).mkdir(parents=True)
+            run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", host.folder / "host_key")
+            public = " ".join((host.folder / "host_key.pub").read_text().split()[:2])
+            known.append(f"{host.name},{host.address} {public}\n")
+        run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key")
+        names = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in self.hosts)
+        for host in self.hosts:
+            (host.folder / "hosts").write_text(names)
+            (host.folder / "ssh/known_hosts").write_text("".join(known))
+            shutil.copy(folder / "key", host.folder / "ssh/id_ed25519")
+            shutil.copy(folder / "key.pub", host.folder / "ssh/authorized_keys")
+            (host.folder / "sshd_config").write_text(
+                f"HostKey {host.folder}/host_key\nPidFile none\nPermitRootLogin yes\nPasswordAuthentication no\n"
+                "UsePAM no\nStrictModes no\nMaxStartups 100\n"
+            )
+
+    def __enter__(self) -> list[Host]:
+        Path("/run/sshd").mkdir(exist_ok=True)
+        run("ip", "netns", "add", self._switch)
+        run("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
+        run("ip", "-n", self._switch, "link", "set", "br0", "up")
+        try:
+            for host in self.hosts:
+                host.start(self._switch)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self.hosts
+
+    def __exit__(self, *_: object) -> None:
+        for host in self.hosts:
+            host.stop()
+        subprocess.run(["ip", "netns", "del", self._switch], capture_output=True, check=False)
+
+
+def run(*words: str | Path) -> None:
+    """Run a command that must succeed."""
+    done = subprocess.run(list(map(str, words)), capture_output=True, check=False)
+    assert done.returncode == 0, f"{' '.join(map(str, words))}: {done.stderr.decode()}"
+
+
+def deepspeed(hostfile: Path, *words: str | Path) -> list[str]:
+    """The README's command."""
+    return [str(Path(sys.executable).parent / "deepspeed"), "--hostfile", str(hostfile), *map(str, words)]
+
+
+def hostfile_of(hosts: Sequence[Host], slots: int, path: Path) -> Path:
+    path.write_text("".join(f"{host.name} slots={slots}\n" for host in hosts))
+    return path
+
+
+def told(result: subprocess.CompletedProcess[str]) -> list[str]:
+    """What a run says at its end; pdsh puts the host's name before each line."""
+    lines = (result.stdout + result.stderr).splitlines()
+    return [line for line in lines if line.partition(": ")[2].startswith("error: ")]

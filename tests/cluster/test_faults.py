@@ -1,0 +1,85 @@
+"""A host that is lost ends the run everywhere, with its name; the same command goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import Host, deepspeed, hostfile_of, told
+from tests.conftest import FAQ
+from tests.launching import Launch, eventually, metrics, start, topology, write_config
+
+pytestmark = [pytest.mark.launched, pytest.mark.longest]
+
+PATIENCE = 0.25  # minutes, of a run that is to hang
+UNREACHABLE = "rank 1 (stage 1, host node2) cannot be reached any more"
+
+
+def lose_power(host: Host) -> None:
+    host.link("down")
+    host.die()
+
+
+def get_power(host: Host) -> None:
+    host.boot()
+    host.link("up")
+
+
+def pull_the_cable(host: Host) -> None:
+    host.link("down")
+
+
+def put_it_back(host: Host) -> None:
+    host.link("up")
+
+
+# What happens to the host, what mends it, and what is told.
+FAULTS: dict[str, tuple[Callable[[Host], None], Callable[[Host], None], str]] = {
+    "power": (lose_power, get_power, UNREACHABLE),
+    "killed": (Host.die, Host.boot, "rank 1 (stage 1, host node2) died without an error"),
+    "cable": (pull_the_cable, put_it_back, UNREACHABLE),
+    "frozen": (Host.freeze, Host.thaw, "rank 1 (stage 1, host node2) hangs and does not answer"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_lost_host_ends_the_run(
+    name: str, hosts: list[Host], make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    fault, mend, message = FAULTS[name]
+    config = write_config(
+        tmp_path / "run.yml",
+        model_path=str(make_checkpoint("llama")),
+        data_path=str(FAQ),
+        model_topo=topology((2, 1)),
+        max_steps=1000,
+        save_interval=5,
+        **{"timeout_minutes": PATIENCE} if name == "frozen" else {},
+    )
+    hostfile = hostfile_of(hosts, 1, tmp_path / "hostfile")
+    command = hosts[0].enter(*deepspeed(hostfile, "train_ds.py", "--config", config))
+    launch = begun(command, tmp_path / "run")
+    fault(hosts[1])
+    begin = time.monotonic()
+    result = launch.end()
+    print(f"{name}: the command ended after {time.monotonic() - begin:.1f} s")
+    assert result.returncode != 0
+    assert [line for line in told(result) if message in line], result.stdout + result.stderr
+    eventually(lambda: not hosts[0].processes())
+    mend(hosts[1])
+    eventually(lambda: not hosts[1].processes())
+    again = begun(command, tmp_path / "run")
+    assert "resumed: " in again.stdout
+    again.kill()
+    eventually(lambda: not any(host.processes() for host in hosts))
+
+
+def begun(command: list[str], run: Path) -> Launch:
+    """A launch that has trained a few steps more than there were."""
+    done = len(metrics(run)) if (run / "metrics.jsonl").exists() else 0
+    launch = start(*command)
+    launch.until(lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) > done + 6)
+    return launch

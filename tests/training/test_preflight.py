@@ -1,0 +1,82 @@
+"""What differs between the hosts of a run is refused on all, with its name; here two ranks pass for hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launching import topology
+from tests.ranks import Ranks
+from training.preflight import BLOCK, BLOCKS, summed
+
+pytestmark = pytest.mark.launched
+
+CONFIG: dict[str, Any] = {"model_path": "model", "data_path": "records", "save_path": "run"}
+CONFIG |= {
+    "train_batch_size": 8,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "model_topo": topology((2, 1)),
+}
+
+
+def model(folder: Path, **files: bytes) -> Path:
+    """A folder with the files that a model has."""
+    folder.mkdir()
+    large = bytes(range(256)) * 4096
+    named = {"config.json": b"{}", "model.safetensors": large, "README.md": os.urandom(8), ".cache": os.urandom(8)}
+    for name, content in (named | {name.replace("_", "."): content for name, content in files.items()}).items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def test_what_differs_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    same, twin = model(tmp_path / "same"), model(tmp_path / "twin")
+    other = model(tmp_path / "other", model_safetensors=bytes(range(255, -1, -1)) * 4096)
+    more = model(tmp_path / "more", tokenizer_json=b"{}")
+    cases: list[dict[str, Any]] = [
+        {"name": "same setup", "check": "setup", "keys": [{}, {}]},
+        {"name": "other seed", "check": "setup", "keys": [{"seed": 1}, {"seed": 2}]},
+        {"name": "one has a key", "check": "setup", "keys": [{}, {"max_steps": 7}]},
+        {"name": "same model", "check": "model", "weights": True, "folders": [same, twin]},
+        {"name": "other weights", "check": "model", "weights": True, "folders": [same, other]},
+        {"name": "weights of no account", "check": "model", "weights": False, "folders": [same, other]},
+        {"name": "a file more", "check": "model", "weights": True, "folders": [same, more]},
+        {"name": "shared", "check": "shared", "folders": [same, same]},
+        {"name": "not shared", "check": "shared", "folders": [same, twin]},
+    ]
+    for case in cases:
+        case["config"] = CONFIG
+        case["folders"] = [str(folder) for folder in case.get("folders", [same, same])]
+    ranks.run(2, "preflight", cases, tmp_path)
+    expected = {
+        "same setup": None,
+        "other seed": "seed: 2 on host node2, but 1 on host node1; expected the same",
+        "one has a key": "max_steps: 7 on host node2, but none on host node1; expected the same",
+        "same model": None,
+        "other weights": "model_path: model.safetensors: 1,048,576 bytes with checksum",
+        "weights of no account": None,
+        "a file more": "model_path: tokenizer.json: 2 bytes with checksum",
+        "shared": None,
+        "not shared": f"host node2: save_path: {twin}: not what rank 0 writes to; expected a folder",
+    }
+    for name, message in expected.items():
+        told = [json.loads((tmp_path / f"{name}.{rank}.json").read_text()) for rank in range(2)]
+        assert told[0] == told[1]
+        assert (told[0] or "").startswith(message or "") and (told[0] is None) == (message is None), told[0]
+    assert not [path for folder in (same, twin) for path in folder.glob(".shared-*")]
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK, BLOCK + 1, 3 * BLOCKS * BLOCK])
+def test_both_ends_of_a_file_count(size: int, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    content = os.urandom(size)
+    path.write_bytes(content)
+    before = summed([path])
+    assert summed([path]) == before
+    for place in {0, size - 1} if size else set():
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        assert summed([path]) != before

@@ -1,0 +1,35 @@
+"""One check of `training.preflight`, with the folder that each rank has; the outcome goes to <case>.<rank>.json."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.log import Log
+from training import preflight
+from training.config.keys import TrainConfig
+from training.errors import RunRefused
+
+
+def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
+    rank = torch.distributed.get_rank()
+    gethostname, socket.gethostname = socket.gethostname, f"node{rank + 1}".format
+    preflight.PATIENCE = 0.5
+    own = Path(case["folders"][rank])
+    told = None
+    try:
+        if case["check"] == "setup":
+            preflight.check_setup(config.model_copy(update=case["keys"][rank]), Log(quiet=True))
+        elif case["check"] == "model":
+            preflight.check_model(own, weights=case["weights"])
+        else:
+            preflight.check_shared(own)
+    except RunRefused as refused:
+        told = str(refused)
+    finally:
+        socket.gethostname = gethostname
+    (folder / f"{case['name']}.{rank}.json").write_text(json.dumps(told))
