@@ -6,12 +6,24 @@ moved one by one. So a process holds its own layers once, in the dtype they trai
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
-from models.checkpoint.source import HuggingFaceSource, PipelineSource, warn_of_nan
+from models.checkpoint.source import warn_of_nan
 from models.positions import Positions
 from models.spec import ModelSpec
+
+
+class LayerStates(Protocol):
+    """Gives the complete state dict of a layer; checkpoint sources and `SeededStates` do."""
+
+    def check_layer(self, layer: int) -> None: ...
+
+    def read_layer(self, layer: int) -> dict[str, Tensor]: ...
+
+    def describe(self, layer: int, name: str) -> str: ...
 
 
 class SeededStates:
@@ -41,9 +53,6 @@ class SeededStates:
             tie = self.spec.family.tie
             state[tie.head] = self.read_layer(0)[tie.embedding]
         return state
-
-
-LayerStates = PipelineSource | HuggingFaceSource | SeededStates  # what gives the complete state dict of a layer
 
 
 def build_layer(
