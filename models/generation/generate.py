@@ -3,7 +3,7 @@
 Any model that `load_model` gives can be asked this way, in either layout and without a line of remote code. A prompt is
 read by a forward pass of its own, exactly as if it stood alone; after that all texts under way take one token a pass,
 for which the weights are read once. A text that is finished makes room for the next request. Where the layers lie in
-several processes, the texts are dealt to as many groups, of which one is chosen tokens for while the others compute.
+several processes, the texts are dealt to as many groups: while tokens are chosen for one, the others are computed.
 
 Cost: on a CPU a pass of eight rows takes little more than a pass of one, as both wait for the weights.
 """
