@@ -1,8 +1,8 @@
-"""Progress bars: in bytes, how much of a checkpoint has gone through, and how fast; or in steps."""
+"""A progress bar in bytes: how much of a checkpoint has gone through, and how fast."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -16,15 +16,3 @@ def byte_bar(what: str, total: int, shown: bool = True) -> Iterator[tqdm[NoRetur
     bar = tqdm(desc=what, total=total, unit="B", unit_scale=True, smoothing=0.05, disable=not shown)
     with logging_redirect_tqdm(), bar:
         yield bar
-
-
-@contextmanager
-def step_bar(what: str, total: int) -> Iterator[Callable[[str], None]]:
-    """A bar that counts steps of unknown length; what it gives is called with a step's name when that begins."""
-    with tqdm(desc=what, total=total, bar_format="{desc}: {n_fmt}/{total_fmt}{postfix} [{elapsed}]") as bar:
-
-        def begin(name: str) -> None:
-            bar.update()
-            bar.set_postfix_str(name)
-
-        yield begin

@@ -1,11 +1,10 @@
 """A model folder -> ONNX with a key-value cache, for onnxruntime and what stands on it.
 
-torch's exporter traces the layers that demo.py runs; inputs and outputs have the names and shapes that optimum gives
-them. Then onnxruntime reads the file that was written, and has to find the model's own logits and tokens before the
-folder appears.
+torch's exporter traces the layers that demo.py runs, under the names that optimum gives inputs and outputs. onnxruntime
+has to find the model's own logits and tokens in the file before the folder appears.
 
-Everything is in fp32, which holds each bf16 and fp16 number as it is; the check asks for it, and onnxruntime has few
-bf16 kernels on a CPU. Cost: 4 bytes a parameter on the disk, up to five times that of memory; a few seconds a block.
+Everything is in fp32, which holds each bf16 and fp16 number as it is. Cost: 4 bytes a parameter on the disk, up to five
+times that of memory, and a few seconds a block.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from models.causal_lm import CausalLM
 from models.checkpoint.convert import copy_files
 from models.checkpoint.export import with_dtype, write_json
 from models.checkpoint.layout import Manifest, resolve, side_names
-from models.checkpoint.progress import step_bar
 from models.checkpoint.publish import publish_folder
 from models.checkpoint.servers import foreign_code
 from models.checkpoint.source import open_source
@@ -32,8 +31,7 @@ from models.rope import depends_on_length
 from models.spec import ModelSpec
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-FILE = "model.onnx"
-BATCH, TOKENS, PAST, TOTAL = "batch_size", "sequence_length", "past_sequence_length", "total_sequence_length"
+ROW, PAST = "batch_size", "past_sequence_length"
 PROMPT, PADDING, ANSWER = 24, 5, 8  # tokens of the check; its second row begins with padding
 TOLERANCE = 1e-4  # of logits; as a share of the largest where that is above 1
 
@@ -48,37 +46,35 @@ def hg_to_onnx(input_path: str | Path, save_path: str | Path, overwrite: bool = 
     begun = time.monotonic()
     folder = resolve(input_path)
     spec = ModelSpec.from_folder(folder)
-    _check_traceable(folder, spec)
+    if obstacle := _obstacle(spec):
+        raise CheckpointError(f"{folder}: {obstacle}")
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise CheckpointError(f"hg_to_onnx needs {', '.join(missing)}: pip install {' '.join(missing)}")
     source = open_source(folder, spec)
-    with publish_folder(Path(save_path), overwrite, [folder]) as target, step_bar("hg_to_onnx", 4) as step:
-        step("reading weights")
+    with publish_folder(Path(save_path), overwrite, [folder]) as target, tqdm(bar_format="{desc}[{elapsed}]") as bar:
+        bar.set_description("hg_to_onnx: reading weights")
         model = CausalLM(spec, source, torch.float32, torch.device("cpu")).eval()
-        step("tracing")
+        bar.set_description("hg_to_onnx: tracing")
         program = _trace(model)
-        step("writing")
-        program.save(target / FILE)
+        bar.set_description("hg_to_onnx: writing")
+        program.save(target / "model.onnx")
         del program
         copy_files(folder, target, side_names(folder, Manifest.read(folder)))
         write_json(target / "config.json", with_dtype(spec.raw, torch.float32))
-        step("asking onnxruntime")
-        found = _compare(model, target / FILE, save_path)
+        bar.set_description("hg_to_onnx: asking onnxruntime")
+        found = _compare(model, target / "model.onnx", save_path)
     stored = str(source.dtype()).removeprefix("torch.")
     return f"{save_path}: float32 (stored: {stored}); {found}; {time.monotonic() - begun:.0f} s in all"
 
 
-def _check_traceable(folder: Path, spec: ModelSpec) -> None:
-    """Refuse what one graph cannot compute for all texts, and what the graph's readers find no config.json for."""
-    if code := foreign_code(spec):
-        raise CheckpointError(f"{folder}: {code}")
+def _obstacle(spec: ModelSpec) -> str | None:
+    """Why no single graph computes a model for all texts, or what reads it would find no config.json."""
     if spec.family.router:
-        reason = "a mixture of experts, where each token takes other weights"
-    elif depends_on_length(spec.config):
-        reason = f"rope_type {spec.config.rope_parameters['rope_type']}, where a text's angles depend on its length"
-    else:
-        return
-    raise CheckpointError(f"{folder}: {reason}; hg_to_onnx writes one graph, which does the same for all")
+        return "a mixture of experts, where each token takes other weights, which one graph cannot do"
+    if depends_on_length(spec.config):
+        rope = spec.config.rope_parameters["rope_type"]
+        return f"rope_type {rope}, where angles depend on a text's length, which one graph cannot do"
+    return foreign_code(spec)
 
 
 def _trace(model: CausalLM) -> Any:
@@ -87,17 +83,16 @@ def _trace(model: CausalLM) -> Any:
     ids = torch.zeros(2, 3, dtype=torch.int64)  # 0 and 1 would be taken for constants
     with torch.no_grad():
         past = traced(ids, torch.ones_like(ids), [])[1]
-    free = {0: BATCH, 2: PAST}
+    caches = [({0: ROW, 2: PAST}, {0: ROW, 2: PAST})] * len(past)
     names = [f"{block}.{part}" for block in range(len(past)) for part in ("key", "value")]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # told of names that several axes share, and of changes within torch
         program: Any = torch.onnx.export(
             traced,
             (ids, torch.ones(2, 6, dtype=torch.int64), past),
-            dynamic_shapes=({0: BATCH, 1: TOKENS}, {0: BATCH, 1: TOTAL}, [(free, free)] * len(past)),
+            dynamic_shapes=({0: ROW, 1: "sequence_length"}, {0: ROW, 1: "total_sequence_length"}, caches),
             input_names=["input_ids", "attention_mask", *(f"past_key_values.{name}" for name in names)],
             output_names=["logits", *(f"present.{name}" for name in names)],
-            dynamo=True,
             verbose=False,
         )
     for node in program.model.graph.all_nodes():
@@ -115,26 +110,23 @@ def _compare(model: CausalLM, path: Path, save_path: str | Path) -> str:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    shapes = {each.name: each.shape for each in session.get_inputs()[2:]}
-    past = {name: torch.zeros(2, shape[1], 0, shape[3]).numpy() for name, shape in shapes.items()}
+    past = {each.name: torch.zeros(2, each.shape[1], 0, each.shape[3]).numpy() for each in session.get_inputs()[2:]}
     ids = torch.randint(model.spec.config.vocab_size, (2, PROMPT), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[1, :PADDING] = 0
     texts, passes = ids, []
     for _ in range(ANSWER):
-        given = {"input_ids": ids.numpy(), "attention_mask": mask.numpy()}
-        logits, *present = session.run(None, given | past)
+        logits, *present = session.run(None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()} | past)
         past = dict(zip(past, present, strict=True))
         passes.append(torch.from_numpy(logits))
         ids = passes[-1][:, -1:].argmax(dim=-1)
         texts, mask = torch.cat([texts, ids], dim=1), torch.cat([mask, torch.ones_like(ids)], dim=1)
-    found = torch.cat(passes, dim=1)
-    worst, same = 0.0, 0
+    found, differences, same = torch.cat(passes, dim=1), [], 0
     for row, begin in enumerate((0, PADDING)):
         expected = model(texts[row : row + 1, begin:-1])[0]
-        difference = (found[row, begin:] - expected).abs().max() / expected.abs().max().clamp(min=1.0)
-        worst = max(worst, float(difference))
+        differences.append((found[row, begin:] - expected).abs().max() / expected.abs().max().clamp(min=1.0))
         same += int((expected[-ANSWER:].argmax(dim=-1) == texts[row, PROMPT:]).sum())
+    worst = float(torch.stack(differences).max())  # NaN where one is
     told = f"onnxruntime's logits differ by {worst:.1e}, {same} of {2 * ANSWER} greedy tokens are the same"
     if not (worst <= TOLERANCE and same == 2 * ANSWER):
         raise CheckpointError(f"{save_path}: {told}; expected at most {TOLERANCE:.0e} and all; the export is removed")

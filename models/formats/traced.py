@@ -20,11 +20,7 @@ Past = list[tuple[Tensor, Tensor]]  # for each block keys and values [B, heads, 
 
 
 class GivenCache(KeyValueCache):
-    """Keys and values from outside; none before the first pass.
-
-    Attributes:
-        present: the same, with those of this pass behind them.
-    """
+    """Keys and values from outside, none before the first pass; `present` has those of this pass behind them."""
 
     def __init__(self, past: Past) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from unittest import mock
 
 import convert_model
 
-BAR = re.compile(r"(hg_to_pp|pp_to_hg|hg_to_onnx|hg_to_gguf|verify): ")  # how a progress bar begins
+BAR = re.compile(r"(hg_to_pp|pp_to_hg|hg_to_onnx|verify): ")  # how a progress bar begins
 
 
 def convert(command: str, source: Path, target: Path, *options: str) -> tuple[int, list[str]]:

@@ -53,7 +53,7 @@ def test_a_family_with_its_own_code_is_refused(make_checkpoint: Make, converter:
 
 
 def test_pipeline_layers_are_refused(both_layouts: dict[str, Path], converter: Path, tmp_path: Path) -> None:
-    assert "pipeline layout" in told(both_layouts["pipeline"], converter, tmp_path)
+    assert "in the pipeline layout; hg_to_gguf expects" in told(both_layouts["pipeline"], converter, tmp_path)
 
 
 def test_an_existing_file_stays(llama: Callable[[], Path], converter: Path, tmp_path: Path) -> None:

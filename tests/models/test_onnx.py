@@ -107,6 +107,8 @@ def test_a_file_that_computes_something_else_is_told(exported: Path, make_checkp
     told = error_line(lambda: to_onnx._compare(other, exported / "model.onnx", "somewhere"))
     assert told.startswith("somewhere: onnxruntime's logits differ by ")
     assert told.endswith("the export is removed")
+    next(other.head.norm.parameters()).data.fill_(torch.nan)
+    assert "differ by nan" in error_line(lambda: to_onnx._compare(other, exported / "model.onnx", "somewhere"))
 
 
 @pytest.mark.longest
