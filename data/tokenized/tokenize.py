@@ -234,7 +234,7 @@ def _tokens(written: Written, prefix: list[int], encoding: Encoding) -> Tokens:
     for begin, end in written.loss:
         first = bisect_left(tokens, (begin,), key=chars)  # that begins there, or behind what the normalizer dropped
         last = bisect_left(tokens, (end,), first, key=chars)
-        while first and chars(first - 1)[1] > begin:  # holds a character of both sides, or a part of this one
+        while first and chars(first - 1)[1] > begin:  # the token before holds this character, too
             first -= 1
             notes = {JOINED: repr(written.text[slice(*chars(first))])} | notes
         if first < last:
