@@ -12,7 +12,7 @@ from tests.cluster.hosts import Host, deepspeed, hostfile_of, told
 from tests.conftest import FAQ
 from tests.launching import Launch, eventually, metrics, start, topology, write_config
 
-pytestmark = [pytest.mark.launched, pytest.mark.longest]
+pytestmark = pytest.mark.launched
 
 PATIENCE = 0.25  # minutes, of a run that is to hang
 UNREACHABLE = "rank 1 (stage 1, host node2) cannot be reached any more"
@@ -45,7 +45,9 @@ FAULTS: dict[str, tuple[Callable[[Host], None], Callable[[Host], None], str]] = 
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.slow if each == "cable" else pytest.mark.longest) for each in FAULTS]
+)
 def test_a_lost_host_ends_the_run(
     name: str, hosts: list[Host], make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

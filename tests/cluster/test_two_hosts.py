@@ -16,7 +16,7 @@ from tests.conftest import FAQ
 from tests.launching import deepspeed as on_one_host
 from tests.launching import metrics, run, topology, write_config
 
-pytestmark = [pytest.mark.launched, pytest.mark.slow]
+pytestmark = pytest.mark.launched
 
 MODEL, RECORDS, RUN = "/mnt/model", "/mnt/records.json", "/mnt/run.yml"  # on each host's own disk
 
@@ -46,6 +46,7 @@ def trained(hosts: list[Host], folder: Path, *words: str) -> Any:
     return run(*hosts[0].enter(*deepspeed(hostfile, "train_ds.py", "--config", RUN, *words)))
 
 
+@pytest.mark.slow
 def test_two_hosts_train_as_one(hosts: list[Host], disks: list[Path], tmp_path: Path) -> None:
     configured(disks, tmp_path / "run", save_interval=2)
     result = trained(hosts, tmp_path)
@@ -113,7 +114,10 @@ def no_records(disk: Path) -> None:
     (disk / "records.json").unlink()
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=pytest.mark.slow if each == "records" else pytest.mark.longest) for each in DIFFERENT],
+)
 def test_what_differs_is_named_before_training(name: str, hosts: list[Host], disks: list[Path], tmp_path: Path) -> None:
     change, message = DIFFERENT[name]
     configured(disks, tmp_path / "run")
@@ -126,6 +130,7 @@ def test_what_differs_is_named_before_training(name: str, hosts: list[Host], dis
     assert not any(host.processes() for host in hosts)
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_not_shared_is_refused(hosts: list[Host], disks: list[Path], tmp_path: Path) -> None:
     configured(disks, "/mnt/run")
     result = trained(hosts, tmp_path)
