@@ -210,6 +210,21 @@ def test_the_demo_answers_a_file_from_a_runs_checkpoint(
 
 
 @pytest.mark.launched
+@pytest.mark.slow
+def test_the_demo_answers_by_shares_of_each_layer(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drawn tokens too, as rank 0 alone draws; a text that ends in the middle of a pass leaves the others in step."""
+    source = prompts_in(tmp_path / "prompts.jsonl", PROMPTS)
+    drawn = ("--temperature", "0.9", "--seed", "3", "--stop", "e", "--max-new-tokens", "12")
+    words = ("--model", trained, "--prompts-file", source, "--batch-size", "3", *drawn)
+    done = deepspeed(2, "demo.py", "--tensor-parallel", *words, "--output", tmp_path / "shared.jsonl")
+    assert done.returncode == 0, done.stdout + done.stderr
+    alone(monkeypatch, *words, "--output", tmp_path / "alone.jsonl")
+    assert (tmp_path / "shared.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
+
+
+@pytest.mark.launched
 @pytest.mark.longest
 def test_a_chat_in_four_stages_under_torchrun(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -246,6 +261,7 @@ def test_bad_input_is_one_line(folder: Path, trained: Path, tmp_path: Path) -> N
     (checkpoint,) = half.glob("step-*")
     (checkpoint / "layer_01-model_states.pt").write_bytes(b"PK")
     assert "layer_01-model_states.pt" in refusal(deepspeed(2, "demo.py", "--model", half, *question))
+    assert "num_key_value_heads" in refusal(deepspeed(3, "demo.py", "--tensor-parallel", "--model", folder, *question))
     source = prompts_in(tmp_path / "prompts.jsonl", [*PROMPTS, "Why? " * 500])
     words = ("--model", folder, "--prompts-file", source, "--output", tmp_path / "out.jsonl")
     assert refusal(deepspeed(2, "demo.py", *words)).startswith(f"error: {source}: line 8: ")

@@ -72,6 +72,9 @@ def parse_arguments() -> argparse.Namespace:
         "--stop", action="append", default=[], metavar="TEXT", help="end an answer here; may be repeated"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="compute in this precision; as stored where absent")
+    parser.add_argument(
+        "--tensor-parallel", action="store_true", help="processes share each layer out, instead of all layers"
+    )
     parser.add_argument("--threads", type=int, metavar="N", help="of each process; torch's choice where absent")
     parser.add_argument(
         "--prompt-format", metavar="FORMAT", help="chat_template, plain or a Jinja file, as in the training config"
@@ -91,10 +94,12 @@ def open_demo(arguments: argparse.Namespace, place: Place | None) -> None:
 
     dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
     if place and place.world_size > 1:
-        from training.demo.stages import in_stages
+        from training.demo.stages import in_processes
 
-        in_stages(arguments.model, dtype, arguments.threads, place, partial(talk, arguments, dtype))
+        in_processes(arguments, dtype, place, partial(talk, arguments, dtype))
         return
+    if arguments.tensor_parallel:
+        raise ConfigError("--tensor-parallel: without effect in one process; expected deepspeed --num_gpus N demo.py")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     talk(arguments, dtype)

@@ -3,7 +3,7 @@
 Rank 0 holds the last layers with the head: it reads, chooses tokens and writes as a single process does. It tells all
 others of each pass in a line of JSON, by gloo; hidden states go from rank to rank down to it, by NCCL where there are
 GPUs. As many groups of rows as there are stages take turns, so that each stage computes for one group while the others
-compute for the others.
+compute for the others. With `--tensor-parallel` each holds a share of every layer instead (`Together`).
 
 Cost: a pass reads a stage's weights once however many rows it has, so that several stages answer more at once rather
 than one text sooner.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from argparse import Namespace
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,6 +27,7 @@ from torch import Tensor, distributed
 from models import CausalLM, load_model
 from models.checkpoint.layout import resolve
 from models.generation.passes import Pass, Passes
+from models.generation.tensor_parallel import load_share
 from models.spec import ModelSpec
 from training.distributed import processes
 from training.distributed.processes import Place, agreed
@@ -34,17 +36,19 @@ from training.errors import INTERRUPTED, USER_ERRORS, ConfigError
 from training.plan.partition import best_split, layer_ranges
 
 PATIENCE = timedelta(days=20)  # for the next question; torch counts milliseconds in 31 bits
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FAILURE_TOLD = 10  # seconds from a failure until all have left that hear of it
 
 
 class Pipeline(Passes):
     """One stage of the model, of which rank 0 has the last; all ranks make it together."""
 
-    def __init__(self, model: CausalLM, place: Place) -> None:
-        super().__init__(model, groups=place.world_size)
+    def __init__(self, model: CausalLM, place: Place, groups: int | None = None) -> None:
+        super().__init__(model, groups or place.world_size)
         self._rank, self._last_rank = place.rank, place.world_size - 1
         self._told = distributed.new_group(backend="gloo")
         self._sent: deque[list[Any]] = deque()
+        self._handed_on: Any = None
 
     def give(self, work: Pass) -> None:
         """Ask all stages for a pass.
@@ -72,12 +76,14 @@ class Pipeline(Passes):
     @torch.inference_mode()
     def follow(self) -> None:
         """Compute what rank 0 tells, until it says that this is all."""
-        sent: Any = None
         while (work := self._hear()) is not None:
-            hidden = self.compute(work).contiguous()
-            if sent:
-                sent.wait()
-            sent = distributed.isend(hidden, self._rank - 1)
+            self.hand_on(self.compute(work).contiguous())
+
+    def hand_on(self, hidden: Tensor) -> None:
+        """Let the next stage have what this one has computed."""
+        if self._handed_on:
+            self._handed_on.wait()
+        self._handed_on = distributed.isend(hidden, self._rank - 1)
 
     def end(self) -> None:
         """Let the others leave."""
@@ -105,23 +111,48 @@ class Pipeline(Passes):
         return Pass(*told) if told else None
 
 
-def in_stages(
-    folder: str, dtype: torch.dtype | None, threads: int | None, place: Place, answer: Callable[[Pipeline], None]
+class Together(Pipeline):
+    """A share of every block (`models.generation.tensor_parallel`): all ranks compute the same pass."""
+
+    def __init__(self, model: CausalLM, place: Place) -> None:
+        super().__init__(model, place, groups=1)
+
+    def forget(self) -> None:
+        while self._given:  # the others compute it, and sum with this one
+            self.compute(self._given.popleft())
+
+    def inputs(self, work: Pass) -> Tensor:
+        """Token ids."""
+        self._wait()
+        return Passes.inputs(self, work)
+
+    def hand_on(self, hidden: Tensor) -> None:
+        """All have it."""
+
+
+def in_processes(
+    arguments: Namespace, dtype: torch.dtype | None, place: Place, answer: Callable[[Pipeline], None]
 ) -> None:
     """Be one of the processes that hold a model together.
 
     Args:
+        arguments: the words after demo.py.
         answer: what rank 0 does with it.
     """
     processes.join(place, PATIENCE)
-    if threads:
-        torch.set_num_threads(threads)
-    failure = None
-    with RankMonitor(place, stage_of(place), timeout_minutes=0):
+    everyone = distributed.group.WORLD
+    assert everyone
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    failure, shares = None, arguments.tensor_parallel
+    with RankMonitor(place, 0 if shares else stage_of(place), timeout_minutes=0):
         obey_signals(place)
         with agreed():
-            model = load_stage(folder, dtype, place)
-        pipeline = Pipeline(model, place)
+            if shares:
+                model = load_share(arguments.model, everyone, dtype, DEVICE)
+            else:
+                model = load_stage(arguments.model, dtype, place)
+        pipeline = Together(model, place) if shares else Pipeline(model, place)
         if place.rank:
             pipeline.follow()
         else:
@@ -160,8 +191,7 @@ def load_stage(folder: str | Path, dtype: torch.dtype | None, place: Place) -> C
         ConfigError: there are fewer layers than stages.
     """
     ranges = layer_ranges(divide(ModelSpec.from_folder(resolve(folder)), place.world_size))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return load_model(folder, dtype, device, range(*ranges[stage_of(place)]))
+    return load_model(folder, dtype, DEVICE, range(*ranges[stage_of(place)]))
 
 
 def divide(spec: ModelSpec, stages: int) -> list[int]:
