@@ -51,17 +51,19 @@ def hg_to_onnx(input_path: str | Path, save_path: str | Path, overwrite: bool = 
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise CheckpointError(f"hg_to_onnx needs {', '.join(missing)}: pip install {' '.join(missing)}")
     source = open_source(folder, spec)
-    with publish_folder(Path(save_path), overwrite, [folder]) as target, tqdm(bar_format="{desc}[{elapsed}]") as bar:
-        bar.set_description("hg_to_onnx: reading weights")
+    with (
+        publish_folder(Path(save_path), overwrite, [folder]) as target,
+        tqdm(desc="hg_to_onnx: reading weights", bar_format="{desc} [{elapsed}]") as bar,
+    ):
         model = CausalLM(spec, source, torch.float32, torch.device("cpu")).eval()
-        bar.set_description("hg_to_onnx: tracing")
+        bar.set_description_str("hg_to_onnx: tracing")
         program = _trace(model)
-        bar.set_description("hg_to_onnx: writing")
+        bar.set_description_str("hg_to_onnx: writing")
         program.save(target / "model.onnx")
         del program
         copy_files(folder, target, side_names(folder, Manifest.read(folder)))
         write_json(target / "config.json", with_dtype(spec.raw, torch.float32))
-        bar.set_description("hg_to_onnx: asking onnxruntime")
+        bar.set_description_str("hg_to_onnx: asking onnxruntime")
         found = _compare(model, target / "model.onnx", save_path)
     stored = str(source.dtype()).removeprefix("torch.")
     return f"{save_path}: float32 (stored: {stored}); {found}; {time.monotonic() - begun:.0f} s in all"

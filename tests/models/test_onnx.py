@@ -136,6 +136,11 @@ def test_what_one_graph_cannot_do_is_refused(name: str, told: str, make_checkpoi
     assert told in refusal("hg_to_onnx", folder, tmp_path / "onnx")
 
 
+def test_a_folder_that_exists_is_refused(llama: Callable[[], Path], tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert "exists and is not empty" in refusal("hg_to_onnx", llama(), tmp_path)
+
+
 def test_missing_packages_are_named(llama: Callable[[], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: Any = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "onnx" in name else found(name))
