@@ -7,6 +7,7 @@ are the same files on all of them, as on a cluster with a shared folder. Needs r
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ import psutil
 from tests.conftest import ROOT
 
 NEEDED = ("ip", "sshd", "ssh", "ssh-keygen", "pdsh", "nsenter", "unshare")
-SSH = Path.home() / ".ssh"
+SSH = Path(pwd.getpwuid(os.getuid()).pw_dir) / ".ssh"  # where ssh looks, whatever HOME says
 SUBNET = "10.77.0"
 BEGIN = """
 hostname {name}
