@@ -32,6 +32,7 @@ from models.spec import ModelSpec
 from training.distributed import processes
 from training.distributed.processes import Place, agreed
 from training.distributed.rank_monitor import RankMonitor
+from training.distributed.waiting import wait
 from training.errors import INTERRUPTED, USER_ERRORS, ConfigError
 from training.plan.partition import best_split, layer_ranges
 
@@ -81,8 +82,7 @@ class Pipeline(Passes):
 
     def hand_on(self, hidden: Tensor) -> None:
         """Let the next stage have what this one has computed."""
-        if self._handed_on:
-            self._handed_on.wait()
+        wait(self._handed_on)
         self._handed_on = distributed.isend(hidden, self._rank - 1)
 
     def end(self) -> None:
@@ -100,7 +100,7 @@ class Pipeline(Passes):
     def _wait(self) -> None:
         """Until all have heard what was told first; what nobody waits for may never arrive."""
         for each in self._sent.popleft() if self._sent else ():
-            each.wait()
+            wait(each)
 
     def _hear(self) -> Pass | None:
         size = torch.empty(1, dtype=torch.int64)

@@ -42,7 +42,8 @@ from training.distributed.pdsh import end_soon
 from training.distributed.processes import Place, agreed, gather
 from training.errors import ConfigError, RunRefused, description, with_traceback
 
-COMMUNICATION = ("torch/distributed/", "deepspeed/comm/")  # where a rank waits for others
+# Where a rank waits for others.
+COMMUNICATION = ("torch/distributed/", "deepspeed/comm/", "training/distributed/waiting.py")
 LEASE = "pipetune-lease"  # of a run's folder
 LOOK = 0.1  # seconds between two looks at a lease whose holder may be dead
 LAST_WORDS = 2.5  # seconds; by then the launcher has noticed that the other ranks left, and has said so

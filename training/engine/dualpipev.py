@@ -18,6 +18,7 @@ from deepspeed import comm
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 
+from training.distributed.waiting import wait
 from training.engine.stage_engine import StageEngine
 from training.schedule.zero_bubble import FilledSchedule, LaunchP2P, WeightPass
 
@@ -60,7 +61,7 @@ class VScheduleEngine(DualPipeVEngine, StageEngine):
         if not self._under_way:
             self._launch()
         for request in self._under_way:
-            request.wait()
+            wait(request)
         self._under_way, self._p2p_ops = (), []
 
     _INSTRUCTION_MAP = DualPipeVEngine._INSTRUCTION_MAP | {

@@ -29,6 +29,8 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, distributed
 
+from training.distributed.waiting import wait
+
 
 class ReplicaSums(ABC):
     """What a rank still has to sum in this step, and what is under way.
@@ -74,7 +76,7 @@ class ReplicaSums(ABC):
         while self._started < len(self._order):
             self._start_next()
         for reduced in self._under_way:
-            reduced.wait()  # the device does
+            wait(reduced)
         for _, gradient, total in self._own:
             if gradient.dtype != total.dtype:
                 gradient.copy_(total)
