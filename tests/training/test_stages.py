@@ -196,32 +196,19 @@ def typing(path: Path, text: str, *words: str | Path) -> subprocess.CompletedPro
 
 @pytest.mark.launched
 @pytest.mark.slow
+@pytest.mark.parametrize("how", [(), ("--tensor-parallel",)], ids=["stages", "shares"])
 def test_the_demo_answers_a_file_from_a_runs_checkpoint(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = prompts_in(tmp_path / "prompts.jsonl", PROMPTS)
-    drawn = ("--temperature", "0.9", "--seed", "3", "--stop", "e", "--max-new-tokens", "12")
-    words = ("--model", trained, "--prompts-file", source, "--batch-size", "3", *drawn)
-    done = deepspeed(2, "demo.py", *words, "--output", tmp_path / "staged.jsonl")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr.count("staged.jsonl: 7 answers") == 1
-    alone(monkeypatch, *words, "--output", tmp_path / "alone.jsonl")
-    assert (tmp_path / "staged.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
-
-
-@pytest.mark.launched
-@pytest.mark.slow
-def test_the_demo_answers_by_shares_of_each_layer(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: tuple[str, ...], trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drawn tokens too, as rank 0 alone draws; a text that ends in the middle of a pass leaves the others in step."""
     source = prompts_in(tmp_path / "prompts.jsonl", PROMPTS)
     drawn = ("--temperature", "0.9", "--seed", "3", "--stop", "e", "--max-new-tokens", "12")
     words = ("--model", trained, "--prompts-file", source, "--batch-size", "3", *drawn)
-    done = deepspeed(2, "demo.py", "--tensor-parallel", *words, "--output", tmp_path / "shared.jsonl")
+    done = deepspeed(2, "demo.py", *how, *words, "--output", tmp_path / "together.jsonl")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.count("together.jsonl: 7 answers") == 1
     alone(monkeypatch, *words, "--output", tmp_path / "alone.jsonl")
-    assert (tmp_path / "shared.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
+    assert (tmp_path / "together.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
 
 
 @pytest.mark.launched
