@@ -6,6 +6,7 @@ python train_ds.py --config FILE          starts its own launcher
 python train_ds.py --config FILE --inspect 3
 python train_ds.py --config FILE --plan [--devices 8xA100-40G] [--search] [--calibrate]
 python train_ds.py --config FILE --prove
+deepspeed --hostfile ./hostfile train_ds.py --config FILE --check
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def main() -> None:
         config.check_door(in_stages=True)
         return config
 
-    open_door(arguments, load, partial(run, record=arguments.record), plan, prove)
+    open_door(arguments, load, partial(run, arguments), plan, prove)
 
 
 def plan(config: TrainConfig, arguments: Namespace) -> None:
@@ -49,16 +50,20 @@ def prove(config: TrainConfig) -> None:
     prove_run(config, sys.argv[0])
 
 
-def run(config: TrainConfig, place: Place, monitor: RankMonitor, record: str | None = None) -> bool:
-    """The whole job of one rank, which notes its steps in the folder `record` if it is one of a proof."""
+def run(arguments: Namespace, config: TrainConfig, place: Place, monitor: RankMonitor) -> bool:
+    """The whole job of one rank, which notes its steps in the folder `--record` if it is one of a proof."""
+    if arguments.check:
+        from training.checking import check_run
+
+        return check_run(True, config, place, monitor)
     from training.engine.pipeline import PipelineTrainer
     from training.job import run_job
 
     kind = PipelineTrainer
-    if record:
+    if arguments.record:
         from training.proof.recorder import recorder_in
 
-        kind = recorder_in(record)
+        kind = recorder_in(arguments.record)
     return run_job(config, place, monitor, kind)
 
 

@@ -4,10 +4,13 @@ deepspeed --num_gpus 8 train_ds_zero.py --config configs/ds_config_zero.yml [key
 deepspeed --hostfile ./hostfile train_ds_zero.py --config FILE
 python train_ds_zero.py --config FILE     starts its own launcher, with a process for each GPU
 python train_ds_zero.py --config FILE --inspect 3
+deepspeed --hostfile ./hostfile train_ds_zero.py --config FILE --check
 """
 
 from __future__ import annotations
 
+from argparse import Namespace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from training.command_line import open_door, parse_arguments
@@ -21,11 +24,19 @@ if TYPE_CHECKING:
 
 def main() -> None:
     arguments = parse_arguments("Fine-tune a model with ZeRO.")
-    open_door(arguments, lambda place: load_spread_config(arguments.config, arguments.overrides, place), run)
+    open_door(
+        arguments,
+        lambda place: load_spread_config(arguments.config, arguments.overrides, place),
+        partial(run, arguments),
+    )
 
 
-def run(config: TrainConfig, place: Place, monitor: RankMonitor) -> bool:
+def run(arguments: Namespace, config: TrainConfig, place: Place, monitor: RankMonitor) -> bool:
     """The whole job of one rank."""
+    if arguments.check:
+        from training.checking import check_run
+
+        return check_run(False, config, place, monitor)
     from training.engine.zero import ZeroTrainer
     from training.job import run_job
 

@@ -31,12 +31,13 @@ def parse_arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--search", action="store_true", help="with --plan: propose dims, parts, micro-batch, schedule")
     parser.add_argument("--calibrate", action="store_true", help="with --plan: measure the layers here first")
     parser.add_argument("--prove", action="store_true", help="show by a small run that it trains right here, and leave")
+    parser.add_argument("--check", action="store_true", help="compare the hosts, measure their links, and leave")
     parser.add_argument("--record", metavar="FOLDER", help=argparse.SUPPRESS)  # where a rank of a proof notes its steps
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="override keys of the config")
     arguments = parser.parse_intermixed_args()
-    if sum(map(bool, (arguments.inspect, arguments.plan, arguments.prove))) > 1:
-        parser.error("--inspect, --plan and --prove: expected one of them")
+    if sum(map(bool, (arguments.inspect, arguments.plan, arguments.prove, arguments.check))) > 1:
+        parser.error("--inspect, --plan, --prove and --check: expected one of them")
     if arguments.html and not arguments.inspect:
         parser.error("--html needs --inspect N")
     if (arguments.devices or arguments.search or arguments.calibrate) and not arguments.plan:

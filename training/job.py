@@ -37,6 +37,7 @@ from training.plan.auto import divide
 from training.plan.feedback import Feedback
 from training.plan.kernels import choose_kernels
 from training.plan.out_of_memory import out_of_memory_told
+from training.plan.room import check_room
 from training.preflight import check_model, check_setup
 from training.progress import Progress
 
@@ -129,6 +130,7 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
     layers = topology.layers(stage, spec.n_layers)
     if progress.is_over(layers, inputs.folder):
         return False
+    check_room(config, spec, layers)
     with agreed():
         inputs.begin(progress, place, monitor)
     kernels = choose_kernels(config, spec, known_loader)

@@ -67,6 +67,15 @@ def check_model(folder: Path, weights: bool) -> None:
     expect_same(found)
 
 
+def check_samples(trained: str, evaluated: str) -> None:
+    """See that every host has the same samples, by their fingerprints.
+
+    Raises:
+        RunRefused: on every rank, where they differ.
+    """
+    expect_same({"samples of data_path": trained, "samples of eval_data_path": evaluated})
+
+
 def check_shared(folder: Path) -> None:
     """See that every host sees what rank 0 writes to the run's folder.
 

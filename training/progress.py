@@ -17,7 +17,7 @@ from training.distributed.processes import agreed
 from training.distributed.signals import StopRequest
 from training.errors import ConfigError
 from training.evaluation import Evaluation
-from training.preflight import check_shared, expect_same
+from training.preflight import check_samples, check_shared
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,7 @@ class Progress:
             RunRefused: on every rank, where something differs that must agree.
         """
         check_shared(Path(config.save_path))
-        evaluated_on = evaluation.records if evaluation else "none"
-        expect_same({"samples of data_path": order.fingerprint, "samples of eval_data_path": evaluated_on})
+        check_samples(order.fingerprint, evaluation.records if evaluation else "none")
         total_steps = config.max_steps or config.n_epoches * steps_per_epoch
         checkpoint = find_checkpoint(config, Path(config.save_path), log)
         known = CheckpointRecord.read(checkpoint) if checkpoint else None

@@ -226,6 +226,7 @@ class EveryNth(Section):
 class ProcessTopology(Section):
     """`model_topo.process_topology`: the grid of processes."""
 
+    # What neighbouring processes are: the last axis. Over several hosts, where absent, what crosses them least.
     axes: list[Literal["pipe", "data"]] = ["pipe", "data"]
     # One size per axis: [8, 2] is 16 processes, two replicas of an 8-stage pipeline.
     dims: list[PositiveInt] = Field(default=[1, 1], min_length=2, max_length=2)
@@ -273,6 +274,12 @@ class ModelTopo(Section):
         dims = [stages if axis == "pipe" else replicas for axis in self.process_topology.axes]
         grid = self.process_topology.model_copy(update={"dims": dims})
         return self.model_copy(update={"parts": None, "process_topology": grid})
+
+    def turned(self) -> ModelTopo:
+        """The same grid with its axes, and `dims` with them, in the other order."""
+        grid = self.process_topology
+        turned = grid.model_copy(update={"axes": grid.axes[::-1], "dims": grid.dims[::-1]})
+        return self.model_copy(update={"process_topology": turned})
 
     @property
     def _sizes(self) -> dict[str, int]:

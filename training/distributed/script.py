@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from training.config.yaml_file import Config
-from training.distributed import processes
+from training.distributed import placement, processes
 from training.distributed.processes import LAUNCHER_GONE, Place
 from training.errors import ConfigError, keep_tracebacks_in, one_line_at_the_end
 
@@ -32,6 +33,9 @@ def in_processes(config: Config, place: Place | None, run: Callable[[Config, Pla
 
     # The failure detector must find a hang, and name the rank, before the process group gives up.
     processes.start(place, config.model_topo, timedelta(minutes=max(30, 2 * config.timeout_minutes)))
+    config, picture = placement.place(config, processes.gather(socket.gethostname()))
+    if place.rank == 0 and picture:
+        print("\n".join(picture), flush=True)
     with RankMonitor(place, config.model_topo.stage_of(place.rank), config.timeout_minutes) as monitor:
         again = run(config, place, monitor)
     if again:

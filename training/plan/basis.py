@@ -1,9 +1,9 @@
 """What a plan rests on: the run, what it is fed with, the device, and what was measured of it.
 
-What `--calibrate` and a run's own steps (`training.plan.feedback`) measured lies in the run's folder, where
+What `--calibrate`, `--check` and a run's own steps (`training.plan.feedback`) measured lies in the run's folder, where
 `parts: auto` and `--plan` find it. A calibration is a factor by which estimates are wrong, so it stays useful when the
 data change; for another model, precision or kind of device it is passed over. What steps took counts for just such
-steps.
+steps, and the speed of links for as many stages and replicas.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from data.loader import Loader
 from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
+from training.distributed.links import Links
 from training.metrics.devices import Device
 from training.schedule.instructions import Schedule
 
@@ -196,6 +197,7 @@ class Basis:
         workload: what the run is fed with.
         calibration: what `--calibrate` measured; all is estimated where absent.
         measured: what steps of this run took, which corrects the plan.
+        links: what `--check` measured; as the device's neighbours are linked where absent.
         recompute: the layers that do; as the config says, and with `auto` all, where absent.
         known: what `once` found, shared by all that is made of this basis.
     """
@@ -206,6 +208,7 @@ class Basis:
     device: Device
     calibration: Calibration | None = None
     measured: Measured | None = None
+    links: Links | None = None
     recompute: frozenset[int] | None = None
     known: dict[tuple[object, ...], Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -216,10 +219,12 @@ class Basis:
         """With what was measured in the run's folder, and a line for the log where that cannot be used.
 
         Args:
-            calibrated: whether a calibration counts.
+            calibrated: whether a calibration, and measured links, count.
         """
         folder = Path(config.save_path)
-        basis = cls(config, spec, workload, device, Calibration.read(folder, config, spec) if calibrated else None)
+        basis = cls(config, spec, workload, device)
+        if calibrated:
+            basis = replace(basis, calibration=Calibration.read(folder, config, spec), links=Links.read(folder))
         try:
             measured = Measured.model_validate_json((folder / MEASURED_FILE).read_bytes())
         except FileNotFoundError:
@@ -275,6 +280,23 @@ class Basis:
     def micro_batches(self) -> int:
         """Of one replica in a step."""
         return max(self.workload.micro_batches, self.config.least_micro_batches)
+
+    @property
+    def measured_links(self) -> Links | None:
+        """Those of as many stages and replicas."""
+        return self.links if self.links and self.links.fit(self.config.model_topo) else None
+
+    def transfers(self, size: float) -> list[float]:
+        """Seconds of a message of so many bytes from each stage to the next."""
+        if self.measured_links:
+            return [link.seconds(size) for link in self.measured_links.stages]
+        return [size / self.device.link] * (self.config.model_topo.stages - 1)
+
+    @property
+    def sums_bandwidth(self) -> float:
+        """Bytes/s that a process sends while the replicas of a stage sum."""
+        links = self.measured_links
+        return min(link.bandwidth for link in links.sums) if links and links.sums else self.device.link
 
     def changed(self, **keys: Any) -> Basis:
         """The same run with other keys; a step has as many rows, in as many micro-batches as that makes."""

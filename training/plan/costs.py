@@ -79,7 +79,9 @@ def layer_times(basis: Basis) -> list[LayerTime]:
             forward, backward = forward.times(factor), backward.times(factor)
         if number in basis.recomputed:
             backward += forward
-        once = Spent(optimizer=weights * update, replicas=_shared(config, device, weights, backward.total))
+        once = Spent(
+            optimizer=weights * update, replicas=_shared(config, basis.sums_bandwidth, weights, backward.total)
+        )
         moved = away[number] * work.length / work.longest / HOST_LINK
         forward += Spent(offload=max(0.0, moved - forward.total))
         backward += Spent(offload=max(0.0, moved - backward.total))
@@ -97,17 +99,18 @@ def _sum_bytes(basis: Basis, layer: int, device: Device) -> int:
     return PRODUCT_SUM if by_product else FP32_SUM
 
 
-def _shared(config: TrainConfig, device: Device, weights: int, backward: float) -> float:
+def _shared(config: TrainConfig, bandwidth: float, weights: int, backward: float) -> float:
     """Seconds in which replicas sum the gradients of so many weights and hand these round, with nothing to compute.
 
     In a ring, an all-reduce takes each byte twice over a link, a reduce once, and an all-gather of the weights once.
 
     Args:
+        bandwidth: bytes/s that a process sends.
         backward: seconds of the pass that sums may hide behind.
     """
     others, early = 1 - 1 / config.model_topo.replicas, config.sums_while_computing
-    summed = sent_bytes(config) * (1 if early else 2 * others) / device.link
-    handed_round = others * training_dtype(config).itemsize / device.link
+    summed = sent_bytes(config) * (1 if early else 2 * others) / bandwidth
+    handed_round = others * training_dtype(config).itemsize / bandwidth
     return weights * handed_round + max(0.0, weights * summed - (backward if early else 0.0))
 
 

@@ -69,6 +69,10 @@ class StateBytes:
         bucket = 0.0 if config.sums_while_computing and config.model_topo.stages > 1 else weight
         return replace(sharded, step=decayed + copies / replicas, bucket=bucket)
 
+    def saved(self, replicas: int) -> float:
+        """Bytes a parameter in a checkpoint: the weight, and the master weight and states of all replicas."""
+        return self.weight + max(self.optimizer * replicas, self.host * replicas - 4 - self.weight)
+
 
 def sent_bytes(config: TrainConfig) -> int:
     """Of a gradient, between replicas."""

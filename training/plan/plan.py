@@ -96,18 +96,19 @@ class Plan:
         basis = self.basis
         chunks = [self._times[begin:end] for begin, end in layer_ranges(self.parts)]
         hidden = basis.workload.micro_tokens * basis.spec.config.hidden_size * training_dtype(basis.config).itemsize
-        simulated = min(basis.micro_batches, 8 * basis.config.chunks)
-        step = simulate(
-            basis.schedule,
-            [sum(time.forward.total for time in times) for times in chunks],
-            [sum(time.backward.total for time in times) for times in chunks],
-            simulated,
-            hidden / basis.device.link,
-        )
+
+        def simulated(micro_batches: int) -> float:
+            forward = [sum(time.forward.total for time in times) for times in chunks]
+            backward = [sum(time.backward.total for time in times) for times in chunks]
+            return simulate(basis.schedule, forward, backward, micro_batches, basis.transfers(hidden)).seconds
+
+        number = min(basis.micro_batches, 8 * basis.config.chunks)
+        seconds = simulated(number)
+        if left := basis.micro_batches - number:
+            before = number // 2
+            seconds += left * (seconds - simulated(before)) / (number - before)
         by_rank = [[self._times[layer] for layer in stage.layers] for stage in self.stages]
-        micro_batch = max(sum((time.forward + time.backward).total for time in times) for times in by_rank)
-        update = max(sum(time.update.total for time in times) for times in by_rank)
-        return step.seconds + (basis.micro_batches - simulated) * micro_batch + update
+        return seconds + max(sum(time.update.total for time in times) for times in by_rank)
 
     @property
     def bubble(self) -> float:

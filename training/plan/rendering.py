@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.table import Column, Table
 
+from training.distributed.links import FILE as LINKS_FILE
 from training.metrics.devices import TERA
 from training.plan.alternatives import Advice
 from training.plan.basis import MEASURED_FILE
@@ -76,6 +77,8 @@ def facts(plan: Plan) -> list[str]:
         lines.append(f"times: estimated, a roofline of {device.name}: {products}")
     else:
         lines.append("times: in proportion only; --devices or --calibrate make seconds of them")
+    if links := basis.measured_links:
+        lines.append(f"links: measured by --check on {' and '.join(dict.fromkeys(links.hosts))} ({LINKS_FILE})")
     if basis.measured or basis.calibration or device.known:
         mfu = "" if plan.mfu is None else f", {plan.mfu:.0%} MFU"
         lines.append(f"speed: {plan.seconds:.2f} s a step, {plan.tokens_per_s:,.0f} tokens/s{mfu}")

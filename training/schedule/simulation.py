@@ -22,7 +22,7 @@ def simulate(
     forward: Sequence[float],
     backward: Sequence[float],
     micro_batches: int,
-    transfer: float = 0.0,
+    transfer: float | Sequence[float] = 0.0,
     weights: Sequence[float] | None = None,
 ) -> Simulation:
     """Walk through one step.
@@ -31,7 +31,7 @@ def simulate(
         forward, backward: seconds of each stage for one micro-batch, in the order of the layers. 1f1b has one stage a
             rank. dualpipev has two: rank r of P holds stages r and 2P - 1 - r.
         micro_batches: of one replica in a step.
-        transfer: seconds of a message between neighbours, once both are there.
+        transfer: seconds of a message between neighbours, once both are there; of all, or of each rank and the next.
         weights: seconds of the weights' gradients, where the schedule computes them by themselves and `backward` does
             not contain them. Half of `backward` where absent, as a matrix product has it.
 
@@ -42,7 +42,8 @@ def simulate(
     if weights is None and schedule == "dualpipev":
         backward = weights = [seconds / 2 for seconds in backward]
     programs = [program(schedule, rank, ranks, micro_batches) for rank in range(ranks)]
-    return walk(programs, {"forward": forward, "backward": backward, "weights": weights or []}, transfer)
+    transfers = [transfer] * ranks if isinstance(transfer, (int, float)) else transfer
+    return walk(programs, {"forward": forward, "backward": backward, "weights": weights or []}, transfers)
 
 
 def program(schedule: Schedule, rank: int, ranks: int, micro_batches: int) -> Program:

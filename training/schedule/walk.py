@@ -57,12 +57,14 @@ class Simulation:
 Program = Generator[Meaning | list[Message] | None, float | None, None]
 
 
-def walk(programs: Sequence[Program], seconds: Mapping[str, Sequence[float]], transfer: float = 0.0) -> Simulation:
+def walk(
+    programs: Sequence[Program], seconds: Mapping[str, Sequence[float]], transfers: Sequence[float] = ()
+) -> Simulation:
     """Let all ranks run their programs, until the last is done.
 
     Args:
         seconds: of each kind of work, by stage.
-        transfer: seconds of a message, once both ends are there.
+        transfers: seconds of a message between each rank and the next one, once both are there; none where absent.
     """
     posted: dict[tuple[Message, int], float] = {}  # when each rank came to each message
     spans: list[Span] = []
@@ -85,7 +87,8 @@ def walk(programs: Sequence[Program], seconds: Mapping[str, Sequence[float]], tr
                     others = [(message, peer) for message in step for peer in message.ends - {rank}]
                     while any(other not in posted for other in others):
                         yield
-                    arrival = max(clock, *(posted[other] for other in others)) + transfer
+                    taken = max(transfers[min(message.ends)] for message in step) if transfers else 0.0
+                    arrival = max(clock, *(posted[other] for other in others)) + taken
                     idle = arrival - clock
         ends.append(clock)
 

@@ -1,0 +1,69 @@
+"""Stages and replicas on hosts: sums stay inside of one where they can, then fewest messages cross."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from training.config.keys import TrainConfig
+from training.config.yaml_file import checked
+from training.distributed.placement import Placement, place
+
+
+def config_of(dims: list[int], **grid: Any) -> TrainConfig:
+    keys: dict[str, Any] = {"model_path": "model", "data_path": "records", "save_path": "run", "train_batch_size": 12}
+    return checked(TrainConfig, keys | {"model_topo": {"process_topology": {"dims": dims} | grid}})
+
+
+def hosts_of(*slots: int) -> list[str]:
+    return [f"node{number}" for number, count in enumerate(slots, 1) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("dims", "slots", "axes", "split_sums", "crossings"),
+    [
+        ([2, 1], (1, 1), ["pipe", "data"], 0, 1),
+        ([2, 2], (2, 2), ["pipe", "data"], 0, 2),  # sums inside, both pipelines across
+        ([4, 2], (4, 4), ["pipe", "data"], 0, 2),
+        ([2, 4], (2, 2, 2, 2), ["data", "pipe"], 2, 0),  # no host holds four replicas, but each a whole pipeline
+        ([2, 3], (2, 2, 2), ["data", "pipe"], 2, 0),
+        ([3, 2], (2, 2, 2), ["pipe", "data"], 0, 4),
+        ([1, 2], (1, 1), ["pipe", "data"], 1, 0),
+    ],
+)
+def test_sums_stay_inside_then_fewest_messages_cross(
+    dims: list[int], slots: tuple[int, ...], axes: list[str], split_sums: int, crossings: int
+) -> None:
+    config, picture = place(config_of(dims), hosts_of(*slots))
+    topology = config.model_topo
+    assert topology.process_topology.axes == axes
+    assert [topology.stages, topology.replicas] == dims
+    placement = Placement(topology, tuple(hosts_of(*slots)))
+    assert (placement.split_sums, placement.crossings) == (split_sums, crossings)
+    assert len(placement.pipelines) == dims[1] and all(len(row) == dims[0] for row in placement.pipelines)
+    assert picture[0].startswith("placement:") and picture[-1].endswith(f"axes: [{', '.join(axes)}]")
+
+
+def test_axes_of_the_config_stay_and_a_better_order_is_told() -> None:
+    asked = config_of([2, 3], axes=["pipe", "data"])
+    config, picture = place(asked, hosts_of(2, 2, 2))
+    assert config == asked
+    assert picture[-1] == "axes: [data, pipe] with dims: [3, 2] would cross hosts less"
+    best = config_of([3, 2], axes=["data", "pipe"])
+    config, picture = place(best, hosts_of(2, 2, 2))
+    assert config == best and picture[-1].endswith("axes: [data, pipe]")
+
+
+def test_the_picture() -> None:
+    assert place(config_of([3, 2]), hosts_of(4, 2))[1] == [
+        "placement:  stage 0    stage 1    stage 2",
+        "replica 0   node1   -- node1   => node2",
+        "replica 1   node1   -- node1   => node2",
+        "2 of 4 links between stages cross hosts (=>); replicas sum inside of their hosts; axes: [pipe, data]",
+    ]
+
+
+def test_one_host_needs_none() -> None:
+    config = config_of([2, 2])
+    assert place(config, hosts_of(4)) == (config, [])

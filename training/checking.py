@@ -1,0 +1,128 @@
+"""`--check`: all that a start compares between the hosts of a run, and how fast they reach each other; then it leaves.
+
+`deepspeed --hostfile ./hostfile train_ds.py --config F --check`. Nothing is trained, and no checkpoint is touched. What
+is measured of the links stays in the run's folder, for plans (`training.distributed.links`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from rich.table import Column, Table
+
+from common.log import Log
+from training.config.keys import TrainConfig
+from training.config.sections import ModelTopo
+from training.distributed.links import FILE, Link, Links, measure
+from training.distributed.placement import Placement
+from training.distributed.processes import Place, agreed, gather
+from training.distributed.rank_monitor import RankMonitor
+from training.job import Inputs
+from training.plan.auto import divide
+from training.plan.room import GB, check_room
+from training.preflight import check_model, check_samples, check_setup, check_shared
+
+MEGA = 1e6
+
+
+def check_run(in_stages: bool, config: TrainConfig, place: Place, monitor: RankMonitor) -> bool:
+    """What a door does in place of `training.job.run_job`; nothing starts over.
+
+    Raises:
+        RunRefused: on every rank, where something differs between hosts or is not there.
+    """
+    log = Log(quiet=place.rank > 0, highlight=False)
+    check_setup(config, log)
+    with agreed():
+        inputs = Inputs.read(config, log, monitor)
+    check_shared(Path(config.save_path))
+    check_samples(inputs.order(config).fingerprint, inputs.evaluation.records if inputs.evaluation else "none")
+    check_model(inputs.folder, weights=not config.from_scratch)
+    loader = None if config.stream_gb else inputs.loader
+    topology = divide(config, inputs.spec, in_stages, loader).topology
+    layers = topology.layers(config.model_topo.stage_of(place.rank), inputs.spec.n_layers)
+    check_room(config, inputs.spec, layers)
+    hosts = gather(Host.here(config.save_path))
+    links = measure(config.model_topo, [host.name for host in hosts])
+    if place.rank == 0:
+        links.write(Path(config.save_path))
+        log.print(hosts_table(hosts))
+        if links.stages or links.sums:
+            log.print(links_table(links, config.model_topo))
+        log.print(f"checked: nothing keeps {config.model_topo.processes} processes from training")
+    return False
+
+
+@dataclass(frozen=True)
+class Host:
+    """What a rank says of where it runs.
+
+    Attributes:
+        interface: that it reaches rank 0 by, with its address.
+        disk, memory: free bytes, of the disk of `save_path`.
+        clock: its time, taken at the same moment on all.
+    """
+
+    name: str
+    interface: str
+    disk: int
+    memory: int
+    clock: float
+
+    @classmethod
+    def here(cls, save_path: str) -> Host:
+        torch.distributed.barrier()
+        return cls(
+            socket.gethostname(),
+            interface(),
+            shutil.disk_usage(save_path).free,
+            psutil.virtual_memory().available,
+            time.time(),
+        )
+
+
+def interface() -> str:
+    """The network interface by which this host reaches rank 0's, with its address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], 9))  # which sends nothing
+        address = probe.getsockname()[0]
+    held = ((name, each.address) for name, found in psutil.net_if_addrs().items() for each in found)
+    return next((f"{name} {own}" for name, own in held if own == address), address)
+
+
+def hosts_table(ranks: Sequence[Host]) -> Table:
+    """A row for each host."""
+    headings = ["host", "ranks", "network interface", "free disk, GB", "free memory, GB", "clock, s"]
+    made = Table(*(Column(heading, justify="right") for heading in headings), title="hosts: all alike")
+    for name in dict.fromkeys(host.name for host in ranks):
+        own = [rank for rank, host in enumerate(ranks) if host.name == name]
+        host = ranks[own[0]]
+        free = (f"{size / GB:,.1f}" for size in (host.disk, host.memory))
+        clock = f"{host.clock - ranks[0].clock:+.1f}"
+        made.add_row(name, ", ".join(map(str, own)), host.interface, *free, clock)
+    return made
+
+
+def links_table(links: Links, topology: ModelTopo) -> Table:
+    """A row for each pair of neighbouring stages, and for the sums of each stage."""
+    headings = ["link", "hosts", "latency, ms", "bandwidth, MB/s"]
+    made = Table(*(Column(heading, justify="right") for heading in headings), title=f"links, kept in {FILE}")
+    pipelines = zip(*Placement(topology, tuple(links.hosts)).pipelines, strict=True)
+    hosts = [", ".join(dict.fromkeys(of_stage)) for of_stage in pipelines]
+
+    def add(name: str, where: str, link: Link) -> None:
+        made.add_row(name, where, f"{1000 * link.latency:.3g}", f"{link.bandwidth / MEGA:,.0f}")
+
+    for stage, link in enumerate(links.stages):
+        add(f"stage {stage} to {stage + 1}", f"{hosts[stage]} to {hosts[stage + 1]}", link)
+    for stage, link in enumerate(links.sums):
+        add(f"sums of stage {stage}", hosts[stage], link)
+    return made

@@ -1,0 +1,58 @@
+"""Whether each host has room for a run: memory for what its ranks hold all the time, and a disk for a checkpoint.
+
+Only what is certain counts: weights, gradients and the optimizer's states, without activations. A run that has not even
+that would be killed by the kernel in its first step, or could never save; it is refused before it is built.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+
+from models.spec import ModelSpec
+from training.config.keys import TrainConfig
+from training.distributed.processes import agreed, gather
+from training.errors import ConfigError
+from training.plan.optimizer_memory import StateBytes
+
+GB = 1e9
+
+
+def check_room(config: TrainConfig, spec: ModelSpec, layers: Sequence[int]) -> None:
+    """See that memory and disk suffice; all ranks call it together.
+
+    Args:
+        layers: those that this rank's stage holds.
+
+    Raises:
+        RunRefused: on every rank, where they do not on some host.
+    """
+    state, replicas = StateBytes.of(config), config.model_topo.replicas
+    weights = sum(shape.numel() for layer in layers for shape in spec.shapes(layer).values())
+    in_memory = state.host
+    if not torch.cuda.is_available():  # ZeRO 2 and 3 shard more than the optimizer
+        stage = config.zero_optimization.stage
+        in_memory += state.optimizer + state.gradient / (replicas if stage > 1 else 1)
+        in_memory += state.weight / (replicas if stage > 2 else 1)
+    told = gather((socket.gethostname(), weights * in_memory, weights * state.saved(replicas) / replicas))
+    here = sum(held for host, held, _ in told if host == socket.gethostname())
+    saved = sum(share for _, _, share in told)
+    with agreed():
+        free = psutil.virtual_memory().available + psutil.swap_memory().free
+        if here > free:
+            raise ConfigError(
+                f"memory: {free / GB:.1f} GB are free; expected more than {here / GB:.1f} GB, which weights, gradients "
+                "and optimizer states of its processes take"
+            )
+        if torch.distributed.get_rank() == 0:
+            free = shutil.disk_usage(config.save_path).free
+            if saved > free:
+                raise ConfigError(
+                    f"save_path: {Path(config.save_path)}: {free / GB:.3f} GB are free; expected more than "
+                    f"{saved / GB:.3f} GB, which a checkpoint takes"
+                )
