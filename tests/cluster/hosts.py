@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.cluster.slow_link import SlowLink
 from tests.conftest import ROOT
 
 NEEDED = ("ip", "sshd", "ssh", "ssh-keygen", "pdsh", "nsenter", "unshare")
@@ -130,9 +131,31 @@ class Host:
         """Pull the network cable (`down`), or put it in (`up`)."""
         run("ip", "-n", self._switch, "link", "set", self._port, state)
 
-    def slow(self, *words: str) -> None:
-        """What `tc netem` is to do to what it sends."""
-        run("tc", "-n", self.space, "qdisc", "replace", "dev", "eth0", "root", "netem", *words)
+    def slow(self, delay: float = 0.01, rate: float = 12.5e6, loss: float = 0.0) -> None:
+        """Another network cable (`SlowLink`), until `fast`; both ends of it keep their addresses."""
+        near, far = f"tn{self._port}", f"tf{self._port}"
+        self._slow = SlowLink((near, far), delay, rate, loss)
+        run("ip", "link", "set", near, "netns", self._switch)
+        run("ip", "link", "set", far, "netns", self.space)
+        run("ip", "-n", self._switch, "link", "set", near, "master", "br0", "up")
+        self._swap(far, "cable")
+
+    def fast(self) -> None:
+        """The cable that it had before."""
+        self._swap("cable", "slow")
+        run("ip", "-n", self.space, "link", "del", "slow")
+        run("ip", "-n", self._switch, "link", "del", f"tn{self._port}")
+        self._slow.close()
+
+    def _swap(self, interface: str, name: str) -> None:
+        """Let another interface be eth0, and give that one a name."""
+        here = ("ip", "-n", self.space)
+        mac = subprocess.run([*here, "-br", "link", "show", "eth0"], capture_output=True, text=True, check=True)
+        run(*here, "link", "set", "eth0", "down", "name", name)
+        run(*here, "addr", "flush", "dev", name)
+        run(*here, "link", "set", interface, "down", "name", "eth0", "address", mac.stdout.split()[2])
+        run(*here, "addr", "add", f"{self.address}/24", "dev", "eth0")
+        run(*here, "link", "set", "eth0", "up")
 
     def stop(self) -> None:
         """Away with it."""

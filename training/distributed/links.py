@@ -29,6 +29,7 @@ from training.distributed.processes import gather
 
 FILE = "links.json"
 LONG_ENOUGH = 0.2  # seconds of a message by which the bandwidth is told
+LONG_WAYS = 20  # times the latency that it takes at least: a connection starts slowly
 LEAST, MOST, GROWTH = 2**18, 2**28, 4  # bytes of a message
 TRIES = 5  # of which the fastest counts
 
@@ -151,8 +152,9 @@ def _time(exchange: Callable[[Tensor], object], agree: Callable[[Tensor], object
 
     latency = min(seconds(1) for _ in range(TRIES)) / ways
     size = LEAST
-    while (taken := seconds(size // 4)) < LONG_ENOUGH and size < MOST:
+    while (taken := seconds(size // 4)) < max(LONG_ENOUGH, LONG_WAYS * latency) and size < MOST:
         size *= GROWTH
+    taken = min(taken, seconds(size // 4))
     return Link(latency=latency, bandwidth=size / max(taken - ways * latency, taken / 100))
 
 
