@@ -33,10 +33,20 @@ def model(folder: Path, **files: bytes) -> Path:
     return folder
 
 
+def architecture(folder: Path, width: int) -> Path:
+    """A folder with the config.json of a llama."""
+    shape = {"hidden_size": width, "intermediate_size": width, "num_hidden_layers": 2, "num_attention_heads": 4}
+    fields = {"model_type": "llama", "num_key_value_heads": 4, "vocab_size": 256, "tie_word_embeddings": False}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(fields | shape))
+    return folder
+
+
 def test_what_differs_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
     same, twin = model(tmp_path / "same"), model(tmp_path / "twin")
     other = model(tmp_path / "other", model_safetensors=bytes(range(255, -1, -1)) * 4096)
     more = model(tmp_path / "more", tokenizer_json=b"{}")
+    small, huge = architecture(tmp_path / "small", 64), architecture(tmp_path / "huge", 2**17)
     cases: list[dict[str, Any]] = [
         {"name": "same setup", "check": "setup", "keys": [{}, {}]},
         {"name": "other seed", "check": "setup", "keys": [{"seed": 1}, {"seed": 2}]},
@@ -47,6 +57,9 @@ def test_what_differs_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> 
         {"name": "a file more", "check": "model", "weights": True, "folders": [same, more]},
         {"name": "shared", "check": "shared", "folders": [same, same]},
         {"name": "not shared", "check": "shared", "folders": [same, twin]},
+        {"name": "room", "check": "room", "folders": [small, small]},
+        {"name": "no memory", "check": "room", "folders": [huge, huge]},
+        {"name": "no disk", "check": "room", "folders": [small, huge]},
     ]
     for case in cases:
         case["config"] = CONFIG
@@ -61,6 +74,9 @@ def test_what_differs_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> 
         "weights of no account": None,
         "a file more": "model_path: tokenizer.json: 2 bytes with checksum",
         "shared": None,
+        "room": None,
+        "no memory": "memory: ",
+        "no disk": f"save_path: {small}: ",
         "not shared": f"host node2: save_path: {twin}: not what rank 0 writes to; expected a folder",
     }
     for name, message in expected.items():

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from common.log import Log
+from models.spec import ModelSpec
 from training import preflight
 from training.config.keys import TrainConfig
 from training.errors import RunRefused
+from training.plan.room import check_room
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
@@ -26,6 +28,9 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
             preflight.check_setup(config.model_copy(update=case["keys"][rank]), Log(quiet=True))
         elif case["check"] == "model":
             preflight.check_model(own, weights=case["weights"])
+        elif case["check"] == "room":
+            spec = ModelSpec.from_folder(own)
+            check_room(config.model_copy(update={"save_path": str(own)}), spec, range(spec.n_layers))
         else:
             preflight.check_shared(own)
     except RunRefused as refused:
