@@ -32,7 +32,7 @@ from training.errors import RunRefused
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-PATIENCE = 120.0  # seconds without another rank, after which the ones that are missing never come
+PATIENCE = 90.0  # seconds without another rank, after which the ones that are missing never come
 POLL = 0.2  # seconds between two looks at who came
 
 
