@@ -126,6 +126,14 @@ class Host:
             with suppress(ProcessLookupError):
                 os.kill(number, signal.SIGCONT)
 
+    def freeze_sshd(self) -> None:
+        """Let nobody log in any more: who tries waits."""
+        self.first.suspend()
+
+    def thaw_sshd(self) -> None:
+        """Let it go on."""
+        self.first.resume()
+
     def link(self, state: str) -> None:
         """Pull the network cable (`down`), or put it in (`up`)."""
         run("ip", "-n", self._switch, "link", "set", self._port, state)

@@ -102,8 +102,8 @@ def meet(rank: int, ranks: int, on_this_host: int, patience: timedelta) -> TCPSt
         time.sleep(0.0 if rank else 2 * POLL)  # the store ends with rank 0
         end_soon()
         raise RunRefused(
-            f"{who} did not come to {address}:{port} for {PATIENCE:.0f} s, where the others wait; expected all {ranks} "
-            "ranks: what ssh, pdsh or srun printed above may say why, or the port is closed to that host"
+            f"{who} did not come to {address}:{port}, where the others waited {PATIENCE:.0f} s; expected all {ranks} "
+            "ranks: what ssh, pdsh or srun printed may say why, or a firewall closes the port"
         )
     if ranks > on_this_host:
         choose_interface(address, *elsewhere)

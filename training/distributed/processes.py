@@ -201,8 +201,8 @@ def join(place: Place, patience: timedelta, port: int | None = None) -> None:
     except (torch.distributed.DistError, OSError) as error:
         raise ConfigError(
             f"the processes cannot meet at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: "
-            f"{str(error).splitlines()[0]}; expected rank 0 there, "
-            "behind no firewall, and no other run: ports.meeting is the config's key for another port"
+            f"{str(error).splitlines()[0]}; "
+            "expected a port of rank 0's host that no other run uses and no firewall closes (ports.meeting, --master_port)"
         ) from None
 
 
@@ -214,11 +214,14 @@ def stop() -> None:
         torch.distributed.destroy_process_group()
 
 
-def start_over() -> NoReturn:
+def start_over(port: int | None = None) -> NoReturn:
     """Replace this process by one of the same command, as its launcher started it; all ranks call it together.
 
     With the process goes all that the run holds: memory, the GPU's too, threads and connections. The launcher sees the
     same process go on. The new ones meet at a port of their own, as nobody knows when the old one is free.
+
+    Args:
+        port: where they meet all the same, if it has to be that one.
     """
     import psutil
     import torch
@@ -229,9 +232,9 @@ def start_over() -> NoReturn:
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # that of the listing itself is closed by now
             os.set_inheritable(descriptor, descriptor <= 2)
-    port = gather(free_port() if torch.distributed.get_rank() == 0 else 0)[0]
+    (free, *_) = gather(free_port() if torch.distributed.get_rank() == 0 else 0)
     stop()
-    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    os.environ |= {"MASTER_PORT": str(port or free), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     signal.setitimer(signal.ITIMER_REAL, 0)  # of a signal that came too late; whoever sent it has to send another
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)

@@ -36,7 +36,7 @@ def in_processes(config: Config, place: Place | None, run: Callable[[Config, Pla
     with RankMonitor(place, stage, config.timeout_minutes, config.ports.failure_detector or 0) as monitor:
         again = run(config, place, monitor)
     if again:
-        processes.start_over()
+        processes.start_over(config.ports.meeting)
     processes.stop()
 
 
