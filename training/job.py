@@ -115,7 +115,7 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
         monitor: by which the run ends everywhere when it fails somewhere.
         kind: how the model is spread: `PipelineTrainer` or `ZeroTrainer`.
     """
-    log, stop = Log(quiet=place.rank > 0, highlight=False), StopRequest()
+    log, stop = Log(quiet=place.rank > 0, highlight=False), StopRequest(config.preemption_signals)
     check_setup(config, log)
     with agreed():
         inputs = Inputs.read(config, log, monitor)

@@ -15,6 +15,7 @@ from training.checkpoint.resume import check_resumable, find_checkpoint
 from training.config.keys import TrainConfig
 from training.distributed.processes import agreed
 from training.distributed.signals import StopRequest
+from training.distributed.slurm import requeue
 from training.errors import ConfigError
 from training.evaluation import Evaluation
 from training.preflight import check_samples, check_shared
@@ -108,6 +109,8 @@ class Progress:
             self.log.print(
                 f"stopped after step {step} of {self.total_steps}; the same command goes on from there: {saved}"
             )
+            if stop.preempted and not self.log.quiet:
+                requeue()
             sys.exit(stop.exit_code)
         self._finish(saved, layers, model_folder)
 

@@ -127,6 +127,14 @@ class Host:
             with suppress(ProcessLookupError):
                 os.kill(number, signal.SIGCONT)
 
+    def freeze_sshd(self) -> None:
+        """Let nobody log in any more: who tries waits."""
+        self.first.suspend()
+
+    def thaw_sshd(self) -> None:
+        """Let it go on."""
+        self.first.resume()
+
     def link(self, state: str) -> None:
         """Pull the network cable (`down`), or put it in (`up`)."""
         run("ip", "-n", self._switch, "link", "set", self._port, state)
@@ -183,9 +191,10 @@ class Hosts:
             public = " ".join((host.folder / "host_key.pub").read_text().split()[:2])
             known.append(f"{host.name},{host.address} {public}\n")
         run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key")
-        names = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in self.hosts)
         for host in self.hosts:
-            (host.folder / "hosts").write_text(names)
+            names = {"localhost": "127.0.0.1"} | {each.name: each.address for each in self.hosts}
+            names[host.name] = "127.0.1.1"  # as on Debian
+            (host.folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in names.items()))
             (host.folder / "ssh/known_hosts").write_text("".join(known))
             shutil.copy(folder / "key", host.folder / "ssh/id_ed25519")
             shutil.copy(folder / "key.pub", host.folder / "ssh/authorized_keys")

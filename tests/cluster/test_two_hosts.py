@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.cluster.hosts import Host, deepspeed, hostfile_of, told
 from tests.conftest import FAQ
 from tests.launching import deepspeed as on_one_host
-from tests.launching import metrics, run, topology, write_config
+from tests.launching import metrics, run, start, topology, write_config
 
 pytestmark = pytest.mark.launched
 
@@ -35,9 +39,9 @@ def disks(hosts: list[Host], make_checkpoint: Callable[..., Path]) -> list[Path]
 
 def configured(disks: list[Path], save_path: Path | str, **keys: Any) -> None:
     """The same config on each disk."""
-    keys = {"model_path": MODEL, "data_path": RECORDS, "save_path": str(save_path), "max_steps": 4} | keys
+    defaults = {"model_path": MODEL, "data_path": RECORDS, "max_steps": 4, "model_topo": topology((2, 1))}
     for disk in disks:
-        write_config(disk / "run.yml", model_topo=topology((2, 1)), **keys)
+        write_config(disk / "run.yml", save_path=str(save_path), **(defaults | keys))
 
 
 def trained(hosts: list[Host], folder: Path, *words: str) -> Any:
@@ -46,21 +50,95 @@ def trained(hosts: list[Host], folder: Path, *words: str) -> Any:
     return run(*hosts[0].enter(*deepspeed(hostfile, "train_ds.py", "--config", RUN, *words)))
 
 
-@pytest.mark.slow
-def test_two_hosts_train_as_one(hosts: list[Host], disks: list[Path], tmp_path: Path) -> None:
-    configured(disks, tmp_path / "run", save_interval=2)
-    result = trained(hosts, tmp_path)
-    assert result.returncode == 0, result.stdout + result.stderr
-    alone = write_config(
-        tmp_path / "alone.yml",
-        model_path=str(disks[0] / "model"),
-        data_path=str(disks[0] / "records.json"),
+class Start(NamedTuple):
+    """A way to start a run on two hosts: what it is spread over, how many slots each has, and words of the launcher."""
+
+    dims: tuple[int, int] = (2, 1)
+    slots: int = 1
+    words: tuple[str, ...] = ()
+    door: str = "train_ds.py"
+
+
+STARTS = {
+    "stages": Start(),
+    "replicas": Start((1, 2)),
+    "both": Start((2, 2), slots=2),
+    "zero": Start((1, 2), door="train_ds_zero.py"),
+    "included": Start(slots=2, words=("--include", "node1:1@node2:0")),
+    "excluded": Start((3, 1), slots=2, words=("--exclude", "node1:1")),
+    "static": Start(words=("--master_addr", "node1", "--master_port", "29400")),
+    "c10d": Start(words=("--rdzv_backend", "c10d", "--rdzv_endpoint", "node1:29400", "--rdzv_id", "run")),
+}
+MEETING, DETECTOR = 29610, 29611
+
+
+@pytest.fixture(scope="module")
+def alone(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the same run on one host."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "records.json").write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:32]))
+    config = write_config(
+        folder / "run.yml",
+        model_path=str(make_checkpoint("llama")),
+        data_path=str(folder / "records.json"),
         model_topo=topology((2, 1)),
         max_steps=4,
     )
-    assert on_one_host(2, "train_ds.py", "--config", alone).returncode == 0
-    losses = [line["loss"] for line in metrics(tmp_path / "run")]
-    assert losses == pytest.approx([line["loss"] for line in metrics(tmp_path / "alone")], rel=1e-5)
+    assert on_one_host(2, "train_ds.py", "--config", config).returncode == 0
+    return [line["loss"] for line in metrics(folder / "run")]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.slow if each == "stages" else pytest.mark.longest) for each in STARTS]
+)
+def test_two_hosts_train_as_one(
+    name: str, hosts: list[Host], disks: list[Path], alone: list[float], tmp_path: Path
+) -> None:
+    """Whoever starts it: also where each host's own name stands for its loopback address, as hosts.py makes them."""
+    dims, slots, words, door = STARTS[name]
+    run_folder, ports = tmp_path / "run", {"meeting": MEETING, "failure_detector": DETECTOR}
+    configured(disks, run_folder, model_topo=topology(dims), save_interval=2, ports=ports)
+    environment = tmp_path / "environment"  # which the user would have in .deepspeed_env
+    environment.write_text("OF_THE_USER=a value\n")
+    if name in ("static", "c10d"):
+        torchrun: tuple[str | Path, ...] = (
+            Path(sys.executable).parent / "torchrun",
+            "--nnodes",
+            "2",
+            "--nproc_per_node",
+            str(slots),
+            *words,
+        )
+        numbers: list[tuple[str, ...]] = [
+            ("--node_rank", str(number)) if name == "static" else () for number in range(2)
+        ]
+        commands = [
+            host.enter(*torchrun, *number, door, "--config", RUN) for host, number in zip(hosts, numbers, strict=True)
+        ]
+    else:
+        hostfile = hostfile_of(hosts, slots, tmp_path / "hostfile")
+        command = deepspeed(hostfile, *words, door, "--config", RUN)
+        commands = [hosts[0].enter("env", f"DS_ENV_FILE={environment}", *command)]
+    launches = [start(*each) for each in commands]
+    launches[0].until(lambda: (run_folder / "metrics.jsonl").exists() and metrics(run_folder))
+    ranks = [
+        psutil.Process(number) for host in hosts for number, told in host.processes().items() if is_rank(told, door)
+    ]
+    assert len(ranks) == prod(dims)
+    if name not in ("static", "c10d"):
+        assert {rank.environ().get("OF_THE_USER") for rank in ranks} == {"a value"}
+    listening = subprocess.run(hosts[0].enter("ss", "-Hltn"), capture_output=True, text=True, check=True).stdout
+    assert f":{MEETING} " in listening and f":{DETECTOR} " in listening
+    for launch in launches:
+        result = launch.end()
+        assert result.returncode == 0, result.stdout + result.stderr
+    assert [line["loss"] for line in metrics(run_folder)] == pytest.approx(alone, rel=1e-5)
+
+
+def is_rank(command_line: str, door: str) -> bool:
+    """Whether a process is one of the run's, and none of what started it."""
+    python, *words = command_line.split()
+    return python.endswith("python") and words[:2] == ["-u", door]
 
 
 DIFFERENT: dict[str, tuple[Callable[[Path], object], str]] = {}

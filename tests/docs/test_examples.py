@@ -1,14 +1,23 @@
-"""The scripts in examples/ train, and what they trained does what it should."""
+"""The scripts in examples/ train, and what they trained does what it should; those for clusters fit the doors.
+
+tests/cluster/test_slurm.py runs slurm.sbatch.
+"""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from torch.distributed.run import get_args_parser
 
 from tests.conftest import ROOT
 from tests.launching import deepspeed
+from training.command_line import parse_arguments
+from training.config.yaml_file import load_config
 
 EXAMPLES = {"vit": r"right on 200 other images: (\d+)%", "encoder_decoder": r"sorted right: (\d+) of 40"}
 LEAST = {"vit": 60, "encoder_decoder": 20}  # by chance 25 %, and none
@@ -26,3 +35,34 @@ def test_an_example_trains(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (right,) = re.findall(EXAMPLES[name], done.stdout)
     assert int(right) >= LEAST[name]
+
+
+def test_the_job_of_kubernetes_fits_the_launcher_the_door_and_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    service, job = yaml.safe_load_all((ROOT / "examples/kubernetes.yml").read_text(encoding="utf-8"))
+    pods, (container,) = job["spec"]["template"]["spec"], job["spec"]["template"]["spec"]["containers"]
+    name, *words = container["command"]
+    assert name == "torchrun"
+    launched = get_args_parser().parse_args([word.replace("$(JOB_COMPLETION_INDEX)", "1") for word in words])
+    monkeypatch.setattr(sys, "argv", [launched.training_script, *launched.training_script_args])
+    asked = parse_arguments("")
+    ports = load_config(ROOT / "configs/ds_config_pp.yml", asked.overrides).ports
+    opened = {ports.meeting or launched.master_port, ports.failure_detector}
+    assert opened == {each["port"] for each in service["spec"]["ports"]}
+    assert opened == {each["containerPort"] for each in container["ports"]}
+    assert (ROOT / launched.training_script).is_file()
+    assert int(launched.nnodes) == job["spec"]["completions"] == job["spec"]["parallelism"]
+    assert int(launched.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert launched.master_addr == f"{job['metadata']['name']}-0.{pods['subdomain']}"
+    assert pods["subdomain"] == service["metadata"]["name"] and service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+    volumes = {each["name"]: each for each in pods["volumes"]}
+    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+    assert "persistentVolumeClaim" in volumes[mounts[f"/{Path(asked.config).parts[1]}"]]
+
+
+def test_the_job_of_slurm_is_a_script() -> None:
+    script = ROOT / "examples/slurm.sbatch"
+    subprocess.run(["bash", "-n", script], check=True)
+    signal = re.findall(r"^#SBATCH --signal=(\w+)@", script.read_text(encoding="utf-8"), re.MULTILINE)
+    assert [f"SIG{each}" for each in signal] == load_config(ROOT / "configs/ds_config_pp.yml").preemption_signals

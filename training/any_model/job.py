@@ -41,7 +41,8 @@ def run_layers(
     monitor: RankMonitor,
 ) -> None:
     """Train, from the beginning or from the newest checkpoint; see `Pipeline.train`."""
-    log, stop, topo = Log(quiet=place.rank > 0, highlight=False), StopRequest(), config.model_topo
+    log, topo = Log(quiet=place.rank > 0, highlight=False), config.model_topo
+    stop = StopRequest(config.preemption_signals)
     check_setup(config, log)
     with agreed():
         check_gpu(config)

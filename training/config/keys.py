@@ -21,6 +21,7 @@ from training.config.sections import (
     EveryNth,
     ModelTopo,
     Optimizer,
+    Ports,
     RouterLoss,
     Scheduler,
     Section,
@@ -132,6 +133,11 @@ class TrainConfig(Section):
     timeout_minutes: float = Field(default=30, gt=0, le=YEAR)
     # End the run after so many steps in a row whose loss or gradient is not finite; such a step changes no weight.
     max_bad_steps: int = Field(default=3, ge=1)
+    # Signals by which a cluster says that it takes the machines away: the run saves after the step under way and ends,
+    # and a job of Slurm is requeued.
+    preemption_signals: list[Literal["SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGXCPU", "SIGPWR"]] = ["SIGUSR1"]
+    # On rank 0's host, to be open for the other hosts of the run.
+    ports: Ports = Ports()
     # Write the trained model as a HuggingFace folder at the end, to save_path/hf.
     export_hf: bool = False
 

@@ -217,6 +217,24 @@ class WandB(Section):
     name: str | None = None
 
 
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+class Ports(Section):
+    """`ports`: where rank 0's host listens to the others."""
+
+    # Where the ranks meet; the launcher's choice where absent.
+    meeting: Port | None = None
+    # Where each rank is connected to the failure detector; any free one where absent.
+    failure_detector: Port | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Ports:
+        if self.meeting and self.meeting == self.failure_detector:
+            raise ValueError(f"failure_detector: {self.meeting} is that of meeting; expected another one")
+        return self
+
+
 class EveryNth(Section):
     """`use_grad_ckpt: {every: n}`: every n-th block recomputes."""
 

@@ -1,7 +1,7 @@
 """The processes of a run: where each stands, how they start, and how they give up together.
 
-Every launcher (deepspeed, torchrun) says in the environment which process this is. A door that finds nothing there
-starts the deepspeed launcher itself, with as many processes as the config's `dims` ask for.
+Every launcher (deepspeed, torchrun, srun) says in the environment which process this is. A door that finds nothing
+there starts the deepspeed launcher itself, with as many processes as the config's `dims` ask for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from training.config.sections import ModelTopo
-from training.distributed import freed_memory
+from training.distributed import freed_memory, slurm
 from training.errors import USER_ERRORS, ConfigError, RunRefused, ending
 
 FEW, A_CORE = 16, 4  # processes that a machine without GPUs is taken to bear: so many, or so many for each core
@@ -44,6 +44,7 @@ class Place:
     def from_environment(cls) -> Place | None:
         """What the launcher says, or None where no launcher started this process."""
         environment = os.environ
+        slurm.take_up()
         if "RANK" not in environment or "WORLD_SIZE" not in environment:
             return None
         world_size = int(environment["WORLD_SIZE"])
@@ -51,8 +52,11 @@ class Place:
         return cls(int(environment["RANK"]), world_size, int(environment.get("LOCAL_RANK", 0)), int(local_size))
 
 
-def launch(topology: ModelTopo, arguments: list[str]) -> None:
+def launch(topology: ModelTopo, arguments: list[str], port: int | None = None) -> None:
     """Replace this process by a launcher that runs the same command in as many processes as the topology has.
+
+    Args:
+        port: where these are to meet; any free one where absent.
 
     Raises:
         ConfigError: this machine has GPUs, but fewer than that; or none, and too few cores.
@@ -73,7 +77,7 @@ def launch(topology: ModelTopo, arguments: list[str]) -> None:
     name_accelerator()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if gpus else ""
     launcher = [sys.executable, "-m", *_launcher(topology.processes, [name for name in visible.split(",") if name])]
-    os.execv(sys.executable, [*launcher, "--master_port", str(free_port()), *arguments])
+    os.execv(sys.executable, [*launcher, "--master_port", str(port or free_port()), *arguments])
 
 
 def name_accelerator() -> None:
@@ -101,9 +105,9 @@ def end_with_launcher(place: Place) -> None:
     """
     import psutil
 
-    launcher = psutil.Process(os.getppid())
-    links = [(psutil.Process(), launcher.pid)]
-    with suppress(psutil.Error):
+    links = [(psutil.Process(), os.getppid())]
+    with suppress(psutil.Error):  # a launcher of another user may be hidden, as one outside of a container is
+        launcher = psutil.Process(os.getppid())
         runner = launcher.parent()
         if runner and any(Path(word).name in RUNNERS for word in runner.cmdline()):
             links.append((launcher, runner.pid))
@@ -127,7 +131,9 @@ def tell(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def start(place: Place, topology: ModelTopo, patience: timedelta = timedelta(minutes=30)) -> None:
+def start(
+    place: Place, topology: ModelTopo, patience: timedelta = timedelta(minutes=30), port: int | None = None
+) -> None:
     """Join the other processes of a run; see `join`.
 
     Raises:
@@ -136,20 +142,27 @@ def start(place: Place, topology: ModelTopo, patience: timedelta = timedelta(min
     if place.world_size != topology.processes:
         raise ConfigError(
             f"model_topo.process_topology.dims: {topology.process_topology.dims} ask for {topology.processes} "
-            f"processes, but {place.world_size} were started; expected --num_gpus {topology.processes}"
+            f"processes, but {place.world_size} were started; expected --num_gpus {topology.processes}, "
+            f"{topology.processes} slots of a hostfile, or srun --ntasks {topology.processes}"
         )
-    join(place, patience)
+    join(place, patience, port)
 
 
-def join(place: Place, patience: timedelta) -> None:
+def join(place: Place, patience: timedelta, port: int | None = None) -> None:
     """Join the other processes of the launcher: NCCL where there are GPUs, gloo elsewhere.
 
     Args:
         patience: how long a rank waits for the others in one operation.
+        port: where they meet, in place of the launcher's.
 
     Raises:
-        ConfigError: they cannot meet.
+        ConfigError: they cannot meet, or this host has fewer GPUs than processes.
+        RunRefused: on every rank, where one never comes.
     """
+    if port and os.environ["MASTER_PORT"] != str(port):
+        if place.rank == 0:
+            print(f"ports.meeting: the ranks meet at port {port} instead of {os.environ['MASTER_PORT']}", flush=True)
+        os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     # Rows of many lengths leave no holes in a GPU's memory then. torch reads it before the first allocation.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -165,7 +178,7 @@ def join(place: Place, patience: timedelta) -> None:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    from training.distributed.meeting import open_store
+    from training.distributed.meeting import meet
 
     deepspeed.utils.logger.setLevel("WARNING")
     # DeepSpeed makes its groups with the default timeout, which NCCL's processes would not outlive.
@@ -174,16 +187,22 @@ def join(place: Place, patience: timedelta) -> None:
     if get_accelerator().device_name() == "cpu":
         # On a CPU DeepSpeed compiles a shared-memory collective at first use, for 100 s; gloo never calls it.
         vars(deepspeed.ops)["__compatible_ops__"] = {}
+    elif (gpus := torch.cuda.device_count()) < place.local_size:
+        raise ConfigError(
+            f"host {socket.gethostname()} has {place.local_size} processes, of which each sees {gpus} GPUs; "
+            f"expected {gpus} slots there, or with srun --gpus-per-node {place.local_size} --gpu-bind none"
+        )
     else:
         get_accelerator().set_device(place.local_rank)
     try:
-        store = open_store(place.rank, place.world_size, place.local_size)
+        store = meet(place.rank, place.world_size, place.local_size, patience)
         deepspeed.init_distributed(verbose=False, timeout=patience)
         del store  # the process group has found it by its port, and keeps it
-    except (torch.distributed.DistNetworkError, OSError) as error:
+    except (torch.distributed.DistError, OSError) as error:
         raise ConfigError(
             f"the processes cannot meet at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: "
-            f"{str(error).splitlines()[0]}; where another run uses the port, choose one with --master_port"
+            f"{str(error).splitlines()[0]}; "
+            "expected a port of rank 0's host that no other run uses and no firewall closes (ports.meeting, --master_port)"
         ) from None
 
 
@@ -195,11 +214,14 @@ def stop() -> None:
         torch.distributed.destroy_process_group()
 
 
-def start_over() -> NoReturn:
+def start_over(port: int | None = None) -> NoReturn:
     """Replace this process by one of the same command, as its launcher started it; all ranks call it together.
 
     With the process goes all that the run holds: memory, the GPU's too, threads and connections. The launcher sees the
     same process go on. The new ones meet at a port of their own, as nobody knows when the old one is free.
+
+    Args:
+        port: where they meet all the same, if it has to be that one.
     """
     import psutil
     import torch
@@ -210,9 +232,9 @@ def start_over() -> NoReturn:
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # that of the listing itself is closed by now
             os.set_inheritable(descriptor, descriptor <= 2)
-    port = gather(free_port() if torch.distributed.get_rank() == 0 else 0)[0]
+    (free, *_) = gather(free_port() if torch.distributed.get_rank() == 0 else 0)
     stop()
-    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    os.environ |= {"MASTER_PORT": str(port or free), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     signal.setitimer(signal.ITIMER_REAL, 0)  # of a signal that came too late; whoever sent it has to send another
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)

@@ -56,16 +56,20 @@ class RankMonitor:
     Args:
         stage: of the pipeline, from 0.
         timeout_minutes: how long the run may go without a `mark`, once there was one.
+        port: of the detector; 0 for any free one.
 
     Raises:
-        RunRefused: some rank cannot reach the detector.
+        RunRefused: some rank cannot reach the detector, or its port is in use.
     """
 
-    def __init__(self, place: Place, stage: int, timeout_minutes: float) -> None:
+    def __init__(self, place: Place, stage: int, timeout_minutes: float, port: int = 0) -> None:
         self._place = place
         self._lease: Lease | None = None
         self._detector: FailureDetector | None = None
-        listener = listen(place.world_size, place.local_size) if place.rank == 0 else None
+        listener = None
+        with agreed():
+            if place.rank == 0:
+                listener = open_port(place, port)
         name = f"rank {place.rank} (stage {stage}, host {socket.gethostname()})"
         # Names, port and secret go round in the process group; without the secret nobody can join.
         told = gather((name, listener.getsockname()[1] if listener else 0, secrets.token_hex()))
@@ -212,6 +216,16 @@ def taken_over(folder: Path, successor: str) -> ConfigError:
     """Why a run whose folder another one writes to must end."""
     lost = f"this run stood still and lost its lease, or somebody removed it; held now by {successor}"
     return ConfigError(f"save_path: {folder}: {lost}; expected one run a folder")
+
+
+def open_port(place: Place, port: int) -> socket.socket:
+    """Where the detector listens."""
+    try:
+        return listen(place.world_size, place.local_size, port)
+    except OSError as error:
+        raise ConfigError(
+            f"ports.failure_detector: {port}: {error.strerror} on host {socket.gethostname()}; expected a free port"
+        ) from None
 
 
 def connect(port: int, first_line: str) -> socket.socket:

@@ -27,19 +27,21 @@ def in_processes(config: Config, place: Place | None, run: Callable[[Config, Pla
         run: the whole job of one rank; whether to start over.
     """
     if place is None:
-        processes.launch(config.model_topo, sys.argv)
+        processes.launch(config.model_topo, sys.argv, config.ports.meeting)
         return
     from training.distributed.rank_monitor import RankMonitor
 
     # The failure detector must find a hang, and name the rank, before the process group gives up.
-    processes.start(place, config.model_topo, timedelta(minutes=max(30, 2 * config.timeout_minutes)))
+    patience = timedelta(minutes=max(30, 2 * config.timeout_minutes))
+    processes.start(place, config.model_topo, patience, config.ports.meeting)
     config, picture = placement.place(config, processes.gather(socket.gethostname()))
     if place.rank == 0 and picture:
         print("\n".join(picture), flush=True)
-    with RankMonitor(place, config.model_topo.stage_of(place.rank), config.timeout_minutes) as monitor:
+    stage, port = config.model_topo.stage_of(place.rank), config.ports.failure_detector or 0
+    with RankMonitor(place, stage, config.timeout_minutes, port) as monitor:
         again = run(config, place, monitor)
     if again:
-        processes.start_over()
+        processes.start_over(config.ports.meeting)
     processes.stop()
 
 
@@ -61,7 +63,9 @@ def run_from_script(load: Callable[[Place | None], Config], run: Callable[[Confi
         config = load(place)
         config.check_door(in_stages=True)
         keep_tracebacks_in(config.save_path)
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, LAUNCHER_GONE)}
+        preemption = [signal.Signals[name] for name in config.preemption_signals]
+        numbers = (signal.SIGTERM, signal.SIGINT, LAUNCHER_GONE, *preemption)
+        handlers = {number: signal.getsignal(number) for number in numbers}
         in_processes(config, place, run)
         for number, handler in handlers.items():  # a run makes them a wish to save, which nobody hears any more
             signal.signal(number, handler)

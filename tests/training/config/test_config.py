@@ -219,6 +219,13 @@ def test_the_type_of_a_schedule_says_which_params_there_are(line: str, params: W
         ("max_seq_len: 1000000000", "max_seq_len: expected less than or equal to 16777216, found 1000000000"),
         ("timeout_minutes: .inf", "timeout_minutes: expected a finite number, found inf"),
         ("timeout_minutes: 1e9", "timeout_minutes: expected less than or equal to "),
+        ("preemption_signals: [SIGKILL]", "preemption_signals.0: expected 'SIGUSR1', 'SIGUSR2', "),
+        ("preemption_signals: SIGUSR1", "preemption_signals: expected a list, found "),
+        ("ports: {meeting: 70000}", "ports.meeting: expected less than or equal to 65535, found 70000"),
+        (
+            "ports: {meeting: 29500, failure_detector: 29500}",
+            "ports.failure_detector: 29500 is that of meeting; expect",
+        ),
         ("save_minutes: .inf", "save_minutes: expected a finite number, found inf"),
         ("aux_max_z_loss: {weight: .nan}", "aux_max_z_loss.weight: expected a finite number, found nan"),
         ("optimizer: {params: {lr: .nan}}", "optimizer.params.lr: expected a number of at least 0, found nan"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,6 +94,32 @@ def test_ranks_save_and_end_when_their_launcher_is_killed(killed: str, config: P
     assert newest.name == f"step-{steps_done(config):06d}"
     assert steps_done(config) < STEPS
     assert list(run_folder.glob(f"{LEASE}-*")) == []
+
+
+@pytest.mark.longest
+@pytest.mark.parametrize("told", ["rank", "launch.py"])
+def test_a_preemption_signal_saves_whoever_gets_it(told: str, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Slurm cannot requeue the job, as there is none, that is told."""
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("SLURM_CONF", "/nonexistent")
+    launch = start(*words("runner", config))
+    try:
+        launch.until(lambda: steps_done(config) == WAITS_IN - 1)
+        ranks = family(launch)["rank"]
+        family(launch)[told][-1].send_signal(signal.SIGUSR1)
+    finally:
+        (config.parent / "go").touch()
+    result = launch.end()
+    psutil.wait_procs(ranks, timeout=IDLE)
+    newest = step_folders(config.with_suffix(""))[0]
+    assert (newest / RECORD).is_file()
+    assert newest.name == f"step-{steps_done(config):06d}"
+    assert steps_done(config) < STEPS
+    assert result.returncode != 0
+    if told == "rank":
+        assert result.stdout.count("warning: requeue: job 4711 is not started again: ") == 1
+    else:
+        assert launch.stderr.count("error: the launcher is gone") == 1
 
 
 @pytest.mark.slow

@@ -12,7 +12,9 @@ import pytest
 
 from tests.conftest import ROOT
 from training.distributed.meeting import listen
-from training.distributed.processes import free_port
+from training.distributed.processes import Place, free_port
+from training.distributed.rank_monitor import open_port
+from training.errors import ConfigError
 
 ALONE = (1, 1)
 TWO_MACHINES = (2, 1)
@@ -80,10 +82,20 @@ def test_all_groups_have_the_runs_timeout_and_all_ports_its_address() -> None:
 
 def test_ranks_that_cannot_meet_say_so_in_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        taken = started("127.0.0.1", other.getsockname()[1])
+        port = other.getsockname()[1]
+        taken = started("127.0.0.1", port)
     unknown = started("no-such-host.invalid", free_port())
     for result, why in ((taken, "Address already in use"), (unknown, "no-such-host.invalid")):
         assert result.returncode == 1
         lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1 and "the processes cannot meet at " in lines[0] and why in lines[0]
         assert "Traceback" not in result.stderr
+    assert f":{port}: " in taken.stderr and "ports.meeting" in taken.stderr
+
+
+def test_a_detectors_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"ports.failure_detector: {port}: Address already in use on host"):
+            open_port(Place(0, 1, 0, 1), port)

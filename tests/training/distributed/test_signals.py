@@ -50,3 +50,22 @@ os._exit(0)  # as a rank ends, whose timer must not meet Python's teardown
 def test_each_run_of_a_process_has_its_own_request() -> None:
     result = subprocess.run([sys.executable, "-c", TWO_RUNS], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+PREEMPTED = """
+import os, signal
+from training.distributed import signals
+stop = signals.StopRequest(["SIGUSR1", "SIGHUP"])
+for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR1):
+    os.kill(os.getpid(), number)
+print(stop.preempted, stop.exit_code, flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+print("still there", flush=True)
+os._exit(0)
+"""
+
+
+def test_preemption_is_a_request_that_may_be_repeated() -> None:
+    result = subprocess.run([sys.executable, "-c", PREEMPTED], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.stdout.endswith(f"True {128 + signal.SIGUSR1}\nstill there\n"), result.stderr
+    assert result.returncode == 0

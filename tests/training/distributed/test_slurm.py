@@ -1,0 +1,153 @@
+"""A step of Slurm starts ranks like a launcher does; whatever else runs in a job starts a launcher itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+
+import pytest
+
+from tests.conftest import ROOT
+from training.distributed.processes import Place, free_port
+from training.distributed.slurm import first_host, tasks_by_host
+
+# As srun of Slurm 22.05 sets them: two tasks on the first host, one on each of the others.
+STEP = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1(x3)",
+    "SLURM_STEP_NODELIST": "node[03-05,9],other",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2",
+    "SLURM_NTASKS": "5",
+}
+SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """One without a launcher's words, restored afterwards."""
+    own = {name: value for name, value in os.environ.items() if name not in SET and not name.startswith("SLURM")}
+    monkeypatch.setattr(os, "environ", own)
+    return own
+
+
+def test_a_task_of_a_step_is_a_rank(environment: dict[str, str]) -> None:
+    environment |= STEP
+    assert Place.from_environment() == Place(rank=3, world_size=5, local_rank=0, local_size=1)
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == (
+        "node03",
+        str(20_000 + (16 * 4711 + 2) % 12_000),
+    )
+    assert Place.from_environment() == Place(rank=3, world_size=5, local_rank=0, local_size=1)  # after an exec
+
+
+def test_what_a_user_or_a_launcher_says_counts(environment: dict[str, str]) -> None:
+    environment |= STEP | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    Place.from_environment()
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("10.0.0.1", "29500")
+    environment |= {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert Place.from_environment() == Place(rank=1, world_size=2, local_rank=1, local_size=2)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        # A script of sbatch, and a shell that srun started: a job of several tasks, but a step of one at most.
+        {
+            name: STEP[name]
+            for name in ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS")
+        },
+        STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"},
+    ],
+    ids=["no job", "batch script", "shell"],
+)
+def test_what_else_runs_in_a_job_is_no_rank(variables: dict[str, str], environment: dict[str, str]) -> None:
+    environment |= variables
+    assert Place.from_environment() is None
+
+
+@pytest.mark.parametrize(
+    ("told", "tasks"), [("1", [1]), ("2(x3),1", [2, 2, 2, 1]), ("1(x2),3(x2)", [1, 1, 3, 3]), ("16(x2)", [16, 16])]
+)
+def test_tasks_of_each_host(told: str, tasks: list[int]) -> None:
+    assert tasks_by_host(told) == tasks
+
+
+@pytest.mark.parametrize(
+    ("told", "first"),
+    [
+        ("node1", "node1"),
+        ("node[01-03,7],other", "node01"),
+        ("node[7,09-11]", "node7"),
+        ("a-1,b[2-3]", "a-1"),
+        ("rack[0-1]-node[08-15]-ib,x", "rack0-node08-ib"),
+    ],
+)
+def test_first_host_of_a_list(told: str, first: str) -> None:
+    assert first_host(told) == first
+
+
+MET = """
+import os, sys
+from datetime import timedelta
+import torch
+from training import errors
+from training.distributed import meeting, processes
+meeting.PATIENCE, errors.RANK_0_SPEAKS = float(sys.argv[1]), 0
+place = processes.Place.from_environment()
+with errors.one_line_at_the_end(place.rank):
+    processes.join(place, timedelta(minutes=30), int(sys.argv[2]))
+    print(place, processes.gather(place.rank), os.environ.get("GLOO_SOCKET_IFNAME"))
+"""
+
+
+def tasks(which: Iterable[int], patience: float) -> list[subprocess.CompletedProcess[str]]:
+    """Some of the two tasks of a step on one host."""
+    environment = {name: value for name, value in os.environ.items() if name not in SET}
+    environment |= STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)}
+    words, port = [sys.executable, "-c", MET, str(patience)], str(free_port())
+    started = [
+        subprocess.Popen(
+            [*words, port],
+            cwd=ROOT,
+            env=environment | {"SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in which
+    ]
+    told = [process.communicate() for process in started]
+    return [
+        subprocess.CompletedProcess([], process.returncode, *each) for process, each in zip(started, told, strict=True)
+    ]
+
+
+def test_tasks_meet() -> None:
+    for number, done in enumerate(tasks(range(2), 600)):
+        assert done.returncode == 0, done.stderr
+        assert f"Place(rank={number}, world_size=2, local_rank={number}, local_size=2) [0, 1] lo" in done.stdout
+        assert ("ports.meeting: the ranks meet at port" in done.stdout) == (number == 0)
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_task_that_does_not_come_is_named(alone: int) -> None:
+    (done,) = tasks([alone], 2)
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert ("error: rank 1 did not come to 127.0.0.1:" if alone == 0 else "cannot meet at 127.0.0.1:") in line
+    assert "Traceback" not in done.stderr
+
+
+def test_a_rank_of_another_run_is_sent_away() -> None:
+    _, *both = tasks([0, 1, 1], 600)
+    met, refused = sorted(both, key=lambda done: done.returncode)
+    assert (met.returncode, refused.returncode) == (0, 2), met.stderr + refused.stderr
+    assert "another run has a rank 1 there" in refused.stderr and "Traceback" not in refused.stderr
