@@ -203,7 +203,7 @@ def verify(run: Run) -> None:
     from training.checkpoint.resume import find_checkpoint
 
     checkpointer = run.checkpointer
-    assert find_checkpoint(checkpointer.config, checkpointer.save_path, Console(quiet=True))
+    assert find_checkpoint(checkpointer.config, checkpointer.save_path, checkpointer.disk, Console(quiet=True))
 
 
 def read_plainly(folder: Path) -> None:

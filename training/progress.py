@@ -13,11 +13,12 @@ from training.checkpoint.exporting import EXPORTED, export_run
 from training.checkpoint.folder import RECORD, CheckpointRecord, DataOrder, step_folder
 from training.checkpoint.resume import check_resumable, find_checkpoint
 from training.config.keys import TrainConfig
+from training.distributed.disk import Disk
 from training.distributed.processes import agreed
 from training.distributed.signals import StopRequest
 from training.errors import ConfigError
 from training.evaluation import Evaluation
-from training.preflight import check_shared, expect_same
+from training.preflight import expect_same
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Progress:
     def find(
         cls,
         config: TrainConfig,
+        disk: Disk,
         log: Console,
         order: DataOrder,
         steps_per_epoch: int,
@@ -59,11 +61,10 @@ class Progress:
         Raises:
             RunRefused: on every rank, where something differs that must agree.
         """
-        check_shared(Path(config.save_path))
         evaluated_on = evaluation.records if evaluation else "none"
         expect_same({"samples of data_path": order.fingerprint, "samples of eval_data_path": evaluated_on})
         total_steps = config.max_steps or config.n_epoches * steps_per_epoch
-        checkpoint = find_checkpoint(config, Path(config.save_path), log)
+        checkpoint = find_checkpoint(config, Path(config.save_path), disk, log)
         known = CheckpointRecord.read(checkpoint) if checkpoint else None
         changes: list[str] = []
         with agreed():

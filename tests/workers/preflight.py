@@ -12,11 +12,14 @@ import torch
 from common.log import Log
 from training import preflight
 from training.config.keys import TrainConfig
+from training.distributed.disk import Disk
+from training.distributed.processes import Place
 from training.errors import RunRefused
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
-    rank = torch.distributed.get_rank()
+    rank, place = torch.distributed.get_rank(), Place.from_environment()
+    assert place
     gethostname, socket.gethostname = socket.gethostname, f"node{rank + 1}".format
     preflight.PATIENCE = 0.5
     own = Path(case["folders"][rank])
@@ -27,7 +30,7 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
         elif case["check"] == "model":
             preflight.check_model(own, weights=case["weights"])
         else:
-            preflight.check_shared(own)
+            preflight.check_folder(own, Disk.of(case["check"], place), Log(quiet=True))
     except RunRefused as refused:
         told = str(refused)
     finally:
