@@ -47,6 +47,8 @@ def test_what_differs_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> 
         {"name": "a file more", "check": "model", "weights": True, "folders": [same, more]},
         {"name": "shared", "check": "shared", "folders": [same, same]},
         {"name": "not shared", "check": "shared", "folders": [same, twin]},
+        {"name": "local", "check": "local", "folders": [same, twin]},
+        {"name": "not local", "check": "local", "folders": [same, same]},
     ]
     for case in cases:
         case["config"] = CONFIG
@@ -62,6 +64,8 @@ def test_what_differs_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> 
         "a file more": "model_path: tokenizer.json: 2 bytes with checksum",
         "shared": None,
         "not shared": f"host node2: save_path: {twin}: not what rank 0 writes to; expected a folder",
+        "local": None,
+        "not local": f"save_path: {same}: hosts share it; expected a disk of its own on each, or storage: shared",
     }
     for name, message in expected.items():
         told = [json.loads((tmp_path / f"{name}.{rank}.json").read_text()) for rank in range(2)]

@@ -43,6 +43,7 @@ from training.distributed.processes import agreed, gather
 from training.engine.trainer import Trainer
 from training.errors import ConfigError, RunRefused
 
+
 def random_file(rank: int) -> str:
     """The name of the file with a rank's random states: the generators that dropout draws from."""
     return f"random-{rank:03d}.pt"
