@@ -200,7 +200,7 @@ def verify(run: Run) -> None:
     """Look for the newest whole checkpoint, as a run that goes on does."""
     from rich.console import Console
 
-    from training.checkpoint.resume import find_checkpoint
+    from training.checkpoint.finding import find_checkpoint
 
     checkpointer = run.checkpointer
     assert find_checkpoint(checkpointer.config, checkpointer.save_path, checkpointer.disk, Console(quiet=True))

@@ -10,8 +10,9 @@ from pathlib import Path
 from rich.console import Console
 
 from training.checkpoint.exporting import EXPORTED, export_run
+from training.checkpoint.finding import find_checkpoint
 from training.checkpoint.folder import RECORD, CheckpointRecord, DataOrder, step_folder
-from training.checkpoint.resume import check_resumable, find_checkpoint
+from training.checkpoint.resume import check_resumable
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 from training.distributed.processes import agreed

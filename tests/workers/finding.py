@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from training.checkpoint.resume import find_checkpoint
+from training.checkpoint.finding import find_checkpoint
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 

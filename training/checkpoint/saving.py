@@ -7,7 +7,7 @@ that fails leaves the checkpoints before it as they are.
 
 Where each host has its own disk, there is a folder on each, with what the host's ranks need to go on. A host renames
 its folder when all have their record on the disk, so whoever has a folder knows that the others have one under one name
-or the other (`training.checkpoint.resume`).
+or the other (`training.checkpoint.finding`).
 """
 
 from __future__ import annotations
