@@ -129,6 +129,10 @@ def test_disks_that_do_not_fit_are_refused(hosts: list[Host], disks: list[Path],
         (line,) = told(result)
         assert message in line
         assert not any(host.processes() for host in hosts)
+    run(*hosts[1].enter("hostname", "node1"))
+    (line,) = told(trained(hosts, tmp_path))
+    run(*hosts[1].enter("hostname", "node2"))
+    assert "storage: local: two hosts are called node1; expected a name of its own for each" in line
     assert (disks[0] / "run/step-000002" / RECORD).is_file()
 
 
