@@ -3,6 +3,7 @@ torch, or see who can serve them.
 
 python convert_model.py hg_to_pp --input-path DIR --save-path DIR
 python convert_model.py pp_to_hg --input-path DIR --save-path DIR [--layout native] [--dtype bf16] [--compat]
+python convert_model.py gather --input-path DIR --hosts node1,node2 --save-path DIR
 python convert_model.py hg_to_onnx --input-path DIR --save-path DIR
 python convert_model.py hg_to_gguf --input-path DIR --save-path FILE [--dtype bf16] [--converter PATH]
 python convert_model.py check --input-path DIR
@@ -51,6 +52,11 @@ def run(arguments: argparse.Namespace) -> None:
             add_card=add_card,
         )
         pp_to_hg(arguments.input_path, arguments.save_path, arguments.overwrite, options)
+    elif arguments.command == "gather":
+        from training.checkpoint.gather import gather, hosts_of
+
+        hosts = hosts_of(arguments.hosts, arguments.hostfile)
+        gather(Path(arguments.input_path), hosts, Path(arguments.save_path), arguments.overwrite)
     elif arguments.command == "hg_to_onnx":
         from models.formats.to_onnx import hg_to_onnx
 
@@ -72,13 +78,19 @@ def parse_arguments() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     to_pipeline = commands.add_parser("hg_to_pp", help="HuggingFace folder -> pipeline layout")
     to_huggingface = commands.add_parser("pp_to_hg", help="pipeline layout or a run's checkpoint -> HuggingFace folder")
+    together = commands.add_parser(
+        "gather", help="a checkpoint of storage: local, from its hosts over ssh -> one folder"
+    )
     to_onnx = commands.add_parser("hg_to_onnx", help="model folder -> ONNX with a key-value cache, in fp32")
-    for command in (to_pipeline, to_huggingface, to_onnx):
+    for command in (to_pipeline, to_huggingface, together, to_onnx):
         command.add_argument("--input-path", required=True, help="folder to read")
         command.add_argument("--save-path", required=True, help="folder to write")
         command.add_argument("--overwrite", action="store_true", help="replace --save-path where it exists")
     for command in (to_pipeline, to_huggingface):
         command.add_argument("--verify", action="store_true", help="read everything back and compare it")
+    which = together.add_mutually_exclusive_group(required=True)
+    which.add_argument("--hosts", help="those of the run, such as node1,node2")
+    which.add_argument("--hostfile", metavar="FILE", help="those of the run, one a line")
     to_huggingface.add_argument(
         "--layout",
         choices=("original", "native"),

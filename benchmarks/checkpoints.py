@@ -200,10 +200,10 @@ def verify(run: Run) -> None:
     """Look for the newest whole checkpoint, as a run that goes on does."""
     from rich.console import Console
 
-    from training.checkpoint.resume import find_checkpoint
+    from training.checkpoint.finding import find_checkpoint
 
     checkpointer = run.checkpointer
-    assert find_checkpoint(checkpointer.config, checkpointer.save_path, Console(quiet=True))
+    assert find_checkpoint(checkpointer.config, checkpointer.save_path, checkpointer.disk, Console(quiet=True))
 
 
 def read_plainly(folder: Path) -> None:

@@ -25,6 +25,7 @@ from training.checkpoint.saving import read_side_files
 from training.config.deepspeed_config import check_fp8, router_loss_weight, training_dtype
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader, build_loader
+from training.distributed.disk import Disk
 from training.distributed.processes import Place, agreed
 from training.distributed.rank_monitor import RankMonitor
 from training.distributed.signals import StopRequest
@@ -38,7 +39,7 @@ from training.plan.feedback import Feedback
 from training.plan.kernels import choose_kernels
 from training.plan.out_of_memory import out_of_memory_told
 from training.plan.room import check_room
-from training.preflight import check_model, check_setup
+from training.preflight import check_folder, check_model, check_setup
 from training.progress import Progress
 
 
@@ -50,7 +51,7 @@ class Inputs:
         folder: the resolved `model_path`.
         dataset: the records to train on; a stream of them is not started yet.
         evaluation: on the records to evaluate on, if any.
-        side_files: of the model, on rank 0.
+        side_files: of the model, on the rank that keeps the run's folder.
     """
 
     folder: Path
@@ -61,8 +62,8 @@ class Inputs:
     side_files: dict[str, bytes]
 
     @classmethod
-    def read(cls, config: TrainConfig, log: Console, monitor: RankMonitor) -> Inputs:
-        """Read model config and records, make the run's folder and take its lease."""
+    def read(cls, config: TrainConfig, disk: Disk, log: Console) -> Inputs:
+        """Read model config and records."""
         folder = resolve(config.model_path)
         spec = ModelSpec.from_folder(folder)
         config.parts_for(spec.n_layers)  # checked before the data are read, which takes longer
@@ -76,8 +77,7 @@ class Inputs:
             sets.append(records := reader.read("evaluation data", config.eval_data_path))
             evaluation = Evaluation.on(records, config, loader.steps_per_epoch, active=not log.quiet)
         check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), *sets)
-        side_files = {} if log.quiet else read_side_files(folder)
-        monitor.hold(Path(config.save_path))
+        side_files = read_side_files(folder) if disk.keeps else {}
         return cls(folder, spec, dataset, loader, evaluation, side_files)
 
     def order(self, config: TrainConfig) -> DataOrder:
@@ -117,20 +117,24 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
     """
     log, stop = Log(quiet=place.rank > 0, highlight=False), StopRequest(config.preemption_signals)
     check_setup(config, log)
+    disk = Disk.of(config.storage, place)
     with agreed():
-        inputs = Inputs.read(config, log, monitor)
+        inputs = Inputs.read(config, disk, log)
+    check_folder(Path(config.save_path), disk, log)
+    with agreed():
+        monitor.hold(Path(config.save_path), disk)
     spec, loader, stage = inputs.spec, inputs.loader, config.model_topo.stage_of(place.rank)
     known_loader = None if isinstance(inputs.dataset, Stream) else loader
     order, steps = inputs.order(config), loader.steps_per_epoch
     same_model = partial(check_same_model, spec)
-    progress = Progress.find(config, log, order, steps, inputs.evaluation, same_model)
+    progress = Progress.find(config, disk, log, order, steps, inputs.evaluation, same_model)
     check_model(inputs.folder, weights=progress.checkpoint is None and not config.from_scratch)
     division = divide(config, spec, kind.in_stages, known_loader, progress.known)
     topology = division.topology
     layers = topology.layers(stage, spec.n_layers)
     if progress.is_over(layers, inputs.folder):
         return False
-    check_room(config, spec, layers)
+    check_room(config, spec, layers, disk)
     with agreed():
         inputs.begin(progress, place, monitor)
     kernels = choose_kernels(config, spec, known_loader)
@@ -156,6 +160,7 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
             progress=progress,
             topology=topology,
             trainer=trainer,
+            disk=disk,
             loader=loader,
             monitor=monitor,
             stop=stop,

@@ -19,6 +19,7 @@ from training.checkpoint.folder import CheckpointRecord
 from training.checkpoint.saving import Checkpointer
 from training.config.changes import settings_of
 from training.config.keys import TrainConfig
+from training.distributed.disk import Disk
 from training.distributed.freed_memory import FreedMemory
 from training.distributed.processes import agreed
 from training.distributed.rank_monitor import RankMonitor
@@ -45,7 +46,7 @@ class Run:
         origin: says of a sample's number where it comes from.
         evaluation: on the records to evaluate on, if any.
         utilization: see `training.metrics.utilization`.
-        side_files: what makes a folder of layer files a model, on rank 0.
+        side_files: what makes a folder of layer files a model, on the rank that keeps the run's folder.
         feedback: measures the first steps of a pipeline.
 
     Raises:
@@ -56,6 +57,7 @@ class Run:
     progress: Progress
     topology: Topology
     trainer: Trainer
+    disk: Disk
     loader: Loader
     monitor: RankMonitor
     stop: StopRequest
@@ -71,7 +73,7 @@ class Run:
         records = self.evaluation.records if self.evaluation else ""
         settings = settings_of(progress.config)
         record = CheckpointRecord(step=progress.done, topology=self.topology, data=progress.order, settings=settings)
-        self.checkpointer = Checkpointer(trainer, config, folder, self.side_files, record, log, records)
+        self.checkpointer = Checkpointer(trainer, config, folder, self.disk, self.side_files, record, log, records)
         self.bad_steps = BadSteps(trainer, config.max_bad_steps, self.origin, log)
         self.learning_rate = LearningRate(trainer.engine.basic_optimizer, config.scheduler, progress.total_steps)
         steps, parts = config.profile_steps, self.topology.parts

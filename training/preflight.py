@@ -1,4 +1,4 @@
-"""Before a run is built: what has to be the same on every host is the same, and all see the run's folder.
+"""Before a run is built: what has to be the same on every host is the same, and the run's folder lies where it should.
 
 Ranks that read other configs, records or weights do not fail: they train something else, or wait for each other in
 different places. So each rank says what it has, and the first thing that differs from rank 0's is named, with host and
@@ -16,15 +16,15 @@ import sys
 import time
 import zlib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
-from models.checkpoint.publish import writing
 from models.errors import reading
 from training.config.changes import leaves
 from training.config.keys import TrainConfig
+from training.distributed.disk import Disk
 from training.distributed.processes import agreed, gather
 from training.errors import ConfigError, RunRefused
 from training.metrics.run_info import CODE, versions
@@ -76,29 +76,46 @@ def check_samples(trained: str, evaluated: str) -> None:
     expect_same({"samples of data_path": trained, "samples of eval_data_path": evaluated})
 
 
-def check_shared(folder: Path) -> None:
-    """See that every host sees what rank 0 writes to the run's folder.
+def check_folder(folder: Path, disk: Disk, log: Console) -> None:
+    """Make the run's folder, and see that those write to it who share a disk, and nobody else.
 
     Raises:
-        RunRefused: on every rank, where one does not.
+        RunRefused: on every rank, where one does not see what another one writes, or sees what it should not.
     """
-    path = folder / f".shared-{gather(secrets.token_hex(8))[0]}"  # a name that no host has looked for before
-    speaks = torch.distributed.get_rank() == 0
+    token = f".shared-{gather(secrets.token_hex(8))[0]}"  # a name that no host has looked for before
+    path = folder / f"{token}-{disk.ranks[0]}"
     try:
-        with agreed(), writing(folder):
-            if speaks:
-                path.touch()
+        with agreed():
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                if disk.keeps:
+                    path.touch()
+            except OSError as error:
+                raise ConfigError(
+                    f"save_path: {folder}: cannot be written: {error.strerror}; expected a folder"
+                ) from None
         with agreed():
             deadline = time.monotonic() + PATIENCE
             while not path.exists():
                 if time.monotonic() > deadline:
                     raise ConfigError(
-                        f"save_path: {folder}: not what rank 0 writes to; expected a folder that all hosts share"
+                        f"save_path: {folder}: not what rank {disk.ranks[0]} writes to; expected a folder that all "
+                        "hosts share, or storage: local"
                     )
                 time.sleep(0.1)
+            if len(list(folder.glob(f"{token}-*"))) > 1:
+                raise ConfigError(
+                    f"save_path: {folder}: hosts share it; expected a disk of its own on each, or storage: shared"
+                )
     finally:
-        if speaks:
-            path.unlink(missing_ok=True)
+        if disk.keeps:
+            with suppress(OSError):
+                path.unlink()
+    if disk.host:
+        log.print(
+            f"storage: local: each host has its own checkpoints in {folder}; metrics.jsonl, config.yml and tensorboard "
+            f"lie on host {disk.host} alone"
+        )
 
 
 def expect_same(mine: Mapping[str, str]) -> None:

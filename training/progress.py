@@ -10,15 +10,17 @@ from pathlib import Path
 from rich.console import Console
 
 from training.checkpoint.exporting import EXPORTED, export_run
+from training.checkpoint.finding import find_checkpoint
 from training.checkpoint.folder import RECORD, CheckpointRecord, DataOrder, step_folder
-from training.checkpoint.resume import check_resumable, find_checkpoint
+from training.checkpoint.resume import check_resumable
 from training.config.keys import TrainConfig
+from training.distributed.disk import Disk
 from training.distributed.processes import agreed
 from training.distributed.signals import StopRequest
 from training.distributed.slurm import requeue
 from training.errors import ConfigError
 from training.evaluation import Evaluation
-from training.preflight import check_samples, check_shared
+from training.preflight import check_samples
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Progress:
     def find(
         cls,
         config: TrainConfig,
+        disk: Disk,
         log: Console,
         order: DataOrder,
         steps_per_epoch: int,
@@ -60,10 +63,9 @@ class Progress:
         Raises:
             RunRefused: on every rank, where something differs that must agree.
         """
-        check_shared(Path(config.save_path))
         check_samples(order.fingerprint, evaluation.records if evaluation else "none")
         total_steps = config.max_steps or config.n_epoches * steps_per_epoch
-        checkpoint = find_checkpoint(config, Path(config.save_path), log)
+        checkpoint = find_checkpoint(config, Path(config.save_path), disk, log)
         known = CheckpointRecord.read(checkpoint) if checkpoint else None
         changes: list[str] = []
         with agreed():

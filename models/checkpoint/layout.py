@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -21,6 +22,7 @@ from models.errors import CheckpointError, reading
 MANIFEST = "pipetune.json"
 CARRIED = "carried.safetensors"
 LATEST = "latest"
+RECORD = "checkpoint.json"  # of a run's checkpoint, which is a pipeline folder
 
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf"}
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -44,6 +46,20 @@ class Layout(Enum):
 def layer_file(layer: int) -> str:
     """The name that DeepSpeed gives to a layer's state dict."""
     return f"layer_{layer:02d}-model_states.pt"
+
+
+def not_found(path: Path) -> CheckpointError:
+    """What is said of a file that its folder lacks: in a checkpoint of several hosts, which of them wrote it."""
+    hosts: list[str] = []
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        written = json.loads((path.parent / RECORD).read_bytes())["hosts"]
+        hosts = [host for host, files in written.items() if path.name in files]
+    if hosts:
+        return CheckpointError(
+            f"{path}: not here, as it was written on host {hosts[0]}; expected the hosts of the run that saved it, in "
+            "the same order, or a folder that convert_model.py gather brought together"
+        )
+    return CheckpointError(f"{path}: not found; the folder is incomplete")
 
 
 def resolve(folder: str | Path) -> Path:

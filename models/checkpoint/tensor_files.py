@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from common.terminal import reason_of
+from models.checkpoint.layout import not_found
 from models.checkpoint.safetensors_files import DTYPE_NAMES, SafetensorsFile, TensorInfo
 from models.errors import GONE, CheckpointError, reading
 
@@ -79,7 +80,7 @@ def load_archive(path: Path) -> Any:
             mapped = is_zipfile(path)  # archives from before torch 1.6 cannot be mapped
             return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except GONE:
-        raise CheckpointError(f"{path}: not found; the folder is incomplete") from None
+        raise not_found(path) from None
     except pickle.UnpicklingError:
         raise CheckpointError(
             f"{path}: refused, the pickle holds more than tensors and could run code; expected a plain state dict"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.cluster.hosts import Host, Hosts, lacking
+from tests.conftest import FAQ
 
 
 @pytest.fixture(scope="module")
@@ -16,3 +20,15 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
         pytest.skip(reason)
     with Hosts(2, tmp_path_factory.mktemp("hosts")) as made:
         yield made
+
+
+@pytest.fixture
+def disks(hosts: list[Host], make_checkpoint: Callable[..., Path]) -> list[Path]:
+    """The hosts' disks, with the same model and records."""
+    disks = [host.folder / "disk" for host in hosts]
+    for disk in disks:
+        for old in disk.iterdir():
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
+        shutil.copytree(make_checkpoint("llama"), disk / "model")
+        (disk / "records.json").write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:32]))
+    return disks

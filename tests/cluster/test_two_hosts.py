@@ -25,18 +25,6 @@ pytestmark = pytest.mark.launched
 MODEL, RECORDS, RUN = "/mnt/model", "/mnt/records.json", "/mnt/run.yml"  # on each host's own disk
 
 
-@pytest.fixture
-def disks(hosts: list[Host], make_checkpoint: Callable[..., Path]) -> list[Path]:
-    """The hosts' disks, with the same model and records."""
-    disks = [host.folder / "disk" for host in hosts]
-    for disk in disks:
-        for old in disk.iterdir():
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
-        shutil.copytree(make_checkpoint("llama"), disk / "model")
-        (disk / "records.json").write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:32]))
-    return disks
-
-
 def configured(disks: list[Path], save_path: Path | str, **keys: Any) -> None:
     """The same config on each disk."""
     defaults = {"model_path": MODEL, "data_path": RECORDS, "max_steps": 4, "model_topo": topology((2, 1))}
@@ -44,9 +32,9 @@ def configured(disks: list[Path], save_path: Path | str, **keys: Any) -> None:
         write_config(disk / "run.yml", save_path=str(save_path), **(defaults | keys))
 
 
-def trained(hosts: list[Host], folder: Path, *words: str) -> Any:
+def trained(hosts: list[Host], folder: Path, *words: str, slots: int = 1) -> Any:
     """What the command comes to that starts a run from the first host."""
-    hostfile = hostfile_of(hosts, 1, folder / "hostfile")
+    hostfile = hostfile_of(hosts, slots, folder / "hostfile")
     return run(*hosts[0].enter(*deepspeed(hostfile, "train_ds.py", "--config", RUN, *words)))
 
 

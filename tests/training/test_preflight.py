@@ -60,6 +60,8 @@ def test_what_differs_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> 
         {"name": "room", "check": "room", "folders": [small, small]},
         {"name": "no memory", "check": "room", "folders": [huge, huge]},
         {"name": "no disk", "check": "room", "folders": [small, huge]},
+        {"name": "local", "check": "local", "folders": [same, twin]},
+        {"name": "not local", "check": "local", "folders": [same, same]},
     ]
     for case in cases:
         case["config"] = CONFIG
@@ -78,6 +80,8 @@ def test_what_differs_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> 
         "no memory": "memory: ",
         "no disk": f"save_path: {small}: ",
         "not shared": f"host node2: save_path: {twin}: not what rank 0 writes to; expected a folder",
+        "local": None,
+        "not local": f"save_path: {same}: hosts share it; expected a disk of its own on each, or storage: shared",
     }
     for name, message in expected.items():
         told = [json.loads((tmp_path / f"{name}.{rank}.json").read_text()) for rank in range(2)]

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from training.checkpoint.resume import find_checkpoint
+from training.checkpoint.finding import find_checkpoint
 from training.config.keys import TrainConfig
+from training.distributed.disk import Disk
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     told = io.StringIO()
-    found = find_checkpoint(config, Path(config.save_path), Console(file=told, soft_wrap=True))
+    found = find_checkpoint(config, Path(config.save_path), Disk.of_all(), Console(file=told, soft_wrap=True))
     if torch.distributed.get_rank() == 0:
         outcome = {"found": found and found.name, "told": told.getvalue()}
         (folder / f"{case['name']}.json").write_text(json.dumps(outcome))

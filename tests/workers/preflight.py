@@ -13,12 +13,15 @@ from common.log import Log
 from models.spec import ModelSpec
 from training import preflight
 from training.config.keys import TrainConfig
+from training.distributed.disk import Disk
+from training.distributed.processes import Place
 from training.errors import RunRefused
 from training.plan.room import check_room
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
-    rank = torch.distributed.get_rank()
+    rank, place = torch.distributed.get_rank(), Place.from_environment()
+    assert place
     gethostname, socket.gethostname = socket.gethostname, f"node{rank + 1}".format
     preflight.PATIENCE = 0.5
     own = Path(case["folders"][rank])
@@ -30,9 +33,9 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
             preflight.check_model(own, weights=case["weights"])
         elif case["check"] == "room":
             spec = ModelSpec.from_folder(own)
-            check_room(config.model_copy(update={"save_path": str(own)}), spec, range(spec.n_layers))
+            check_room(config.model_copy(update={"save_path": str(own)}), spec, range(spec.n_layers), Disk.of_all())
         else:
-            preflight.check_shared(own)
+            preflight.check_folder(own, Disk.of(case["check"], place), Log(quiet=True))
     except RunRefused as refused:
         told = str(refused)
     finally:

@@ -28,6 +28,7 @@ from training.checkpoint.resume import resume
 from training.checkpoint.saving import Checkpointer, read_side_files
 from training.config.changes import settings_of
 from training.config.keys import TrainConfig
+from training.distributed.disk import Disk
 from training.engine.pipeline import PipelineTrainer
 from training.engine.trainer import Trainer
 from training.engine.zero import ZeroTrainer
@@ -66,7 +67,7 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
             record = CheckpointRecord(step=0, topology=division.topology, data=ORDER, settings=settings_of(config))
             files, save_path = read_side_files(model_folder), folder / case["name"]
             save_path.mkdir(exist_ok=True)
-            Checkpointer(trainer, config, save_path, files, record, log).save(SAVED_AT)
+            Checkpointer(trainer, config, save_path, Disk.of_all(), files, record, log).save(SAVED_AT)
             keep_state(trainer, state)
     if torch.distributed.get_rank() == 0:
         (folder / f"{case['name']}.json").write_text(json.dumps(outcome))

@@ -25,6 +25,7 @@ from models.spec import ModelSpec
 from tests.workers.cases import loader_of
 from training.config.keys import TrainConfig
 from training.distributed import processes
+from training.distributed.disk import Disk
 from training.engine.pipeline import PipelineTrainer
 from training.engine.trainer import Trainer
 from training.engine.zero import ZeroTrainer
@@ -55,7 +56,7 @@ def outcome_of(kind: type[Trainer], config: TrainConfig, folder: Path, resume: b
             trainer.engine.save_checkpoint(str(folder), tag="resume")
     outcome["eval"].append(trainer.eval_loss(loader, loader.batch(0)))
     folder.mkdir(exist_ok=True)
-    trainer.write_layers(folder, torch.save)
+    trainer.write_layers(folder, torch.save, Disk.of_all())
     trainer.engine.destroy()
     if not resume:
         return outcome

@@ -18,6 +18,7 @@ from training.checkpoint.folder import CheckpointRecord, DataOrder
 from training.checkpoint.resume import resume
 from training.config.deepspeed_config import check_device
 from training.config.gpu import check_gpu
+from training.distributed.disk import Disk
 from training.distributed.processes import Place, agreed
 from training.distributed.rank_monitor import RankMonitor
 from training.distributed.signals import StopRequest
@@ -26,7 +27,7 @@ from training.errors import ConfigError
 from training.evaluation import Evaluation
 from training.loop import Run, train
 from training.plan.auto import topology_of
-from training.preflight import check_setup
+from training.preflight import check_folder, check_setup
 from training.progress import Progress
 
 
@@ -56,7 +57,10 @@ def run_layers(
         elif config.eval_interval or config.eval_at_start:
             raise ConfigError("eval_interval, eval_at_start: without effect, as `train` was given no eval_dataset")
         parts = divide(layers, topo.parts, topo.stages)
-        monitor.hold(Path(config.save_path))
+    disk = Disk.of(config.storage, place)
+    check_folder(Path(config.save_path), disk, log)
+    with agreed():
+        monitor.hold(Path(config.save_path), disk)
     topology = topology_of(config, parts)
     order = DataOrder(
         samples=len(loader.data.samples),
@@ -66,7 +70,7 @@ def run_layers(
         dataloader_drop_last=True,
     )
     progress = Progress.find(
-        config, log, order, loader.steps_per_epoch, evaluation, partial(check_same, len(layers), order.samples)
+        config, disk, log, order, loader.steps_per_epoch, evaluation, partial(check_same, len(layers), order.samples)
     )
     if progress.is_over([], Path()):
         return
@@ -79,6 +83,7 @@ def run_layers(
         progress=progress,
         topology=topology,
         trainer=resume(progress.checkpoint, progress.known, topology, config, build, log),
+        disk=disk,
         loader=loader,
         monitor=monitor,
         stop=stop,

@@ -34,10 +34,15 @@ BEHIND = 64 * 2**20  # bytes that wait in memory for the disk
 
 
 class CheckpointFiles(TorchCheckpointEngine):
-    """Writes the files of one checkpoint after the other."""
+    """Writes the files of one checkpoint after the other.
+
+    Attributes:
+        offsets: of what this rank keeps of each weight, where in it that begins; DeepSpeed's file does not say.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.offsets: dict[str, int] = {}
         self._records: dict[Path, FileRecord] = {}
         self._error: OSError | None = None
 
@@ -47,6 +52,8 @@ class CheckpointFiles(TorchCheckpointEngine):
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write a state dict; see `write`."""
+        if "optimizer_state_dict" in state_dict:
+            state_dict = state_dict | {"offsets": self.offsets}
         self.write(Path(path), partial(torch.save, state_dict))
 
     def write(self, path: Path, fill: Callable[[BinaryIO], object]) -> None:

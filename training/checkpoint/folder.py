@@ -23,11 +23,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from common.whole_files import replace_text
 from data.streaming.windows import Made
+from models.checkpoint.layout import RECORD, FileName
 from models.checkpoint.publish import workplace
 from models.errors import GONE, CheckpointError, reading
 from training.topology import Topology
 
-RECORD = "checkpoint.json"
 BEST = "best.json"
 PIECE = 2**20  # what is summed up is still in the processor's cache
 
@@ -64,6 +64,9 @@ class CheckpointRecord(BaseModel):
 
     Attributes:
         settings: the values of the config that a later start is compared with (`training.config.changes`).
+        files: that all ranks wrote, by name; empty where each host has its own disk.
+        hosts: the files that were written on each host then, the same in every host's copy of the record.
+        host: which of them wrote this folder.
         evaluated: whether the evaluation after this step, if one is due, is done.
     """
 
@@ -71,7 +74,9 @@ class CheckpointRecord(BaseModel):
     topology: Topology
     data: DataOrder
     settings: dict[str, Any] = {}
-    files: dict[str, FileRecord] = {}
+    files: dict[FileName, FileRecord] = {}
+    hosts: dict[str, dict[FileName, FileRecord]] = {}
+    host: str = ""
     crc32: int = 0
     evaluated: bool = True
 
@@ -84,19 +89,32 @@ class CheckpointRecord(BaseModel):
         """
         try:
             with reading(folder / RECORD):
-                record = cls.model_validate_json((folder / RECORD).read_bytes())
-        except (*GONE, ValidationError):
+                return cls.parse((folder / RECORD).read_bytes())
+        except GONE:
+            return None
+
+    @classmethod
+    def parse(cls, content: bytes) -> CheckpointRecord | None:
+        """What is in a `checkpoint.json`; None where it is damaged."""
+        try:
+            record = cls.model_validate_json(content)
+        except ValidationError:
             return None
         return record if record.crc32 == record.checksum() else None
+
+    @property
+    def here(self) -> dict[FileName, FileRecord]:
+        """The files of the folder that holds this copy of the record."""
+        return self.hosts.get(self.host, {}) if self.hosts else self.files
 
     def write(self, folder: Path) -> None:
         """From now on the folder counts as whole."""
         whole = self.model_copy(update={"crc32": self.checksum()})
         replace_text(folder / RECORD, whole.model_dump_json(indent=1, exclude_unset=True) + "\n")
 
-    def checksum(self) -> int:
-        """The CRC-32 of all that it says but this; what a later version would say besides does not count."""
-        return zlib.crc32(self.model_dump_json(exclude={"crc32"}, exclude_unset=True).encode())
+    def checksum(self, *but: str) -> int:
+        """The CRC-32 of all that it says but this, and `but`; what a later version would say besides does not count."""
+        return zlib.crc32(self.model_dump_json(exclude={"crc32", *but}, exclude_unset=True).encode())
 
 
 class Best(BaseModel):
@@ -163,7 +181,7 @@ def fault(folder: Path, share: int = 0, shares: int = 1) -> str | None:
     record = CheckpointRecord.read(folder)
     if record is None:
         return f"{RECORD} is damaged" if _has_record(folder) else f"no {RECORD}: it was never finished"
-    for name, expected in sorted(record.files.items())[share::shares]:
+    for name, expected in sorted(record.here.items())[share::shares]:
         path = folder / name
         try:
             with reading(path):
@@ -199,17 +217,26 @@ def prune(save_path: Path, keep_last: int, keep: set[str]) -> None:
     Raises:
         CheckpointError, OSError: a folder cannot be read or removed.
     """
-    whole = [folder for folder in step_folders(save_path) if _has_record(folder)]
-    for folder in whole[keep_last:]:
+    for folder in finished(save_path)[keep_last:]:
         record = CheckpointRecord.read(folder)
         if folder.name in keep or folder.is_symlink() or record is None:
             continue
         present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
-        if present <= {*record.files, RECORD}:
+        if present <= {*record.here, RECORD}:
             with workplace(folder) as place:  # a crash meanwhile leaves nothing that looks whole
                 folder.rename(place)
 
 
+def finished(save_path: Path) -> list[Path]:
+    """The folders of checkpoints that have a record, newest first.
+
+    Raises:
+        CheckpointError: as `step_folders`.
+    """
+    return [folder for folder in step_folders(save_path) if _has_record(folder)]
+
+
 def _has_record(folder: Path) -> bool:
-    with reading(folder):
+    with suppress(FileNotFoundError), reading(folder):
         return RECORD in os.listdir(folder)
+    return False

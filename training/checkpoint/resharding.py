@@ -28,6 +28,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 from tqdm import tqdm
 
+from models.checkpoint.layout import not_found
 from models.errors import CheckpointError
 from training.checkpoint.folder import CheckpointRecord
 from training.checkpoint.saved_slices import SavedOptimizer, Slice, equal_shares, layer_of
@@ -57,9 +58,10 @@ def take_over(
                     copied = _copy(source, piece, engine.basic_optimizer)
                     missing[source.name] -= copied
                     bar.update(copied)
-    incomplete = [name for name, numel in missing.items() if numel]
-    if incomplete:
-        raise CheckpointError(f"{folder}: the optimizer's state of {incomplete[0]} is not whole; expected all of it")
+    for name in (name for name, numel in missing.items() if numel):
+        for path in saved.elsewhere(record.topology.stage_of(layer_of(name))):
+            raise not_found(path)
+        raise CheckpointError(f"{folder}: the optimizer's state of {name} is not whole; expected all of it")
     engine.global_steps = record.step
     if engine.fp16_enabled():
         engine.optimizer.loss_scaler = saved.loss_scaler()

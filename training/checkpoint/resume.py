@@ -15,65 +15,20 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from rich.console import Console
 
-from models.checkpoint.layout import resolve
-from models.checkpoint.publish import writing
 from models.spec import ModelSpec
 from training.checkpoint.deepspeed_files import read_mapped
-from training.checkpoint.folder import CheckpointRecord, DataOrder, fault, set_aside, step_folders
+from training.checkpoint.folder import CheckpointRecord, DataOrder
 from training.checkpoint.resharding import take_over
 from training.checkpoint.saving import random_file
 from training.config.changes import compare, differs, settings_of
 from training.config.keys import TrainConfig
-from training.distributed.processes import agreed, gather
+from training.distributed.processes import agreed
 from training.engine.trainer import Trainer
 from training.errors import ConfigError
 from training.topology import Topology
 
 # Of config.json, what the computation does not depend on.
 UNUSED = {"_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"}
-
-
-def find_checkpoint(config: TrainConfig, save_path: Path, log: Console) -> Path | None:
-    """The checkpoint to continue from, found whole; None to start from the beginning. All ranks call it together.
-
-    Raises:
-        ConfigError: the folder that `resume` names is no whole checkpoint, or `save_path` holds others.
-    """
-    if config.resume == "auto":
-        return _newest(save_path, log)
-    folder = None
-    if config.resume != "none":
-        with agreed():
-            folder = resolve(config.resume)
-        if reason := _fault_together(folder):
-            raise ConfigError(f"resume: {folder}: {reason}; expected a whole checkpoint of a run")
-    present = step_folders(save_path)
-    if present and (folder is None or present[0].resolve() != folder.resolve()):
-        raise ConfigError(
-            f"save_path: {save_path} holds {present[0].name} of another run or a later step; expected another folder, "
-            "or resume: auto"
-        )
-    return folder
-
-
-def _newest(save_path: Path, log: Console) -> Path | None:
-    """The newest whole checkpoint; those that are passed over are named, and damaged ones set aside.
-
-    Rank 0's list counts, as a shared disk may show each host another one.
-    """
-    folders: list[Path] = []
-    with agreed():
-        if torch.distributed.get_rank() == 0:
-            folders = step_folders(save_path)
-    for folder in gather(folders)[0]:
-        reason = _fault_together(folder)
-        if reason is None:
-            return folder
-        log.print(f"warning: {folder.name} is passed over: {reason}")
-        with agreed(), writing(save_path):
-            if torch.distributed.get_rank() == 0:
-                set_aside(folder)
-    return None
 
 
 def resume(
@@ -149,11 +104,3 @@ def check_same_model(spec: ModelSpec, folder: Path) -> None:
     for key in sorted((then.keys() | now.keys()) - UNUSED):
         if then.get(key) != now.get(key):
             raise differs(f"model_path: config.json: {key}", now.get(key), then.get(key), folder)
-
-
-def _fault_together(folder: Path) -> str | None:
-    """Each rank checks its share of a checkpoint's files."""
-    mine = None
-    with agreed():
-        mine = fault(folder, torch.distributed.get_rank(), torch.distributed.get_world_size())
-    return next((reason for reason in gather(mine) if reason), None)

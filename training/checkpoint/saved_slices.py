@@ -5,6 +5,7 @@ of a group into one vector and give each replica a range of it; ZeRO 3 gives eac
 ZeRO they stay whole. Here all of them are lists of slices; `training.checkpoint.resharding` lists an engine's own.
 
 The files are mapped and not read: a slice costs nothing until somebody copies from it, and then no more than itself.
+Those that another host wrote to a disk of its own are passed over; who wants them finds that something is missing.
 """
 
 from __future__ import annotations
@@ -55,10 +56,11 @@ class SavedOptimizer:
 
     def loss_scaler(self) -> Any:
         """The loss scale of an fp16 run, which always has ZeRO."""
-        return read_mapped(self._shards(0)[0])["optimizer_state_dict"]["loss_scaler"]
+        shards = chain.from_iterable(self._shards(stage).values() for stage in range(self.topology.stages))
+        return read_mapped(next(shards))["optimizer_state_dict"]["loss_scaler"]
 
     def slices(self, stage: int) -> Iterator[Slice]:
-        """Everything that the replicas of a stage kept.
+        """Everything that the replicas of a stage kept, as far as it is here.
 
         Raises:
             CheckpointError: a file is missing, cannot be read or is laid out in another way.
@@ -79,25 +81,26 @@ class SavedOptimizer:
                 f"{type(error).__name__}: {error}"
             ) from None
 
-    def _of_ranges(self, shards: list[Path]) -> Iterator[Slice]:
+    def _of_ranges(self, shards: dict[int, Path]) -> Iterator[Slice]:
         seen: Counter[str] = Counter()
-        for path in shards:
-            saved = read_mapped(path)["optimizer_state_dict"]
+        for path in shards.values():
+            file = read_mapped(path)
+            saved, offsets = file["optimizer_state_dict"], file.get("offsets", seen)  # seen: of an early version
             masters, places = saved["single_partition_of_fp32_groups"], saved["param_slice_mappings"]
             for number, (master, weights) in enumerate(zip(masters, places, strict=True)):
                 state = saved["base_optimizer_state"]["state"].get(number, {})
                 for name, place in weights.items():
-                    yield Slice(name, seen[name], place.numel, master, place.start, state)
+                    yield Slice(name, offsets[name], place.numel, master, place.start, state)
                     seen[name] += place.numel
 
-    def _of_stage_3(self, shards: list[Path]) -> Iterator[Slice]:
-        shapes = read_mapped(self._model_file(0))["param_shapes"]
-        for rank, path in enumerate(shards):
+    def _of_stage_3(self, shards: dict[int, Path]) -> Iterator[Slice]:
+        shapes = read_mapped(self._model_file(0, next(iter(shards), 0)))["param_shapes"]
+        for rank, path in shards.items():
             saved = read_mapped(path)["optimizer_state_dict"]
             for number, (master, weights) in enumerate(zip(saved["fp32_flat_groups"], shapes, strict=True)):
                 state = saved["optimizer_state_dict"]["state"].get(number, {})
                 sizes = [(name, shape.numel()) for name, shape in weights.items()]
-                yield from equal_shares(sizes, rank, len(shards), master, state)
+                yield from equal_shares(sizes, rank, self.topology.replicas, master, state)
 
     def _of_whole(self, path: Path) -> Iterator[Slice]:
         """Without ZeRO: weight by weight, under the names that `training.checkpoint.saving` adds."""
@@ -111,19 +114,21 @@ class SavedOptimizer:
         for number, (name, master) in enumerate(zip(names, masters, strict=True)):
             yield Slice(name, 0, master.numel(), master, 0, saved["state"].get(number, {}))
 
-    def _shards(self, stage: int) -> list[Path]:
-        """The optimizer's files of a stage, one a replica; none where DeepSpeed put all into the model's file."""
-        for prefix in ("", "bf16_"):
-            paths = [
-                self.folder / f"{prefix}zero_pp_rank_{replica}_mp_rank_{stage:02d}_optim_states.pt"
-                for replica in range(self.topology.replicas)
-            ]
-            if paths[0].is_file():
-                return paths
-        return []
+    def elsewhere(self, stage: int) -> list[Path]:
+        """Of the optimizer's files of a stage, those that other hosts wrote to disks of their own."""
+        return list(self._shards(stage, here=False).values())
 
-    def _model_file(self, stage: int) -> Path:
-        prefix = "zero_pp_rank_0_" if self.topology.zero_stage == 3 else ""
+    def _shards(self, stage: int, here: bool = True) -> dict[int, Path]:
+        """The optimizer's files of a stage, by replica; none where DeepSpeed put all into the model's file."""
+        for prefix in ("", "bf16_"):
+            name = f"{prefix}zero_pp_rank_{{}}_mp_rank_{stage:02d}_optim_states.pt".format
+            paths = {replica: self.folder / name(replica) for replica in range(self.topology.replicas)}
+            if any(path.is_file() for path in paths.values()):
+                return {replica: path for replica, path in paths.items() if path.is_file() == here}
+        return {}
+
+    def _model_file(self, stage: int, replica: int = 0) -> Path:
+        prefix = f"zero_pp_rank_{replica}_" if self.topology.zero_stage == 3 else ""
         return self.folder / f"{prefix}mp_rank_{stage:02d}_model_states.pt"
 
 

@@ -4,17 +4,26 @@ A checkpoint folder is also a pipeline-layout folder: DeepSpeed writes one file 
 config, tokenizer and manifest are laid beside them, so `pp_to_hg`, `demo.py` and `model_path` take the folder as it is.
 Each rank adds its random states. Its record is written last and then `latest` moves; only then do old ones go. A save
 that fails leaves the checkpoints before it as they are.
+
+Where each host has its own disk, there is a folder on each, with what the host's ranks need to go on. A host renames
+its folder when all have their record on the disk, so whoever has a folder knows that the others have one under one name
+or the other (`training.checkpoint.finding`).
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from operator import methodcaller
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -26,9 +35,10 @@ from models.checkpoint.layout import LATEST
 from models.checkpoint.publish import sweep, workplace, writing
 from models.errors import CheckpointError
 from training.checkpoint.deepspeed_files import CheckpointFiles
-from training.checkpoint.folder import BEST, Best, CheckpointRecord, FileRecord, prune, set_aside, step_folder
+from training.checkpoint.folder import BEST, Best, CheckpointRecord, FileRecord, finished, prune, set_aside, step_folder
 from training.checkpoint.resharding import slices_of
 from training.config.keys import TrainConfig
+from training.distributed.disk import Disk
 from training.distributed.processes import agreed, gather
 from training.engine.trainer import Trainer
 from training.errors import ConfigError, RunRefused
@@ -46,7 +56,8 @@ class Checkpointer:
     Attributes:
         trainer: whose state is saved.
         save_path: the run's folder.
-        side_files: config and tokenizer of the model (`read_side_files`); on rank 0.
+        disk: on which the folder lies.
+        side_files: config and tokenizer of the model (`read_side_files`), on the rank that keeps the folder.
         record: what each checkpoint's record says, but for what is that checkpoint's own.
         eval_records: the fingerprint of those that the evaluation loss is measured on; empty without evaluation.
         best: the checkpoint with the lowest evaluation loss, which is never removed.
@@ -56,6 +67,7 @@ class Checkpointer:
     trainer: Trainer
     config: TrainConfig
     save_path: Path
+    disk: Disk
     side_files: dict[str, bytes]
     record: CheckpointRecord
     log: Console
@@ -69,8 +81,13 @@ class Checkpointer:
         engine = self.trainer.engine
         engine.checkpoint_engine = self._files
         engine._copy_recovery_script = lambda *_: None  # pp_to_hg does what DeepSpeed's scripts are for
+        stages, disk = gather(self.trainer.stage), self.disk
+        if self.trainer.stage not in [stages[rank] for rank in disk.ranks[: disk.number]]:
+            engine.save_non_zero_checkpoint = True  # what a stage's replicas have in common is written once a disk
+        best = None
         with agreed():
-            self.best = Best.read(self.save_path, self.record.step, self.eval_records)
+            best = Best.read(self.save_path, self.record.step, self.eval_records)
+        self.best = gather(best)[0]
 
     def due(self, step: int) -> bool:
         """Whether the config asks for a checkpoint after `step`; of the minutes only this rank's clock is asked."""
@@ -89,11 +106,7 @@ class Checkpointer:
             return
         name = step_folder(self.save_path, step).name
         self.best = Best(checkpoint=name, step=step, eval_loss=eval_loss, records=self.eval_records)
-        if torch.distributed.get_rank() == 0:
-            try:
-                self.best.write(self.save_path)
-            except OSError as error:
-                self.log.print(f"warning: {BEST} could not be written: {error.strerror or error}")
+        self._on_each_disk(f"{BEST} could not be written", partial(self.best.write, self.save_path))
 
     def save(self, step: int, eval_loss: float | None = None) -> None:
         """Save the state after `step`, with the loss of the evaluation after it, if there was one.
@@ -113,8 +126,7 @@ class Checkpointer:
             self.saved = step
             if eval_loss is not None:
                 self.note(step, eval_loss)
-            if torch.distributed.get_rank() == 0:
-                self._tidy_up()
+            self._tidy_up()
         self._last = time.monotonic()
 
     def _write(self, folder: Path, step: int, evaluated: bool) -> None:
@@ -122,42 +134,65 @@ class Checkpointer:
         engine, rank = self.trainer.engine, torch.distributed.get_rank()
         # Without ZeRO, DeepSpeed numbers the weights and keeps no names, so they go along.
         sharded = engine.zero_optimization()
-        names = {} if sharded else {"parameter_names": [piece.name for piece in slices_of(engine)]}
+        kept = slices_of(engine)
+        names = {} if sharded else {"parameter_names": [piece.name for piece in kept]}
+        self._files.offsets = {piece.name: piece.offset for piece in kept}
         with ExitStack() as hidden:
-            place = None
+            place, keeps = None, self.disk.keeps
             with agreed(), writing(folder):
-                if rank == 0:
+                if keeps:
                     sweep(self.save_path.glob(".step-*.partial-*"))
                     place = hidden.enter_context(workplace(folder))
-            new = gather(place)[0]
+            new = gather(place)[self.disk.ranks[0]]
             assert new is not None
             engine.save_checkpoint(str(new.parent), tag=new.name, client_state=names, save_latest=False)
             states = {"cpu": torch.get_rng_state(), "device": get_accelerator().get_rng_state()}
             self._files.save(states, str(new / random_file(rank)))
-            self.trainer.write_layers(new, self._files.save)
+            self.trainer.write_layers(new, self._files.save, self.disk)
             for name, content in self.side_files.items():
                 self._files.write(new / name, methodcaller("write", content))
             written: dict[str, FileRecord] = {}
             with agreed(), writing(folder):
                 written = self._files.written()
-            files = {name: record for records in gather(written) for name, record in records.items()}
+            hosts: dict[str, dict[str, FileRecord]] = defaultdict(dict)
+            for host, records in gather((self.disk.host, written)):
+                hosts[host] |= records
+            files = {"hosts": dict(hosts), "host": self.disk.host} if self.disk.host else {"files": hosts[""]}
             with agreed(), writing(folder):
-                if rank == 0:
-                    own = {"step": step, "files": files, "evaluated": evaluated}
-                    self.record.model_copy(update=own).write(new)
+                if keeps:
+                    self.record.model_copy(update={"step": step, "evaluated": evaluated, **files}).write(new)
+            with agreed(), writing(folder):
+                if keeps:
                     if folder.exists():
                         set_aside(folder)
                     new.rename(folder)
                     sync(self.save_path)  # which lists the checkpoint
+            with agreed(), writing(folder):
+                if keeps:
                     replace_text(self.save_path / LATEST, folder.name)
 
     def _tidy_up(self) -> None:
         """Remove earlier checkpoints; the new one counts whether that works or not."""
-        try:
-            best = {self.best.checkpoint} if self.best else set()
-            prune(self.save_path, self.config.keep_last, best)
-        except (OSError, CheckpointError) as error:
-            self.log.print(f"warning: an earlier checkpoint stays: {' '.join(str(error).split())}")
+        told = "an earlier checkpoint stays"
+        held = self._on_each_disk(told, lambda: [path.name for path in finished(self.save_path)])
+        kept = [name for name in chain(*held[:1]) if all(name in names for names in held)][: self.config.keep_last]
+        if self.best:
+            kept.append(self.best.checkpoint)
+        self._on_each_disk(told, partial(prune, self.save_path, self.config.keep_last, set(kept)))
+
+    def _on_each_disk(self, what: str, work: Callable[[], Any]) -> list[Any]:
+        """What those who keep the folder give when they do something; a failure is told, and no more."""
+        given, told = None, None
+        if self.disk.keeps:
+            try:
+                given = work()
+            except (OSError, CheckpointError) as error:
+                told = self.disk.told(f"{what}: {' '.join(str(error).split())}")
+        results = gather((self.disk.keeps and told is None, given, told))
+        for _, _, failure in results:
+            if failure:
+                self.log.print(f"warning: {failure}")
+        return [each for done, each, _ in results if done]
 
 
 def read_side_files(model_folder: Path) -> dict[str, bytes]:

@@ -27,6 +27,11 @@ def contradictions(config: Any) -> Iterator[str]:
     evaluates = config.eval_interval or config.eval_at_start
     if evaluates and config.data_path and not config.eval_data_path:  # what a Pipeline trains on stands in no config
         yield "eval_data_path: expected records to evaluate on, or neither eval_interval nor eval_at_start"
+    if config.export_hf and config.storage == "local":
+        yield (
+            "export_hf: with storage: local no host has all layers; expected false, and convert_model.py gather, then "
+            "pp_to_hg, at the end"
+        )
     yield from _of_batches_and_parts(config)
     if config.rebalance:
         yield from _of_rebalance(config)
@@ -75,6 +80,7 @@ def _of_rebalance(config: Any) -> Iterator[str]:
         (config.model_topo.parts is not None, "model_topo.parts: auto"),
         (config.resume != "auto", "resume: auto, as the run goes on from its own checkpoint"),
         (not (config.save_interval or config.save_minutes), "save_interval or save_minutes, to move at a checkpoint"),
+        (config.storage == "local", "storage: shared, as layers move to other hosts"),
         (config.deterministic, "deterministic: false, as sums depend on parts, and these on measured times"),
     ):
         if unlike:

@@ -125,6 +125,8 @@ class TrainConfig(Section):
     # Save every so many optimizer steps, and whenever so many minutes have passed; always at the end.
     save_interval: int | None = Field(default=None, ge=1)
     save_minutes: float | None = Field(default=None, gt=0)
+    # Whether all hosts share save_path (shared), or each has its own disk there (local).
+    storage: Literal["shared", "local"] = "shared"
     # How many checkpoints stay; the best one by evaluation stays besides.
     keep_last: int = Field(default=2, ge=1)
     # What a run does when a checkpoint cannot be written, such as on a full disk.

@@ -4,7 +4,8 @@ Each rank keeps one connection to the detector in rank 0's process (`training.di
 a thread. The main thread marks progress on it and reports what made it fail; when a process dies, it closes. The
 detector answers with a verdict, the same for all. Every rank leaves then, from this thread, as the main thread may be
 waiting for a rank that is no more. The one that speaks leaves last, so its line is the last of the run but for the
-launcher's own. Rank 0 holds the lease of the run's folder as well, and gives it back however the run ends.
+launcher's own. Who keeps the run's folder (`training.distributed.disk`) holds its lease, and gives it back however the
+run ends.
 
 Costs nothing while all is well: no message is sent between joining and leaving.
 """
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 
 from common.lease import Held, Lease
+from training.distributed.disk import Disk
 from training.distributed.failure_detector import (
     DIED,
     FailureDetector,
@@ -81,17 +83,13 @@ class RankMonitor:
         self._thread = threading.Thread(target=self._listen, name="monitor", daemon=True)
         self._thread.start()
 
-    def hold(self, folder: Path) -> None:
-        """Make the run's folder, and take its lease, which rank 0 does for all and keeps to the end.
+    def hold(self, folder: Path, disk: Disk) -> None:
+        """Take the lease of the run's folder, for all that write there, to the end.
 
         Raises:
-            ConfigError: another run has it, or it cannot be made or written.
+            ConfigError: another run has it, or it cannot be written.
         """
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"save_path: {folder}: cannot be made: {error.strerror}; expected a folder") from None
-        if self._place.rank == 0:
+        if disk.keeps:
             self._lease = take_folder(folder, self._report)
             self._folder = folder
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,17 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from data.loader import GlobalBatch, Loader
+from models.checkpoint.layout import layer_file
 from models.pipeline import PipelineModel, VScheduleModel
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
+from training.distributed.disk import Disk
 from training.distributed.gpu_progress import followed
 from training.engine.dualpipev import VScheduleEngine
 from training.engine.prefetch import Sent
 from training.engine.replica_sums import sum_while_computing
 from training.engine.stage_engine import StageEngine
-from training.engine.trainer import Trainer, build_engine
+from training.engine.trainer import Trainer, build_engine, on_cpu
 from training.topology import Division
 
 
@@ -62,6 +64,13 @@ class PipelineTrainer(Trainer):
         loss = self.engine.eval_batch(micro_batches, num_micro_batches=batch.n_micro_batches)
         self.engine.module.train()
         return float(loss)
+
+    def write_layers(self, folder: Path, save: Callable[[Any, str], object], disk: Disk) -> None:
+        """DeepSpeed has the first replica write; on a disk where that is not, the first one there does."""
+        if self.replica > 0 and self.engine.save_non_zero_checkpoint:
+            for name, layer in self.engine.module.named_children():
+                if name.isdecimal():
+                    save(on_cpu(layer), str(folder / layer_file(int(name))))
 
     def micro_batches(self, loader: Loader, batch: GlobalBatch) -> Iterator[Sent]:
         self.engine.expect(loader.shapes(batch, self.replica))

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import deepspeed
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from data.loader import GlobalBatch, Loader
 from models.block_options import BlockOptions
@@ -26,6 +26,7 @@ from models.spec import ModelSpec
 from training.config.deepspeed_config import check_device, deepspeed_config, router_loss_weight, training_dtype
 from training.config.gpu import check_gpu
 from training.config.keys import TrainConfig
+from training.distributed.disk import Disk
 from training.distributed.processes import agreed
 from training.engine.clipping import clip_in_update
 from training.engine.gradient_sums import sum_as_they_are
@@ -74,11 +75,13 @@ class Trainer(ABC):
     def eval_loss(self, loader: Loader, batch: GlobalBatch) -> float:
         """The cross-entropy over the supervised tokens of a global batch; no gradient, no dropout, no further terms."""
 
-    def write_layers(self, folder: Path, save: Callable[[Any, str], object]) -> None:  # noqa: B027
-        """Write the layer files of the pipeline layout that DeepSpeed does not write by itself: none for a pipeline.
+    @abstractmethod
+    def write_layers(self, folder: Path, save: Callable[[Any, str], object], disk: Disk) -> None:
+        """Write the layer files of the pipeline layout that DeepSpeed does not write by itself.
 
         Args:
             save: writes a state dict to a path; it does not raise, as the ranks work together.
+            disk: on which all layers of its ranks are to be.
         """
 
     def micro_batches(self, loader: Loader, batch: GlobalBatch) -> Iterator[Sent]:
@@ -89,6 +92,11 @@ class Trainer(ABC):
         for positions in self.engine.module.positions:
             positions.expect(documents)
         return ahead(loader.tensors(batch, self.replica), self.engine.device)
+
+
+def on_cpu(layer: nn.Module) -> dict[str, Tensor]:
+    """A layer's state dict, in memory of its own."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in layer.state_dict().items()}
 
 
 def build_engine(

@@ -23,8 +23,9 @@ from models.sharded import ShardedModel
 from models.spec import ModelSpec
 from training.config.deepspeed_config import deepspeed_config
 from training.config.keys import TrainConfig
+from training.distributed.disk import Disk
 from training.engine.clipping import clip
-from training.engine.trainer import Trainer, build_engine
+from training.engine.trainer import Trainer, build_engine, on_cpu
 from training.topology import Division
 
 
@@ -66,19 +67,17 @@ class ZeroTrainer(Trainer):
         self.engine.train()
         return loss
 
-    def write_layers(self, folder: Path, save: Callable[[Any, str], object]) -> None:
-        """The ranks take the layers in turn and write side by side, so each holds one whole layer at most."""
+    def write_layers(self, folder: Path, save: Callable[[Any, str], object], disk: Disk) -> None:
+        """A disk's ranks take the layers in turn and write side by side, so each holds one whole layer at most."""
         sharded = self.engine.zero_optimization_stage() == 3
-        rank, ranks = self.engine.global_rank, self.engine.world_size
+        rank, ranks = disk.number, len(disk.ranks)
         layers = list(self.engine.module)
         for first in range(0, len(layers), ranks):
             mine: dict[str, Tensor] = {}
             for owner, layer in enumerate(layers[first : first + ranks]):
                 with deepspeed.zero.GatheredParameters(list(layer.parameters()), enabled=sharded):
                     if owner == rank:
-                        mine = {
-                            name: tensor.detach().to("cpu", copy=True) for name, tensor in layer.state_dict().items()
-                        }
+                        mine = on_cpu(layer)
             if mine:
                 save(mine, str(folder / layer_file(first + rank)))
 

@@ -16,6 +16,7 @@ import torch
 
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
+from training.distributed.disk import Disk
 from training.distributed.processes import agreed, gather
 from training.errors import ConfigError
 from training.plan.optimizer_memory import StateBytes
@@ -23,11 +24,12 @@ from training.plan.optimizer_memory import StateBytes
 GB = 1e9
 
 
-def check_room(config: TrainConfig, spec: ModelSpec, layers: Sequence[int]) -> None:
+def check_room(config: TrainConfig, spec: ModelSpec, layers: Sequence[int], disk: Disk) -> None:
     """See that memory and disk suffice; all ranks call it together.
 
     Args:
         layers: those that this rank's stage holds.
+        disk: that checkpoints go to.
 
     Raises:
         RunRefused: on every rank, where they do not on some host.
@@ -39,20 +41,20 @@ def check_room(config: TrainConfig, spec: ModelSpec, layers: Sequence[int]) -> N
         stage = config.zero_optimization.stage
         in_memory += state.optimizer + state.gradient / (replicas if stage > 1 else 1)
         in_memory += state.weight / (replicas if stage > 2 else 1)
-    told = gather((socket.gethostname(), weights * in_memory, weights * state.saved(replicas) / replicas))
-    here = sum(held for host, held, _ in told if host == socket.gethostname())
-    saved = sum(share for _, _, share in told)
+    share = weights * state.saved(replicas) / replicas
+    told = gather((socket.gethostname(), disk.host, weights * in_memory, share))
+    held = sum(here for host, _, here, _ in told if host == socket.gethostname())
+    saved = sum(share for _, host, _, share in told if host == disk.host)
     with agreed():
         free = psutil.virtual_memory().available + psutil.swap_memory().free
-        if here > free:
+        if held > free:
             raise ConfigError(
-                f"memory: {free / GB:.1f} GB are free; expected more than {here / GB:.1f} GB, which weights, gradients "
+                f"memory: {free / GB:.1f} GB are free; expected more than {held / GB:.1f} GB, which weights, gradients "
                 "and optimizer states of its processes take"
             )
-        if torch.distributed.get_rank() == 0:
-            free = shutil.disk_usage(config.save_path).free
-            if saved > free:
-                raise ConfigError(
-                    f"save_path: {Path(config.save_path)}: {free / GB:.3f} GB are free; expected more than "
-                    f"{saved / GB:.3f} GB, which a checkpoint takes"
-                )
+        free = shutil.disk_usage(config.save_path).free
+        if disk.keeps and saved > free:
+            raise ConfigError(
+                f"save_path: {Path(config.save_path)}: {free / GB:.3f} GB are free; expected more than "
+                f"{saved / GB:.3f} GB, which a checkpoint takes"
+            )

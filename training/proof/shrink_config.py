@@ -27,7 +27,7 @@ LR = 1e-3  # at least: a smaller update drowns in the rounding of the weights
 WARM_UP = 2  # steps at most
 # What the samples do not need any more, and what would only take time.
 NOT_TAKEN = (
-    "stream_gb pack_len gradient_accumulation_steps profile_steps rebalance save_minutes template_args "
+    "stream_gb pack_len gradient_accumulation_steps profile_steps rebalance storage save_minutes template_args "
     "template_fallback".split()
 )
 LOSS_SCALE = 8  # the power of two that fp16 starts with: none of so few steps may be left out

@@ -1,0 +1,145 @@
+"""`storage: local` on two hosts: a run whose checkpoints lie in parts on their disks, and how these come together."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.hosts import Host, hostfile_of, told
+from tests.cluster.test_two_hosts import configured, trained
+from tests.launching import deepspeed, error_lines, metrics, run, topology, write_config
+from tests.training.checkpoint.test_folder import flip
+from training.checkpoint.folder import RECORD, CheckpointRecord, FileRecord
+
+pytestmark = pytest.mark.launched
+
+RUN = "/mnt/run"  # on each host's own disk
+LOCAL: dict[str, Any] = {"storage": "local", "save_interval": 2, "cache_dir": "/mnt/cache"}
+
+
+def converted(host: Host, *words: str | Path) -> Any:
+    """What `convert_model.py` comes to on a host."""
+    return run(*host.enter(sys.executable, "convert_model.py", *words))
+
+
+def ended_well(result: Any) -> str:
+    assert result.returncode == 0, result.stdout + result.stderr
+    return str(result.stdout)
+
+
+@pytest.mark.slow
+def test_a_run_on_two_disks_goes_on_and_comes_together(hosts: list[Host], disks: list[Path], tmp_path: Path) -> None:
+    configured(disks, tmp_path / "shared")
+    ended_well(trained(hosts, tmp_path))
+    configured(disks, RUN, **LOCAL | {"max_steps": 2})
+    ended_well(trained(hosts, tmp_path))
+    configured(disks, RUN, **LOCAL)
+    assert "resumed: /mnt/run/step-000002, after step 2" in ended_well(trained(hosts, tmp_path))
+    losses = [line["loss"] for line in metrics(disks[0] / "run")]
+    assert losses == [line["loss"] for line in metrics(tmp_path / "shared")]
+    assert not (disks[1] / "run/metrics.jsonl").exists()
+    assert [len(list((disk / "cache").glob("**/samples*"))) > 0 for disk in disks] == [True, True]
+    spread, whole = f"{RUN}/step-000004", tmp_path / "whole"
+    refused = converted(hosts[1], "pp_to_hg", "--input-path", spread, "--save-path", tmp_path / "part")
+    (line,) = error_lines(refused)
+    assert "layer_00-model_states.pt: not here, as it was written on host node1; expected" in line
+    words = "gather", "--input-path", spread, "--save-path", whole
+    ended_well(converted(hosts[0], *words, "--hostfile", hostfile_of(hosts, 1, tmp_path / "hostfile")))
+    assert "host" not in (whole / RECORD).read_text()
+    assert layers(whole) == layers(tmp_path / "shared/step-000004")
+    ended_well(converted(hosts[0], "pp_to_hg", "--input-path", whole, "--save-path", tmp_path / "exported"))
+
+
+def layers(checkpoint: Path) -> dict[str, FileRecord]:
+    """What a checkpoint says of its layer files."""
+    record = CheckpointRecord.read(checkpoint)
+    assert record is not None
+    return {name: file for name, file in record.files.items() if name.startswith("layer_")}
+
+
+@pytest.mark.longest
+def test_replicas_on_two_disks_go_on_with_fewer(hosts: list[Host], disks: list[Path], tmp_path: Path) -> None:
+    """Each host has a stage with both replicas, and later one."""
+    configured(disks, RUN, model_topo=topology((2, 2)), **LOCAL | {"max_steps": 2})
+    ended_well(trained(hosts, tmp_path, slots=2))
+    configured(disks, RUN, **LOCAL)
+    assert "resumed: /mnt/run/step-000002, after step 2" in ended_well(trained(hosts, tmp_path))
+    whole = tmp_path / "whole"
+    words = "gather", "--input-path", f"{RUN}/step-000002", "--save-path", whole
+    ended_well(converted(hosts[1], *words, "--hosts", "node2,node1"))
+    (line,) = error_lines(converted(hosts[0], *words, "--overwrite", "--hosts", "node1,node9"))
+    assert line.startswith("error: host node9: ssh: ")
+    flip(disks[1] / "run/step-000002/layer_03-model_states.pt")
+    (line,) = error_lines(converted(hosts[0], *words, "--overwrite", "--hosts", "node1,10.77.0.2"))
+    assert line.startswith(f"error: host 10.77.0.2: {RUN}/step-000002/layer_03-model_states.pt: damaged: ")
+    alone = write_config(
+        tmp_path / "alone.yml",
+        model_path=str(disks[0] / "model"),
+        data_path=str(disks[0] / "records.json"),
+        resume=str(whole),
+        max_steps=4,
+    )
+    assert f"resumed: {whole}, after step 2" in ended_well(deepspeed(1, "train_ds.py", "--config", alone))
+    found = [line["loss"] for line in metrics(tmp_path / "alone")]
+    assert found == pytest.approx([line["loss"] for line in metrics(disks[0] / "run")][2:], rel=1e-5)
+
+
+@pytest.mark.longest
+@pytest.mark.parametrize("keys", [{"model_topo": topology((1, 2))}, {"schedule": "dualpipev"}], ids=str)
+def test_each_division_goes_on(keys: dict[str, Any], hosts: list[Host], disks: list[Path], tmp_path: Path) -> None:
+    configured(disks, tmp_path / "shared", **keys)
+    ended_well(trained(hosts, tmp_path))
+    configured(disks, RUN, **LOCAL | keys | {"max_steps": 2})
+    ended_well(trained(hosts, tmp_path))
+    configured(disks, RUN, **LOCAL | keys)
+    ended_well(trained(hosts, tmp_path))
+    losses = [line["loss"] for line in metrics(disks[0] / "run")]
+    assert losses == [line["loss"] for line in metrics(tmp_path / "shared")]
+
+
+def swap(disks: list[Path], hostfile: list[Host]) -> None:
+    hostfile.reverse()
+
+
+def empty(disks: list[Path], _: list[Host]) -> None:
+    shutil.rmtree(disks[1] / "run")
+
+
+REFUSED: dict[str, tuple[Callable[[list[Path], list[Host]], None], str]] = {
+    "swapped": (swap, "layer_00-model_states.pt: not here, as it was written on host node1; expected the hosts of the"),
+    "empty": (empty, "holds no checkpoint on host node2, but step-000002 on host node1; expected the hosts that wrote"),
+}
+
+
+@pytest.mark.longest
+def test_disks_that_do_not_fit_are_refused(hosts: list[Host], disks: list[Path], tmp_path: Path) -> None:
+    configured(disks, RUN, **LOCAL | {"max_steps": 2})
+    ended_well(trained(hosts, tmp_path))
+    configured(disks, RUN, **LOCAL)
+    for name, (happens, message) in REFUSED.items():
+        order = list(hosts)
+        happens(disks, order)
+        result = trained(order, tmp_path)
+        assert result.returncode != 0, name
+        (line,) = told(result)
+        assert message in line
+        assert not any(host.processes() for host in hosts)
+    run(*hosts[1].enter("hostname", "node1"))
+    (line,) = told(trained(hosts, tmp_path))
+    run(*hosts[1].enter("hostname", "node2"))
+    assert "storage: local: two hosts are called node1; expected a name of its own for each" in line
+    assert (disks[0] / "run/step-000002" / RECORD).is_file()
+
+
+@pytest.mark.longest
+def test_a_shared_folder_is_refused(hosts: list[Host], disks: list[Path], tmp_path: Path) -> None:
+    configured(disks, tmp_path / "run", **LOCAL)
+    result = trained(hosts, tmp_path)
+    (line,) = told(result)
+    assert f"save_path: {tmp_path}/run: hosts share it; expected a disk of its own on each, or storage: shared" in line
+    assert list((tmp_path / "run").iterdir()) == []

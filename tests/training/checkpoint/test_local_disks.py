@@ -1,0 +1,281 @@
+"""Shows what a run leaves on disks that no other host sees, that it goes on from there, and what it refuses.
+
+Two ranks pass for hosts (tests/workers/hosts.py); tests/cluster has real ones.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.conftest import FAQ
+from tests.launching import topology
+from tests.ranks import Ranks
+from tests.training.checkpoint.test_folder import flip
+from training.checkpoint.folder import RECORD, CheckpointRecord, step_folder
+from training.checkpoint.saved_slices import SavedOptimizer
+
+pytestmark = pytest.mark.launched
+
+PIPE, DATA = ({"model_topo": topology(dims)} for dims in ((2, 1), (1, 2)))
+BF16 = {"bf16": {"enabled": True}}
+NAMES = ("node1", "node2")
+STEPS, SAVED = 4, 2
+
+# What goes on to the last bit: keys and door.
+EXACT: dict[str, tuple[dict[str, Any], str]] = {
+    "pipeline": (PIPE, "pipeline"),
+    "pipeline-fp16": (PIPE | {"fp16": {"enabled": True, "initial_scale_power": 8}}, "pipeline"),
+    "dualpipev": (PIPE | {"schedule": "dualpipev"}, "pipeline"),
+    "replicas": (DATA | BF16, "pipeline"),
+    "replicas-plain": (DATA | {"zero_optimization": {"stage": 0}}, "pipeline"),
+    **{f"zero-{stage}": (DATA | {"zero_optimization": {"stage": stage}}, "zero") for stage in range(4)},
+    "zero-0-bf16": (DATA | BF16 | {"zero_optimization": {"stage": 0}}, "zero"),
+}
+QUICK = {"pipeline", "replicas", "zero-3"}
+
+
+class Start(NamedTuple):
+    """A start of a run on copies of the disks of "pipeline", to which something has happened.
+
+    Attributes:
+        happens: to the folders of the run on the two disks.
+        error: what it is refused with, if it is.
+        told: a warning.
+        first: the step after which it goes on.
+    """
+
+    happens: Callable[[Path, Path], object]
+    error: str = ""
+    told: str = ""
+    first: int = SAVED
+    keys: dict[str, Any] = {}
+
+
+STARTS: dict[str, Start] = {}
+QUICK_STARTS = {"damaged", "half renamed", "second empty", "first empty", "other order", "shared"}
+
+
+def start(name: str, **fields: Any) -> Callable[[Callable[[Path, Path], object]], Callable[[Path, Path], object]]:
+    def keep(happens: Callable[[Path, Path], object]) -> Callable[[Path, Path], object]:
+        STARTS[name] = Start(happens, **fields)
+        return happens
+
+    return keep
+
+
+@start(
+    "damaged", told="step-000004 is passed over: host node2: layer_03-model_states.pt is damaged: its checksum differs"
+)
+def damaged(_: Path, two: Path) -> None:
+    flip(step_folder(two, STEPS) / "layer_03-model_states.pt")
+
+
+@start("missing", told="step-000004 is passed over: host node2: random-001.pt is missing")
+def missing(_: Path, two: Path) -> None:
+    (step_folder(two, STEPS) / "random-001.pt").unlink()
+
+
+@start("half renamed", told="step-000004 is passed over: host node2: no checkpoint.json: it was never finished")
+def half_renamed(_: Path, two: Path) -> None:
+    hidden = two / ".step-000004.partial-abc"
+    hidden.mkdir()
+    step_folder(two, STEPS).rename(hidden / "new")
+
+
+@start("first one half renamed", told="step-000004 is passed over: host node1: no checkpoint.json", first=0)
+def first_half_renamed(one: Path, two: Path) -> None:
+    half_renamed(two, one)
+    for run in (one, two):
+        shutil.rmtree(step_folder(run, SAVED))
+
+
+@start("second empty", error="run holds no checkpoint on host node2, but step-000004 on host node1; expected the hosts")
+def second_empty(_: Path, two: Path) -> None:
+    shutil.rmtree(two)
+
+
+@start("first empty", error="run holds no checkpoint on host node1, but step-000004 on host node2; expected the hosts")
+def first_empty(one: Path, _: Path) -> None:
+    shutil.rmtree(one)
+
+
+@start("other order", error="step-000004/layer_00-model_states.pt: not here, as it was written on host node1; expected")
+def other_order(one: Path, two: Path) -> None:
+    one.rename(one.with_name("before"))
+    two.rename(one)
+    one.with_name("before").rename(two)
+
+
+@start(
+    "another run", error="step-000004: on host node2 that of another run than on host node1; expected the same on all"
+)
+def another_run(_: Path, two: Path) -> None:
+    folder = step_folder(two, STEPS)
+    record = CheckpointRecord.read(folder)
+    assert record
+    record.data.fingerprint = "another"
+    record.write(folder)
+
+
+@start(
+    "other topology", error="step-000004/layer_03-model_states.pt: not here, as it was written on host node2", keys=DATA
+)
+def nothing(_: Path, __: Path) -> None:
+    pass
+
+
+@start("shared", error="run: hosts share it; expected a disk of its own on each, or storage: shared")
+def shared(one: Path, two: Path) -> None:
+    shutil.rmtree(two)
+    two.symlink_to(one)
+
+
+@start(
+    "not shared",
+    error="run: not what rank 0 writes to; expected a folder that all hosts share, or storage: local",
+    keys={"storage": "shared"},
+)
+def not_shared(_: Path, __: Path) -> None:
+    pass
+
+
+def disks_of(folder: Path, name: str) -> list[Path]:
+    return [folder / name / host for host in NAMES]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("disks")
+
+
+Run = Callable[[str, str, dict[str, Any]], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def run(ranks: Ranks, folder: Path, make_checkpoint: Callable[..., Path]) -> Run:
+    """Starts a run on the disks of a name, and says how it ended."""
+    records, model = folder / "records.json", make_checkpoint("llama")
+    records.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:16]), encoding="utf-8")
+
+    def start(name: str, kind: str, keys: dict[str, Any]) -> dict[str, Any]:
+        disks = disks_of(folder, name)
+        for disk in disks:
+            disk.mkdir(parents=True, exist_ok=True)
+        config = {
+            "model_path": str(model),
+            "data_path": str(records),
+            "save_path": "run",
+            "cache_dir": str(folder / "cache"),
+            "max_steps": STEPS,
+            "train_batch_size": 8,
+            "max_seq_len": 128,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3}},
+            "tensorboard": {"enabled": False},
+            "storage": "local",
+            "save_interval": SAVED,
+            "keep_last": 9,
+        }
+        case = {"name": name, "kind": kind, "config": config | keys, "events": {}}
+        ranks.run(2, "hosts", [case | {"hosts": NAMES, "disks": list(map(str, disks))}], folder)
+        outcome: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+        return outcome
+
+    return start
+
+
+Straight = Callable[[str], list[Path]]
+
+
+@pytest.fixture(scope="module")
+def straight(run: Run, folder: Path) -> Straight:
+    """The disks of a run that nothing happened to."""
+    done: set[str] = set()
+
+    def disks(name: str) -> list[Path]:
+        if name not in done:
+            keys, kind = EXACT[name]
+            outcome = run(name, kind, keys)
+            assert outcome["error"] is None, outcome["error"]
+            done.add(name)
+        return [disk / "run" for disk in disks_of(folder, name)]
+
+    return disks
+
+
+def record_of(run: Path, step: int = STEPS) -> CheckpointRecord:
+    record = CheckpointRecord.read(step_folder(run, step))
+    assert record
+    return record
+
+
+def state_of(runs: list[Path]) -> dict[Any, int]:
+    """Checksums of the weights, the random states and what the optimizer keeps, by host."""
+    found: dict[Any, int] = {}
+    for run in runs:
+        record, folder = record_of(run), step_folder(run, STEPS)
+        plain = [name for name in record.here if name.startswith(("layer_", "random-"))]
+        found |= {(record.host, name): record.here[name].crc32 for name in plain}
+        for stage in range(record.topology.stages):
+            if any(f"mp_rank_{stage:02d}" in name for name in record.here):
+                for piece in SavedOptimizer(folder, record.topology).slices(stage):
+                    states = [state for _, state in sorted(piece.state.items())]
+                    kept = [piece.master.view(-1)[piece.start :][: piece.numel], *states]
+                    numbers = [each.detach().numpy().tobytes() for each in kept if isinstance(each, torch.Tensor)]
+                    found[record.host, piece.name, piece.offset] = zlib.crc32(b"".join(numbers))
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.longest) for name in EXACT]
+)
+def test_a_run_goes_on_to_the_last_bit(name: str, run: Run, straight: Straight, folder: Path) -> None:
+    runs, (keys, kind) = straight(name), EXACT[name]
+    one, two = (record_of(each) for each in runs)
+    assert (one.host, two.host) == NAMES
+    assert one.hosts == two.hosts
+    for each in runs:
+        found = {path.name for path in step_folder(each, STEPS).iterdir()}
+        assert found == {RECORD, *record_of(each).here} >= {"config.json", "tokenizer.json"}
+        assert (each / "latest").read_text() == "step-000004"
+        assert {path.name for path in each.iterdir() if path.name.startswith(".")} == set()
+    assert not (runs[1] / "metrics.jsonl").exists()
+    again = disks_of(folder, f"{name}-again")
+    for source, target in zip(runs, again, strict=True):
+        shutil.copytree(source, target / "run")
+        shutil.rmtree(step_folder(target / "run", STEPS))
+    outcome = run(f"{name}-again", kind, keys)
+    assert outcome["error"] is None
+    assert f"step-00000{SAVED}, after step {SAVED}\n" in outcome["told"]
+    assert "storage: local: each host has its own checkpoints in run; metrics.jsonl, config.yml and" in outcome["told"]
+    assert state_of([each / "run" for each in again]) == state_of(runs)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK_STARTS else pytest.mark.longest) for name in STARTS]
+)
+def test_what_happened_to_a_disk_is_told(name: str, run: Run, straight: Straight, folder: Path) -> None:
+    case, copies = STARTS[name], [disk / "run" for disk in disks_of(folder, name)]
+    for source, target in zip(straight("pipeline"), copies, strict=True):
+        shutil.copytree(source, target)
+    case.happens(*copies)
+    before = [sorted(path.name for path in copy.glob("step-*")) for copy in copies]
+    outcome = run(name, "pipeline", PIPE | {"max_steps": 6} | case.keys if case.error else PIPE)
+    if case.error:
+        assert case.error in outcome["error"], outcome["error"]
+        assert len(outcome["error"].splitlines()) == 1
+        assert [sorted(path.name for path in copy.glob("step-*")) for copy in copies] == before
+        return
+    assert outcome["error"] is None
+    assert case.told in outcome["told"]
+    assert (f", after step {case.first}\n" in outcome["told"]) == bool(case.first)
+    had = [copy for copy, names in zip(copies, before, strict=True) if "step-000004" in names]
+    assert [copy for copy in copies if (copy / "step-000004.damaged").exists()] == had
+    assert state_of(copies) == state_of(straight("pipeline"))

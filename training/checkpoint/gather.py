@@ -1,0 +1,139 @@
+"""One checkpoint of a run with `storage: local`, brought together from its hosts: `convert_model.py gather`.
+
+Each host's record says what was written where. Files come over ssh, one after the other, and are checked against it as
+they arrive; what becomes of them is an ordinary checkpoint, which appears when it is whole. Costs a login a file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import tempfile
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from models.checkpoint.layout import RECORD
+from models.checkpoint.progress import byte_bar
+from models.checkpoint.publish import publish_folder
+from models.errors import CheckpointError
+from training.checkpoint.folder import CheckpointRecord, FileRecord
+
+# No question is ever asked; a host is given up that does not answer for 10 s, or falls silent for 45.
+SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 --".split()
+HOST = re.compile(r"(?!-)[\w.@:%\[\]-]+", re.ASCII)  # what ssh takes for a host, and no shell for anything else
+LARGEST_RECORD = 2**28  # bytes
+PIECE = 2**20  # bytes
+
+
+def gather(folder: Path, hosts: Sequence[str], target: Path, overwrite: bool = False) -> None:
+    """Bring a checkpoint together.
+
+    Args:
+        folder: of the checkpoint, on each host.
+        hosts: as ssh knows them; those that the run had, whatever it called them.
+        target: the folder to be.
+        overwrite: see `publish_folder`.
+
+    Raises:
+        CheckpointError: a host does not answer, its files are damaged or those of another run, or one is missing.
+    """
+    folder = Path(os.path.abspath(folder))
+    records = {host: read_record(host, folder) for host in dict.fromkeys(hosts)}
+    first, *others = records.items()
+    for host, record in others:
+        if record.checksum("host") != first[1].checksum("host"):
+            raise CheckpointError(f"{folder}: on host {host} that of another run than on host {first[0]}")
+    sources = sources_of(first[1], {record.host: host for host, record in records.items()})
+    size = sum(file.size for _, file in sources.values())
+    with publish_folder(target, overwrite) as new, byte_bar("gather", size) as bar:
+        for name, (host, expected) in sources.items():
+            found = FileRecord(size=0, crc32=0)
+            with open(new / name, "wb") as file:
+                for piece in content(host, folder / name, expected.size):
+                    file.write(piece)
+                    found = FileRecord(size=found.size + len(piece), crc32=zlib.crc32(piece, found.crc32))
+                    bar.update(len(piece))
+            if found != expected:
+                what = f"{found.size} bytes with checksum {found.crc32:08x}"
+                wanted = f"{expected.size} with {expected.crc32:08x}, as they were written"
+                raise CheckpointError(f"host {host}: {folder / name}: damaged: {what}; expected {wanted}")
+        known = first[1].model_dump(exclude={"hosts", "host", "crc32"}, exclude_unset=True)
+        files = {name: file.model_dump() for name, (_, file) in sources.items()}
+        CheckpointRecord.model_validate(known | {"files": files}).write(new)
+
+
+def sources_of(record: CheckpointRecord, hosts: dict[str, str]) -> dict[str, tuple[str, FileRecord]]:
+    """Where each file of a checkpoint comes from, and what it has to be; what several hosts wrote comes from the first.
+
+    Args:
+        hosts: how to reach each host, by the name that it has in the record.
+
+    Raises:
+        CheckpointError: a file was written on none of them.
+    """
+    sources: dict[str, tuple[str, FileRecord]] = {}
+    for host, files in record.hosts.items():
+        for name, file in files.items():
+            if host in hosts:
+                sources.setdefault(name, (hosts[host], file))
+    for host, files in record.hosts.items():
+        for name in files.keys() - sources:
+            raise CheckpointError(f"{name}: was written on host {host}; expected it among the hosts")
+    return sources
+
+
+def read_record(host: str, folder: Path) -> CheckpointRecord:
+    """A host's record of a checkpoint; raises as `gather`."""
+    record = CheckpointRecord.parse(b"".join(content(host, folder / RECORD, LARGEST_RECORD)))
+    if record is None:
+        raise CheckpointError(f"host {host}: {folder / RECORD}: damaged")
+    if not record.hosts:
+        raise CheckpointError(f"host {host}: {folder}: whole already; expected a checkpoint of storage: local")
+    return record
+
+
+def content(host: str, path: Path, most: int) -> Iterator[bytes]:
+    """A file of a host, piece by piece, and no more than a piece beyond `most` bytes of it; raises as `gather`."""
+    words, whole = [*SSH, host, f"cat -- {shlex.quote(str(path))}"], False
+    with tempfile.TemporaryFile() as said:
+        try:
+            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said)
+        except OSError as error:
+            raise CheckpointError(f"ssh: cannot be started: {error.strerror}; expected it on this machine") from None
+        with process:
+            assert process.stdout
+            try:
+                while most >= 0 and (piece := process.stdout.read(PIECE)):
+                    most -= len(piece)
+                    yield piece
+                whole = most >= 0
+            finally:
+                if not whole:
+                    process.kill()
+        if process.returncode and whole:
+            said.seek(0)
+            why = said.read().decode(errors="replace").split("\n")
+            why = [line for line in why if line.strip()] or [f"ssh left with code {process.returncode}"]
+            raise CheckpointError(f"host {host}: {why[-1].strip()}; expected {path} there")
+
+
+def hosts_of(listed: str | None, hostfile: str | None) -> list[str]:
+    """The hosts of `--hosts node1,node2`, or of a hostfile.
+
+    Raises:
+        CheckpointError: there are none, or one is no name of a host.
+    """
+    hosts = listed.split(",") if listed is not None else []
+    if hostfile is not None:
+        try:
+            lines = Path(hostfile).read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"--hostfile: {hostfile}: cannot be read: {error}") from None
+        hosts = [words[0] for line in lines if (words := line.partition("#")[0].split())]
+    for host in hosts or [""]:
+        if not HOST.fullmatch(host):
+            raise CheckpointError(f"{host!r}: no name of a host; expected such as --hosts node1,node2")
+    return hosts
