@@ -1,7 +1,7 @@
 """The processes of a run: where each stands, how they start, and how they give up together.
 
 Every launcher (deepspeed, torchrun) says in the environment which process this is. A door that finds nothing there
-starts the deepspeed launcher itself, with as many processes as the config's `dims` ask for.
+starts the processes itself (`training.distributed.launch`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from typing import Any, NoReturn, TypeVar
 
 from training.config.sections import ModelTopo
 from training.distributed import freed_memory
-from training.errors import USER_ERRORS, ConfigError, RunRefused, ending
+from training.distributed.agent import GRACE, free_port
+from training.errors import USER_ERRORS, ConfigError, RunRefused, ending, tell
 
-FEW, A_CORE = 16, 4  # processes that a machine without GPUs is taken to bear: so many, or so many for each core
 LAUNCHER_GONE = signal.SIGRTMIN  # a process sends it to itself; one that does not handle it ends at once
-GRACE = 30.0  # seconds to save and leave when the launcher is gone; as many as DeepSpeed's gives after a signal
 RUNNERS = ("deepspeed.launcher.runner", "deepspeed", "deepspeed.pt", "ds")  # what starts DeepSpeed's launch.py
 
 Value = TypeVar("Value")
@@ -51,47 +50,12 @@ class Place:
         return cls(int(environment["RANK"]), world_size, int(environment.get("LOCAL_RANK", 0)), int(local_size))
 
 
-def launch(topology: ModelTopo, arguments: list[str]) -> None:
-    """Replace this process by a launcher that runs the same command in as many processes as the topology has.
-
-    Raises:
-        ConfigError: this machine has GPUs, but fewer than that; or none, and too few cores.
-    """
-    import torch
-
-    gpus = torch.cuda.device_count()
-    cores = len(os.sched_getaffinity(0))
-    most = gpus or max(FEW, A_CORE * cores)
-    if topology.processes > most:
-        has = f"no GPU and {cores} cores; expected at most {most}"
-        if gpus:
-            has = f"{gpus} GPUs; start several machines with deepspeed --hostfile"
-        raise ConfigError(
-            f"model_topo.process_topology.dims: {topology.process_topology.dims} ask for {topology.processes} "
-            f"processes, but this machine has {has}"
-        )
-    name_accelerator()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if gpus else ""
-    launcher = [sys.executable, "-m", *_launcher(topology.processes, [name for name in visible.split(",") if name])]
-    os.execv(sys.executable, [*launcher, "--master_port", str(free_port()), *arguments])
-
-
 def name_accelerator() -> None:
     """Tell DeepSpeed, before it is imported, of a machine without GPUs; or it prints that it found nothing better."""
     import torch
 
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
-
-def _launcher(processes: int, visible: list[str]) -> list[str]:
-    """What starts so many processes, on the first of the GPUs that the user chose, if any."""
-    if not visible:
-        return ["deepspeed.launcher.runner", "--num_gpus", str(processes)]
-    if all(name.isdigit() for name in visible):  # else DeepSpeed takes GPUs from 0 on
-        return ["deepspeed.launcher.runner", "--include", f"localhost:{','.join(visible[:processes])}"]
-    # A slice of a GPU, or one that is named by its serial number, which DeepSpeed does not know.
-    return ["torch.distributed.run", "--master_addr", "127.0.0.1", "--nproc_per_node", str(processes)]
 
 
 def end_with_launcher(place: Place) -> None:
@@ -119,12 +83,6 @@ def end_with_launcher(place: Place) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()
-
-
-def tell(line: str) -> None:
-    """Print to where the launcher printed, which may be gone as well."""
-    with suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
 
 
 def start(place: Place, topology: ModelTopo, patience: timedelta = timedelta(minutes=30)) -> None:
@@ -248,17 +206,3 @@ def agreed() -> Iterator[None]:
         if text is not None:
             elsewhere = any(other != host and failed is None for other, failed in told)
             raise RunRefused(*(f"host {host}: {text}" if elsewhere else text).split("\n"))
-
-
-def free_port() -> int:
-    """A port for the processes of a run to meet at, which stays theirs while this process lives, also through an exec.
-
-    A socket that is bound and does not listen keeps the kernel from giving the port to others; who asks for it gets it.
-    """
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("", 0))
-    held.set_inheritable(True)
-    port: int = held.getsockname()[1]
-    held.detach()
-    return port
