@@ -64,8 +64,8 @@ def serve(command: list[str], environment: dict[str, str], numbers: list[int]) -
 
     threading.Thread(target=obey, daemon=True).start()
     failed = 0
-    while any(rank.poll() is None for rank in ranks):
-        failed = failed or next((rank.returncode for rank in ranks if rank.returncode), 0)
+    while None in (codes := [rank.poll() for rank in ranks]):
+        failed = failed or next(filter(None, codes), 0)
         if failed and not asked:
             ask()
         if asked and time.monotonic() - asked[0] > GRACE:
@@ -74,7 +74,7 @@ def serve(command: list[str], environment: dict[str, str], numbers: list[int]) -
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             child.kill()
-    failed = failed or next((code for rank in ranks if (code := rank.wait())), 0)
+    failed = failed or next(filter(None, [rank.wait() for rank in ranks]), 0)
     return failed if failed >= 0 else 128 - failed
 
 

@@ -61,21 +61,33 @@ def name_accelerator() -> None:
 def end_with_launcher(place: Place) -> None:
     """Let this process save and end when its launcher is gone, as nobody could stop it any more.
 
-    The launcher is the parent, and what runs DeepSpeed's launch.py; whatever stands above may end, as a shell does.
+    The launcher is the parent, and what runs DeepSpeed's launch.py: its runner, or over ssh all up to sshd, and pdsh
+    with its runner where they are on this host. Whatever stands above may end, as a shell does.
     """
     import psutil
 
+    from training.distributed import pdsh
+
     launcher = psutil.Process(os.getppid())
-    links = [(psutil.Process(), launcher.pid)]
+    links, connections = [(psutil.Process(), launcher.pid)], []
     with suppress(psutil.Error):
-        runner = launcher.parent()
-        if runner and any(Path(word).name in RUNNERS for word in runner.cmdline()):
-            links.append((launcher, runner.pid))
+        above = launcher.parents()
+        if above and any(Path(word).name in RUNNERS for word in above[0].cmdline()):
+            links.append((launcher, above[0].pid))
+        elif "deepspeed.launcher.launch" in launcher.cmdline():
+            reach = next((number for number, each in enumerate(above) if each.name().startswith("sshd")), -1) + 1
+            links += zip([launcher, *above], (each.pid for each in above[:reach]), strict=False)
+            if started_by := pdsh.find():
+                links.append((started_by, started_by.ppid()))
+                connections = started_by.children()
 
     def watch() -> None:
         with suppress(psutil.Error):
             while all(child.ppid() == parent for child, parent in links):
                 time.sleep(0.5)
+        for ssh in connections:  # by its end the other hosts know
+            with suppress(psutil.Error):
+                ssh.kill()
         if signal.getsignal(LAUNCHER_GONE) == signal.SIG_DFL and place.local_rank == 0:  # there is nothing to save yet
             tell("error: the launcher is gone")
         os.kill(os.getpid(), LAUNCHER_GONE)

@@ -65,6 +65,7 @@ class Supervisor:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._run = os.urandom(8).hex()
+        self._since = self._gone = 0.0  # when the last attempt failed, and when nothing of it was left
         self._asked: list[int] = []  # signals, by which somebody asked for the end
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
@@ -80,7 +81,6 @@ class Supervisor:
             return EXIT_CODE
         while True:
             host, code = self._attempt(hosts, shape)
-            ended = time.monotonic()
             if code and self._asked:
                 return 128 + self._asked[0]
             if code in (0, EXIT_CODE, *STOPPED):
@@ -104,8 +104,8 @@ class Supervisor:
                 return code
             restarts += 1
             where = f" on {', '.join(hosts)}" if host else ""
-            told = f"restart {restarts} of {job.max_restarts}: {fault}; all processes gone, and ready again after"
-            tell(f"{clock()} {told} {time.monotonic() - ended:.1f} s; goes on with {shape[2]}{where}")
+            told = f"restart {restarts} of {job.max_restarts}: {fault}; nothing of the run was left after"
+            tell(f"{clock()} {told} {self._gone - self._since:.1f} s; it goes on with {shape[2]}{where}")
 
     def _look(self) -> dict[str, Answer]:
         """What the hosts say that answer."""
@@ -158,8 +158,9 @@ class Supervisor:
             order = {"command": job.command + words, "environment": environment, "ranks": ranks}
             say(agents[host], json.dumps(order))
         failed, told, end = ("", 0), 0, math.inf
-        while any(agent.poll() is None for agent in agents.values()):
-            failed = failed if failed[1] else first_failure(agents)
+        while None in [agent.poll() for agent in agents.values()]:
+            if not failed[1]:
+                failed, self._since = first_failure(agents), time.monotonic()
             if len(self._asked) + bool(failed[1]) > told:
                 told += 1
                 end = min(end, time.monotonic() + GRACE + MARGIN)
@@ -169,6 +170,7 @@ class Supervisor:
                 for agent in agents.values():
                     agent.kill()
             time.sleep(LOOK)
+        self._gone = time.monotonic()
         return failed if failed[1] else first_failure(agents)
 
 
