@@ -6,12 +6,17 @@ torch and all that takes seconds to import is imported once the config is checke
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from training.config.keys import TrainConfig
 from training.distributed import processes
+from training.distributed.agent import RUN
+from training.distributed.hosts import read_hostfile
+from training.distributed.launch import launch
 from training.distributed.processes import Place
 from training.distributed.script import in_processes
 from training.errors import ConfigError, keep_tracebacks_in, one_line_at_the_end
@@ -24,6 +29,9 @@ def parse_arguments(description: str) -> argparse.Namespace:
     """The words after the door's name."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", required=True, help="YAML file of the run")
+    parser.add_argument("--hostfile", metavar="FILE", help="train on several machines: lines such as node1 slots=8")
+    parser.add_argument("--include", default="", metavar="node1@node2:0,1", help="of the hostfile only these")
+    parser.add_argument("--exclude", default="", metavar="node1@node2:0,1", help="of the hostfile all but these")
     parser.add_argument("--inspect", type=int, default=0, metavar="N", help="print the first N samples and leave")
     parser.add_argument("--html", metavar="FILE", help="with --inspect: write them as a page instead")
     parser.add_argument("--plan", action="store_true", help="say what the run will take in memory and time, and leave")
@@ -38,6 +46,8 @@ def parse_arguments(description: str) -> argparse.Namespace:
     arguments = parser.parse_intermixed_args()
     if sum(map(bool, (arguments.inspect, arguments.plan, arguments.prove, arguments.check))) > 1:
         parser.error("--inspect, --plan, --prove and --check: expected one of them")
+    if (arguments.include or arguments.exclude) and not arguments.hostfile:
+        parser.error("--include and --exclude need --hostfile")
     if arguments.html and not arguments.inspect:
         parser.error("--html needs --inspect N")
     if (arguments.devices or arguments.search or arguments.calibrate) and not arguments.plan:
@@ -61,11 +71,24 @@ def open_door(
         plan: what `--plan` does, where the door can.
         prove: what `--prove` does, the same.
     """
+
+    def with_override(word: str) -> TrainConfig:
+        arguments.overrides.append(word)
+        try:
+            return load(None)
+        finally:
+            arguments.overrides.pop()
+
     place = Place.from_environment()
     if place is not None:
         processes.end_with_launcher(place)
     with one_line_at_the_end(place.rank if place else None):
-        config = load(place)
+        hosts = None
+        if arguments.hostfile and RUN not in os.environ:
+            if place is not None:
+                raise ConfigError(f"--hostfile: starts the processes itself; expected python {Path(sys.argv[0]).name}")
+            hosts = read_hostfile(arguments.hostfile, arguments.include, arguments.exclude)
+        config = load(Place(0, sum(map(len, hosts.values())), 0, 1) if hosts else place)
         keep_tracebacks_in(config.save_path)
         if arguments.plan:
             if plan is None:
@@ -81,6 +104,8 @@ def open_door(
             prove(config)
         elif arguments.inspect:
             inspect(config, arguments.inspect, arguments.html)
+        elif hosts:
+            launch(config, hosts, with_override)
         else:
             in_processes(config, place, run)
 

@@ -83,6 +83,12 @@ def _written(report: str) -> str:
     return "its traceback is lost, as no file can be written"
 
 
+def tell(line: str) -> None:
+    """Print to where the launcher printed, which may be gone as well."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
 @contextmanager
 def one_line_at_the_end(rank: int | None = None, goes_on: bool = False) -> Iterator[None]:
     """What a door does around everything: an error becomes one line on standard error, and the exit code.

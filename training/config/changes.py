@@ -62,7 +62,7 @@ _RULES: list[tuple[Rule, str]] = [
     (Rule(True), "save_path storage from_scratch cache_dir resume save_interval save_minutes keep_last on_save_error"),
     (Rule(True), "export_hf timeout_minutes max_bad_steps eval_interval eval_at_start tensorboard wandb profile_steps"),
     (Rule(True), "rebalance steps_per_print use_grad_ckpt offload_activations zero_allow_untested_optimizer"),
-    (Rule(True), "gradient_accumulation_steps preemption_signals ports"),
+    (Rule(True), "gradient_accumulation_steps preemption_signals ports max_restarts"),
 ]
 CHANGES = {key: rule for rule, keys in _RULES for key in keys.split()}
 

@@ -35,6 +35,10 @@ def contradictions(config: Any) -> Iterator[str]:
     yield from _of_batches_and_parts(config)
     if config.rebalance:
         yield from _of_rebalance(config)
+    if config.max_restarts:
+        for unlike, expected in _from_own_checkpoint(config, "a restart goes on from it"):
+            if unlike:
+                yield f"max_restarts: expected {expected}, or max_restarts: 0"
 
 
 def _of_precision(config: Any) -> Iterator[str]:
@@ -78,10 +82,14 @@ def _of_rebalance(config: Any) -> Iterator[str]:
     for unlike, expected in (
         (config.model_topo.stages == 1, "several stages"),
         (config.model_topo.parts is not None, "model_topo.parts: auto"),
-        (config.resume != "auto", "resume: auto, as the run goes on from its own checkpoint"),
-        (not (config.save_interval or config.save_minutes), "save_interval or save_minutes, to move at a checkpoint"),
+        *_from_own_checkpoint(config, "to move at a checkpoint"),
         (config.storage == "local", "storage: shared, as layers move to other hosts"),
         (config.deterministic, "deterministic: false, as sums depend on parts, and these on measured times"),
     ):
         if unlike:
             yield f"rebalance: expected {expected}, or rebalance: false"
+
+
+def _from_own_checkpoint(config: Any, why: str) -> Iterator[tuple[bool, str]]:
+    yield config.resume != "auto", "resume: auto, as the run goes on from its own checkpoint"
+    yield not (config.save_interval or config.save_minutes), f"save_interval or save_minutes, {why}"

@@ -133,6 +133,8 @@ class TrainConfig(Section):
     on_save_error: Literal["continue", "stop"] = "continue"
     # End the run when nothing moved for so many minutes: a step, an evaluation's batch and a save must take less.
     timeout_minutes: float = Field(default=30, gt=0, le=YEAR)
+    # Start the run so many times again after a fault, on the hosts that are left; where python train_ds.py started it.
+    max_restarts: int = Field(default=0, ge=0)
     # End the run after so many steps in a row whose loss or gradient is not finite; such a step changes no weight.
     max_bad_steps: int = Field(default=3, ge=1)
     # Signals by which a cluster says that it takes the machines away: the run saves after the step under way and ends,

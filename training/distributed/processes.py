@@ -1,7 +1,7 @@
 """The processes of a run: where each stands, how they start, and how they give up together.
 
 Every launcher (deepspeed, torchrun, srun) says in the environment which process this is. A door that finds nothing
-there starts the deepspeed launcher itself, with as many processes as the config's `dims` ask for.
+there starts the processes itself (`training.distributed.launch`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from typing import Any, NoReturn, TypeVar
 
 from training.config.sections import ModelTopo
 from training.distributed import freed_memory, slurm
-from training.errors import USER_ERRORS, ConfigError, RunRefused, ending
+from training.distributed.agent import GRACE, free_port
+from training.errors import USER_ERRORS, ConfigError, RunRefused, ending, tell
 
-FEW, A_CORE = 16, 4  # processes that a machine without GPUs is taken to bear: so many, or so many for each core
 LAUNCHER_GONE = signal.SIGRTMIN  # a process sends it to itself; one that does not handle it ends at once
-GRACE = 30.0  # seconds to save and leave when the launcher is gone; as many as DeepSpeed's gives after a signal
 RUNNERS = ("deepspeed.launcher.runner", "deepspeed", "deepspeed.pt", "ds")  # what starts DeepSpeed's launch.py
 
 Value = TypeVar("Value")
@@ -52,34 +51,6 @@ class Place:
         return cls(int(environment["RANK"]), world_size, int(environment.get("LOCAL_RANK", 0)), int(local_size))
 
 
-def launch(topology: ModelTopo, arguments: list[str], port: int | None = None) -> None:
-    """Replace this process by a launcher that runs the same command in as many processes as the topology has.
-
-    Args:
-        port: where these are to meet; any free one where absent.
-
-    Raises:
-        ConfigError: this machine has GPUs, but fewer than that; or none, and too few cores.
-    """
-    import torch
-
-    gpus = torch.cuda.device_count()
-    cores = len(os.sched_getaffinity(0))
-    most = gpus or max(FEW, A_CORE * cores)
-    if topology.processes > most:
-        has = f"no GPU and {cores} cores; expected at most {most}"
-        if gpus:
-            has = f"{gpus} GPUs; start several machines with deepspeed --hostfile"
-        raise ConfigError(
-            f"model_topo.process_topology.dims: {topology.process_topology.dims} ask for {topology.processes} "
-            f"processes, but this machine has {has}"
-        )
-    name_accelerator()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if gpus else ""
-    launcher = [sys.executable, "-m", *_launcher(topology.processes, [name for name in visible.split(",") if name])]
-    os.execv(sys.executable, [*launcher, "--master_port", str(port or free_port()), *arguments])
-
-
 def name_accelerator() -> None:
     """Tell DeepSpeed, before it is imported, of a machine without GPUs; or it prints that it found nothing better."""
     import torch
@@ -88,34 +59,36 @@ def name_accelerator() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
-def _launcher(processes: int, visible: list[str]) -> list[str]:
-    """What starts so many processes, on the first of the GPUs that the user chose, if any."""
-    if not visible:
-        return ["deepspeed.launcher.runner", "--num_gpus", str(processes)]
-    if all(name.isdigit() for name in visible):  # else DeepSpeed takes GPUs from 0 on
-        return ["deepspeed.launcher.runner", "--include", f"localhost:{','.join(visible[:processes])}"]
-    # A slice of a GPU, or one that is named by its serial number, which DeepSpeed does not know.
-    return ["torch.distributed.run", "--master_addr", "127.0.0.1", "--nproc_per_node", str(processes)]
-
-
 def end_with_launcher(place: Place) -> None:
     """Let this process save and end when its launcher is gone, as nobody could stop it any more.
 
-    The launcher is the parent, and what runs DeepSpeed's launch.py; whatever stands above may end, as a shell does.
+    The launcher is the parent, and what runs DeepSpeed's launch.py: its runner, or over ssh all up to sshd, and pdsh
+    with its runner where they are on this host. Whatever stands above may end, as a shell does.
     """
     import psutil
 
-    links = [(psutil.Process(), os.getppid())]
+    from training.distributed import pdsh
+
+    links, connections = [(psutil.Process(), os.getppid())], []
     with suppress(psutil.Error):  # a launcher of another user may be hidden, as one outside of a container is
         launcher = psutil.Process(os.getppid())
-        runner = launcher.parent()
-        if runner and any(Path(word).name in RUNNERS for word in runner.cmdline()):
-            links.append((launcher, runner.pid))
+        above = launcher.parents()
+        if above and any(Path(word).name in RUNNERS for word in above[0].cmdline()):
+            links.append((launcher, above[0].pid))
+        elif "deepspeed.launcher.launch" in launcher.cmdline():
+            reach = next((number for number, each in enumerate(above) if each.name().startswith("sshd")), -1) + 1
+            links += zip([launcher, *above], (each.pid for each in above[:reach]), strict=False)
+            if started_by := pdsh.find():
+                links.append((started_by, started_by.ppid()))
+                connections = started_by.children()
 
     def watch() -> None:
         with suppress(psutil.Error):
             while all(child.ppid() == parent for child, parent in links):
                 time.sleep(0.5)
+        for ssh in connections:  # by its end the other hosts know
+            with suppress(psutil.Error):
+                ssh.kill()
         if signal.getsignal(LAUNCHER_GONE) == signal.SIG_DFL and place.local_rank == 0:  # there is nothing to save yet
             tell("error: the launcher is gone")
         os.kill(os.getpid(), LAUNCHER_GONE)
@@ -123,12 +96,6 @@ def end_with_launcher(place: Place) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()
-
-
-def tell(line: str) -> None:
-    """Print to where the launcher printed, which may be gone as well."""
-    with suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
 
 
 def start(
@@ -270,17 +237,3 @@ def agreed() -> Iterator[None]:
         if text is not None:
             elsewhere = any(other != host and failed is None for other, failed in told)
             raise RunRefused(*(f"host {host}: {text}" if elsewhere else text).split("\n"))
-
-
-def free_port() -> int:
-    """A port for the processes of a run to meet at, which stays theirs while this process lives, also through an exec.
-
-    A socket that is bound and does not listen keeps the kernel from giving the port to others; who asks for it gets it.
-    """
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("", 0))
-    held.set_inheritable(True)
-    port: int = held.getsockname()[1]
-    held.detach()
-    return port

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from training.config.yaml_file import Config
 from training.distributed import placement, processes
+from training.distributed.agent import RUN
+from training.distributed.launch import launch
 from training.distributed.processes import LAUNCHER_GONE, Place
 from training.errors import ConfigError, keep_tracebacks_in, one_line_at_the_end
 
@@ -21,14 +25,18 @@ _trained = False  # in this process
 
 
 def in_processes(config: Config, place: Place | None, run: Callable[[Config, Place, RankMonitor], bool]) -> None:
-    """Be one rank of a run; where no launcher started this process, start one with the same command.
+    """Be one rank of a run; where no launcher started this process, have the same command started in processes.
 
     Args:
         run: the whole job of one rank; whether to start over.
     """
     if place is None:
-        processes.launch(config.model_topo, sys.argv, config.ports.meeting)
-        return
+        launch(config)
+    if config.max_restarts and RUN not in os.environ:
+        raise ConfigError(
+            f"max_restarts: {config.max_restarts}: a launcher such as deepspeed or torchrun ends with its run; "
+            f"expected python {Path(sys.argv[0]).name}, for several machines with --hostfile, or max_restarts: 0"
+        )
     from training.distributed.rank_monitor import RankMonitor
 
     # The failure detector must find a hang, and name the rank, before the process group gives up.

@@ -1,0 +1,137 @@
+"""What a supervisor does when its processes end in one way or another; the processes do no more than that."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.launching import eventually, start
+from training.distributed.launch import SUPERVISOR
+
+# At its nth start rank 1 ends as the nth word says; rank 0 notes a step but where the word begins with a minus, has a
+# child in a session of its own, and waits. Asked to leave, it leaves as a run does that has saved.
+SCRIPT = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+folder, rank, words = Path(sys.argv[1]), os.environ["RANK"], sys.argv[2].split(",")
+with open(folder / f"starts-{rank}", "a+") as file:
+    file.seek(0)
+    number = len(file.readlines())
+    print(" ".join(os.environ[name] for name in ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE")), file=file)
+word = words[number]
+if rank == "0":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    if not word.startswith("-"):
+        with open(folder / "metrics.jsonl", "a") as file:
+            print('{"step": %d}' % (number + 1), file=file)
+(folder / f"begun-{rank}").touch()
+if word == "ends":
+    sys.exit(0)
+time.sleep(0.5 if rank == "1" and word != "waits" else 1000)
+if word.strip("-") == "dies":
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(int(word.strip("-")))
+"""
+
+
+def words_of(folder: Path, ends: str) -> list[str]:
+    """The command of a supervisor."""
+    (folder / "script.py").write_text(SCRIPT)
+    job = {
+        "environment": {"FOLDER": str(folder)},
+        "hosts": {"": [0, 1]},
+        "shapes": [(2, [], "dims [2, 1]")],
+        "save_path": str(folder),
+        "max_restarts": 3,
+        "patience": 60.0,
+    }
+    return [sys.executable, "-c", SUPERVISOR, json.dumps(job), str(folder / "script.py"), str(folder), ends]
+
+
+def starts(folder: Path) -> int:
+    assert (folder / "starts-0").read_text().splitlines()[0] == "0 2 2"
+    return len((folder / "starts-1").read_text().splitlines())
+
+
+def of_run(folder: Path) -> list[psutil.Process]:
+    """The processes whose ranks work in a folder, and what these have started: all have it in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("FOLDER") == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+# What the starts come to; how many there are; the exit code; how the last line begins and ends.
+ENDS: dict[str, tuple[str, int, int, str, str]] = {
+    "passes": ("dies,1,ends", 3, 0, "", "it goes on with dims [2, 1]"),
+    "a mistake": ("2,ends", 1, 2, "", ""),
+    "asked": ("143,ends", 1, 143, "", ""),
+    "too often": (
+        "dies,dies,dies,dies,ends",
+        4,
+        137,
+        "error: this machine: a process was killed by SIGKILL",
+        "no restart is left (max_restarts: 3)",
+    ),
+    "does not pass": ("dies,-1,-7,ends", 3, 7, "error: this machine: ended with exit code 7", "does not pass"),
+    "never begins": (
+        "-dies,-dies,-dies,ends",
+        3,
+        137,
+        "error: this machine: ",
+        "in a row came to no step, ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_fault_is_followed_by_a_restart(name: str, tmp_path: Path) -> None:
+    words, number, code, begin, end = ENDS[name]
+    launch = start(*words_of(tmp_path, words))
+    result = launch.end()
+    assert (starts(tmp_path), result.returncode) == (number, code), result.stderr
+    *_, last = ["", *result.stderr.splitlines()]
+    assert last.startswith(begin) and end in last
+    assert result.stderr.count("restart") >= number - 1
+    assert not of_run(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_nothing_outlives_a_supervisor(number: signal.Signals, tmp_path: Path) -> None:
+    launch = start(*words_of(tmp_path, "waits,ends"))
+    launch.until(lambda: (tmp_path / "begun-0").exists() and (tmp_path / "begun-1").exists())
+    assert len(of_run(tmp_path)) == 3  # two ranks and what one of them has started
+    psutil.Process(launch.pid).send_signal(number)
+    result = launch.end()
+    assert result.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    eventually(lambda: not of_run(tmp_path))
+    assert starts(tmp_path) == 1 and "restart" not in result.stderr
+
+
+def test_what_a_dead_agent_leaves_is_killed_first(tmp_path: Path) -> None:
+    launch = start(*words_of(tmp_path, "waits,ends"))
+    launch.until(lambda: (tmp_path / "begun-0").exists() and (tmp_path / "begun-1").exists())
+    before, (_, agent, *_) = of_run(tmp_path), launch.family()
+    agent.kill()
+    result = launch.end()
+    assert result.returncode == 0 and starts(tmp_path) == 2
+    assert "this machine: a process was killed by SIGKILL; nothing of the run was left after" in result.stderr
+    assert before and not any(each.is_running() for each in before)
+
+
+def test_a_signal_that_was_ignored_stays_so(tmp_path: Path) -> None:
+    """As under nohup."""
+    launch = start("sh", "-c", 'trap "" HUP; exec "$0" "$@"', *words_of(tmp_path, "waits"))
+    launch.until((tmp_path / "begun-1").exists)
+    psutil.Process(launch.pid).send_signal(signal.SIGHUP)
+    psutil.Process(launch.pid).send_signal(signal.SIGTERM)
+    assert launch.end().returncode == 128 + signal.SIGTERM

@@ -1,0 +1,114 @@
+"""The hosts that a hostfile names: which slots of them a run takes, how they are reached, and whether they answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from common.terminal import safe_line
+from training.distributed import agent
+from training.distributed.agent import RUN
+from training.errors import ConfigError
+
+Answer = dict[str, Any]  # of `training.distributed.agent.look`
+
+PREFIX = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r});"  # whatever the folder that it starts in
+AGENT = f"{PREFIX} from training.distributed.agent import main; main()"
+ANSWER = 10  # seconds for a host to let ssh in, and as many for what is asked there
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER}")
+LIVELY = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")  # a host that is gone is known after 20 s
+SAME = "the same folder, Python and packages on every host"
+# What ssh says, and what was expected then.
+EXPECTED = {
+    "Permission denied": "a key that it accepts without a password: ssh-copy-id {host}",
+    "Host key verification failed": "its key in ~/.ssh/known_hosts: log in once by hand, ssh {host}",
+    "Could not resolve": "a name that this machine knows",
+    "refused": "sshd to run there",
+    "No such file": SAME,
+    "can't cd": SAME,
+    "not found": SAME,
+    "No module": SAME,
+}
+
+
+def read_hostfile(path: str, include: str, exclude: str) -> dict[str, list[int]]:
+    """The slots of each host, as DeepSpeed's launcher understands a hostfile and its two filters.
+
+    Raises:
+        ConfigError: the file or a filter makes no hosts.
+    """
+    from deepspeed.launcher import runner
+
+    runner.logger.setLevel("CRITICAL")  # it would print the whole file
+    try:
+        pool = runner.fetch_hostfile(path)
+        if pool is None:
+            raise ValueError("not found")
+        chosen: dict[str, list[int]] = runner.parse_inclusion_exclusion(pool, include, exclude)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--hostfile {path}: {error}; expected lines such as: node1 slots=8") from None
+    return chosen
+
+
+def exported() -> dict[str, str]:
+    """The environment for every host: what DeepSpeed's launcher gives them, with `.deepspeed_env`, and gloo's."""
+    from deepspeed.launcher import runner
+
+    names = (*runner.EXPORT_ENVS, "NCCL", "GLOO", "LD_LIBRARY", "PATH")
+    found = {name: value for name, value in os.environ.items() if name.startswith(names)}
+    for folder in runner.DEEPSPEED_ENVIRONMENT_PATHS:
+        with suppress(FileNotFoundError):
+            lines = (Path(folder) / runner.DEEPSPEED_ENVIRONMENT_NAME).read_text(encoding="utf-8").splitlines()
+            found |= dict(line.split("=", maxsplit=1) for line in lines if "=" in line)
+    return found
+
+
+def start_agent(host: str, run: str) -> subprocess.Popen[bytes]:
+    """An agent that waits for its order on standard input; Ctrl-C does not reach it."""
+    words = [*SSH, *LIVELY, "--", host, _there(run)] if host else [sys.executable, "-c", AGENT]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, env=os.environ | {RUN: run}, start_new_session=True)
+
+
+def look(hosts: list[str], run: str, save_path: str) -> dict[str, Answer | str]:
+    """Ask all hosts at once what `agent.look` finds there; of one that does not answer, why."""
+    with ThreadPoolExecutor(len(hosts)) as threads:
+        return dict(zip(hosts, threads.map(lambda host: _look(host, run, save_path), hosts), strict=True))
+
+
+def _there(run: str, *arguments: str) -> str:
+    """What the shell of another host is to do."""
+    words = shlex.join(["env", f"{RUN}={run}", sys.executable, "-c", AGENT, *arguments])
+    return f"cd {shlex.quote(os.getcwd())} && exec {words}"
+
+
+def _look(host: str, run: str, save_path: str) -> Answer | str:
+    if not host:
+        return agent.look(save_path, run)
+    limit = 3 * ANSWER
+    try:
+        done = subprocess.run(
+            [*SSH, "--", host, _there(run, save_path)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=limit,
+            check=False,
+            start_new_session=True,
+        )
+    except subprocess.TimeoutExpired:
+        return f"host {host}: no answer within {limit} s"
+    except FileNotFoundError:
+        return "ssh: not found; expected OpenSSH's client"
+    if done.returncode == 0:
+        found: Answer = json.loads(done.stdout.splitlines()[-1])
+        return found
+    said = next(reversed(done.stderr.strip().splitlines()), f"exit code {done.returncode}").strip()
+    expected = next((text for words, text in EXPECTED.items() if words in said), "this to work: ssh {host} true")
+    return safe_line(f"host {host}: {said}; expected {expected.format(host=host)}")

@@ -1,0 +1,85 @@
+"""From a door that no launcher started to the supervisor: on this machine, or on the hosts of a hostfile."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
+
+from training.config.keys import TrainConfig
+from training.distributed.hosts import PREFIX, exported
+from training.distributed.processes import name_accelerator
+from training.distributed.supervisor import JOB
+from training.errors import ConfigError
+
+FEW, A_CORE = 16, 4  # processes that a machine without GPUs is taken to bear: so many, or so many for each core
+SUPERVISOR = f"{PREFIX} from training.distributed.supervisor import main; main()"
+
+Hosts = dict[str, list[int]]  # the devices of each
+
+
+def launch(
+    config: TrainConfig, hosts: Hosts | None = None, reload: Callable[[str], TrainConfig] | None = None
+) -> NoReturn:
+    """Replace this process by a supervisor that runs the same command in as many processes as the topology has.
+
+    Args:
+        hosts: this machine where absent.
+        reload: gives the config with one more override, by which a run goes on over fewer hosts.
+
+    Raises:
+        ConfigError: the hosts have another number of slots than that. Or this machine has GPUs, but fewer; or none,
+            and too few cores.
+    """
+    grid, processes = config.model_topo.process_topology, config.model_topo.processes
+    if hosts is None:
+        check_machine(config)
+        name_accelerator()
+    elif (slots := sum(map(len, hosts.values()))) != processes:
+        raise ConfigError(
+            f"--hostfile: {slots} slots on {', '.join(hosts)}, but model_topo.process_topology.dims: {grid.dims} ask "
+            f"for {processes} processes; expected as many, by slots=, --include or --exclude"
+        )
+    shapes: list[tuple[int, list[str], str]] = [(processes, [], f"dims {grid.dims}")]
+    for replicas in range(config.model_topo.replicas - 1, 0, -1):
+        if reload is None or not config.max_restarts:
+            break
+        dims = config.model_topo.spread(config.model_topo.stages, replicas).process_topology.dims
+        word = f"model_topo.process_topology.dims={dims}"
+        with suppress(ConfigError):  # such as a batch that so many replicas cannot share
+            shapes.append((reload(word).model_topo.processes, [word], f"dims {dims}"))
+    job = {
+        "environment": exported() if hosts else {},
+        "hosts": hosts or {"": list(range(processes))},
+        "shapes": shapes,
+        "save_path": config.save_path,
+        "max_restarts": config.max_restarts,
+        "patience": config.timeout_minutes * 60,
+        "port": config.ports.meeting,
+    }
+    sys.stdout.flush()
+    os.environ[JOB] = json.dumps(job)  # where no other user reads what .deepspeed_env may hold
+    os.execv(sys.executable, [sys.executable, "-c", SUPERVISOR, *sys.argv])
+
+
+def check_machine(config: TrainConfig) -> None:
+    """See that this machine can bear the processes.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    import torch
+
+    topology, gpus, cores = config.model_topo, torch.cuda.device_count(), len(os.sched_getaffinity(0))
+    most = gpus or max(FEW, A_CORE * cores)
+    if topology.processes > most:
+        has = f"no GPU and {cores} cores; expected at most {most}"
+        if gpus:
+            has = f"{gpus} GPUs; name several machines with --hostfile"
+        raise ConfigError(
+            f"model_topo.process_topology.dims: {topology.process_topology.dims} ask for {topology.processes} "
+            f"processes, but this machine has {has}"
+        )
