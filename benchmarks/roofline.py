@@ -32,8 +32,9 @@ from training.config.keys import TrainConfig
 from training.config.sections import FP8
 from training.metrics.devices import parse_devices
 from training.plan import costs
-from training.plan.basis import Basis, Workload
+from training.plan.basis import Basis
 from training.plan.plan import Plan
+from training.plan.workload import Workload
 
 DEVICES = ("A100-80G", "H100", "H200")
 OTHERS = ("V100-32G", "A100-40G", *DEVICES, "H100PCIe", "L40S", "A10", "RTX4090", "RTX3090")

@@ -17,8 +17,9 @@ from training.checkpoint.folder import CheckpointRecord
 from training.config.keys import TrainConfig
 from training.distributed.processes import gather
 from training.metrics.devices import Device, this_device
-from training.plan.basis import MEASURED_FILE, Basis, Workload
+from training.plan.basis import MEASURED_FILE, Basis
 from training.plan.plan import Plan
+from training.plan.workload import Workload
 from training.topology import Division, Topology
 
 

@@ -27,9 +27,10 @@ from training.config.sections import FP8
 from training.engine.gradient_sums import add
 from training.metrics.devices import this_device
 from training.optimizer.optimizers import build_optimizer
-from training.plan.basis import Basis, Calibration, Workload
+from training.plan.basis import Basis, Calibration
 from training.plan.costs import kinds, layer_times, update_time
 from training.plan.optimizer_memory import StateBytes
+from training.plan.workload import Workload
 
 WARM_UP, REPEATS = 2, 5
 

@@ -24,10 +24,11 @@ from training.data_setup import RecordReader, build_loader
 from training.errors import ConfigError
 from training.metrics.devices import parse_devices, this_device
 from training.plan.alternatives import advise, search
-from training.plan.basis import Basis, Workload
+from training.plan.basis import Basis
 from training.plan.calibration import calibrate
 from training.plan.plan import Plan
 from training.plan.rendering import PICTURE, advice_table, draw, facts, search_table, stages_table, times_table
+from training.plan.workload import Workload
 
 DOES_NOT_FIT = 1
 WIDTH = 160  # of a plan that is written to a file

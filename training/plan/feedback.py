@@ -39,10 +39,11 @@ from training.distributed.processes import gather
 from training.engine.stage_clock import StageClock
 from training.metrics.devices import Device, this_device
 from training.metrics.peak_memory import peak_memory
-from training.plan.basis import MEASURED_FILE, Basis, Measured, Workload
+from training.plan.basis import MEASURED_FILE, Basis, Measured
 from training.plan.costs import kinds, layer_times
 from training.plan.plan import Plan
 from training.plan.rendering import GB
+from training.plan.workload import Workload
 from training.topology import Division
 
 WARM_UP, COUNTED = 2, 5

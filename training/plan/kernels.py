@@ -30,8 +30,8 @@ from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.distributed.processes import gather
 from training.metrics.devices import this_device
-from training.plan.basis import Workload
 from training.plan.calibration import time_layer
+from training.plan.workload import Workload
 
 FILE = "kernels.json"
 

@@ -18,8 +18,9 @@ from training.errors import ConfigError
 from training.metrics.devices import this_device
 from training.metrics.peak_memory import peak_memory
 from training.plan.alternatives import next_change
-from training.plan.basis import Basis, Workload
+from training.plan.basis import Basis
 from training.plan.plan import Plan
+from training.plan.workload import Workload
 
 GIB = 2**30
 ASKED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)  # of CUDA's allocator and of the CPU's

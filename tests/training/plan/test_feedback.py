@@ -26,10 +26,11 @@ from training.engine.stage_clock import StageClock
 from training.metrics.devices import Device, parse_devices, this_device
 from training.plan import feedback
 from training.plan.auto import choose
-from training.plan.basis import MEASURED_FILE, Basis, Measured, Workload
+from training.plan.basis import MEASURED_FILE, Basis, Measured
 from training.plan.command import plan_run
 from training.plan.feedback import GAIN, Feedback, better_parts, differences, layer_factors, measure, stage_seconds
 from training.plan.plan import Plan, best_parts
+from training.plan.workload import Workload
 from training.schedule.zero_bubble import WeightPass
 from training.topology import Division, Topology
 

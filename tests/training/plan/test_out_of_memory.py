@@ -13,9 +13,10 @@ from training.errors import ConfigError
 from training.metrics import devices
 from training.metrics.devices import GIB, parse_devices
 from training.plan import out_of_memory
-from training.plan.basis import Basis, Workload
+from training.plan.basis import Basis
 from training.plan.out_of_memory import out_of_memory_told
 from training.plan.plan import Plan
+from training.plan.workload import Workload
 
 ON_A_GPU = (
     "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 79.25 GiB of which 1.06 GiB is free."
