@@ -1,7 +1,7 @@
 """Jobs as in `jobs.py` by two or more ranks that pass for hosts, each with a disk of its own.
 
 Its cases are those of `jobs.py` with "hosts", the name of each rank's host, and "disks", the folder that each is in;
-paths of the config that are relative are on these disks.
+paths of the config that are relative are on these disks. The kind "layers" is that of a `training.Pipeline`.
 """
 
 from __future__ import annotations
@@ -9,20 +9,41 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
+from torch.nn import functional
 
 from tests.workers import jobs
+from training.any_model.config import OF_LANGUAGE_MODELS, PipelineConfig
+from training.any_model.job import run_layers
+from training.any_model.layers import Layer
 from training.config.keys import TrainConfig
+from training.distributed.processes import Place
+from training.distributed.rank_monitor import RankMonitor
+from training.job import run_job
+
+
+def train_layers(config: TrainConfig, place: Place, monitor: RankMonitor, _: object) -> None:
+    random = torch.Generator().manual_seed(1)
+    dataset: Any = [tuple(torch.randn(2, 8, generator=random)) for _ in range(16)]
+    layers: list[Layer] = [partial(nn.Linear, 8, 8), nn.Tanh, partial(nn.Linear, 8, 8), partial(nn.Linear, 8, 8)]
+    keys = {key: value for key, value in config.dump().items() if key not in OF_LANGUAGE_MODELS}
+    run_layers(layers, functional.mse_loss, dataset, None, None, PipelineConfig.model_validate(keys), place, monitor)
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     rank, before = torch.distributed.get_rank(), os.getcwd()
     named = patch.object(socket, "gethostname", lambda: case["hosts"][rank])
-    with named, patch.object(sys, "argv", [os.path.abspath(sys.argv[0]), *sys.argv[1:]]):
+    job: Any = run_job
+    if case["kind"] == "layers":
+        job, case = train_layers, case | {"kind": "pipeline"}
+    argv = patch.object(sys, "argv", [os.path.abspath(sys.argv[0]), *sys.argv[1:]])
+    with named, argv, patch.object(jobs, "run_job", job):
         os.chdir(case["disks"][rank])
         try:
             jobs.run_case(case, config, folder)
