@@ -169,7 +169,7 @@ def join(place: Place, patience: timedelta, port: int | None = None) -> None:
         raise ConfigError(
             f"the processes cannot meet at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: "
             f"{str(error).splitlines()[0]}; expected a port of rank 0's host that no other run uses and no firewall "
-            "closes (ports.meeting, --master_port)"
+            "closes (ports.meeting)"
         ) from None
 
 
