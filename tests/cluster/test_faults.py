@@ -95,10 +95,8 @@ def kill(word: str) -> Callable[[list[Host], Launch], None]:
     """SIGKILL for what a command consists of on its own host."""
 
     def fault(hosts: list[Host], _: Launch) -> None:
-        ((number, _),) = (
-            (each, told) for each, told in hosts[0].processes().items() if told.split()[:2][-1:] == [word]
-        )
-        os.kill(number, signal.SIGKILL)
+        (found,) = (number for number, told in hosts[0].processes().items() if told.split()[1:2] == [word])
+        os.kill(found, signal.SIGKILL)
 
     return fault
 
