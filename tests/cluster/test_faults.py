@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from tests.launching import Launch, eventually, metrics, start, topology, write_
 pytestmark = pytest.mark.launched
 
 PATIENCE = 0.25  # minutes, of a run that is to hang
+RUNNER = deepspeed(Path())[0]
 UNREACHABLE = "rank 1 (stage 1, host node2) cannot be reached any more"
 
 
@@ -77,6 +81,46 @@ def test_a_lost_host_ends_the_run(
     assert "resumed: " in again.stdout
     again.kill()
     eventually(lambda: not any(host.processes() for host in hosts))
+
+
+def press_ctrl_c(hosts: list[Host], launch: Launch) -> None:
+    """What a terminal does: every process of the command gets it, but none that ssh has started."""
+    for number in hosts[0].processes():
+        with suppress(ProcessLookupError):
+            if os.getpgid(number) == os.getpgid(launch.pid):
+                os.kill(number, signal.SIGINT)
+
+
+def kill(word: str) -> Callable[[list[Host], Launch], None]:
+    """SIGKILL for what a command consists of on its own host."""
+
+    def fault(hosts: list[Host], _: Launch) -> None:
+        (found,) = (number for number, told in hosts[0].processes().items() if told.split()[1:2] == [word])
+        os.kill(found, signal.SIGKILL)
+
+    return fault
+
+
+@pytest.mark.longest
+@pytest.mark.parametrize(
+    "end", [press_ctrl_c, kill(RUNNER), kill("-S")], ids=["Ctrl-C", "deepspeed is killed", "pdsh is killed"]
+)
+def test_nothing_outlives_a_command(
+    end: Callable[[list[Host], Launch], None], hosts: list[Host], make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = write_config(
+        tmp_path / "run.yml",
+        model_path=str(make_checkpoint("llama")),
+        data_path=str(FAQ),
+        model_topo=topology((2, 1)),
+        max_steps=1000,
+    )
+    hostfile = hostfile_of(hosts, 1, tmp_path / "hostfile")
+    launch = begun(hosts[0].enter(*deepspeed(hostfile, "train_ds.py", "--config", config)), tmp_path / "run")
+    end(hosts, launch)
+    launch.end()  # DeepSpeed's exit code is 0 where its pdsh was killed
+    eventually(lambda: not any(host.processes() for host in hosts))
+    assert (tmp_path / "run/latest").read_text() == f"step-{len(metrics(tmp_path / 'run')):06d}"
 
 
 def begun(command: list[str], run: Path) -> Launch:

@@ -212,7 +212,7 @@ def test_nothing_outlives_the_supervisor(number: int, hosts: list[Host], model: 
     launch = begun(command(hosts, config), config.with_suffix(""))
     supervisor(hosts).send_signal(number)
     result = launch.end()
-    assert result.returncode == (128 + number if number != signal.SIGKILL else 137), result.stderr
+    assert result.returncode == (128 + number if number != signal.SIGKILL else -number), result.stderr
     eventually(lambda: not any(host.processes() for host in hosts))
     assert "restart" not in result.stderr
     saved = int((config.with_suffix("") / "latest").read_text().rpartition("-")[2])

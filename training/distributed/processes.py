@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar, cast
 
 from training.config.sections import ModelTopo
 from training.distributed import freed_memory, slurm
@@ -59,6 +59,27 @@ def name_accelerator() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
+class Heard:
+    """A stream of this process whose reader may end with the launcher, which must not keep the run from saving."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """What cannot be written is dropped."""
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """The same."""
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def end_with_launcher(place: Place) -> None:
     """Let this process save and end when its launcher is gone, as nobody could stop it any more.
 
@@ -69,6 +90,7 @@ def end_with_launcher(place: Place) -> None:
 
     from training.distributed import pdsh
 
+    sys.stdout, sys.stderr = cast(TextIO, Heard(sys.stdout)), cast(TextIO, Heard(sys.stderr))
     links, connections = [(psutil.Process(), os.getppid())], []
     with suppress(psutil.Error):  # a launcher of another user may be hidden, as one outside of a container is
         launcher = psutil.Process(os.getppid())
