@@ -41,9 +41,10 @@ def steps(config: Path) -> list[int]:
     return [line["step"] for line in metrics(folder)] if (folder / "metrics.jsonl").exists() else []
 
 
-def found(host: Host, word: str) -> list[int]:
-    """The processes of a host whose command line has a word."""
-    return [number for number, told in host.processes().items() if word in told]
+def found(host: Host, program: str, word: str) -> list[int]:
+    """The processes of a host that run a program with a word on the command line."""
+    processes = host.processes().items()
+    return [number for number, told in processes if told.split()[0].endswith(program) and word in told]
 
 
 def test_srun_is_a_launcher(slurm: Slurm, config: Path) -> None:
@@ -65,14 +66,14 @@ def test_a_job_is_saved_requeued_and_goes_on(slurm: Slurm, hosts: list[Host], co
         eventually(lambda: len(steps(config)) > 2)
         slurm.ask("scancel", "--signal=USR1", job)
         eventually(lambda: f"requeue: Slurm is asked to start job {job} again" in log.read_text())
-        eventually(lambda: not any(found(host, "train_ds.py") for host in hosts))
+        eventually(lambda: not any(found(host, "python", "train_ds.py") for host in hosts))
         done = len(steps(config))
         assert f"stopped after step {done} of 1000" in log.read_text() and "warning: requeue" not in log.read_text()
         eventually(lambda: len(steps(config)) > done + 2)
         assert f"resumed: {config.with_suffix('')}/step-{done:06d}" in log.read_text()
-        (launcher,) = found(hosts[1], f"slurmstepd: [{job}.")
+        (launcher,) = found(hosts[1], "slurmstepd:", f"[{job}.")
         psutil.Process(launcher).send_signal(signal.SIGKILL)
-        eventually(lambda: not any(found(host, "train_ds.py") for host in hosts))
+        eventually(lambda: not any(found(host, "python", "train_ds.py") for host in hosts))
         assert "error: the launcher is gone" in log.read_text()
         assert steps(config) == list(range(1, len(steps(config)) + 1))
     finally:

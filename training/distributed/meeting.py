@@ -30,7 +30,7 @@ from training.distributed.pdsh import end_soon
 from training.errors import RunRefused
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import Store, TCPStore
 
 PATIENCE = 90.0  # seconds without another rank, after which the ones that are missing never come
 POLL = 0.2  # seconds between two looks at who came
@@ -110,11 +110,11 @@ def meet(rank: int, ranks: int, on_this_host: int, patience: timedelta) -> TCPSt
     return store
 
 
-def absent(store: object, ranks: int) -> list[int]:
+def absent(store: Store, ranks: int) -> list[int]:
     """The ranks that are not there when nobody has come for PATIENCE; empty as soon as all are."""
     missing, last = set(range(ranks)), time.monotonic()
     while missing and time.monotonic() - last < PATIENCE:
-        if came := {rank for rank in missing if store.check([str(rank)])}:  # type: ignore[attr-defined]
+        if came := {rank for rank in missing if store.check([str(rank)])}:
             missing, last = missing - came, time.monotonic()
         time.sleep(POLL if missing else 0)
     return sorted(missing)

@@ -176,9 +176,9 @@ def join(place: Place, patience: timedelta, port: int | None = None) -> None:
     if get_accelerator().device_name() == "cpu":
         # On a CPU DeepSpeed compiles a shared-memory collective at first use, for 100 s; gloo never calls it.
         vars(deepspeed.ops)["__compatible_ops__"] = {}
-    elif (gpus := torch.cuda.device_count()) < place.local_size:
+    elif (gpus := torch.cuda.device_count()) <= place.local_rank:
         raise ConfigError(
-            f"host {socket.gethostname()} has {place.local_size} processes, of which each sees {gpus} GPUs; "
+            f"host {socket.gethostname()} has {place.local_size} processes, of which this one sees {gpus} GPUs; "
             f"expected {gpus} slots there, or with srun --gpus-per-node {place.local_size} --gpu-bind none"
         )
     else:
