@@ -32,8 +32,8 @@ def end_soon() -> None:
     """Let no ssh of this run's pdsh live longer than GRACE, where it was started on this host."""
     if pdsh := find():
         waiting = " ".join(str(child.pid) for child in pdsh.children())
-        # In a session of its own: the launcher ends this process with all that is below it. ssh answers the first signal
-        # by an exit code that the command ends with; one that was killed counts as if all was well.
+        # In a session of its own: the launcher ends this process with all that is below it. To the first signal ssh
+        # answers by an exit code that the command ends with; one that was killed counts as if all was well.
         subprocess.Popen(
             ["sh", "-c", f"(sleep {GRACE}; kill {waiting}; sleep {GRACE}; kill -9 {waiting}) &"],
             stdin=subprocess.DEVNULL,
