@@ -115,10 +115,10 @@ def test_a_preemption_signal_saves_whoever_gets_it(told: str, config: Path, monk
     assert (newest / RECORD).is_file()
     assert newest.name == f"step-{steps_done(config):06d}"
     assert steps_done(config) < STEPS
-    assert result.returncode != 0
     if told == "rank":
+        assert result.returncode != 0
         assert result.stdout.count("warning: requeue: job 4711 is not started again: ") == 1
-    else:
+    else:  # DeepSpeed's runner then ends with 0
         assert launch.stderr.count("error: the launcher is gone") == 1
 
 
