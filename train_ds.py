@@ -3,6 +3,7 @@
 deepspeed --num_gpus 2 train_ds.py --config configs/quickstart.yml [key.sub=value ...]
 deepspeed --hostfile ./hostfile train_ds.py --config configs/ds_config_pp.yml
 python train_ds.py --config FILE          starts its own launcher
+python train_ds.py --config FILE --hostfile ./hostfile
 python train_ds.py --config FILE --inspect 3
 python train_ds.py --config FILE --plan [--devices 8xA100-40G] [--search] [--calibrate]
 python train_ds.py --config FILE --prove

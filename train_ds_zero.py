@@ -3,6 +3,7 @@
 deepspeed --num_gpus 8 train_ds_zero.py --config configs/ds_config_zero.yml [key.sub=value ...]
 deepspeed --hostfile ./hostfile train_ds_zero.py --config FILE
 python train_ds_zero.py --config FILE     starts its own launcher, with a process for each GPU
+python train_ds_zero.py --config FILE --hostfile ./hostfile
 python train_ds_zero.py --config FILE --inspect 3
 """
 
