@@ -1,8 +1,9 @@
 """Starts a run's ranks on one host, and ends them, as the supervisor says (`training.distributed.supervisor`).
 
 Its order comes as a line of JSON on standard input. Each further line asks the ranks to save and leave; so does the
-input's end, which comes as well when the supervisor is killed or its connection breaks. As soon as one rank has failed
-the others are asked too. What is left GRACE seconds later is killed, and with the ranks ends all that they started.
+input's end, which comes as well when the supervisor is killed or its connection breaks. What is left GRACE seconds
+later is killed, and with the ranks ends all that they started. Where a rank has failed, here or, as the line says,
+elsewhere, there is nothing to save: the others are asked too, but for a few words they need only FAREWELL seconds.
 
 A run's processes carry its name in their environment, by which those that a fault left behind are found (`look`).
 This file is imported by nothing heavy, so that a start over ssh takes little more than ssh itself.
@@ -27,6 +28,8 @@ import psutil
 
 RUN = "PIPETUNE_RUN"  # in the environment: the name of a run that a supervisor has started
 GRACE = 30.0  # seconds to save and leave, as many as DeepSpeed's launcher gives
+FAREWELL = 10.0  # seconds to hear the failure detector's verdict, tell it and leave
+FAILED = b"failed"  # the line of a supervisor that knows of a failure
 LOOK = 0.1  # seconds between two looks
 TAIL = 2**16  # bytes at the end of metrics.jsonl
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl.h: orphans below this process become its children
@@ -50,25 +53,25 @@ def serve(command: list[str], environment: dict[str, str], numbers: list[int]) -
         place = {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_SIZE": str(len(numbers))}
         words = [sys.executable, "-u", *command]
         ranks.append(subprocess.Popen(words, stdin=subprocess.DEVNULL, env=os.environ | environment | place))
-    asked: list[float] = []
+    ends: list[float] = []
 
-    def ask() -> None:
-        asked.append(time.monotonic())
+    def ask(grace: float) -> None:
+        ends.append(time.monotonic() + grace)
         for rank in ranks:
             rank.terminate()
 
     def obey() -> None:
-        while os.read(0, 64):
-            ask()
-        ask()
+        while line := os.read(0, 64):
+            ask(FAREWELL if FAILED in line else GRACE)
+        ask(GRACE)
 
     threading.Thread(target=obey, daemon=True).start()
     failed = 0
     while None in (codes := [rank.poll() for rank in ranks]):
         failed = failed or next(filter(None, codes), 0)
-        if failed and not asked:
-            ask()
-        if asked and time.monotonic() - asked[0] > GRACE:
+        if failed and not ends:
+            ask(FAREWELL)
+        if ends and time.monotonic() > min(ends):
             break
         time.sleep(LOOK)
     for child in psutil.Process().children(recursive=True):

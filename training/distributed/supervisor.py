@@ -22,7 +22,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from training.distributed.agent import GRACE, LOOK
+from training.distributed.agent import FAILED, FAREWELL, GRACE, LOOK
 from training.distributed.hosts import Answer, look, start_agent
 from training.errors import EXIT_CODE, INTERRUPTED, ConfigError, tell
 
@@ -164,11 +164,11 @@ class Supervisor:
         while None in [agent.poll() for agent in agents.values()]:
             if not failed[1]:
                 failed, self._since = first_failure(agents), time.monotonic()
-            if len(self._asked) + bool(failed[1]) > told:
+            if max(len(self._asked), bool(failed[1])) > told:
                 told += 1
-                end = min(end, time.monotonic() + GRACE + MARGIN)
+                end = min(end, time.monotonic() + (FAREWELL if failed[1] else GRACE) + MARGIN)
                 for agent in agents.values():
-                    say(agent)
+                    say(agent, FAILED.decode() if failed[1] else "stop")
             if time.monotonic() > end:  # it is frozen, or its host
                 for agent in agents.values():
                     agent.kill()
@@ -183,7 +183,7 @@ def first_failure(agents: dict[str, subprocess.Popen[bytes]]) -> tuple[str, int]
     return next(((host, code if code > 0 else 128 - code) for host, code in ends if code), ("", 0))
 
 
-def say(agent: subprocess.Popen[bytes], line: str = "") -> None:
+def say(agent: subprocess.Popen[bytes], line: str) -> None:
     """Send a line to an agent, which may be gone."""
     assert agent.stdin
     with suppress(OSError):
