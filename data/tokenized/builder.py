@@ -52,7 +52,7 @@ def main() -> None:
     from data.tokenized.recipe import Recipe
     from data.tokenized.store import Cache
 
-    end_with_parent()
+    end_with_parent(os.getppid())
     job = json.loads(sys.stdin.readline())
     progress = Progress(disable=None if job["progress"] else True)  # None: only on a terminal
     try:

@@ -13,6 +13,7 @@ import ctypes
 import gc
 import json
 import multiprocessing
+import os
 import signal
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -235,7 +236,7 @@ def _in_order(
     _encoder = encoder
     gc.freeze()  # what all share is neither looked through nor copied any more
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, context, initializer=_start_worker) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(os.getpid(),)) as pool:
         pool.submit(int).result()  # all are forked now, before anything here starts a thread
         waiting: deque[Future[Answer]] = deque()
         try:
@@ -258,12 +259,18 @@ def _encode(chunk: Chunk, only_check: bool) -> Answer:
     return answer
 
 
-def _start_worker() -> None:
+def _start_worker(parent: int) -> None:
     """Collect garbage between chunks only, and end when the process that feeds this one was killed."""
     gc.disable()
-    end_with_parent()
+    end_with_parent(parent)
 
 
-def end_with_parent() -> None:
-    """Have the system kill this process once the thread that started it has ended: nobody waits for it any more."""
+def end_with_parent(parent: int) -> None:
+    """Have the system kill this process once the thread that started it has ended: nobody waits for it any more.
+
+    Args:
+        parent: the process of that thread, which may have ended before this could be asked for.
+    """
     ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

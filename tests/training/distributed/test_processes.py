@@ -13,6 +13,7 @@ import torch
 from tests.launching import topology
 from training.config.keys import TrainConfig
 from training.distributed.launch import SUPERVISOR, launch
+from training.distributed.supervisor import JOB
 from training.errors import ConfigError
 
 GPUS = 8  # of the machine, however many a user may see
@@ -33,11 +34,12 @@ def launched(number: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The job that the door hands to its supervisor."""
     found: list[str] = []
     monkeypatch.setattr(os, "execv", lambda _, words: found.extend(words))
+    monkeypatch.setenv(JOB, "")
     monkeypatch.setattr(sys, "argv", ["train_ds.py", "--config", "run.yml"])
     keys = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 1}
     launch(TrainConfig.model_validate(keys | {"model_topo": topology((number, 1))}))
-    assert found[:3] == [sys.executable, "-c", SUPERVISOR] and found[4:] == sys.argv
-    job: dict[str, Any] = json.loads(found[3])
+    assert found == [sys.executable, "-c", SUPERVISOR, *sys.argv]
+    job: dict[str, Any] = json.loads(os.environ[JOB])
     return job
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.launching import eventually, start
 from training.distributed.launch import SUPERVISOR
+from training.distributed.supervisor import JOB
 
 # At its nth start rank 1 ends as the nth word says; rank 0 notes a step but where the word begins with a minus, has a
 # child in a session of its own, and waits. Asked to leave, it leaves as a run does that has saved.
@@ -51,8 +52,10 @@ def words_of(folder: Path, ends: str) -> list[str]:
         "save_path": str(folder),
         "max_restarts": 3,
         "patience": 60.0,
+        "port": None,
     }
-    return [sys.executable, "-c", SUPERVISOR, json.dumps(job), str(folder / "script.py"), str(folder), ends]
+    words = ["env", f"{JOB}={json.dumps(job)}", sys.executable, "-c", SUPERVISOR]
+    return [*words, str(folder / "script.py"), str(folder), ends]
 
 
 def starts(folder: Path) -> int:

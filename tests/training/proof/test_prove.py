@@ -148,7 +148,7 @@ def test_prove_does_not_go_with_another_mode(other: list[str], tmp_path: Path) -
     config = write_config(tmp_path / "run.yml", model_path="m", data_path="d")
     result = run(sys.executable, "train_ds.py", "--config", config, "--prove", *other)
     assert result.returncode == 2
-    assert result.stderr.splitlines()[-1].endswith("--inspect, --plan and --prove: expected one of them")
+    assert result.stderr.splitlines()[-1].endswith("--inspect, --plan, --prove and --check: expected one of them")
 
 
 def test_prove_is_the_pipelines_and_starts_by_itself(tmp_path: Path) -> None:
