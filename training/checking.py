@@ -21,16 +21,15 @@ from rich.table import Column, Table
 from common.log import Log
 from training.config.keys import TrainConfig
 from training.config.sections import ModelTopo
-from training.distributed.disk import Disk
 from training.distributed.links import FILE, Link, Links, measure
 from training.distributed.meeting import own_address
 from training.distributed.placement import Placement
-from training.distributed.processes import Place, agreed, gather
+from training.distributed.processes import Place, gather
 from training.distributed.rank_monitor import RankMonitor
 from training.job import Inputs
 from training.plan.auto import divide
 from training.plan.room import GB, check_room
-from training.preflight import check_folder, check_model, check_samples, check_setup
+from training.preflight import check_model, check_samples
 
 MEGA = 1e6
 
@@ -42,19 +41,13 @@ def check_run(in_stages: bool, config: TrainConfig, place: Place, monitor: RankM
         RunRefused: on every rank, where something differs between hosts or is not there.
     """
     log = Log(quiet=place.rank > 0, highlight=False)
-    check_setup(config, log)
-    disk = Disk.of(config.storage, place)
-    with agreed():
-        inputs = Inputs.read(config, disk, log)
-    check_folder(Path(config.save_path), disk, log)
-    with agreed():
-        monitor.hold(Path(config.save_path), disk)
+    inputs = Inputs.together(config, place, monitor, log)
     check_samples(inputs.order(config).fingerprint, inputs.evaluation.records if inputs.evaluation else "none")
     check_model(inputs.folder, weights=not config.from_scratch)
     loader = None if config.stream_gb else inputs.loader
     topology = divide(config, inputs.spec, in_stages, loader).topology
     layers = topology.layers(config.model_topo.stage_of(place.rank), inputs.spec.n_layers)
-    check_room(config, inputs.spec, layers, disk)
+    check_room(config, inputs.spec, layers, inputs.disk)
     hosts = gather(Host.here(config.save_path))
     links = measure(config.model_topo, [host.name for host in hosts])
     if place.rank == 0:

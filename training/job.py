@@ -52,6 +52,7 @@ class Inputs:
         dataset: the records to train on; a stream of them is not started yet.
         evaluation: on the records to evaluate on, if any.
         side_files: of the model, on the rank that keeps the run's folder.
+        disk: that the run's folder is on.
     """
 
     folder: Path
@@ -60,6 +61,23 @@ class Inputs:
     loader: Loader
     evaluation: Evaluation | None
     side_files: dict[str, bytes]
+    disk: Disk
+
+    @classmethod
+    def together(cls, config: TrainConfig, place: Place, monitor: RankMonitor, log: Console) -> Inputs:
+        """Read by all ranks, once their hosts are alike; the run's folder is theirs from then on.
+
+        Raises:
+            RunRefused: on every rank, where hosts differ, or one cannot read something.
+        """
+        check_setup(config, log)
+        disk = Disk.of(config.storage, place)
+        with agreed():
+            inputs = cls.read(config, disk, log)
+        check_folder(Path(config.save_path), disk, log)
+        with agreed():
+            monitor.hold(Path(config.save_path), disk)
+        return inputs
 
     @classmethod
     def read(cls, config: TrainConfig, disk: Disk, log: Console) -> Inputs:
@@ -78,7 +96,7 @@ class Inputs:
             evaluation = Evaluation.on(records, config, loader.steps_per_epoch, active=not log.quiet)
         check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), *sets)
         side_files = read_side_files(folder) if disk.keeps else {}
-        return cls(folder, spec, dataset, loader, evaluation, side_files)
+        return cls(folder, spec, dataset, loader, evaluation, side_files, disk)
 
     def order(self, config: TrainConfig) -> DataOrder:
         """What decides which samples a step sees."""
@@ -116,13 +134,8 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
         kind: how the model is spread: `PipelineTrainer` or `ZeroTrainer`.
     """
     log, stop = Log(quiet=place.rank > 0, highlight=False), StopRequest(config.preemption_signals)
-    check_setup(config, log)
-    disk = Disk.of(config.storage, place)
-    with agreed():
-        inputs = Inputs.read(config, disk, log)
-    check_folder(Path(config.save_path), disk, log)
-    with agreed():
-        monitor.hold(Path(config.save_path), disk)
+    inputs = Inputs.together(config, place, monitor, log)
+    disk = inputs.disk
     spec, loader, stage = inputs.spec, inputs.loader, config.model_topo.stage_of(place.rank)
     known_loader = None if isinstance(inputs.dataset, Stream) else loader
     order, steps = inputs.order(config), loader.steps_per_epoch
