@@ -199,6 +199,7 @@ def main() -> None:
         sys.exit(f"error: {reason}")
     folder = Path(tempfile.mkdtemp(prefix="benchmark-cluster-", dir=ROOT))
     figures: dict[str, float] = {}
+    (folder / "hosts").mkdir()
     try:
         with Hosts(2, folder / "hosts") as hosts:
             cluster = Cluster(hosts, folder)
