@@ -22,7 +22,7 @@ from common.log import Log
 from training.config.keys import TrainConfig
 from training.config.sections import ModelTopo
 from training.distributed.links import FILE, Link, Links, measure
-from training.distributed.meeting import own_address
+from training.distributed.meeting import interface_of, own_address
 from training.distributed.placement import Placement
 from training.distributed.processes import Place, gather
 from training.distributed.rank_monitor import RankMonitor
@@ -90,8 +90,7 @@ class Host:
 def interface() -> str:
     """The network interface by which this host reaches rank 0's, with its address."""
     address = own_address(os.environ["MASTER_ADDR"])
-    held = ((name, each.address) for name, found in psutil.net_if_addrs().items() for each in found)
-    return next((f"{name} {own}" for name, own in held if own == address), address)
+    return f"{interface_of(address) or ''} {address}".strip()
 
 
 def hosts_table(ranks: Sequence[Host]) -> Table:

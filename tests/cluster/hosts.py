@@ -16,11 +16,13 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from tests.cluster.slow_link import SlowLink
-from tests.conftest import ROOT
+from tests.conftest import FAQ, ROOT
+from tests.launching import topology, write_config
 
 NEEDED = ("ip", "sshd", "ssh", "ssh-keygen", "pdsh", "nsenter", "unshare")
 SSH = Path(pwd.getpwuid(os.getuid()).pw_dir) / ".ssh"  # where ssh looks, whatever HOME says
@@ -231,6 +233,20 @@ def run(*words: str | Path) -> None:
 def deepspeed(hostfile: Path, *words: str | Path) -> list[str]:
     """The README's command."""
     return [str(Path(sys.executable).parent / "deepspeed"), "--hostfile", str(hostfile), *map(str, words)]
+
+
+def in_two_stages(hosts: Sequence[Host], folder: Path, model: Path, *words: str, **keys: Any) -> list[str]:
+    """The README's command, typed on the first host: a stage on each of two, with the shipped records.
+
+    Args:
+        folder: that both see; the run is in `folder`/run.
+        keys: more of the config.
+    """
+    keys = {"model_path": str(model), "data_path": str(FAQ), "model_topo": topology((2, 1))} | keys
+    config = write_config(folder / "run.yml", **keys)
+    return hosts[0].enter(
+        *deepspeed(hostfile_of(hosts, 1, folder / "hostfile"), "train_ds.py", "--config", config, *words)
+    )
 
 
 def hostfile_of(hosts: Sequence[Host], slots: int, path: Path) -> Path:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Host, deepspeed, hostfile_of
-from tests.conftest import FAQ
-from tests.launching import run, write_config
+from tests.cluster.hosts import Host, in_two_stages
+from tests.launching import run
 from training.distributed.links import Links
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
@@ -22,14 +21,7 @@ RATE = 2.5e6  # bytes/s
 def test_hosts_are_compared_and_links_measured(
     hosts: list[Host], make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    config = write_config(
-        tmp_path / "run.yml",
-        model_path=str(make_checkpoint("llama")),
-        data_path=str(FAQ),
-        model_topo={"process_topology": {"dims": [2, 1]}},
-    )
-    door = "train_ds.py", "--config", str(config)
-    command = hosts[0].enter(*deepspeed(hostfile_of(hosts, 1, tmp_path / "hostfile"), *door, "--check"))
+    command = in_two_stages(hosts, tmp_path, make_checkpoint("llama"), "--check")
     hosts[1].slow(DELAY, RATE)
     try:
         result = run(*command)
@@ -44,5 +36,5 @@ def test_hosts_are_compared_and_links_measured(
     (link,) = links.stages
     assert DELAY / 2 < link.latency < 4 * DELAY
     assert RATE / 2 < link.bandwidth < 1.2 * RATE
-    planned = run(sys.executable, *door, "--plan")
+    planned = run(sys.executable, "train_ds.py", "--config", tmp_path / "run.yml", "--plan")
     assert "links: measured by --check on node1 and node2 (links.json)" in planned.stdout

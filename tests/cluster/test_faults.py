@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Host, deepspeed, hostfile_of, told
-from tests.conftest import FAQ
-from tests.launching import Launch, eventually, metrics, start, topology, write_config
+from tests.cluster.hosts import Host, deepspeed, in_two_stages, told
+from tests.launching import Launch, eventually, metrics, start
 
 pytestmark = pytest.mark.launched
 
@@ -56,17 +55,8 @@ def test_a_lost_host_ends_the_run(
     name: str, hosts: list[Host], make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     fault, mend, message = FAULTS[name]
-    config = write_config(
-        tmp_path / "run.yml",
-        model_path=str(make_checkpoint("llama")),
-        data_path=str(FAQ),
-        model_topo=topology((2, 1)),
-        max_steps=1000,
-        save_interval=5,
-        **{"timeout_minutes": PATIENCE} if name == "frozen" else {},
-    )
-    hostfile = hostfile_of(hosts, 1, tmp_path / "hostfile")
-    command = hosts[0].enter(*deepspeed(hostfile, "train_ds.py", "--config", config))
+    keys = {"timeout_minutes": PATIENCE} if name == "frozen" else {}
+    command = in_two_stages(hosts, tmp_path, make_checkpoint("llama"), max_steps=1000, save_interval=5, **keys)
     launch = begun(command, tmp_path / "run")
     fault(hosts[1])
     begin = time.monotonic()
@@ -108,15 +98,7 @@ def kill(word: str) -> Callable[[list[Host], Launch], None]:
 def test_nothing_outlives_a_command(
     end: Callable[[list[Host], Launch], None], hosts: list[Host], make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    config = write_config(
-        tmp_path / "run.yml",
-        model_path=str(make_checkpoint("llama")),
-        data_path=str(FAQ),
-        model_topo=topology((2, 1)),
-        max_steps=1000,
-    )
-    hostfile = hostfile_of(hosts, 1, tmp_path / "hostfile")
-    launch = begun(hosts[0].enter(*deepspeed(hostfile, "train_ds.py", "--config", config)), tmp_path / "run")
+    launch = begun(in_two_stages(hosts, tmp_path, make_checkpoint("llama"), max_steps=1000), tmp_path / "run")
     end(hosts, launch)
     launch.end()  # DeepSpeed's exit code is 0 where its pdsh was killed
     eventually(lambda: not any(host.processes() for host in hosts))

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Host, deepspeed, hostfile_of, told
-from tests.conftest import FAQ
-from tests.launching import eventually, run, topology, write_config
+from tests.cluster.hosts import Host, in_two_stages, told
+from tests.launching import eventually, run
 
 pytestmark = [pytest.mark.launched, pytest.mark.longest]
 
@@ -34,16 +33,10 @@ def test_a_host_that_never_comes_is_named(
     reason: str, hosts: list[Host], make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     away, mend, said = REASONS[reason]
-    config = write_config(
-        tmp_path / "run.yml",
-        model_path=str(make_checkpoint("llama")),
-        data_path=str(FAQ),
-        model_topo=topology((2, 1)),
-    )
+    command = in_two_stages(hosts, tmp_path, make_checkpoint("llama"))
     away(hosts[1])
     try:
-        hostfile = hostfile_of(hosts, 1, tmp_path / "hostfile")
-        result = run(*hosts[0].enter(*deepspeed(hostfile, "train_ds.py", "--config", config)))
+        result = run(*command)
     finally:
         mend(hosts[1])
     assert result.returncode != 0

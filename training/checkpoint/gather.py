@@ -20,9 +20,8 @@ from models.checkpoint.progress import byte_bar
 from models.checkpoint.publish import publish_folder
 from models.errors import CheckpointError
 from training.checkpoint.folder import CheckpointRecord, FileRecord
+from training.distributed.hosts import LIVELY, SSH
 
-# No question is ever asked; a host is given up that does not answer for 10 s, or falls silent for 45.
-SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 --".split()
 HOST = re.compile(r"(?!-)[\w.@:%\[\]-]+", re.ASCII)  # what ssh takes for a host, and no shell for anything else
 LARGEST_RECORD = 2**28  # bytes
 PIECE = 2**20  # bytes
@@ -97,7 +96,7 @@ def read_record(host: str, folder: Path) -> CheckpointRecord:
 
 def content(host: str, path: Path, most: int) -> Iterator[bytes]:
     """A file of a host, piece by piece, and no more than a piece beyond `most` bytes of it; raises as `gather`."""
-    words, whole = [*SSH, host, f"cat -- {shlex.quote(str(path))}"], False
+    words, whole = [*SSH, *LIVELY, "--", host, f"cat -- {shlex.quote(str(path))}"], False
     with tempfile.TemporaryFile() as said:
         try:
             process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said)

@@ -96,7 +96,7 @@ def look(save_path: str, run: str) -> dict[str, Any]:
                 process.kill()
                 left.append(process)
     psutil.wait_procs(left, timeout=GRACE)
-    found = {"address": own_address(), "port": free_port(), "changed": 0, "step": 0, "saved": 0}
+    found = {"address": reached_address(), "port": free_port(), "changed": 0, "step": 0, "saved": 0}
     with suppress(OSError, ValueError), open(Path(save_path) / "metrics.jsonl", "rb") as metrics:
         found["changed"] = os.fstat(metrics.fileno()).st_mtime_ns
         metrics.seek(max(0, metrics.seek(0, os.SEEK_END) - TAIL))
@@ -106,7 +106,7 @@ def look(save_path: str, run: str) -> dict[str, Any]:
     return found
 
 
-def own_address() -> str:
+def reached_address() -> str:
     """That by which the supervisor has reached this host, which is in the network that the hostfile's names mean."""
     reached = os.environ.get("SSH_CONNECTION", "127.0.0.1").split()[-2:][0]
     if not reached.startswith("127."):

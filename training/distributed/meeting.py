@@ -145,8 +145,12 @@ def own_address(other: str) -> str:
 def choose_interface(*others: str) -> None:
     """Let gloo and NCCL use the interface by which this host reaches the first of others, where the user chose none."""
     reached = [mine for mine in map(own_address, others) if not ipaddress.ip_address(mine).is_loopback]
-    for name, addresses in psutil.net_if_addrs().items():
-        if reached and reached[0] in {each.address for each in addresses}:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # exactly this name
-            return
+    if reached and (name := interface_of(reached[0])):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # exactly this name
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an address of this host."""
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, found in interfaces if address in {each.address for each in found}), None)
