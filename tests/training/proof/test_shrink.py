@@ -158,6 +158,9 @@ def test_what_is_proved_stays_as_the_user_has_it(tmp_path: Path) -> None:
         model_topo=grid([2, 1]),
         stream_gb=1,
         max_steps=1000,
+        save_interval=100,
+        max_restarts=3,
+        ports={"meeting": 29500},
     )
     small, differs = small_config(config, spec, config.model_topo, tmp_path)
     same = "bf16 zero_optimization gradient_clipping schedule model_topo seed compile use_flash_attn".split()
@@ -165,6 +168,8 @@ def test_what_is_proved_stays_as_the_user_has_it(tmp_path: Path) -> None:
     assert small.optimizer.params == {"lr": LR, "betas": [0.9, 0.99]} and small.optimizer.type == "Lion"
     assert small.scheduler is not None and small.scheduler.params.warmup_num_steps == 2
     assert [line.split(":")[0] for line in differs] == ["lr", "stream_gb"]
+    # What it kills on purpose stays dead, and a run that has the ports goes on.
+    assert small.max_restarts == 0 and small.ports.meeting is None
 
 
 def test_experts_in_16_bits_are_proved_in_fp32_which_is_said(tmp_path: Path) -> None:
