@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 from training.config.keys import TrainConfig
 from training.distributed import processes
-from training.distributed.agent import RUN
-from training.distributed.hosts import read_hostfile
-from training.distributed.launch import launch
 from training.distributed.processes import Place
 from training.distributed.script import in_processes
 from training.errors import ConfigError, keep_tracebacks_in, one_line_at_the_end
+from training.launch.agent import RUN
+from training.launch.hosts import read_hostfile
+from training.launch.start import launch, name_accelerator
 
 if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor
@@ -100,7 +100,7 @@ def open_door(
                 raise ConfigError("--prove: proves pipelines; expected train_ds.py")
             if place is not None:
                 raise ConfigError("--prove: starts processes of its own, on this machine; expected python train_ds.py")
-            processes.name_accelerator()
+            name_accelerator()
             prove(config)
         elif arguments.inspect:
             inspect(config, arguments.inspect, arguments.html)

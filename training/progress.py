@@ -17,9 +17,9 @@ from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 from training.distributed.processes import agreed
 from training.distributed.signals import StopRequest
-from training.distributed.slurm import requeue
 from training.errors import ConfigError
 from training.evaluation import Evaluation
+from training.launch.slurm import requeue
 from training.preflight import check_samples
 
 

@@ -66,7 +66,7 @@ def processes(host: Host, *words: str) -> list[psutil.Process]:
 
 
 def supervisor(hosts: list[Host]) -> psutil.Process:
-    return processes(hosts[0], "training.distributed.supervisor")[0]
+    return processes(hosts[0], "training.launch.supervisor")[0]
 
 
 def rank_killed(hosts: list[Host], generator: random.Random) -> None:
@@ -78,7 +78,7 @@ def rank_stopped(hosts: list[Host], generator: random.Random) -> None:
 
 
 def agent_killed(hosts: list[Host], generator: random.Random) -> None:
-    processes(generator.choice(hosts), "-c import sys", "training.distributed.agent")[0].kill()
+    processes(generator.choice(hosts), "-c import sys", "training.launch.agent")[0].kill()
 
 
 def ssh_killed(hosts: list[Host], generator: random.Random) -> None:

@@ -20,7 +20,7 @@ from models.checkpoint.progress import byte_bar
 from models.checkpoint.publish import publish_folder
 from models.errors import CheckpointError
 from training.checkpoint.folder import CheckpointRecord, FileRecord
-from training.distributed.hosts import LIVELY, SSH
+from training.launch.hosts import LIVELY, SSH
 
 HOST = re.compile(r"(?!-)[\w.@:%\[\]-]+", re.ASCII)  # what ssh takes for a host, and no shell for anything else
 LARGEST_RECORD = 2**28  # bytes

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from training.distributed.pdsh import end_soon
 from training.errors import RunRefused
+from training.launch.pdsh import end_soon
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore

@@ -1,7 +1,7 @@
 """The processes of a run: where each stands, how they start, and how they give up together.
 
 Every launcher (deepspeed, torchrun, srun) says in the environment which process this is. A door that finds nothing
-there starts the processes itself (`training.distributed.launch`).
+there starts the processes itself (`training.launch.start`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO, TypeVar, cast
 
 from training.config.sections import ModelTopo
-from training.distributed import freed_memory, slurm
-from training.distributed.agent import GRACE, free_port
+from training.distributed import freed_memory
 from training.errors import USER_ERRORS, ConfigError, RunRefused, ending, tell
+from training.launch import slurm
+from training.launch.agent import GRACE, free_port
 
 LAUNCHER_GONE = signal.SIGRTMIN  # a process sends it to itself; one that does not handle it ends at once
 RUNNERS = ("deepspeed.launcher.runner", "deepspeed", "deepspeed.pt", "ds")  # what starts DeepSpeed's launch.py
@@ -49,14 +50,6 @@ class Place:
         world_size = int(environment["WORLD_SIZE"])
         local_size = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or world_size
         return cls(int(environment["RANK"]), world_size, int(environment.get("LOCAL_RANK", 0)), int(local_size))
-
-
-def name_accelerator() -> None:
-    """Tell DeepSpeed, before it is imported, of a machine without GPUs; or it prints that it found nothing better."""
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 class Heard:
@@ -88,7 +81,7 @@ def end_with_launcher(place: Place) -> None:
     """
     import psutil
 
-    from training.distributed import pdsh
+    from training.launch import pdsh
 
     sys.stdout, sys.stderr = cast(TextIO, Heard(sys.stdout)), cast(TextIO, Heard(sys.stderr))
     links, connections = [(psutil.Process(), os.getppid())], []

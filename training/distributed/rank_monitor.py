@@ -40,9 +40,9 @@ from training.distributed.failure_detector import (
 )
 from training.distributed.gpu_progress import on_its_own, standing
 from training.distributed.meeting import listen
-from training.distributed.pdsh import end_soon
 from training.distributed.processes import Place, agreed, gather
 from training.errors import ConfigError, RunRefused, description, with_traceback
+from training.launch.pdsh import end_soon
 
 # Where a rank waits for others.
 COMMUNICATION = ("torch/distributed/", "deepspeed/comm/", "training/distributed/waiting.py")

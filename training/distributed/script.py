@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from training.config.yaml_file import Config
 from training.distributed import placement, processes
-from training.distributed.agent import RUN
-from training.distributed.launch import launch
 from training.distributed.processes import LAUNCHER_GONE, Place
 from training.errors import ConfigError, keep_tracebacks_in, one_line_at_the_end
+from training.launch.agent import RUN
+from training.launch.start import launch
 
 if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor

@@ -12,9 +12,9 @@ import torch
 
 from tests.launching import topology
 from training.config.keys import TrainConfig
-from training.distributed.launch import SUPERVISOR, launch
-from training.distributed.supervisor import JOB
 from training.errors import ConfigError
+from training.launch.start import SUPERVISOR, launch
+from training.launch.supervisor import JOB
 
 GPUS = 8  # of the machine, however many a user may see
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.conftest import ROOT
 from training.distributed.processes import Place, free_port
-from training.distributed.slurm import first_host, tasks_by_host
+from training.launch.slurm import first_host, tasks_by_host
 
 # As srun of Slurm 22.05 sets them: two tasks on the first host, one on each of the others.
 STEP = {

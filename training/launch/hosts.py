@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from common.terminal import safe_line
-from training.distributed import agent
-from training.distributed.agent import RUN
 from training.errors import ConfigError
+from training.launch import agent
+from training.launch.agent import RUN
 
-Answer = dict[str, Any]  # of `training.distributed.agent.look`
+Answer = dict[str, Any]  # of `training.launch.agent.look`
 
 PREFIX = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r});"  # whatever the folder that it starts in
-AGENT = f"{PREFIX} from training.distributed.agent import main; main()"
+AGENT = f"{PREFIX} from training.launch.agent import main; main()"
 ANSWER = 10  # seconds for a host to let ssh in, and as many for what is asked there
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER}")  # asks no question
-LIVELY = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")  # a host that is gone is known after 20 s
+LIVELY = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")  # a host that is gone is known after 15 s
 SAME = "the same folder, Python and packages on every host"
 # What ssh says, and what was expected then.
 EXPECTED = {

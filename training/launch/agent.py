@@ -1,4 +1,4 @@
-"""Starts a run's ranks on one host, and ends them, as the supervisor says (`training.distributed.supervisor`).
+"""Starts a run's ranks on one host, and ends them, as the supervisor says (`training.launch.supervisor`).
 
 Its order comes as a line of JSON on standard input. Each further line asks the ranks to save and leave; so does the
 input's end, which comes as well when the supervisor is killed or its connection breaks. What is left GRACE seconds

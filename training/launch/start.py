@@ -10,13 +10,12 @@ from contextlib import suppress
 from typing import NoReturn
 
 from training.config.keys import TrainConfig
-from training.distributed.hosts import PREFIX, exported
-from training.distributed.processes import name_accelerator
-from training.distributed.supervisor import JOB
 from training.errors import ConfigError
+from training.launch.hosts import PREFIX, exported
+from training.launch.supervisor import JOB
 
 FEW, A_CORE = 16, 4  # processes that a machine without GPUs is taken to bear: so many, or so many for each core
-SUPERVISOR = f"{PREFIX} from training.distributed.supervisor import main; main()"
+SUPERVISOR = f"{PREFIX} from training.launch.supervisor import main; main()"
 
 Hosts = dict[str, list[int]]  # the devices of each
 
@@ -63,6 +62,14 @@ def launch(
     sys.stdout.flush()
     os.environ[JOB] = json.dumps(job)  # where no other user reads what .deepspeed_env may hold
     os.execv(sys.executable, [sys.executable, "-c", SUPERVISOR, *sys.argv])
+
+
+def name_accelerator() -> None:
+    """Tell DeepSpeed, before it is imported, of a machine without GPUs; or it prints that it found nothing better."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def check_machine(config: TrainConfig) -> None:

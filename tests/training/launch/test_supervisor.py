@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from contextlib import suppress
@@ -12,8 +13,8 @@ import psutil
 import pytest
 
 from tests.launching import eventually, start
-from training.distributed.launch import SUPERVISOR
-from training.distributed.supervisor import JOB
+from training.launch.start import SUPERVISOR
+from training.launch.supervisor import JOB
 
 # At its nth start rank 1 ends as the nth word says; rank 0 notes a step but where the word begins with a minus, has a
 # child in a session of its own, and waits. Asked to leave, it leaves as a run does that has saved.
@@ -42,12 +43,20 @@ sys.exit(int(word.strip("-")))
 """
 
 
-def words_of(folder: Path, ends: str) -> list[str]:
+# It reaches a host by running there what the last word says, here, until the host is gone.
+SSH = """#!/bin/sh
+test -e {folder}/gone && echo "ssh: connect to host other port 22: No route to host" >&2 && exit 255
+while test $# -gt 1; do shift; done
+exec sh -c "$1"
+"""
+
+
+def words_of(folder: Path, ends: str, hosts: dict[str, list[int]] | None = None) -> list[str]:
     """The command of a supervisor."""
     (folder / "script.py").write_text(SCRIPT)
     job = {
         "environment": {"FOLDER": str(folder)},
-        "hosts": {"": [0, 1]},
+        "hosts": hosts or {"": [0, 1]},
         "shapes": [(2, [], "dims [2, 1]")],
         "save_path": str(folder),
         "max_restarts": 3,
@@ -77,6 +86,8 @@ def of_run(folder: Path) -> list[psutil.Process]:
 ENDS: dict[str, tuple[str, int, int, str, str]] = {
     "passes": ("dies,1,ends", 3, 0, "", "it goes on with dims [2, 1]"),
     "a mistake": ("2,ends", 1, 2, "", ""),
+    "cannot begin again at once": ("dies,-2,ends", 3, 0, "", "it goes on with dims [2, 1]"),
+    "cannot begin again": ("dies,-2,-2,ends", 3, 2, "error: this machine: ended with exit code 2", "does not pass"),
     "asked": ("143,ends", 1, 143, "", ""),
     "too often": (
         "dies,dies,dies,dies,ends",
@@ -138,3 +149,23 @@ def test_a_signal_that_was_ignored_stays_so(tmp_path: Path) -> None:
     psutil.Process(launch.pid).send_signal(signal.SIGHUP)
     psutil.Process(launch.pid).send_signal(signal.SIGTERM)
     assert launch.end().returncode == 128 + signal.SIGTERM
+
+
+def test_who_asks_for_the_end_while_hosts_are_waited_for_is_heard(tmp_path: Path) -> None:
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text(SSH.format(folder=tmp_path))
+    ssh.chmod(0o755)
+    words = words_of(tmp_path, "waits,ends", {"": [0], "other": [0]})
+    launch = start(*words, PATH=f"{ssh.parent}:{os.environ['PATH']}")
+    launch.until((tmp_path / "begun-1").exists)
+    (tmp_path / "gone").touch()
+    next(each for each in of_run(tmp_path) if each.environ()["RANK"] == "1").kill()
+    launch.until(lambda: "waiting up to 1 min" in launch.stderr)
+    psutil.Process(launch.pid).terminate()
+    result = launch.end()
+    assert result.returncode == 128 + signal.SIGTERM
+    *_, waiting, last = result.stderr.splitlines()
+    assert "for hosts: host other: ssh: connect to host other port 22: No route to host" in waiting
+    assert last == "error: host other: a process was killed by SIGKILL; an end was asked for before it could go on"
+    assert (tmp_path / "starts-1").read_text() == "0 2 1\n" and not of_run(tmp_path)

@@ -1,13 +1,14 @@
 """Stays beside a run that a door started: has it started on its hosts, and again after a fault (`max_restarts`).
 
-A door that no launcher started becomes this process (`training.distributed.launch`), which holds neither torch nor a
-config. On each host it has an agent (`training.distributed.agent`), to which it speaks through a pipe, over ssh where
+A door that no launcher started becomes this process (`training.launch.start`), which holds neither torch nor a
+config. On each host it has an agent (`training.launch.agent`), to which it speaks through a pipe, over ssh where
 the host is another machine. When one of them fails, or somebody asks for an end, all are asked to end. So none outlives
 the others for long, and none this process, with which the pipes end however it ends.
 
-A fault is any end but a user's mistake (exit code 2) and a stop that somebody asked for. After one all hosts are looked
-at again, and what is left of the run there is killed. It goes on from the newest whole checkpoint: on all hosts if they
-answer within RETURN seconds, else on those that do, in the largest topology that fits; where none does, it waits.
+A fault is any end but a stop that somebody asked for and, of the first start, a user's mistake (exit code 2); one that
+began well and cannot begin again has lost a host or a port. After a fault all hosts are looked at again, and what is
+left of the run there is killed. It goes on from the newest whole checkpoint: on all hosts if they answer within RETURN
+seconds, else on those that do, in the largest topology that fits; where none does, it waits.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from training.distributed.agent import FAILED, FAREWELL, GRACE, LOOK
-from training.distributed.hosts import Answer, look, start_agent
 from training.errors import EXIT_CODE, INTERRUPTED, ConfigError, tell
+from training.launch.agent import FAILED, FAREWELL, GRACE, LOOK
+from training.launch.hosts import Answer, look, start_agent
 
 JOB = "PIPETUNE_JOB"  # in the environment: a `Job` without its command, as JSON
 STOPPED = (INTERRUPTED, 128 + signal.SIGTERM)  # exit codes of ranks that somebody has asked to save and leave
@@ -86,7 +87,7 @@ class Supervisor:
             host, code = self._attempt(hosts, shape)
             if code and self._asked:
                 return 128 + self._asked[0]
-            if code in (0, EXIT_CODE, *STOPPED):
+            if code in (0, *STOPPED) or (code == EXIT_CODE and not restarts):
                 return code
             before, after = furthest(hosts), furthest(self._look())
             moved = after["changed"] != before["changed"] and after["step"] > before["saved"]
@@ -101,6 +102,9 @@ class Supervisor:
                     hosts, shape = self._ready(job.patience)
                 except ConfigError as error:
                     last = f"; no topology fits the hosts that answer: {error}"
+            if self._asked:
+                tell(f"error: {fault}; an end was asked for before it could go on")
+                return 128 + self._asked[0]
             if last or not job.max_restarts:
                 if last or code != 1:  # else a rank has said why
                     tell(f"error: {fault}{last}")
@@ -138,7 +142,7 @@ class Supervisor:
             if waited > patience or self._asked:
                 raise ConfigError(lacking)
             if not waits:
-                tell(f"{clock()} waiting up to {patience / 60:g} minutes (timeout_minutes) for hosts: {lacking}")
+                tell(f"{clock()} waiting up to {patience / 60:g} min (timeout_minutes) for hosts: {lacking}")
                 waits = True
             time.sleep(AGAIN)
 
