@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.cluster.hosts import Host, deepspeed, hostfile_of, told
-from tests.conftest import FAQ
+from tests.conftest import FAQ, ROOT
 from tests.launching import deepspeed as on_one_host
 from tests.launching import metrics, run, start, topology, write_config
 
@@ -193,6 +195,56 @@ def test_what_differs_is_named_before_training(name: str, hosts: list[Host], dis
     (line,) = told(result)
     assert message in line and "node2" in line
     assert not (tmp_path / "run/metrics.jsonl").exists()
+    assert not any(host.processes() for host in hosts)
+
+
+PACKAGES = Path(sysconfig.get_paths()["purelib"])
+AN_HOUR_AHEAD = (  # and no more, although it is run for each of a folder's names
+    "import time; vars(time).setdefault('right', time.time); time.time = lambda: __import__('time').right() + 3600"
+)
+
+
+def other_version(layer: Path) -> None:
+    """Of a package: what its description says."""
+    (path,) = PACKAGES.glob("lion_pytorch-*.dist-info/METADATA")
+    (layer / path.parent.name).mkdir()
+    text = re.sub(r"(?m)^Version: .*$", "Version: 0.0.1", path.read_text(encoding="utf-8"), count=1)
+    (layer / path.parent.name / path.name).write_text(text, encoding="utf-8")
+
+
+def other_code(layer: Path) -> None:
+    (layer / "log.py").write_text((ROOT / "common/log.py").read_text(encoding="utf-8") + "# changed\n")
+
+
+def other_clock(layer: Path) -> None:
+    """By what Python runs at its start."""
+    (layer / "ahead.pth").write_text(AN_HOUR_AHEAD)
+
+
+# The folder of which one host has other files, these, and what is told.
+INSTALLED: dict[str, tuple[Path, Callable[[Path], None], str]] = {
+    "version": (PACKAGES, other_version, "error: version of lion-pytorch: 0.0.1 on host node2, but "),
+    "code": (ROOT / "common", other_code, "error: code in common/: "),
+    "clock": (PACKAGES, other_clock, "warning: the clock of host node2 is +3600 s from rank 0's; so are times in logs"),
+}
+
+
+@pytest.mark.longest
+@pytest.mark.parametrize("name", INSTALLED)
+def test_what_is_installed_otherwise_is_named(name: str, hosts: list[Host], disks: list[Path], tmp_path: Path) -> None:
+    folder, change, message = INSTALLED[name]
+    (layer := tmp_path / "layer").mkdir()
+    change(layer)
+    configured(disks, tmp_path / "run")
+    layers = f"lowerdir={layer}:{folder}"
+    assert run(*hosts[1].enter("mount", "-t", "overlay", "none", "-o", layers, folder)).returncode == 0
+    try:
+        result = trained(hosts, tmp_path)
+    finally:
+        assert run(*hosts[1].enter("umount", folder)).returncode == 0
+    assert message in result.stdout + result.stderr
+    trains = message.startswith("warning")
+    assert (result.returncode == 0, (tmp_path / "run/metrics.jsonl").exists()) == (trains, trains)
     assert not any(host.processes() for host in hosts)
 
 
