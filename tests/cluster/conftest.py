@@ -1,4 +1,4 @@
-"""Two hosts for the tests of a file, or a reason why there are none."""
+"""Two hosts for the tests of a file, or a reason why there are none; and what their runs are compared with."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ import pytest
 
 from tests.cluster.hosts import Host, Hosts, lacking
 from tests.conftest import FAQ
+from tests.launching import deepspeed, metrics, topology, write_config
+
+
+def filled(disk: Path, model: Path) -> Path:
+    """A disk that holds a model and records, and nothing else."""
+    for old in disk.iterdir():
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
+    shutil.copytree(model, disk / "model")
+    (disk / "records.json").write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:32]))
+    return disk
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +35,20 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
 @pytest.fixture
 def disks(hosts: list[Host], make_checkpoint: Callable[..., Path]) -> list[Path]:
     """The hosts' disks, with the same model and records."""
-    disks = [host.folder / "disk" for host in hosts]
-    for disk in disks:
-        for old in disk.iterdir():
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
-        shutil.copytree(make_checkpoint("llama"), disk / "model")
-        (disk / "records.json").write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:32]))
-    return disks
+    return [filled(host.folder / "disk", make_checkpoint("llama")) for host in hosts]
+
+
+@pytest.fixture(scope="session")
+def alone(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the same run on one host."""
+    folder = tmp_path_factory.mktemp("alone")
+    filled(folder, make_checkpoint("llama"))
+    config = write_config(
+        folder / "run.yml",
+        model_path=str(folder / "model"),
+        data_path=str(folder / "records.json"),
+        model_topo=topology((2, 1)),
+        max_steps=4,
+    )
+    assert deepspeed(2, "train_ds.py", "--config", config).returncode == 0
+    return [line["loss"] for line in metrics(folder / "run")]

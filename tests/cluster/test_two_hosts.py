@@ -18,8 +18,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.cluster.hosts import Host, deepspeed, hostfile_of, told
-from tests.conftest import FAQ, ROOT
-from tests.launching import deepspeed as on_one_host
+from tests.conftest import ROOT
 from tests.launching import metrics, run, start, topology, write_config
 
 pytestmark = pytest.mark.launched
@@ -60,22 +59,6 @@ STARTS = {
     "c10d": Start(words=("--rdzv_backend", "c10d", "--rdzv_endpoint", "node1:29400", "--rdzv_id", "run")),
 }
 MEETING, DETECTOR = 29610, 29611
-
-
-@pytest.fixture(scope="module")
-def alone(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of the same run on one host."""
-    folder = tmp_path_factory.mktemp("alone")
-    (folder / "records.json").write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:32]))
-    config = write_config(
-        folder / "run.yml",
-        model_path=str(make_checkpoint("llama")),
-        data_path=str(folder / "records.json"),
-        model_topo=topology((2, 1)),
-        max_steps=4,
-    )
-    assert on_one_host(2, "train_ds.py", "--config", config).returncode == 0
-    return [line["loss"] for line in metrics(folder / "run")]
 
 
 @pytest.mark.parametrize(
