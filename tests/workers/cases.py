@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d
 
@@ -29,6 +30,7 @@ from data.tokenized.dataset import InMemory
 from training.config.keys import TrainConfig
 from training.data_setup import build_loader
 from training.distributed import processes
+from training.engine.replica_sums import ReplicaSums
 
 
 def main() -> None:
@@ -77,10 +79,12 @@ def run_cases(worker: str, path: Path) -> None:
 def close_engines() -> None:
     """Free engines and close their process groups: each has threads that wake up a hundred times a second.
 
-    An engine's last outputs have hooks that lead back to it, by a way that Python's garbage collector does not see.
+    An engine's last outputs have hooks that lead back to it, and a parameter's gradients to the optimizer, by ways that
+    Python's garbage collector does not see.
     """
-    for engine in [each for each in gc.get_objects() if issubclass(type(each), DeepSpeedEngine)]:
-        vars(engine).clear()
+    kinds = (DeepSpeedEngine, DeepSpeedZeroOptimizer, ReplicaSums)
+    for part in [each for each in gc.get_objects() if issubclass(type(each), kinds)]:
+        vars(part).clear()
     for group in list(distributed_c10d._world.pg_map):
         if group is not torch.distributed.group.WORLD:
             torch.distributed.destroy_process_group(group)
