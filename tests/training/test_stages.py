@@ -31,6 +31,7 @@ from tests.ranks import Ranks
 from tests.training.test_chaos import ranks_of
 from tests.workers.generation import requests_of
 from training.demo.stages import divide
+from training.distributed.failure_detector import DIED
 from training.distributed.processes import free_port
 from training.errors import ConfigError
 
@@ -290,4 +291,5 @@ def test_a_launcher_that_is_told_to_end_ends_all_in_one_line(busy: Launch) -> No
     family[1].send_signal(signal.SIGTERM)
     psutil.wait_procs(family)
     (line,) = error_lines(busy.end())
-    assert line.startswith("error: rank 0 (stage 1, ") and line.endswith(": interrupted")
+    assert line.startswith("error: rank 0 (stage 1, ")
+    assert line.endswith(": interrupted") or DIED in line  # the launcher kills a rank that is slow to say so

@@ -46,6 +46,15 @@ class LayerTrainer(PipelineTrainer):
         torch.manual_seed(config.seed + torch.distributed.get_rank())  # dropout differs from rank to rank
         return cls(LayerStageEngine.adopt(wrap(stage, config)))
 
+    def train_step(self, loader: Loader, batch: GlobalBatch) -> float:
+        """Batch statistics and the like are those of the first replica afterwards, as a checkpoint has them."""
+        loss, grid = super().train_step(loader, batch), self.engine.grid
+        if len(grid.dp_group) > 1:
+            kept = self.engine.module.state_dict(keep_vars=True).values()
+            for buffer in [tensor for tensor in kept if not isinstance(tensor, torch.nn.Parameter)]:
+                torch.distributed.broadcast(buffer, grid.dp_group[0], grid.get_data_parallel_group())
+        return loss
+
     def micro_batches(self, loader: Loader, batch: GlobalBatch) -> Iterator[Sent]:
         assert isinstance(loader, SampleLoader)
         self.engine.expect([()] * batch.n_micro_batches)  # all are alike
