@@ -16,7 +16,7 @@ class Answer:
     """The text of one answer.
 
     Args:
-        stop: texts that end it; they are no part of it.
+        stop: texts of which the first that is whole ends it; it is no part of it.
 
     Attributes:
         raw: the text, with the white space that it begins with.
@@ -44,10 +44,13 @@ class Answer:
         if written.endswith(INCOMPLETE):
             return ""
         self.raw = self._before + written
-        places = {place: each for each in self._stop if (place := self.raw.find(each, len(self._before))) >= 0}
-        if places:
-            self.raw, self.stopped = self.raw[: min(places)], places[min(places)]
-        return self._piece(0 if places else self._uncertain())
+        found = ((self.raw.find(each, len(self._before)), each) for each in self._stop)
+        # The one that is whole first, as if each character were a token: that cannot depend on where tokens end.
+        whole = [(place + len(each), place, each) for place, each in found if place >= 0]
+        if whole:
+            _, place, self.stopped = min(whole)
+            self.raw = self.raw[:place]
+        return self._piece(0 if whole else self._uncertain())
 
     def end(self) -> str:
         """The piece that was held back."""
