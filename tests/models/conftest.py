@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from models.checkpoint.convert import hg_to_pp
-from tests.models.helpers import SHARDED
+from tests.models.helpers import CONVERTERS, SHARDED
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -44,3 +44,9 @@ def both_layouts(llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     layers = tmp_path_factory.mktemp("both") / "layers"
     hg_to_pp(folder, layers)
     return {"huggingface": folder, "pipeline": layers}
+
+
+@pytest.fixture(params=CONVERTERS)
+def conversion(request: pytest.FixtureRequest, both_layouts: dict[str, Path]) -> tuple[Callable[..., None], Path]:
+    """A converter with a folder that it reads."""
+    return CONVERTERS[request.param], both_layouts[request.param]

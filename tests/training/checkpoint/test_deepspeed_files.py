@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models.test_publish import limited
+from tests.accidents import limited
 from training.checkpoint import deepspeed_files
 from training.checkpoint.deepspeed_files import CheckpointFiles, read_mapped
 from training.checkpoint.folder import PIECE, file_record

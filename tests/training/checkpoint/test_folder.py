@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 
 from models.checkpoint.publish import sweep
 from models.errors import CheckpointError
+from tests.accidents import killed_at, limited
 from tests.models.helpers import contents
-from tests.models.test_publish import killed_at, limited
 from training.checkpoint import folder as checkpoint_folder
 from training.checkpoint.folder import (
     RECORD,
