@@ -13,6 +13,7 @@ import math
 from collections.abc import Collection
 
 from models.positions import SLIDING, attention_kind
+from models.router import top_k
 from models.spec import ModelSpec
 
 
@@ -50,5 +51,5 @@ def _multiplied(spec: ModelSpec, layer: int) -> float:
         if len(shape) == 2:
             weights += shape.numel()
         elif len(shape) == 3:
-            weights += shape.numel() * spec.config.num_experts_per_tok / shape[0]
+            weights += shape.numel() * top_k(spec.config) / shape[0]
     return weights

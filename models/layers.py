@@ -23,7 +23,7 @@ from models.architectures.family import Family
 from models.generation.cache import KeyValueCache
 from models.offload import Offloading, Parked, Returns, Trip
 from models.positions import Arguments, Positions, attention_kind
-from models.router import RouterRecorder
+from models.router import RouterRecorder, n_experts, top_k
 
 Stream = tuple[Tensor, ...]
 
@@ -36,13 +36,15 @@ class Embedding(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.norm = family.embedding_norm(config) if family.embedding_norm else nn.Identity()
         self.scale = family.embedding_scale(config) if family.embedding_scale else None
-        self.n_experts = config.num_experts if family.router else 0
+        self.rounds_scale = family.rounds_scale
+        self.n_experts = n_experts(config) if family.router else 0
 
     def forward(self, inputs: Stream) -> Stream:
         input_ids, position_ids = inputs
         hidden = self.embed_tokens(input_ids)
         if self.scale is not None:
-            hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype).item()  # rounded first, as transformers does
+            rounded = torch.tensor(self.scale, dtype=hidden.dtype).item() if self.rounds_scale else self.scale
+            hidden = hidden * rounded
         hidden = self.norm(hidden)
         if not self.n_experts:
             return hidden, position_ids
@@ -70,7 +72,7 @@ class Block(nn.Module):
         self._positions = positions
         self._recorder: RouterRecorder | None = None
         if family.router and _has_submodule(self.block, family.router):  # some blocks of a family may be dense
-            self._recorder = RouterRecorder(self.block.get_submodule(family.router), config.num_experts_per_tok)
+            self._recorder = RouterRecorder(self.block.get_submodule(family.router), top_k(config))
 
     def forward(self, stream: Stream, cache: KeyValueCache | None = None) -> Stream:
         hidden, position_ids, *sums = stream
@@ -106,14 +108,16 @@ class Head(nn.Module):
 
     Attributes:
         cap: logits are squeezed between -cap and cap by a tanh; None in most families.
+        scale: what hidden states are multiplied with before they are projected; 1 in most families.
     """
 
     cap: float | None = None
+    scale = 1.0
 
     def __init__(self, family: Family, config: PreTrainedConfig) -> None:
         super().__init__()
         self.norm = family.norm(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=family.head_bias)
         self.config = config
         self.project_in_loss = False
 
@@ -133,9 +137,13 @@ class Head(nn.Module):
         """What normalised hidden states are multiplied with, [V, H]."""
         return self.lm_head.weight
 
+    def scaled(self, hidden: Tensor) -> Tensor:
+        """Normalised hidden states as they are multiplied with it."""
+        return hidden if self.scale == 1 else hidden * self.scale
+
     def project(self, hidden: Tensor) -> Tensor:
         """Normalised hidden states [..., H] -> logits [..., V]."""
-        logits = F.linear(hidden, self.projection())
+        logits = F.linear(self.scaled(hidden), self.projection(), self.lm_head.bias)
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 

@@ -9,14 +9,16 @@ saves most of the head's work, and nobody ever holds the logits of a whole micro
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from models.layers import Head, Stream
 from models.lean_loss import linear_cross_entropy
 from models.own_loss import TokenLoss, summed
-from models.router import router_loss
+from models.router import router_loss, top_k
 
+ALIGNED = 8  # columns of a matrix: products of 16-bit numbers are fast for whole multiples
 IGNORED = -100  # the label of a token without loss, as in transformers and torch
 
 
@@ -58,7 +60,20 @@ def token_loss(
     targets = _targets(labels).index_select(0, supervised)
     if own:
         return summed(own, rows, targets, head)
-    return linear_cross_entropy(rows, head.projection(), targets, head.cap, z_loss_weight)
+    rows, projection = head.scaled(rows), head.projection()
+    if head.lm_head.bias is not None:
+        rows, projection = _with_bias(rows, projection, head.lm_head.bias)
+    return linear_cross_entropy(rows, projection, targets, head.cap, z_loss_weight)
+
+
+def _with_bias(rows: Tensor, projection: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """[T, H] and [V, H] with the bias [V] as one more column, which a 1 in each row meets, and columns of zeros.
+
+    Costs a copy of the projection. Few families have such a bias (Phi).
+    """
+    more = (0, ALIGNED - 1)
+    rows = torch.cat([rows, F.pad(torch.ones_like(rows[:, :1]), more)], dim=1)
+    return rows, torch.cat([projection, F.pad(bias[:, None], more)], dim=1)
 
 
 def micro_batch_loss(
@@ -87,5 +102,5 @@ def micro_batch_loss(
     known = supervised[0] if supervised else None
     loss = token_loss(stream[0], targets, head, z_loss_weight, known, own) * scale
     if router_loss_weight and head.training:
-        loss = loss + router_loss_weight * router_loss(stream[2], head.config.num_experts_per_tok) * share
+        loss = loss + router_loss_weight * router_loss(stream[2], top_k(head.config)) * share
     return loss

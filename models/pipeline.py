@@ -33,6 +33,7 @@ from models.loading import LayerStates, build_layer, tie_weights
 from models.loss import micro_batch_loss
 from models.offload import Returns
 from models.own_loss import TokenLoss
+from models.router import n_experts
 from models.spec import ModelSpec
 from models.weight_gradients import WeightGradients
 
@@ -118,7 +119,7 @@ class PipelineModel(PipelineModule):
         with torch.device("meta"):
             hidden = torch.empty(rows, length, config.hidden_size, dtype=self._dtype)
             position_ids = torch.empty(rows, length, dtype=torch.int64)
-            router_sums = (torch.empty(2, config.num_experts),) if self.spec.family.router else ()
+            router_sums = (torch.empty(2, n_experts(config)),) if self.spec.family.router else ()
         return hidden, position_ids, *router_sums
 
     def get_tied_weights_and_groups(self) -> list[tuple[Tensor, Any]]:

@@ -31,7 +31,7 @@ from models.position_ids import unmarked
 from models.rope import DocumentRotary, depends_on_length
 from models.varlen_attention import VARLEN
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
 
 Arguments = dict[str, Any]  # keyword arguments of a decoder layer
@@ -131,6 +131,8 @@ class Positions:
             documents: None with a cache.
         """
         kernel = self.config._attn_implementation
+        if kind == LINEAR:  # by its nature no token sees what follows
+            return {"attention_mask": None} | ({} if cache is not None else {"documents": documents})
         window = self.config.sliding_window if kind == SLIDING else None
         if cache is not None:
             plain = kernel in (TORCH, CUDNN) and _is_causal(positions, cache, window)

@@ -12,6 +12,26 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+# What the families call the number of experts, and of those that a token is sent to.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+
+
+def n_experts(config: PreTrainedConfig) -> int:
+    """How many experts a block has; 0 for a dense model."""
+    return first_of(config, EXPERTS)
+
+
+def top_k(config: PreTrainedConfig) -> int:
+    """How many of them a token is sent to."""
+    return first_of(config, CHOSEN)
+
+
+def first_of(config: PreTrainedConfig, names: tuple[str, ...]) -> int:
+    """The size that one of the names says, the first that is there; 0 where none is."""
+    return next((int(found) for name in names if (found := getattr(config, name, None))), 0)
 
 
 class RouterRecorder:

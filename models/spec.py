@@ -15,18 +15,20 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from models.architectures import Family, WeightMap, family_of
+from models.architectures import FAMILIES, Family, WeightMap, family_of
 from models.attention import WITHOUT_DROPOUT
 from models.errors import CheckpointError
 from models.layers import Block, Embedding, Head
 from models.positions import Positions
 from models.rope import DYNAMIC
-from models.router import experts_implementation
+from models.router import experts_implementation, n_experts
 
 # Far above any model; more layers and experts would be counted, one by one, for hours, and wider heads fill the memory.
 MOST = dict.fromkeys(["num_hidden_layers", "num_layers", "n_layer", "num_experts", "num_local_experts"], 10_000)
 MOST |= {"hidden_size": 2**20, "head_dim": 2**16, "kv_channels": 2**16}
+TEXT, TIED = "text_config", "tie_word_embeddings"
 MOST_BYTES = 2**24  # of a config.json
 
 
@@ -38,13 +40,16 @@ class ModelSpec:
         family: the declaration that config.json's `model_type` names.
         config: transformers' configuration object, read from old and new field names alike.
         raw: config.json as it stands.
-        fields: the same in the field names of a config that transformers knows.
+        fields: the same in the field names of a config that transformers knows; of a model of images and text the part
+            for text.
+        is_part: whether the checkpoint holds more than this model.
     """
 
     family: Family
     config: PreTrainedConfig
     raw: dict[str, Any] = field(default_factory=dict, repr=False)
     fields: dict[str, Any] = field(default_factory=dict, repr=False)
+    is_part: bool = False
     _shapes: dict[int, dict[str, torch.Size]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -63,14 +68,15 @@ class ModelSpec:
         if not isinstance(model_type, str):
             raise CheckpointError(f'{path}: no model_type; expected a name such as "llama"')
         try:
-            family = family_of(model_type)
-            family = family.variant(raw) if family.variant else family
-            fields = family.translate(raw) if family.translate else raw
+            fields = text_fields(raw)
+            family = declared(fields)
+            fields = family.translate(fields) if family and family.translate else fields
             config = CONFIG_MAPPING[fields["model_type"]].from_dict(deepcopy(fields))  # which it changes
+            family = family or proven_family(config, fields)
         except Exception as error:  # transformers raises many kinds for a config that makes no sense
             raise CheckpointError(f"{path}: {' '.join(str(error).split())}") from None
         config._experts_implementation = experts_implementation()
-        spec = cls(family, config, raw, fields)
+        spec = cls(family, config, raw, fields, is_part=fields is not raw and not family.translate)
         if spec.n_blocks < 1:
             raise CheckpointError(f"{path}: num_hidden_layers: expected at least 1, found {spec.n_blocks}")
         spec.set_attention(family.attention[0])
@@ -124,7 +130,7 @@ class ModelSpec:
 
     @property
     def weight_map(self) -> WeightMap:
-        return WeightMap(self.family, self.n_blocks, self.config.num_experts if self.family.router else 0)
+        return WeightMap(self.family, self.n_blocks, n_experts(self.config), is_part=self.is_part)
 
     def build(self, layer: int, positions: Positions | None = None) -> Embedding | Block | Head:
         """Layer number `layer`, with uninitialised or freshly constructed weights, on torch's default device.
@@ -157,6 +163,40 @@ class ModelSpec:
         except Exception as error:  # whatever the layers make of it
             reason = " ".join(str(error).split())
             raise CheckpointError(f"{path}: no model can be built from it: {type(error).__name__}: {reason}") from None
+
+
+def declared(fields: dict[str, Any]) -> Family | None:
+    """The family that a file declares for a config.json, if one does."""
+    if fields["model_type"] not in FAMILIES:
+        return None
+    family = family_of(fields["model_type"])
+    return family.variant(fields) if family.variant else family
+
+
+def proven_family(config: PreTrainedConfig, fields: dict[str, Any]) -> Family:
+    """The family that is derived from transformers and holds against it (`models.derived.proven`)."""
+    from models.derived.proven import proven  # which makes models, and so needs this module
+
+    return proven(config, fields)
+
+
+def text_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """The part for text of a config.json that has one for images too, else all of it.
+
+    Raises:
+        CheckpointError: transformers has no decoder for it.
+    """
+    model_type = raw["model_type"]
+    if model_type not in FAMILIES and isinstance(text := raw.get(TEXT), dict) and "model_type" in text:
+        tied = {TIED: raw[TIED]} if TIED in raw and TIED not in text else {}
+        return text | tied
+    if model_type not in FAMILIES and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        known = ", ".join(sorted(FAMILIES))
+        raise CheckpointError(
+            f"model_type {model_type!r} is not supported: transformers has no decoder of this name, and Pipetune "
+            f"declares {known}"
+        )
+    return raw
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -102,5 +102,5 @@ FAMILY = Family(
     block=(Rule("transformer.h.{i}.*", "block.*"),),
     head=(Rule("transformer.ln_f.*", "norm.*"), Rule("lm_head.weight", "lm_head.weight")),
     tie=Tie(embedding="embed_tokens.weight", head="lm_head.weight"),
-    optional_prefix="transformer.",
+    prefix="transformer.",
 )

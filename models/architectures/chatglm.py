@@ -83,6 +83,7 @@ FAMILY = Family(
         Rule("transformer.output_layer.weight", "lm_head.weight"),
     ),
     tie=Tie(embedding="embed_tokens.weight", head="lm_head.weight"),
+    prefix="transformer.",
     carried=(r"\.rotary_pos_emb\.inv_freq$",),
     translate=translate,
     native=Native(glm.FAMILY, "GlmForCausalLM"),

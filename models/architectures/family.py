@@ -80,13 +80,16 @@ class Family:
         tie: the pair of weights that `config.tie_word_embeddings` makes one.
         carried: regular expressions of names on disk that no module owns but that a round trip must give back
             (buffers that older releases of transformers stored).
-        optional_prefix: how names on disk begin in some checkpoints and not in others.
+        prefix: how names on disk begin; some checkpoints leave it out, or have another one in its place.
         positions: the class that derives masks, angles and biases for the blocks; `Positions` where absent.
         embedding_norm: makes the norm right after the embedding, where there is one.
         embedding_scale: what embedded tokens are multiplied with, where they are.
+        rounds_scale: whether that is rounded to the dtype of the weights first.
+        head_bias: whether the last layer has one.
         projection: the class of the last layer, for heads that do more than multiply; `Head` where absent.
         attention: the kernels that compute this family's attention exactly, by transformers' names; the usual one
             first.
+        generates: whether tokens can come one by one, through a cache.
         router: the submodule of a block that sends tokens to experts, in families that have them.
         translate: turns the fields of a config.json that transformers does not know into those of one that it does.
         variant: picks another declaration by the fields of config.json, where one `model_type` names several
@@ -103,12 +106,15 @@ class Family:
     head: tuple[Rule, ...]
     tie: Tie
     carried: tuple[str, ...] = ()
-    optional_prefix: str = ""
+    prefix: str = "model."
     positions: Callable[[Family, PreTrainedConfig], Any] | None = None
     embedding_norm: Callable[[PreTrainedConfig], nn.Module] | None = None
     embedding_scale: Callable[[PreTrainedConfig], float] | None = None
+    rounds_scale: bool = True
+    head_bias: bool = False
     projection: Callable[[Family, PreTrainedConfig], Any] | None = None
     attention: tuple[str, ...] = ALL
+    generates: bool = True
     router: str | None = None
     translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     variant: Callable[[dict[str, Any]], Family] | None = None

@@ -38,9 +38,11 @@ class Binding(NamedTuple):
     def disk_shapes(self, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
         """Name and shape on disk of each tensor, from the shapes of the layer's."""
         first = shapes[self.names[0]]
+        if len(self.disk) == len(self.names) == 1 and not self.stacked:
+            return {self.disk[0]: first}
         if not self.stacked:
-            rows = sum(shapes[name][0] for name in self.names)
-            return {self.disk[0]: torch.Size((rows, *first[1:]))}
+            rows = sum(shapes[name][0] for name in self.names) // len(self.disk)
+            return dict.fromkeys(self.disk, torch.Size((rows, *first[1:])))
         experts, rows = first[0], first[1]
         parts = len(self.disk) // experts
         return dict.fromkeys(self.disk, torch.Size((rows // parts, *first[2:])))
@@ -57,17 +59,20 @@ class WeightMap:
     family: Family
     n_blocks: int
     n_experts: int = 0
-    prefixed: bool = True  # whether the names on disk have the family's optional prefix
+    prefix: str | None = None  # how the names on disk begin, where it is otherwise than the family has it
+    is_part: bool = False  # whether the checkpoint holds more than this model, as those with a vision tower do
 
     def for_names(self, disk_names: Iterable[str]) -> WeightMap:
-        """The same table in the spelling of a checkpoint: with the optional prefix or without."""
-        prefix = self.family.optional_prefix
-        return replace(self, prefixed=not prefix or any(name.startswith(prefix) for name in disk_names))
+        """The same table in the spelling of a checkpoint, which the name of its embedding shows."""
+        embedding = replace(self, prefix=None).tied_embedding
+        rest = embedding.removeprefix(self.family.prefix)
+        found = [name for name in disk_names if name == rest or name.endswith(f".{rest}")]
+        prefix = None if embedding in found or not found else found[0].removesuffix(rest)
+        return replace(self, prefix=prefix)
 
     def binding(self, disk_name: str) -> Binding | None:
         """The binding of a tensor on disk, or None where the family has none for it."""
-        full_name = disk_name if self.prefixed else self.family.optional_prefix + disk_name
-        for name in (full_name, disk_name):  # not every name takes the prefix: lm_head.weight
+        for name in self._full_names(disk_name):
             for rule, patterns in self._disk_patterns:
                 match = next((found for pattern in patterns if (found := pattern.fullmatch(name))), None)
                 if match is None:
@@ -100,7 +105,9 @@ class WeightMap:
 
     def is_carried(self, disk_name: str) -> bool:
         """Whether the tensor is kept beside the layers only to be given back."""
-        return any(re.search(pattern, disk_name) for pattern in self.family.carried)
+        prefix = self.family.prefix if self.prefix is None else self.prefix
+        other = self.is_part and not disk_name.startswith(prefix) and self.binding(disk_name) is None
+        return other or any(re.search(pattern, disk_name) for pattern in self.family.carried)
 
     @property
     def head_layer(self) -> int:
@@ -120,6 +127,26 @@ class WeightMap:
     def _disk_patterns(self) -> list[tuple[Rule, list[re.Pattern[str]]]]:
         rules = (*self.family.embedding, *self.family.block, *self.family.head)
         return [(rule, [_pattern(template) for template in rule.disk_names]) for rule in rules]
+
+    def _full_names(self, disk_name: str) -> list[str]:
+        """What the family may call a tensor that has this name on disk."""
+        if self.prefix is None:
+            return [disk_name]
+        inside = [self.family.prefix + disk_name.removeprefix(self.prefix)] if disk_name.startswith(self.prefix) else []
+        return [*inside, disk_name.removeprefix(self._outside)]
+
+    def _spelled(self, name: str) -> str:
+        """What a tensor that the family calls so is called on disk."""
+        assert self.prefix is not None
+        if name.startswith(self.family.prefix):
+            return self.prefix + name.removeprefix(self.family.prefix)
+        return self._outside + name
+
+    @property
+    def _outside(self) -> str:
+        """How names begin that do not take the prefix, such as `lm_head.weight`: with the words before it."""
+        outside = (self.prefix or "").removesuffix(self.family.prefix)
+        return outside if outside.endswith(".") and outside != self.prefix else ""
 
     def _layer_of(self, rule: Rule, found: Mapping[str, str]) -> int | None:
         """The layer of a matched rule; None where a number is out of range or would not come back as written."""
@@ -142,8 +169,8 @@ class WeightMap:
         if stacked:
             disk = [template.replace("{e}", str(expert)) for expert in range(self.n_experts) for template in disk]
         disk = [name.replace("*", rest) for name in disk]
-        if not self.prefixed:
-            disk = [name.removeprefix(self.family.optional_prefix) for name in disk]
+        if self.prefix is not None:
+            disk = [self._spelled(name) for name in disk]
         return Binding(tuple(disk), layer, tuple(name.replace("*", rest) for name in rule.module_names), stacked)
 
 

@@ -212,7 +212,7 @@ def open_source(folder: Path, spec: ModelSpec) -> PipelineSource | HuggingFaceSo
 def same_bytes(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same dtype and bits: NaN equals NaN here, and -0.0 differs from 0.0."""
     return one.dtype == other.dtype and torch.equal(
-        one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
+        one.reshape(-1).contiguous().view(torch.uint8), other.reshape(-1).contiguous().view(torch.uint8)
     )
 
 

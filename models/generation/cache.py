@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
 
 LEAST = 128  # tokens for which there is room at first
 
@@ -29,6 +30,7 @@ class KeyValueCache:
     def __init__(self, rows: int = 1) -> None:
         self.lengths = [0] * rows
         self._blocks: dict[int, tuple[Tensor, Tensor]] = {}  # [rows, heads, room, width] each
+        self._states: dict[int, LinearAttentionLayer] = {}
         self._positions: Tensor | None = None
 
     @property
@@ -67,6 +69,29 @@ class KeyValueCache:
                 buffer[torch.arange(len(places), device=keys.device), :, places] = new.squeeze(2)
         return held[0][:, :, : longest + count], held[1][:, :, : longest + count]
 
+    def get_conv_state(self, block: int, state_idx: int = 0) -> Tensor | None:
+        """What the convolution of a block of linear attention remembers; None before its first token."""
+        return self._states[block].conv_states[state_idx] if block in self._states else None
+
+    def update_conv_state(self, states: Tensor, block: int, state_idx: int = 0, **options: Any) -> Tensor:
+        """Add the inputs of the next tokens, [rows, channels, count]; gives them behind what is remembered."""
+        layer = self._states.setdefault(block, LinearAttentionLayer())
+        updated: Tensor = layer.update_conv_state(states, state_idx, **options)
+        return updated
+
+    def get_recurrent_state(self, block: int, state_idx: int = 0) -> Tensor | None:
+        """What a block of linear attention remembers of all tokens; None before the first."""
+        return self._states[block].recurrent_states[state_idx] if block in self._states else None
+
+    def update_recurrent_state(self, states: Tensor, block: int, state_idx: int = 0, **options: Any) -> None:
+        """Replace it."""
+        layer = self._states.setdefault(block, LinearAttentionLayer())
+        layer.update_recurrent_state(states, state_idx, **options)
+
+    def is_recording_past(self, block: int) -> bool:
+        """Whether tokens may be taken back, which is for transformers' assisted generation."""
+        return False
+
     def advance(self, count: int) -> None:
         """All blocks have seen the next `count` tokens."""
         self.lengths = [length + count for length in self.lengths]
@@ -78,6 +103,7 @@ class KeyValueCache:
             return
         self.lengths = [self.lengths[row] for row in rows]
         self._blocks = {block: (held[0][rows], held[1][rows]) for block, held in self._blocks.items() if rows}
+        self._states = {block: _rows_of([layer], rows) for block, layer in self._states.items() if rows}
         self._positions = None
 
     def append(self, other: KeyValueCache) -> None:
@@ -89,8 +115,23 @@ class KeyValueCache:
                 torch.cat([_with_room(old, room), _with_room(new, room)]) for old, new in zip(mine, theirs, strict=True)
             )
             self._blocks[block] = keys, values
+        for block, layer in other._states.items():
+            together = [self._states[block], layer] if block in self._states else [layer]
+            self._states[block] = _rows_of(together)
         self.lengths = self.lengths + other.lengths
         self._positions = None
+
+
+def _rows_of(layers: list[LinearAttentionLayer], rows: list[int] | None = None) -> LinearAttentionLayer:
+    """What several layers remember, in one: all their rows, or some of them."""
+    made = LinearAttentionLayer()
+    vars(made).update(vars(layers[0]))
+    for name in ("conv_states", "recurrent_states"):
+        held = [next(iter(getattr(layer, name).values())) for layer in layers]
+        if held[0] is not None:
+            states = torch.cat(held)
+            setattr(made, name, {0: states if rows is None else states[rows]})
+    return made
 
 
 def _with_room(held: Tensor, room: int) -> Tensor:

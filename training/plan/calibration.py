@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from models.layers import Embedding, Head
 from models.lean_loss import linear_cross_entropy
+from models.router import n_experts
 from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
@@ -66,7 +67,7 @@ def time_layer(
     positions = (torch.arange(length, device=device) % math.ceil(workload.attended)).repeat(workload.rows, 1)
     ids = torch.randint(spec.config.vocab_size, positions.shape, device=device)
     hidden = torch.randn(*positions.shape, spec.config.hidden_size, device=device, dtype=dtype, requires_grad=True)
-    sums = (torch.zeros(2, spec.config.num_experts, device=device),) if spec.family.router else ()
+    sums = (torch.zeros(2, n_experts(spec.config), device=device),) if spec.family.router else ()
     stream = (ids, positions) if isinstance(module, Embedding) else (hidden, positions, *sums)
     supervised = max(1, round(ids.numel() * workload.supervised))
 

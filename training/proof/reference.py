@@ -22,7 +22,7 @@ from data.tokenized.dataset import InMemory
 from data.tokenized.tokenize import Sample
 from models.causal_lm import CausalLM
 from models.checkpoint.source import open_source
-from models.router import router_loss
+from models.router import router_loss, top_k
 from models.spec import ModelSpec
 from training.config.deepspeed_config import router_loss_weight, training_dtype
 from training.config.keys import TrainConfig
@@ -104,8 +104,8 @@ class Reference:
                 sums = sums + routed
             if self._router_weight and numbers:  # it is that of a micro-batch
                 share = sum(len(self._samples[number]["input_ids"]) for number in numbers) / batch.tokens
-                top_k = self._model.spec.config.num_experts_per_tok
-                total = total + self._router_weight * share * router_loss(sums, top_k)
+                chosen = top_k(self._model.spec.config)
+                total = total + self._router_weight * share * router_loss(sums, chosen)
         return total
 
     def _tokens(self, sample: Sample) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,13 +14,14 @@ from data.tokenized.dataset import check_vocabulary
 from data.tokenized.tokenize import IGNORED, Sample
 from models.checkpoint.convert import copy_files
 from models.checkpoint.layout import Manifest, resolve, side_files
+from models.derived.shrink import is_dropout, shrunk_fields
 from models.spec import ModelSpec
 from training.config.deepspeed_config import router_loss_weight
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader, build_loader
 from training.proof.launches import Start
+from training.proof.random_model import write_model
 from training.proof.shrink_config import DATA, EVALUATION, LENGTH, MODEL, small_config, small_depth, small_topology
-from training.proof.shrink_model import is_dropout, shrunk_fields, write_model
 
 BATCHES = 2.5  # in an epoch: its last one is smaller, and the last step is one of the second epoch
 EVALUATED = 6  # samples
@@ -63,7 +64,7 @@ class SmallRun:
         model.mkdir()
         manifest = Manifest.read(source)
         copy_files(source, model, manifest.side_files if manifest else [path.name for path in side_files(source)])
-        fields = shrunk_fields(whole, small_depth(config, topo, whole.n_layers) - 2)
+        fields = shrunk_fields(whole.config, whole.raw, small_depth(config, topo, whole.n_layers) - 2)
         (model / "config.json").write_text(json.dumps(fields), encoding="utf-8")
         spec = ModelSpec.from_folder(model)
         write_model(model, spec, config.seed)

@@ -18,7 +18,8 @@ from training.config.keys import TrainConfig
 from training.errors import ConfigError
 from training.proof.comparison import is_flat
 from training.proof.shrink_config import LENGTH, LR, small_config, small_depth, small_topology
-from training.proof.shrink_model import WINDOW, shrunk_fields, write_model
+from models.derived.shrink import WINDOW, shrunk_fields
+from training.proof.random_model import write_model
 from training.proof.small_run import shortened
 
 KEYS = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 64}
@@ -61,7 +62,7 @@ def test_a_small_model_is_of_the_same_kind_and_every_weight_of_it_learns(model_t
     large = whole(model_type, tmp_path / "whole")
     folder = tmp_path / "small"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(shrunk_fields(large, 4)))
+    (folder / "config.json").write_text(json.dumps(shrunk_fields(large.config, large.raw, 4)))
     small = ModelSpec.from_folder(folder)
     assert (small.family.name, small.tied, small.n_blocks) == (large.family.name, large.tied, 4)
     few, many = small.config, large.config
@@ -87,14 +88,15 @@ def test_a_small_model_is_of_the_same_kind_and_every_weight_of_it_learns(model_t
 
 
 def test_experts_shrink_but_not_how_many_of_them_a_token_has(tmp_path: Path) -> None:
-    fields = shrunk_fields(whole("qwen3_moe", tmp_path / "whole"), 4)
+    large = whole("qwen3_moe", tmp_path / "whole")
+    fields = shrunk_fields(large.config, large.raw, 4)
     assert (fields["num_local_experts"], fields["num_experts_per_tok"], fields["mlp_only_layers"]) == (16, 8, [3])
 
 
 def test_dropout_goes_and_ids_stay_in_the_vocabulary(tmp_path: Path) -> None:
     large = whole("llama", tmp_path / "whole")
     large.raw.update(attention_dropout=0.1, eos_token_id=[1, 128_001], pad_token_id=128_004)
-    fields = shrunk_fields(large, 4)
+    fields = shrunk_fields(large.config, large.raw, 4)
     assert (fields["attention_dropout"], fields["eos_token_id"], fields["pad_token_id"]) == (0.0, [1, 1], 4)
 
 

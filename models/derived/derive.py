@@ -1,0 +1,200 @@
+"""A family for a `model_type` that no file declares, made from transformers' own model.
+
+transformers' class is made small and watched (`models.derived.outline`, `models.derived.names`); what has a size is
+taken from a model of the real width without blocks. What does not fit the three kinds of layer is refused in one line.
+Whether the family computes what transformers computes is for `models.derived.proof` to say.
+
+Cost: about a second, once a process.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from models.architectures.family import Family, Tie
+from models.attention import ALL, EAGER
+from models.derived.names import tables_of
+from models.derived.outline import Outline, Source, Underivable, outline_of
+from models.derived.positions import DerivedPositions, by_document
+from models.derived.shrink import shrunk_fields
+from models.layers import Head
+from models.positions import LINEAR, attention_kind
+
+BLOCKS = 4  # of a small model: one of every kind, most often
+FEW_WORDS = 16
+SAMPLE = [3, 4]  # tokens that show what is done to embeddings
+CAP = "final_logit_softcapping"  # what the families that have one call it
+AUXILIARY = "router_aux_loss_coef"  # what those call it that have a loss for their router
+NEVER_LEARNED = r"rotary_emb\.inv_freq$"  # computed, but older checkpoints hold it
+
+Kinds = dict[str, dict[str, Source]]  # what blocks are given, by their kind of attention
+
+
+def small_model(config: PreTrainedConfig, fields: dict[str, Any], blocks: int = BLOCKS) -> Any:
+    """transformers' model with the traits of a config, small, in fp32 and with its plain attention.
+
+    Args:
+        fields: of the config.json that `config` was read from.
+    """
+    small = type(config).from_dict(shrunk_fields(config, fields, blocks))
+    small._experts_implementation = "eager"
+    return AutoModelForCausalLM.from_config(small, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def bare_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' model of the real width, without blocks and with few words."""
+    bare = copy.deepcopy(config)
+    bare.num_hidden_layers, bare.vocab_size, bare.pad_token_id = 0, FEW_WORDS, None
+    return AutoModelForCausalLM.from_config(bare, attn_implementation="eager", dtype=dtype)
+
+
+def derive(config: PreTrainedConfig, fields: dict[str, Any], apart: bool = False) -> Family:
+    """The family of a config.
+
+    Args:
+        apart: whether blocks see one document of a packed row at a time.
+
+    Raises:
+        Underivable: the architecture has a part that is not understood.
+    """
+    model = small_model(config, fields)
+    outline = outline_of(model)
+    embedding, block, head = tables_of(model, outline)
+    kinds = kinds_of(model.config, outline)
+    made: dict[str, Made] = {}
+    for number, each in enumerate(map(Made, outline.block, outline.mixers)):
+        kind = attention_kind(model.config, number)
+        if made.setdefault(kind, each) != each:
+            raise Underivable(f"blocks of {kind} are of several classes")
+    ends = Ends.measured(config, outline)
+
+    def modules(config: PreTrainedConfig) -> dict[str, nn.Module]:
+        base = getattr(bare_model(config), outline.base)
+        return {call.module: base.get_submodule(call.module) for call in outline.calls}
+
+    return Family(
+        name=config.model_type,
+        decoder_layer=partial(_block, made, apart),
+        norm=lambda config: getattr(bare_model(config), outline.base).get_submodule(outline.norm),
+        rotary=(lambda config: next(iter(modules(config).values()))) if outline.calls else None,
+        embedding=embedding,
+        block=block,
+        head=head,
+        tie=Tie(embedding="embed_tokens.weight", head="lm_head.weight"),
+        carried=(*(getattr(outline.model, "_keys_to_ignore_on_load_unexpected", None) or ()), NEVER_LEARNED),
+        positions=lambda family, config: DerivedPositions(family, config, outline, kinds, modules, apart),
+        embedding_scale=None if ends.scale == 1 else lambda config: ends.scale,
+        rounds_scale=ends.rounds_scale,
+        head_bias=model.get_submodule(outline.head).bias is not None,
+        projection=partial(_head, ends),
+        attention=(EAGER,) if apart else (*ALL, EAGER),
+        router=_router(model, outline),
+    )
+
+
+def kinds_of(config: PreTrainedConfig, outline: Outline) -> Kinds:
+    """What blocks of each kind of attention are given."""
+    kinds: Kinds = {}
+    for number, sources in enumerate(outline.arguments):
+        kind = attention_kind(config, number)
+        if kinds.setdefault(kind, sources) != sources:
+            raise Underivable(f"blocks of {kind} are called in several ways")
+    return kinds
+
+
+class Made(NamedTuple):
+    """What a block of some kind is: its class, and its child in which tokens meet."""
+
+    block: Any
+    mixer: str
+
+
+class Ends(NamedTuple):
+    """What is done to hidden states before the first block and after the norm.
+
+    Attributes:
+        scale: what embeddings are multiplied with.
+        rounds_scale: whether it is rounded to the dtype of the weights first.
+        logit_scale: what logits are multiplied with.
+        cap: what squeezes them.
+    """
+
+    scale: float
+    rounds_scale: bool
+    logit_scale: float
+    cap: float | None
+
+    @classmethod
+    @torch.no_grad()
+    def measured(cls, config: PreTrainedConfig, outline: Outline) -> Ends:
+        """As transformers' model of the real width does it.
+
+        Raises:
+            Underivable: something else is done than to multiply and to squeeze.
+        """
+        words, hidden, plain, logits = _ends(config, outline, torch.float64)
+        scale = _ratio(hidden, words)
+        cap = getattr(config, CAP, None)
+        logit_scale = _ratio(logits if cap is None else torch.atanh(logits / cap) * cap, plain)
+        if scale is None or logit_scale is None:
+            what = "embeddings" if scale is None else "logits"
+            raise Underivable(f"{outline.model.__name__} does more to {what} than to multiply them")
+        words, hidden, *_ = _ends(config, outline, torch.bfloat16)
+        rounded = words * torch.tensor(scale, dtype=words.dtype).item()
+        return cls(scale, torch.equal(rounded, hidden), logit_scale, cap)
+
+
+def _ends(config: PreTrainedConfig, outline: Outline, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Embeddings, hidden states before the norm, logits as plain products, and as the model gives them."""
+    model = bare_model(config).to(dtype).eval()
+    base = getattr(model, outline.base)
+    dropped = [name for name, child in base.named_modules() if isinstance(child, nn.Dropout) and child.p > 0]
+    if dropped:
+        raise Underivable(f"{outline.model.__name__} drops hidden states in {dropped[0]}; expected no such dropout")
+    seen: list[Tensor] = []
+    norm = base.get_submodule(outline.norm)
+    norm.register_forward_hook(lambda _, inputs, output: seen.extend([inputs[0], output]))
+    head = model.get_submodule(outline.head)
+    nn.init.normal_(head.weight)
+    words = base.get_submodule(outline.embedding).weight[SAMPLE]
+    logits = model(input_ids=torch.tensor([SAMPLE]), use_cache=False).logits
+    return words, seen[0][0], F.linear(seen[1], head.weight, head.bias), logits
+
+
+def _ratio(one: Tensor, other: Tensor) -> float | None:
+    """The number by which one differs from the other everywhere."""
+    quotient = (one / other).flatten()
+    constant = torch.allclose(quotient, quotient[0].expand_as(quotient), rtol=1e-6)
+    return float(quotient.median()) if constant else None
+
+
+def _block(made: dict[str, Made], apart: bool, config: PreTrainedConfig, index: int) -> nn.Module:
+    kind = attention_kind(config, index)
+    block: nn.Module = made[kind].block(config, index)
+    if apart or kind == LINEAR:
+        by_document(block.get_submodule(made[kind].mixer))
+    return block
+
+
+def _head(ends: Ends, family: Family, config: PreTrainedConfig) -> Head:
+    head = Head(family, config)
+    head.scale, head.cap = ends.logit_scale, ends.cap
+    return head
+
+
+def _router(model: Any, outline: Outline) -> str | None:
+    """The submodule of a block whose outputs transformers takes for its loss of the router, where it has one."""
+    recorded = (getattr(outline.model, "_can_record_outputs", None) or {}).get("router_logits")
+    if recorded is None or not hasattr(model.config, AUXILIARY):
+        return None
+    kind, index = getattr(recorded, "target_class", recorded), getattr(recorded, "index", 0)
+    blocks = getattr(model, outline.base).get_submodule(outline.blocks)
+    names = {name for block in blocks for name, child in block.named_modules() if isinstance(child, kind)}
+    return names.pop() if len(names) == 1 and index == 0 else None

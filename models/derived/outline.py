@@ -1,0 +1,256 @@
+"""The parts of a decoder of transformers, found by running a small one: embedding, blocks, norm, head, rotary angles.
+
+Nothing is known of the architecture ahead. What the model calls before its blocks and after them, and what it hands to
+each block, is watched in a forward pass whose blocks do nothing and whose masks are marks instead of numbers. So each
+argument of a block is traced to where it comes from: a mask, the angles of a rotary module, the positions, the cache,
+or a constant. Whatever else it may be is refused by name.
+
+Cost: a model of a few small layers, some 0.1 s.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+
+from models.errors import CheckpointError
+
+ROWS, LENGTH = 2, 6
+FIRST = 3  # positions begin here, so that nothing else is equal to them
+HIDDEN, POSITIONS, MASK, ANGLES, CACHE, CONSTANT = "hidden", "positions", "mask", "angles", "cache", "constant"
+# What makes a model's masks, by the part of the name that says which.
+MASKS = {
+    "create_causal_mask": "full_attention",
+    "create_sliding_window_causal_mask": "sliding_attention",
+    "create_recurrent_attention_mask": "linear_attention",
+}
+
+
+class Underivable(CheckpointError):
+    """The architecture has a part that is not understood."""
+
+
+class Source(NamedTuple):
+    """Where an argument of a block comes from.
+
+    Attributes:
+        kind: one of the words above.
+        value: the kind of mask; the number of the call of a rotary module; a constant.
+    """
+
+    kind: str
+    value: Any = None
+
+
+class Call(NamedTuple):
+    """How a module that turns positions into angles is called.
+
+    Attributes:
+        module: its path below the base model.
+        arguments, keywords: in the place of hidden states and positions the words "hidden" and "positions".
+        expanded: the dimensions in front of the positions, as those of images and text are.
+    """
+
+    module: str
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    expanded: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a decoder is made of.
+
+    Attributes:
+        model: transformers' class of the whole model.
+        base: the attribute of it that holds everything but the head.
+        embedding, blocks, norm: paths below the base model.
+        head: path below the whole model.
+        block: the classes of the blocks by number.
+        calls: of the modules that make angles, each once a forward pass.
+        arguments: of the blocks by number, each with its source.
+        mixers: the child of each block, by number, in which tokens meet: the one that takes the mask.
+    """
+
+    model: type[PreTrainedModel]
+    base: str
+    embedding: str
+    blocks: str
+    norm: str
+    head: str
+    block: tuple[type[nn.Module], ...]
+    calls: tuple[Call, ...]
+    arguments: tuple[dict[str, Source], ...]
+    mixers: tuple[str, ...]
+
+
+class Mark(NamedTuple):
+    """Stands for a mask of a kind."""
+
+    kind: str
+
+
+class Watched:
+    """What happens in one forward pass around the blocks of a model."""
+
+    def __init__(self, base: Any, blocks: nn.ModuleList, embedding: nn.Module) -> None:
+        self.calls: list[Call] = []
+        self.arguments: list[dict[str, Source]] = []
+        self.after: list[str] = []
+        self.mixers = [""] * len(blocks)
+        self._made: list[Any] = []
+        self._hidden: Tensor | None = None
+        self._positions = torch.arange(FIRST, FIRST + LENGTH).repeat(ROWS, 1) + torch.arange(ROWS)[:, None]
+        self._blocks = blocks
+        self._names = {
+            child: name
+            for name, child in base.named_modules()
+            if name and child is not embedding and not any(child is each for each in blocks.modules())
+        }
+
+    @torch.no_grad()
+    def run(self, model: Any) -> None:
+        blocks = self._blocks
+        tuples: list[bool] = []
+        hooks = [blocks[0].register_forward_hook(lambda *each: tuples.append(isinstance(each[-1], tuple)))]
+        for number, block in enumerate(blocks):
+            for name, child in block.named_children():
+                noted = partial(self._note_mixer, number, name)
+                hooks.append(child.register_forward_pre_hook(noted, with_kwargs=True))
+        ids = torch.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) + FIRST
+        model(input_ids=ids, use_cache=False)
+        hooks += [block.register_forward_pre_hook(self.before_block, with_kwargs=True) for block in blocks]
+        for each in self._names:
+            hooks.append(each.register_forward_pre_hook(self.before_other, with_kwargs=True))
+            hooks.append(each.register_forward_hook(self.after_other, with_kwargs=True))
+        for block in blocks:
+            vars(block)["forward"] = lambda hidden, *_, **__: (hidden,) if tuples[0] else hidden
+        try:
+            with marked_masks(sys.modules[type(model).__module__]):
+                model(input_ids=ids, position_ids=self._positions, use_cache=True)
+        finally:
+            for block in blocks:
+                del vars(block)["forward"]
+            for hook in hooks:
+                hook.remove()
+
+    def _note_mixer(self, block: int, name: str, child: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+        if "attention_mask" in keywords:
+            self.mixers[block] = name
+
+    def before_block(self, block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        names = list(inspect.signature(type(block).forward).parameters)[1:]
+        given = dict(zip(names, arguments, strict=False)) | keywords
+        self._hidden = given.pop(names[0])
+        self.arguments.append({name: self._source(name, value) for name, value in given.items()})
+
+    def before_other(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if self.arguments:
+            self.after.append(self._names[module])
+
+    def after_other(self, module: nn.Module, arguments: Any, keywords: dict[str, Any], output: Any) -> None:
+        if self.arguments:
+            return
+        expanded: tuple[int, ...] = ()
+
+        def told(value: Any) -> Any:
+            nonlocal expanded
+            if not isinstance(value, Tensor):
+                return value
+            if value.is_floating_point():
+                return HIDDEN
+            expanded = tuple(value.shape[: -self._positions.dim()])
+            if torch.equal(value, self._positions.expand_as(value)):
+                return POSITIONS
+            raise Underivable(f"{self._names[module]} is called with something else than positions")
+
+        given = tuple(map(told, arguments)), {name: told(value) for name, value in keywords.items()}
+        self.calls.append(Call(self._names[module], *given, expanded))
+        self._made.append(output)
+
+    def _source(self, name: str, value: Any) -> Source:
+        if isinstance(value, Mark):
+            return Source(MASK, value.kind)
+        if isinstance(value, Cache):
+            return Source(CACHE)
+        for number, made in enumerate(self._made):
+            if value is made or (isinstance(value, tuple) and isinstance(made, tuple) and same(value, made)):
+                return Source(ANGLES, number)
+        if isinstance(value, Tensor) and torch.equal(value, self._positions):
+            return Source(POSITIONS)
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return Source(CONSTANT, value)
+        if isinstance(value, Sized) and not len(value):  # for what blocks leave to others, if they do
+            return Source(CONSTANT, None)
+        raise Underivable(f"blocks are given {name}, a {type(value).__name__} of unknown making")
+
+
+def outline_of(model: Any) -> Outline:
+    """The outline of a small model of transformers.
+
+    Raises:
+        Underivable: a part is not understood.
+    """
+    base = getattr(model, model.base_model_prefix, None)
+    if base is None or base is model:
+        raise Underivable(f"{type(model).__name__} has no base model")
+    embedding = model.get_input_embeddings()
+    depth = model.config.num_hidden_layers
+    lists = {name: each for name, each in base.named_children() if isinstance(each, nn.ModuleList)}
+    lists = {name: each for name, each in lists.items() if len(each) == depth}
+    if len(lists) != 1:
+        raise Underivable(f"{type(base).__name__} has {len(lists)} lists of {depth} blocks; expected one")
+    name, blocks = next(iter(lists.items()))
+    watched = Watched(base, blocks, embedding)
+    watched.run(model)
+    if len(watched.after) != 1:
+        raise Underivable(f"{type(base).__name__} calls {watched.after or 'nothing'} after its blocks; expected a norm")
+    return Outline(
+        type(model),
+        model.base_model_prefix,
+        path_of(base, embedding, "embedding"),
+        name,
+        watched.after[0],
+        path_of(model, model.get_output_embeddings(), "head"),
+        tuple(type(block) for block in blocks),
+        tuple(watched.calls),
+        tuple(watched.arguments),
+        tuple(watched.mixers),
+    )
+
+
+def path_of(root: nn.Module, module: nn.Module | None, what: str) -> str:
+    found = [name for name, child in root.named_modules() if child is module]
+    if module is None or not found:
+        raise Underivable(f"{type(root).__name__} has no {what}")
+    return found[0]
+
+
+@contextmanager
+def marked_masks(module: Any) -> Iterator[None]:
+    """Let the functions that make masks give marks instead, in a module of transformers."""
+    real = {name: getattr(module, name) for name in dir(module) if name.startswith("create_") and "mask" in name}
+    for name in real:
+        setattr(module, name, partial(_mark, MASKS.get(name, name)))
+    try:
+        yield
+    finally:
+        for name, function in real.items():
+            setattr(module, name, function)
+
+
+def _mark(kind: str, *_: Any, **__: Any) -> Mark:
+    return Mark(kind)
+
+
+def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))

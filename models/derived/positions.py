@@ -1,0 +1,127 @@
+"""What the blocks of a derived family are given: each argument from where the outline found it to come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedConfig
+
+from models.architectures.family import Family
+from models.derived.outline import ANGLES, CACHE, CONSTANT, HIDDEN, MASK, POSITIONS, Call, Outline, Source
+from models.documents import Documents
+from models.generation.cache import KeyValueCache
+from models.position_ids import unmarked
+from models.positions import Arguments, Positions, fp32_products
+from models.rope import DocumentRotary, depends_on_length
+
+MASK_DIMENSIONS = 4  # of a mask, whose beginning serves a document: what a token sees depends on distances alone
+
+
+class DerivedPositions(Positions):
+    """Masks as in declared families; angles by the modules that transformers' own model has.
+
+    Args:
+        outline: of the architecture.
+        arguments: of a block of each kind of attention.
+        modules: the modules that make angles, by name, for a config.
+        apart: blocks see one document at a time, as their attention does not go by masks of documents.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        config: PreTrainedConfig,
+        outline: Outline,
+        arguments: dict[str, dict[str, Source]],
+        modules: Callable[[PreTrainedConfig], dict[str, nn.Module]],
+        apart: bool = False,
+    ) -> None:
+        super().__init__(family, config)
+        self._calls = outline.calls
+        self._apart = apart
+        self._sources = {kind: arguments[kind] for kind in self.kinds}
+        with torch.device("cpu"):  # the frequencies are computed, not loaded
+            self._modules = modules(config)
+        names = (name for sources in self._sources.values() for name, source in sources.items() if source.kind == CACHE)
+        self.cache_argument = next(names, self.cache_argument)
+        if depends_on_length(config):
+            self._modules = {name: DocumentRotary(module, config) for name, module in self._modules.items()}
+
+    def arguments(self, hidden: Tensor, position_ids: Tensor, cache: KeyValueCache | None) -> dict[str, Arguments]:
+        seen = cache.longest if cache is not None else 0
+        positions = unmarked(position_ids)
+        with fp32_products():
+            angles = [self._made_by(call, hidden, position_ids, seen + position_ids.shape[1]) for call in self._calls]
+        documents = self.documents(position_ids) if cache is None else None
+        made: dict[str, Arguments] = {}
+        for kind, sources in self._sources.items():
+            made[kind] = {}
+            for name, source in sources.items():
+                if source.kind == MASK:
+                    made[kind] |= self.scope(source.value, hidden, positions, cache, documents)
+                elif source.kind == ANGLES:
+                    made[kind][name] = angles[source.value]
+                elif source.kind == POSITIONS:
+                    made[kind][name] = positions
+                elif source.kind == CONSTANT and name != "use_cache" and source.value is not None:
+                    made[kind][name] = source.value
+        return made
+
+    def scope(
+        self, kind: str, hidden: Tensor, positions: Tensor, cache: KeyValueCache | None, documents: Documents | None
+    ) -> Arguments:
+        if not self._apart or documents is None:
+            return super().scope(kind, hidden, positions, cache, documents)
+        return {"attention_mask": self.mask(kind, hidden), "documents": documents}
+
+    def _made_by(self, call: Call, hidden: Tensor, position_ids: Tensor, longest: int) -> Any:
+        module = self._modules[call.module]
+        if isinstance(module, DocumentRotary):
+            return module(hidden, position_ids, longest)
+        positions = unmarked(position_ids)
+        given = {HIDDEN: hidden, POSITIONS: positions.expand(*call.expanded, *positions.shape)}
+
+        def filled(value: Any) -> Any:
+            return given.get(value, value) if isinstance(value, str) else value
+
+        keywords = {name: filled(value) for name, value in call.keywords.items()}
+        return module.to(hidden.device)(*map(filled, call.arguments), **keywords)
+
+
+def by_document(mixer: Any) -> None:
+    """Let a module in which tokens meet see each document of a packed row alone; blocks hand on `documents`."""
+    together = mixer.forward
+
+    def forward(hidden_states: Tensor, documents: Documents | None = None, **options: Any) -> Any:
+        if documents is None or not documents.packed:
+            return together(hidden_states, **options)
+        rows = []
+        for row, lengths in enumerate(documents.rows):
+            begins = accumulate(lengths, initial=0)
+            parts = [_Part(row, slice(begin, begin + length)) for begin, length in zip(begins, lengths, strict=False)]
+            found = [together(part.of(hidden_states), **tree_map(part.of, options)) for part in parts]
+            rows.append(torch.cat([each[0] if isinstance(each, tuple) else each for each in found], dim=1))
+        joined = torch.cat(rows)
+        return (joined, None) if isinstance(found[0], tuple) else joined
+
+    mixer.forward = forward
+
+
+class _Part(NamedTuple):
+    """Some tokens of a row."""
+
+    row: int
+    tokens: slice
+
+    def of(self, value: Any) -> Any:
+        """What belongs to them of hidden states, positions, angles [B, S, ...] or of a mask [B, 1, S, S]."""
+        if not isinstance(value, Tensor):
+            return value
+        row = value[self.row : self.row + 1] if len(value) > 1 else value
+        count = self.tokens.stop - self.tokens.start
+        return row[..., :count, :count] if row.dim() == MASK_DIMENSIONS else row[:, self.tokens]

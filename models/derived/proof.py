@@ -1,0 +1,230 @@
+"""Whether a derived family computes what transformers computes, shown on a small model of the same traits.
+
+A model with random weights is written by transformers, read back through the family's own table, and held against it:
+the round trip of every weight, logits, loss, every gradient, two stages against one, packed documents against each
+alone, padded rows, and tokens that come one by one through the cache. Nothing is taken on trust: a family that fails
+in one of them is refused, with the figure and the bound.
+
+Cost: some seconds on a CPU, in fp32.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+from models.architectures import Family, cut
+from models.attention import EAGER, TORCH
+from models.causal_lm import CausalLM
+from models.checkpoint.source import HuggingFaceSource, same_bytes
+from models.derived.derive import derive, small_model
+from models.derived.outline import Underivable
+from models.generation.cache import KeyValueCache
+from models.spec import ModelSpec
+
+LENGTH = 40  # longer than the windows of a small model
+CUTS = (17, 25)  # where the second document of each packed row begins
+STEPS = 12  # tokens that come one by one
+PADDED = 31  # from where on a row is padded
+BOUND = 2e-5  # of what is compared, beside its largest number
+ROUGHLY = 1e-3  # of tokens one by one: recurrent states make rounding larger, and a mistake is larger still
+CPU = torch.device("cpu")
+
+GENERATION = "tokens one by one"
+
+Figures = dict[str, float]  # the largest difference of each comparison, as a share of the largest number in it
+
+
+class Proof(NamedTuple):
+    """What holds.
+
+    Attributes:
+        attention: the kernels with which the family is exact, the usual one first.
+        figures: by how much it differs.
+        generates: whether tokens may come one by one.
+        apart: whether that is so only where blocks see one document of a packed row at a time.
+    """
+
+    attention: tuple[str, ...]
+    figures: Figures
+    generates: bool
+    apart: bool = False
+
+
+def prove(config: PreTrainedConfig, fields: dict[str, Any], family: Family | None = None) -> Proof:
+    """Hold the family of a config against transformers.
+
+    Args:
+        family: what a file declares; derived where absent.
+
+    Raises:
+        Underivable: it does not hold with any kernel; the text says in what it differs.
+    """
+    with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as name:
+        torch.manual_seed(0)
+        model, folder = small_model(config, fields), Path(name)
+        roughen(model)
+        raw = write_checkpoint(model, folder)
+        small = type(config).from_dict(raw)
+        ways = [(family or derive(small, raw), False), *([] if family else [(derive(small, raw, apart=True), True)])]
+        failed: list[str] = []
+        for each, apart, kernel in ((each, apart, kernel) for each, apart in ways for kernel in (TORCH, EAGER)):
+            if kernel not in each.attention:
+                continue
+            try:
+                figures = compare(small_spec(each, small, raw, kernel), model, folder)
+            except Exception as error:  # whatever a block makes of arguments that it does not know
+                failed.append(" ".join(f"{type(error).__name__}: {error}".split()))
+                continue
+            wrong = [name for name in figures if not figures[name] <= (ROUGHLY if name == GENERATION else BOUND)]
+            if not set(wrong) - {GENERATION}:
+                attention = each.attention if kernel == TORCH else (EAGER,)
+                return Proof(attention, {n: figures[n] for n in figures if n not in wrong}, not wrong, apart)
+            worst = max(set(wrong) - {GENERATION}, key=lambda name: figures[name])
+            failed.append(f"{worst} differ by {figures[worst]:.0e} of their size; expected at most {BOUND:.0e}")
+        raise Underivable(f"{config.model_type} is not what transformers has: {failed[-1]}")
+
+
+def write_checkpoint(model: Any, folder: Path) -> dict[str, Any]:
+    """Config and weights as transformers lays them out; gives the config.json."""
+    model.config.save_pretrained(folder)
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in model.all_tied_weights_keys}
+    save_file(revert_weight_conversion(model, state), folder / "model.safetensors")
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+
+def small_spec(family: Family, config: PreTrainedConfig, raw: dict[str, Any], kernel: str) -> ModelSpec:
+    config._experts_implementation = "eager"
+    spec = ModelSpec(family, config, raw, raw)
+    spec.set_attention(kernel)
+    return spec
+
+
+@torch.no_grad()
+def roughen(model: Any) -> None:
+    """Random weights of which none is like another: what is the same everywhere would hide mistakes."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.copy_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+        else:
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+
+
+def compare(spec: ModelSpec, model: Any, folder: Path) -> Figures:
+    """Our model against transformers', whose checkpoint lies in `folder`.
+
+    Raises:
+        CheckpointError: the family does not read it.
+    """
+    source = HuggingFaceSource(folder, spec)
+    check_names(source)
+    ours = CausalLM(spec, source, torch.float32, CPU)
+    ids = torch.randint(3, int(spec.config.vocab_size), (2, LENGTH))
+    wanted = model(input_ids=ids, use_cache=False).logits
+    found = ours(ids)
+    model.zero_grad()
+    losses = [F.cross_entropy(each[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) for each in (wanted, found)]
+    for loss in losses:
+        loss.backward()
+    figures = {"logits": apart(found, wanted), "losses": apart(losses[1], losses[0])}
+    gradients = revert_weight_conversion(model, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    figures["gradients"] = max(apart(gradient, gradients[name]) for name, gradient in gradients_of(ours))
+    with torch.inference_mode():
+        alone = ours(ids)
+        figures["stages"] = apart(in_stages(spec, source, ids), alone)
+        figures["documents in a packed row"] = packed(ours, model, ids)
+        figures |= {"padded rows": padded(ours, ids, alone), GENERATION: torch.inf}
+        with suppress(Exception):  # a cache of an own kind: a family without generation
+            figures[GENERATION] = one_by_one(ours, model, ids)
+    return figures
+
+
+def apart(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference, as a share of the largest number."""
+    difference = (found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-3)
+    return float(difference.nan_to_num(torch.inf))
+
+
+def check_names(source: HuggingFaceSource) -> None:
+    """Every weight that is read goes back under the same name, bit for bit."""
+    spec = source.spec
+    for layer in range(spec.n_layers):
+        state, shapes = source.read_layer(layer), spec.shapes(layer)
+        for binding in source.weight_map.bindings(layer, shapes):
+            pieces = cut([state[name] for name in binding.names], list(binding.disk_shapes(shapes).values()))
+            for name, piece in zip(binding.disk, pieces, strict=True):
+                spare = spec.tied and name == source.weight_map.tied_head
+                if not spare and not same_bytes(piece, source.read(name)):
+                    raise Underivable(f"{name} does not come back as it was read")
+
+
+def gradients_of(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
+    """Every gradient under its name on disk; a tied weight has one."""
+    for number, layer in enumerate(model.layers):
+        named = {name: each.grad for name, each in layer.named_parameters() if each.grad is not None}
+        shapes = {name: gradient.shape for name, gradient in named.items()}
+        for binding in model.spec.weight_map.bindings(number, named):
+            pieces = cut([named[name] for name in binding.names], list(binding.disk_shapes(shapes).values()))
+            names = [model.spec.weight_map.tied_embedding] if shares(model, number, binding.names[0]) else binding.disk
+            yield from zip(names, pieces, strict=True)
+
+
+def shares(model: CausalLM, layer: int, name: str) -> bool:
+    return model.spec.tied and layer == model.spec.n_layers - 1 and name == model.spec.family.tie.head
+
+
+def in_stages(spec: ModelSpec, source: HuggingFaceSource, ids: Tensor) -> Tensor:
+    """The logits of two stages, the second of which knows hidden states and positions only."""
+    middle = spec.n_layers // 2
+    parts = [range(middle), range(middle, spec.n_layers)]
+    first, second = (CausalLM(spec, source, torch.float32, CPU, part) for part in parts)
+    hidden, positions, *_ = first.stream(ids)
+    return second(hidden, positions)
+
+
+def packed(ours: CausalLM, model: Any, ids: Tensor) -> float:
+    """Two documents in each row, against transformers with each alone."""
+    positions = torch.stack([torch.cat([torch.arange(each), torch.arange(LENGTH - each)]) for each in CUTS])
+    together = ours(ids, positions)
+    return max(
+        apart(together[row, part], model(input_ids=ids[row : row + 1, part], use_cache=False).logits[0])
+        for row, end in enumerate(CUTS)
+        for part in (slice(0, end), slice(end, LENGTH))
+    )
+
+
+def padded(ours: CausalLM, ids: Tensor, alone: Tensor) -> float:
+    positions = torch.arange(LENGTH).repeat(2, 1)
+    positions[:, PADDED:] = -1 - positions[:, PADDED:]
+    return apart(ours(ids, positions)[:, :PADDED], alone[:, :PADDED])
+
+
+def one_by_one(ours: CausalLM, model: Any, ids: Tensor) -> float:
+    """Texts of two lengths that go on together, a token at a time, against transformers with each alone."""
+    cache, wanted, differences = KeyValueCache(rows=0), [], []
+    for row, end in enumerate(CUTS):
+        own, its = KeyValueCache(), None
+        found = ours(ids[row : row + 1, :end], cache=own)
+        cache.append(own)
+        steps = []
+        for piece in ids[row, : end + STEPS].split([end, *[1] * STEPS]):
+            output = model(input_ids=piece[None], past_key_values=its, use_cache=True)
+            its = output.past_key_values
+            steps.append(output.logits[0, -1])
+        differences.append(apart(found[0, -1], steps[0]))
+        wanted.append(torch.stack(steps[1:]))
+    for step in range(STEPS):
+        found = ours(ids[torch.arange(2), [end + step for end in CUTS]][:, None], cache=cache)
+        differences.append(apart(found[:, 0], torch.stack(wanted)[:, step]))
+    return max(differences)

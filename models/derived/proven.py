@@ -1,0 +1,115 @@
+"""Families that were held against transformers, with what held: proven once, then known.
+
+What was proven is kept in the user's cache folder under what it depends on: the traits of the config, the versions of
+transformers and torch, and Pipetune's own code. A config with another trait, or another version, is proven anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from pydantic import BaseModel, ValidationError
+from transformers import PreTrainedConfig
+
+import models
+from common.whole_files import replace_text
+from models.architectures import Family
+from models.derived.derive import BLOCKS, derive
+from models.derived.proof import prove
+from models.derived.shrink import shrunk_fields
+
+logger = logging.getLogger("pipetune")
+
+ABOUT_FILES = ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache")
+_families: dict[str, Family] = {}  # by config.json
+
+
+class Proven(BaseModel):
+    """What holds of a family.
+
+    Attributes:
+        attention: the kernels with which it is exact, the usual one first.
+        figures: the largest difference of each comparison, as a share of the largest number in it.
+        generates: whether tokens may come one by one.
+        apart: whether blocks see one document of a packed row at a time.
+        seconds: what the proof took.
+    """
+
+    attention: tuple[str, ...]
+    figures: dict[str, float]
+    generates: bool
+    apart: bool
+    seconds: float
+
+    def __str__(self) -> str:
+        worst = max(self.figures, key=lambda name: self.figures[name])
+        found = f"the largest difference {self.figures[worst]:.0e} ({worst})"
+        return f"held against transformers in {len(self.figures)} comparisons, {found}, in {self.seconds:.1f} s"
+
+
+def proven(config: PreTrainedConfig, fields: dict[str, Any]) -> Family:
+    """The family of a config, which was held against transformers now or before.
+
+    Args:
+        fields: of the config.json that `config` was read from.
+
+    Raises:
+        Underivable: it does not hold, or is not understood.
+    """
+    key = json.dumps(fields, sort_keys=True)
+    if key not in _families:
+        found = proof_of(config, fields)
+        _families[key] = replace(
+            derive(config, fields, found.apart), attention=found.attention, generates=found.generates
+        )
+    return _families[key]
+
+
+def proof_of(config: PreTrainedConfig, fields: dict[str, Any], family: Family | None = None) -> Proven:
+    """What is known of the family of a config, which is proven here where nothing is.
+
+    Args:
+        family: one that a file declares.
+
+    Raises:
+        Underivable: it does not hold.
+    """
+    small = shrunk_fields(config, fields, BLOCKS)
+    traits = {name: value for name, value in small.items() if name not in ABOUT_FILES}
+    known = json.dumps([traits, transformers.__version__, torch.__version__, _code()], sort_keys=True)
+    path = folder() / f"{config.model_type}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
+    with suppress(OSError, ValidationError):
+        return Proven.model_validate_json(path.read_bytes())
+    begin = time.perf_counter()
+    proof = prove(config, fields, family)
+    found = Proven(**proof._asdict(), seconds=time.perf_counter() - begin)
+    logger.info("%s: %s", config.model_type, found)
+    with suppress(OSError):  # without a place to keep it, it is proven again the next time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, found.model_dump_json(indent=1))
+    return found
+
+
+def folder() -> Path:
+    """Where proofs are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipetune" / "proofs"
+
+
+@cache
+def _code() -> str:
+    """A digest of the models wing, which changes with what is proven."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(models.__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,153 @@
+"""A small model with the traits of a large one: what a config.json says, with smaller numbers.
+
+What decides which code runs stays: family, ties, biases, kinds of layers, experts a token, queries a key, how wide
+heads are together beside the hidden states. Only sizes shrink. A size that config.json leaves out is written into it,
+as the default is that of a large model. Of lists with an entry for each block one block of every kind stays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from models.router import EXPERTS, n_experts, top_k
+
+HEAD, WINDOW, VOCABULARY = 16, 16, 512
+HEADS, MANY_HEADS = 4, 16  # at least, where the model has so many; from when on they are narrower still
+LEAST_EXPERTS = 4
+MULTIPLE = 8  # of widths, as kernels like them
+# What the families call the same size, the name that transformers itself takes first.
+DEPTH = ("num_hidden_layers", "n_layer", "num_layers")
+WIDTH = ("hidden_size", "n_embed")
+QUERIES = ("num_attention_heads", "n_head")
+KEYS = ("num_key_value_heads", "multi_query_group_num")
+HEAD_WIDTH = ("head_dim", "kv_channels")
+WORDS = ("vocab_size", "padded_vocab_size")
+INNER = ("intermediate_size", "ffn_hidden_size", "mlp_dim")  # how the names of feed-forward widths end
+# Sizes that nothing else depends on, by name, and the most that a small model has of them.
+MOST = {
+    "sliding_window": WINDOW,
+    "attention_chunk_size": WINDOW,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": HEAD,
+    "qk_nope_head_dim": MULTIPLE,
+    "qk_head_dim": HEAD + MULTIPLE,
+    "v_head_dim": HEAD,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "linear_key_head_dim": HEAD,
+    "linear_value_head_dim": HEAD,
+    "index_head_dim": HEAD,
+    "index_n_heads": 2,
+    "index_topk": MULTIPLE,
+    "hidden_size_per_layer_input": HEAD,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
+PER_BLOCK = "per_layer_config"  # what some blocks have otherwise than the others
+WITH_DROPOUT = ("dropout", "pdrop", "jitter")  # in the names of what draws random numbers
+
+
+def _get(config: PreTrainedConfig, name: str) -> Any:
+    """A field, or None; of one that some blocks have otherwise the common value, which transformers keeps to itself."""
+    return vars(config).get(config.attribute_map.get(name, name), getattr(type(config), name, None))
+
+
+def _has(config: PreTrainedConfig, name: str) -> bool:
+    return config.attribute_map.get(name, name) in vars(config)
+
+
+def shrunk_fields(config: PreTrainedConfig, raw: dict[str, Any], n_blocks: int) -> dict[str, Any]:
+    """The config.json `raw`, which `config` was read from, with small layers: `n_blocks` of them at most."""
+    raw = dict(raw)
+    depth = int(config.num_hidden_layers)
+    n_blocks = min(n_blocks, depth)
+    queries, width = int(_get(config, "num_attention_heads")), int(config.hidden_size)
+    keys = int(_get(config, "num_key_value_heads") or queries)
+    head = int(_get(config, "head_dim") or width // queries)
+    ratio = queries // keys
+    few_keys = min(keys, max(2, HEADS // ratio))
+    few_queries = few_keys * ratio
+    few_head = min(head, HEAD if few_queries <= MANY_HEADS else HEAD // 2)
+    narrow = _multiple(few_queries * few_head * width / (queries * head))
+    sizes: dict[tuple[str, ...], int] = {
+        DEPTH: n_blocks,
+        WIDTH: narrow,
+        QUERIES: few_queries,
+        KEYS: few_keys,
+        HEAD_WIDTH: few_head,
+        WORDS: min(int(config.vocab_size), VOCABULARY),
+    }
+    known = config.to_dict()
+    for name, value in known.items():
+        if name.endswith(INNER) and isinstance(value, int):
+            sizes[(name,)] = _multiple(narrow * min(2, value / width))
+        elif name in MOST and isinstance(value, int):
+            sizes[(name,)] = min(value, MOST[name])
+    if experts := n_experts(config):
+        sizes[EXPERTS] = min(experts, max(LEAST_EXPERTS, 2 * top_k(config)))
+    if values := getattr(config, "linear_num_value_heads", None):
+        sizes[("linear_num_key_heads",)] = few = min(2, config.linear_num_key_heads)
+        sizes[("linear_num_value_heads",)] = few * (values // config.linear_num_key_heads)
+    for names, size in sizes.items():
+        present = [name for name in names if name in raw] or [name for name in names[:1] if _has(config, name)]
+        raw |= dict.fromkeys(present, size)
+    if getattr(config, "query_pre_attn_scalar", None) == head:
+        raw["query_pre_attn_scalar"] = few_head
+    lists = {name: value for name, value in known.items() if isinstance(value, list) and len(value) == depth}
+    kept = _of_every_kind(list(zip(*lists.values(), strict=True)), n_blocks)
+    raw |= {name: [value[block] for block in kept] for name, value in lists.items()}
+    if overrides := {int(block): its for block, its in (known.get(PER_BLOCK) or {}).items()}:
+        shares = {"head_dim": few_head / head, "num_key_value_heads": few_keys / keys}
+        raw[PER_BLOCK] = {
+            place: {name: max(1, int(value * shares.get(name, 1))) for name, value in overrides[block].items()}
+            for place, block in enumerate(kept)
+            if block in overrides
+        }
+    if raw.get("mlp_only_layers"):
+        raw["mlp_only_layers"] = [n_blocks - 1]
+    return {name: _small_value(name, value, sizes[WORDS], few_head / head) for name, value in raw.items()}
+
+
+def is_dropout(name: str) -> bool:
+    """Whether a field of a config.json says how much is dropped, by chance."""
+    return any(word in name for word in WITH_DROPOUT)
+
+
+def _of_every_kind(kinds: list[tuple[Any, ...]], count: int) -> list[int]:
+    """`count` blocks in their order, of each kind about as many."""
+    by_kind: dict[str, list[int]] = {}
+    for block, kind in enumerate(kinds):
+        by_kind.setdefault(repr(kind), []).append(block)
+    turn = [block for turn in range(count) for blocks in by_kind.values() for block in blocks[turn : turn + 1]]
+    return sorted(turn[:count])
+
+
+def _small_value(name: str, value: Any, words: int, share: float) -> Any:
+    """What depends on a size: ids of tokens below `words`, factors for a `share` of a head; and no dropout."""
+    if is_dropout(name) and value:
+        return 0.0
+    if name.endswith("_token_id"):
+        return [each % words for each in value] if isinstance(value, list) else value and value % words
+    if name in ("rope_scaling", "rope_parameters") and isinstance(value, dict):
+        return {key: _thinned(key, entry, share) for key, entry in value.items()}
+    return value
+
+
+def _multiple(size: float) -> int:
+    return max(1, round(size / MULTIPLE)) * MULTIPLE
+
+
+def _thinned(key: str, entry: Any, share: float) -> Any:
+    """A factor for each pair of a head's numbers, as longrope has, for a narrower head."""
+    if isinstance(entry, dict):
+        return {inner: _thinned(inner, value, share) for inner, value in entry.items()}
+    if not isinstance(entry, list):
+        return entry
+    if key.endswith("section"):  # how many pairs go by each of the positions of an image
+        pairs = max(1, round(sum(entry) * share))
+        return [pairs - 2 * (pairs // 3), *[pairs // 3] * (len(entry) - 1)]
+    count = max(1, round(len(entry) * share))
+    return [entry[number * len(entry) // count] for number in range(count)]
