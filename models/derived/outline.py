@@ -120,8 +120,12 @@ class Watched:
     @torch.no_grad()
     def run(self, model: Any) -> None:
         blocks = self._blocks
-        tuples: list[bool] = []
-        hooks = [blocks[0].register_forward_hook(lambda *each: tuples.append(isinstance(each[-1], tuple)))]
+        lengths: list[int] = []  # of what a block gives: hidden states alone, or first in a tuple
+        hooks = [
+            blocks[0].register_forward_hook(
+                lambda *each: lengths.append(len(each[-1]) if isinstance(each[-1], tuple) else 0)
+            )
+        ]
         for number, block in enumerate(blocks):
             for name, child in block.named_children():
                 noted = partial(self._note_mixer, number, name)
@@ -133,7 +137,9 @@ class Watched:
             hooks.append(each.register_forward_pre_hook(self.before_other, with_kwargs=True))
             hooks.append(each.register_forward_hook(self.after_other, with_kwargs=True))
         for block in blocks:
-            vars(block)["forward"] = lambda hidden, *_, **__: (hidden,) if tuples[0] else hidden
+            vars(block)["forward"] = lambda hidden, *_, **__: (
+                (hidden, *[None] * (lengths[0] - 1)) if lengths[0] else hidden
+            )
         try:
             with marked_masks(sys.modules[type(model).__module__]):
                 model(input_ids=ids, position_ids=self._positions, use_cache=True)

@@ -107,7 +107,7 @@ def by_document(mixer: Any) -> None:
             found = [together(part.of(hidden_states), **tree_map(part.of, options)) for part in parts]
             rows.append(torch.cat([each[0] if isinstance(each, tuple) else each for each in found], dim=1))
         joined = torch.cat(rows)
-        return (joined, None) if isinstance(found[0], tuple) else joined
+        return (joined, *[None] * (len(found[0]) - 1)) if isinstance(found[0], tuple) else joined
 
     mixer.forward = forward
 
