@@ -65,10 +65,12 @@ def build_layer(
     """
     with torch.device("meta"):
         module = spec.build(layer, positions)
+    fixed = {name: buffer.dtype for name, buffer in module.named_buffers()}  # what is not trained is not rounded
     state = {}
     for name, tensor in states.read_layer(layer).items():
         warn_of_nan(states.describe(layer, name), tensor)
-        state[name] = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+        kept = fixed.get(name, dtype if tensor.is_floating_point() else tensor.dtype)
+        state[name] = tensor.to(device=device, dtype=kept, copy=True)
     module.load_state_dict(state, strict=True, assign=True)
     return module
 

@@ -152,7 +152,8 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
         inputs.begin(progress, place, monitor)
     kernels = choose_kernels(config, spec, known_loader)
     model = f"model: {spec.family.name}, {spec.n_layers} layers {topology.description}"
-    describe(config, inputs, [model, *division.report, *kernels.report], progress.total_steps, log)
+    proof = [f"family: {spec.family.proof}"] if spec.family.proof else []
+    describe(config, inputs, [model, *proof, *division.report, *kernels.report], progress.total_steps, log)
     feedback = None
     if kind.in_stages:
         feedback = Feedback(config, spec, division, known_loader, progress.done + 1, progress.total_steps, log)

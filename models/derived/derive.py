@@ -94,7 +94,7 @@ def derive(config: PreTrainedConfig, fields: dict[str, Any], apart: bool = False
         rounds_scale=ends.rounds_scale,
         head_bias=model.get_submodule(outline.head).bias is not None,
         projection=partial(_head, ends),
-        attention=(EAGER,) if apart else (*ALL, EAGER),
+        attention=(EAGER,) if apart else ALL,
         router=_router(model, outline),
     )
 
@@ -162,7 +162,7 @@ def _ends(config: PreTrainedConfig, outline: Outline, dtype: torch.dtype) -> tup
     norm = base.get_submodule(outline.norm)
     norm.register_forward_hook(lambda _, inputs, output: seen.extend([inputs[0], output]))
     head = model.get_submodule(outline.head)
-    nn.init.normal_(head.weight)
+    nn.init.normal_(head.weight, std=head.weight.shape[1] ** -0.5)
     words = base.get_submodule(outline.embedding).weight[SAMPLE]
     logits = model(input_ids=torch.tensor([SAMPLE]), use_cache=False).logits
     return words, seen[0][0], F.linear(seen[1], head.weight, head.bias), logits
@@ -178,6 +178,11 @@ def _ratio(one: Tensor, other: Tensor) -> float | None:
 def _block(made: dict[str, Made], apart: bool, config: PreTrainedConfig, index: int) -> nn.Module:
     kind = attention_kind(config, index)
     block: nn.Module = made[kind].block(config, index)
+    for module in block.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.requires_grad:  # not for the optimizer, and not rounded to the dtype to train in
+                delattr(module, name)
+                module.register_buffer(name, parameter.detach())
     if apart or kind == LINEAR:
         by_document(block.get_submodule(made[kind].mixer))
     return block

@@ -31,6 +31,7 @@ from models.checkpoint.source import HuggingFaceSource, same_bytes
 from models.derived.derive import derive, small_model
 from models.derived.outline import Underivable
 from models.generation.cache import KeyValueCache
+from models.router import router_loss, top_k
 from models.spec import ModelSpec
 
 LENGTH = 40  # longer than the windows of a small model
@@ -41,7 +42,7 @@ BOUND = 2e-5  # of what is compared, beside its largest number
 ROUGHLY = 1e-3  # of tokens one by one: recurrent states make rounding larger, and a mistake is larger still
 CPU = torch.device("cpu")
 
-GENERATION = "tokens one by one"
+GENERATION, ROUTING = "tokens one by one", "losses of the router"
 
 Figures = dict[str, float]  # the largest difference of each comparison, as a share of the largest number in it
 
@@ -53,13 +54,15 @@ class Proof(NamedTuple):
         attention: the kernels with which the family is exact, the usual one first.
         figures: by how much it differs.
         generates: whether tokens may come one by one.
-        apart: whether that is so only where blocks see one document of a packed row at a time.
+        routes: whether the loss of its router is transformers', where it has one.
+        apart: whether all that is so only where blocks see one document of a packed row at a time.
     """
 
     attention: tuple[str, ...]
     figures: Figures
     generates: bool
-    apart: bool = False
+    routes: bool
+    apart: bool
 
 
 def prove(config: PreTrainedConfig, fields: dict[str, Any], family: Family | None = None) -> Proof:
@@ -80,18 +83,19 @@ def prove(config: PreTrainedConfig, fields: dict[str, Any], family: Family | Non
         ways = [(family or derive(small, raw), False), *([] if family else [(derive(small, raw, apart=True), True)])]
         failed: list[str] = []
         for each, apart, kernel in ((each, apart, kernel) for each, apart in ways for kernel in (TORCH, EAGER)):
-            if kernel not in each.attention:
+            if kernel not in (*each.attention, *([] if family else [EAGER])):
                 continue
             try:
                 figures = compare(small_spec(each, small, raw, kernel), model, folder)
             except Exception as error:  # whatever a block makes of arguments that it does not know
                 failed.append(" ".join(f"{type(error).__name__}: {error}".split()))
                 continue
-            wrong = [name for name in figures if not figures[name] <= (ROUGHLY if name == GENERATION else BOUND)]
-            if not set(wrong) - {GENERATION}:
+            wrong = {name for name in figures if not figures[name] <= (ROUGHLY if name == GENERATION else BOUND)}
+            if wrong <= {GENERATION, ROUTING}:  # which training can do without
                 attention = each.attention if kernel == TORCH else (EAGER,)
-                return Proof(attention, {n: figures[n] for n in figures if n not in wrong}, not wrong, apart)
-            worst = max(set(wrong) - {GENERATION}, key=lambda name: figures[name])
+                held = {name: figure for name, figure in figures.items() if name not in wrong}
+                return Proof(attention, held, GENERATION not in wrong, ROUTING not in wrong, apart)
+            worst = max(wrong - {GENERATION, ROUTING}, key=lambda name: figures[name])
             failed.append(f"{worst} differ by {figures[worst]:.0e} of their size; expected at most {BOUND:.0e}")
         raise Underivable(f"{config.model_type} is not what transformers has: {failed[-1]}")
 
@@ -140,6 +144,9 @@ def compare(spec: ModelSpec, model: Any, folder: Path) -> Figures:
     figures = {"logits": apart(found, wanted), "losses": apart(losses[1], losses[0])}
     gradients = revert_weight_conversion(model, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     figures["gradients"] = max(apart(gradient, gradients[name]) for name, gradient in gradients_of(ours))
+    if spec.family.router:
+        its = model(input_ids=ids, use_cache=False, output_router_logits=True).aux_loss
+        figures[ROUTING] = apart(router_loss(ours.stream(ids)[2], top_k(spec.config)), its)
     with torch.inference_mode():
         alone = ours(ids)
         figures["stages"] = apart(in_stages(spec, source, ids), alone)

@@ -42,6 +42,7 @@ class Proven(BaseModel):
         attention: the kernels with which it is exact, the usual one first.
         figures: the largest difference of each comparison, as a share of the largest number in it.
         generates: whether tokens may come one by one.
+        routes: whether the loss of its router is transformers', where it has one.
         apart: whether blocks see one document of a packed row at a time.
         seconds: what the proof took.
     """
@@ -49,13 +50,17 @@ class Proven(BaseModel):
     attention: tuple[str, ...]
     figures: dict[str, float]
     generates: bool
+    routes: bool
     apart: bool
     seconds: float
 
     def __str__(self) -> str:
         worst = max(self.figures, key=lambda name: self.figures[name])
-        found = f"the largest difference {self.figures[worst]:.0e} ({worst})"
-        return f"held against transformers in {len(self.figures)} comparisons, {found}, in {self.seconds:.1f} s"
+        text = f"derived from transformers, and held against it in {len(self.figures)} comparisons"
+        text += f"; the largest difference is {self.figures[worst]:.0e} ({worst})"
+        if self.apart:
+            text += "; attention sees packed documents one by one, as its masks do not"
+        return text if self.generates else text + "; no generation here, as its cache is of a kind of its own"
 
 
 def proven(config: PreTrainedConfig, fields: dict[str, Any]) -> Family:
@@ -70,9 +75,10 @@ def proven(config: PreTrainedConfig, fields: dict[str, Any]) -> Family:
     key = json.dumps(fields, sort_keys=True)
     if key not in _families:
         found = proof_of(config, fields)
-        _families[key] = replace(
-            derive(config, fields, found.apart), attention=found.attention, generates=found.generates
-        )
+        family = derive(config, fields, found.apart)
+        router = family.router if found.routes else None
+        held = replace(family, attention=found.attention, generates=found.generates, router=router, proof=str(found))
+        _families[key] = held
     return _families[key]
 
 
@@ -94,7 +100,7 @@ def proof_of(config: PreTrainedConfig, fields: dict[str, Any], family: Family | 
     begin = time.perf_counter()
     proof = prove(config, fields, family)
     found = Proven(**proof._asdict(), seconds=time.perf_counter() - begin)
-    logger.info("%s: %s", config.model_type, found)
+    logger.info("%s: %s (%.1f s)", config.model_type, found, found.seconds)
     with suppress(OSError):  # without a place to keep it, it is proven again the next time
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, found.model_dump_json(indent=1))

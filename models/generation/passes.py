@@ -39,9 +39,17 @@ class Passes:
     Args:
         model: with the head.
         groups: of rows, whose passes may be under way at the same time.
+
+    Raises:
+        CheckpointError: the family cannot.
     """
 
     def __init__(self, model: CausalLM, groups: int = 1) -> None:
+        if not model.spec.family.generates:
+            raise CheckpointError(
+                f"{model.spec.family.name}: its cache is of a kind that is not known here; expected an export that "
+                "transformers generates with"
+            )
         self.spec = model.spec
         self.groups = groups
         self._model = model
