@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +74,7 @@ def prove(config: PreTrainedConfig, fields: dict[str, Any], family: Family | Non
     Raises:
         Underivable: it does not hold with any kernel; the text says in what it differs.
     """
-    with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as name:
+    with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as name, _one_thread():
         torch.manual_seed(0)
         model, folder = small_model(config, fields), Path(name)
         roughen(model)
@@ -98,6 +98,17 @@ def prove(config: PreTrainedConfig, fields: dict[str, Any], family: Family | Non
             worst = max(wrong - {GENERATION, ROUTING}, key=lambda name: figures[name])
             failed.append(f"{worst} differ by {figures[worst]:.0e} of their size; expected at most {BOUND:.0e}")
         raise Underivable(f"{config.model_type} is not what transformers has: {failed[-1]}")
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Products as small as these are slower with several, and many times so on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def write_checkpoint(model: Any, folder: Path) -> dict[str, Any]:
@@ -157,6 +168,7 @@ def compare(spec: ModelSpec, model: Any, folder: Path) -> Figures:
     return figures
 
 
+@torch.no_grad()
 def apart(found: Tensor, wanted: Tensor) -> float:
     """The largest difference, as a share of the largest number."""
     difference = (found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-3)

@@ -1,0 +1,139 @@
+"""Shows that architectures without a declaration are derived, proven once, and then converted and run as any other."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from models import load_model
+from models.architectures import FAMILIES
+from models.derived import proven
+from models.derived.proof import BOUND, prove
+from models.loss import token_loss
+from models.spec import ModelSpec
+from tests.models.derived.cases import TRAITS, config_of, write_small
+from tests.models.helpers import LAYOUTS, assert_round_trip, error_line, in_layout, random_ids, shifted_loss
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Proofs of this test alone, on the disk and in memory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    known = dict(proven._families)
+    proven._families.clear()
+    yield
+    proven._families.clear()
+    proven._families.update(known)
+
+
+@pytest.fixture(scope="module", params=TRAITS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return folder, write_small(folder, request.param)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_and_loss_equal_transformers(checkpoint: tuple[Path, Any], layout: str, tmp_path: Path) -> None:
+    folder, model = checkpoint
+    ids = random_ids(2, 40)
+    ours = load_model(in_layout(folder, layout, tmp_path / "layers"))
+    wanted = model(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(ours(ids), wanted, atol=2e-5, rtol=0)
+    normalised = ours.head.norm(ours.stream(ids)[0])
+    loss = token_loss(normalised, ids, ours.head) / (2 * 39)
+    torch.testing.assert_close(loss, shifted_loss(wanted, ids), atol=1e-5, rtol=0)
+
+
+def test_a_checkpoint_comes_back_bit_for_bit(checkpoint: tuple[Path, Any], tmp_path: Path) -> None:
+    assert_round_trip(checkpoint[0], tmp_path)
+
+
+def test_what_is_proven_is_told_once_and_known_the_next_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_small(tmp_path / "model", "smollm3")
+    with caplog.at_level(logging.INFO, "pipetune"):
+        spec = ModelSpec.from_folder(tmp_path / "model")
+        proven._families.clear()  # as in another process
+        monkeypatch.setattr(proven, "prove", None)
+        again = ModelSpec.from_folder(tmp_path / "model")
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("smollm3: derived from transformers, and held against it in 7 comparisons")
+    assert again.family.proof == spec.family.proof and again.family.proof in line
+    (kept,) = (tmp_path / "cache" / "pipetune" / "proofs").iterdir()
+    assert max(json.loads(kept.read_text())["figures"].values()) <= BOUND
+
+
+def test_another_trait_is_proven_anew(tmp_path: Path) -> None:
+    for number, changes in enumerate(({}, {"vocab_size": 1000}, {"attention_bias": True})):
+        write_small(tmp_path / str(number), "smollm3", **changes)
+        ModelSpec.from_folder(tmp_path / str(number))
+    assert len(list((tmp_path / "cache" / "pipetune" / "proofs").iterdir())) == 2  # a size is no trait
+
+
+def test_a_proof_without_a_place_to_keep_it_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_small(tmp_path / "model", "smollm3")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert ModelSpec.from_folder(tmp_path / "model").family.proof
+
+
+def test_a_damaged_proof_is_made_again(tmp_path: Path) -> None:
+    write_small(tmp_path / "model", "smollm3")
+    ModelSpec.from_folder(tmp_path / "model")
+    (kept,) = (tmp_path / "cache" / "pipetune" / "proofs").iterdir()
+    sound = kept.read_text()
+    kept.write_text(sound[:20])
+    proven._families.clear()
+    ModelSpec.from_folder(tmp_path / "model")
+    assert json.loads(kept.read_text())["figures"] == json.loads(sound)["figures"]
+
+
+REFUSED = {
+    "hrm_text": "HrmTextModel has 0 lists of 4 blocks",
+    "inkling_text": "does more to embeddings than to multiply them",
+    "gemma4_text": "is called with something else than positions",
+    "t5": "transformers has no decoder of this name",
+    "no_such_model": "transformers has no decoder of this name",
+}
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_what_does_not_fit_is_refused_in_one_line(model_type: str, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"model_type": model_type, "num_hidden_layers": 2}
+    if model_type.endswith("_text"):
+        changes = {"hidden_size_per_layer_input": 16} if model_type == "gemma4_text" else {}
+        fields = config_of(model_type, **changes)[1]
+    (tmp_path / "config.json").write_text(json.dumps(fields, default=str))
+    assert REFUSED[model_type] in error_line(lambda: ModelSpec.from_folder(tmp_path))
+    assert not (tmp_path / "cache").exists()
+
+
+def test_what_is_not_trained_keeps_its_precision(tmp_path: Path) -> None:
+    write_small(tmp_path / "model", "deepseek_v3")
+    model = load_model(tmp_path / "model", dtype=torch.bfloat16)
+    biases = {name: each.dtype for name, each in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    assert set(biases.values()) == {torch.float32} and len(biases) == 3
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_layers_that_only_transformers_ignores_are_carried(tmp_path: Path) -> None:
+    write_small(tmp_path / "model", "deepseek_v3")
+    path = tmp_path / "model" / "model.safetensors"
+    spare = {"model.layers.61.eh_proj.weight": torch.randn(8, 4)}
+    save_file(load_file(path) | spare, path, metadata={"format": "pt"})
+    assert_round_trip(tmp_path / "model", tmp_path)
+
+
+def test_declared_families_hold_as_derived_ones_do() -> None:
+    for model_type in sorted(FAMILIES.keys() - {"baichuan", "bloom", "chatglm"}):
+        config, fields = config_of(model_type)
+        found = prove(config, fields)
+        assert max(found.figures.values()) <= BOUND, model_type

@@ -1,0 +1,158 @@
+"""Shows that the proof sees what it is for: each fault here is one that a family could really have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import models.causal_lm
+from models import CheckpointError
+from models.architectures import Family, Rule
+from models.attention import EAGER
+from models.derived.derive import derive
+from models.derived.positions import DerivedPositions
+from models.derived.proof import BOUND, GENERATION, ROUTING, compare, small_spec
+from models.documents import Documents
+from models.generation.cache import KeyValueCache
+from models.layers import Head
+from tests.models.derived.cases import write_small
+from tests.models.helpers import change_weights, read_config
+
+
+class Fault(NamedTuple):
+    """A family with something wrong, on a kind of model where it matters.
+
+    Attributes:
+        seen: the first comparison that has to see it.
+    """
+
+    model_type: str
+    planted: Callable[[Family], Family]
+    seen: str
+
+
+def scaled(family: Family) -> Family:
+    assert family.embedding_scale is not None
+    return replace(family, embedding_scale=lambda config: 1.001 * family.embedding_scale(config))  # type: ignore[misc]
+
+
+def capless(family: Family) -> Family:
+    return replace(family, projection=Head)
+
+
+def leaking(family: Family) -> Family:
+    """Attention that goes through the documents of a row, with positions that restart."""
+
+    def positions(family_: Family, config: Any) -> Any:
+        made: DerivedPositions = family.positions(family_, config)  # type: ignore[misc]
+
+        class Leaking(DerivedPositions):
+            def documents(self, position_ids: Tensor) -> Documents:
+                return Documents([[position_ids.shape[1]]] * len(position_ids))
+
+        made.__class__ = Leaking
+        return made
+
+    return replace(family, positions=positions)
+
+
+def swapped_experts(family: Family) -> Family:
+    """Of each expert the up projection where the gate belongs."""
+
+    def swapped(rule: Rule) -> Rule:
+        return replace(rule, disk=rule.disk[::-1]) if len(rule.disk_names) == 2 else rule
+
+    assert family.block != tuple(map(swapped, family.block))
+    return replace(family, block=tuple(map(swapped, family.block)))
+
+
+def restarting(family: Family) -> Family:
+    """Positions that begin anew with each token that comes through the cache."""
+
+    def positions(family_: Family, config: Any) -> Any:
+        made: DerivedPositions = family.positions(family_, config)  # type: ignore[misc]
+
+        class Restarting(DerivedPositions):
+            def arguments(self, hidden: Tensor, position_ids: Tensor, cache: KeyValueCache | None) -> Any:
+                return super().arguments(hidden, position_ids * (cache is None), cache)
+
+        made.__class__ = Restarting
+        return made
+
+    return replace(family, positions=positions)
+
+
+def stuck(family: Family) -> Family:
+    """A weight whose gradient goes nowhere."""
+
+    def block(config: Any, index: int) -> nn.Module:
+        made = family.decoder_layer(config, index)
+        made.input_layernorm.register_full_backward_hook(lambda _, inputs, __: (0.999 * inputs[0],))
+        return made
+
+    return replace(family, decoder_layer=block)
+
+
+FAULTS = {
+    "scale": Fault("gemma4_text", scaled, "logits"),
+    "cap": Fault("gemma4_text", capless, "logits"),
+    "leak": Fault("qwen3", leaking, "documents in a packed row"),
+    "leak in linear attention": Fault("qwen3_5_text", leaking, "documents in a packed row"),
+    "order of experts": Fault("qwen3_moe", swapped_experts, "logits"),
+    "cache": Fault("qwen3", restarting, GENERATION),
+    "gradient": Fault("qwen3", stuck, "gradients"),
+}
+
+
+def small(folder: Path, model_type: str, **changes: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """A small model of transformers whose checkpoint lies in `folder`, its config, and its config.json."""
+    model = write_small(folder, model_type, **changes)
+    raw = read_config(folder)
+    return model, type(model.config).from_dict(raw), raw
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_seen(name: str, tmp_path: Path) -> None:
+    fault = FAULTS[name]
+    model, config, raw = small(tmp_path, fault.model_type)
+    family = derive(config, raw)
+    kernel = family.attention[0]
+    sound = compare(small_spec(family, config, raw, kernel), model, tmp_path)
+    figures = compare(small_spec(fault.planted(family), config, raw, kernel), model, tmp_path)
+    assert sound[fault.seen] <= BOUND < figures[fault.seen]
+    others = [each for each in figures if list(figures).index(each) < list(figures).index(fault.seen)]
+    assert all(figures[each] <= BOUND for each in others if each != ROUTING)
+
+
+def test_a_head_that_is_not_tied_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, config, raw = small(tmp_path, "smollm3")
+    assert config.tie_word_embeddings
+    monkeypatch.setattr(models.causal_lm, "tie_weights", lambda *_: None)
+    figures = compare(small_spec(derive(config, raw), config, raw, EAGER), model, tmp_path)
+    assert figures["logits"] <= BOUND < figures["gradients"]
+
+
+def test_a_dropped_tensor_is_seen(tmp_path: Path) -> None:
+    model, config, raw = small(tmp_path, "qwen3")
+    change_weights(tmp_path, lambda tensors: tensors.pop("model.layers.1.self_attn.q_norm.weight"))
+    with pytest.raises(CheckpointError, match=r"missing weights: model\.layers\.1\.self_attn\.q_norm\.weight"):
+        compare(small_spec(derive(config, raw), config, raw, EAGER), model, tmp_path)
+
+
+def test_numbers_in_another_order_are_seen(tmp_path: Path) -> None:
+    model, config, raw = small(tmp_path, "qwen3_moe")
+    change_weights(
+        tmp_path,
+        lambda tensors: tensors.update(
+            {name: tensor.flip(0) for name, tensor in tensors.items() if name.endswith("down_proj.weight")}
+        ),
+    )
+    figures = compare(small_spec(derive(config, raw), config, raw, EAGER), model, tmp_path)
+    assert figures["logits"] > BOUND
+    torch.testing.assert_close(figures["stages"], 0.0)
