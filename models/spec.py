@@ -29,6 +29,7 @@ from models.router import experts_implementation, n_experts
 MOST = dict.fromkeys(["num_hidden_layers", "num_layers", "n_layer", "num_experts", "num_local_experts"], 10_000)
 MOST |= {"hidden_size": 2**20, "head_dim": 2**16, "kv_channels": 2**16}
 TEXT, TIED = "text_config", "tie_word_embeddings"
+QUANTIZATION = "quantization_config"  # of weights that are read as what they stand for (`checkpoint.quantized`)
 MOST_BYTES = 2**24  # of a config.json
 
 
@@ -40,8 +41,8 @@ class ModelSpec:
         family: the declaration that config.json's `model_type` names.
         config: transformers' configuration object, read from old and new field names alike.
         raw: config.json as it stands.
-        fields: the same in the field names of a config that transformers knows; of a model of images and text the part
-            for text.
+        fields: what it says of the model, in the field names of a config that transformers knows; of a model of images
+            and text what it says of the part for text.
         is_part: whether the checkpoint holds more than this model.
     """
 
@@ -68,7 +69,8 @@ class ModelSpec:
         if not isinstance(model_type, str):
             raise CheckpointError(f'{path}: no model_type; expected a name such as "llama"')
         try:
-            fields = text_fields(raw)
+            part = text_fields(raw)
+            fields = {name: value for name, value in part.items() if name != QUANTIZATION}
             family = declared(fields)
             fields = family.translate(fields) if family and family.translate else fields
             config = CONFIG_MAPPING[fields["model_type"]].from_dict(deepcopy(fields))  # which it changes
@@ -76,7 +78,7 @@ class ModelSpec:
         except Exception as error:  # transformers raises many kinds for a config that makes no sense
             raise CheckpointError(f"{path}: {' '.join(str(error).split())}") from None
         config._experts_implementation = experts_implementation()
-        spec = cls(family, config, raw, fields, is_part=fields is not raw and not family.translate)
+        spec = cls(family, config, raw, fields, is_part=part is not raw)
         if spec.n_blocks < 1:
             raise CheckpointError(f"{path}: num_hidden_layers: expected at least 1, found {spec.n_blocks}")
         spec.set_attention(family.attention[0])
@@ -188,8 +190,7 @@ def text_fields(raw: dict[str, Any]) -> dict[str, Any]:
     """
     model_type = raw["model_type"]
     if model_type not in FAMILIES and isinstance(text := raw.get(TEXT), dict) and "model_type" in text:
-        tied = {TIED: raw[TIED]} if TIED in raw and TIED not in text else {}
-        return text | tied
+        return text | {name: raw[name] for name in (TIED,) if name in raw}  # where the head is, which is for the whole
     if model_type not in FAMILIES and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         known = ", ".join(sorted(FAMILIES))
         raise CheckpointError(

@@ -6,6 +6,8 @@ folder back (division into files, dtypes, tensors without a layer) is written be
 
 from __future__ import annotations
 
+import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -30,7 +32,9 @@ from models.checkpoint.source import HuggingFaceSource, PipelineSource, tell_of_
 from models.checkpoint.tensor_files import has_nan
 from models.checkpoint.verify import compare, forget_cached
 from models.errors import CheckpointError
-from models.spec import ModelSpec
+from models.spec import QUANTIZATION, ModelSpec, read_json
+
+logger = logging.getLogger("pipetune")
 
 
 def hg_to_pp(input_path: str | Path, save_path: str | Path, overwrite: bool = False, verify: bool = False) -> None:
@@ -89,8 +93,17 @@ def copy_side_files(source: Path, target: Path) -> None:
     elif (source / CARRIED).is_file():
         copy_files(source, target, [CARRIED])
     copy_files(source, target, side_names(source, manifest))
+    unquantize(target / "config.json")
     if manifest:
         manifest.write(target)
+
+
+def unquantize(path: Path) -> None:
+    """Let a config.json say nothing of quantized weights, as those beside it no longer are."""
+    if path.is_file() and QUANTIZATION in (config := read_json(path)):
+        logger.info("%s: quantized weights are read as what they stand for, and written in 16 or 32 bits", path.parent)
+        text = json.dumps({name: value for name, value in config.items() if name != QUANTIZATION}, indent=2)
+        path.write_text(text + "\n", encoding="utf-8")
 
 
 def _write_layer(source: HuggingFaceSource, layer: int, target: Path) -> int:

@@ -39,6 +39,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
 }
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 

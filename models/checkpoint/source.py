@@ -15,6 +15,7 @@ from torch import Tensor
 
 from models.architectures import Binding, cut
 from models.checkpoint.layout import Layout, layer_file, layout_of, weight_files, weight_index
+from models.checkpoint.quantized import quantized_tensors, without_parts
 from models.checkpoint.safetensors_files import SafetensorsFile, TensorInfo
 from models.checkpoint.tensor_files import MappedFile, TensorFile, has_nan, open_tensors
 from models.errors import CheckpointError
@@ -77,7 +78,8 @@ class HuggingFaceSource:
     """A HuggingFace folder: a layer's tensors are found through the index, in however many shards they lie.
 
     Attributes:
-        files: file name -> the names on disk of its tensors.
+        files: file name -> the names of its tensors, those on disk but for quantized ones.
+        names: all of these.
         weight_map: the family's naming table in this folder's spelling.
     """
 
@@ -85,9 +87,14 @@ class HuggingFaceSource:
         self.folder = folder
         self.spec = spec
         self._open: dict[str, TensorFile] = {}
-        self.files = self._list_files()
-        self._file_of = {name: file for file, names in self.files.items() for name in names}
-        self.weight_map = spec.weight_map.for_names(self._file_of)
+        stored = self._list_files()
+        self._file_of = {name: file for file, names in stored.items() for name in names}
+        self._quantized = quantized_tensors(spec.raw, self._file_of, folder)
+        self.files = {file: without_parts(names, self._quantized) for file, names in stored.items()}
+        for name, each in self._quantized.items():
+            self._file_of[name] = self._file_of[each.numbers]
+        self.names = {name for names in self.files.values() for name in names}
+        self.weight_map = spec.weight_map.for_names(self.names)
         self._check_names()
 
     def check_layer(self, layer: int) -> None:
@@ -114,11 +121,15 @@ class HuggingFaceSource:
         return sum(self.info(name).nbytes for binding in self._bindings(layer) for name in binding.disk)
 
     def info(self, disk_name: str) -> TensorInfo:
-        """Dtype and shape of a tensor by its name on disk."""
+        """Dtype and shape of a tensor by its name on disk; of a quantized one as it is read."""
+        if each := self._quantized.get(disk_name):
+            return each.info(self._find(each.numbers).info(each.numbers))
         return self._find(disk_name).info(disk_name)
 
     def read(self, disk_name: str) -> Tensor:
         """One tensor by its name on disk."""
+        if each := self._quantized.get(disk_name):
+            return each.read(lambda name: self._find(name).read(name))
         return self._find(disk_name).read(disk_name)
 
     def dtype(self) -> torch.dtype:
@@ -126,7 +137,7 @@ class HuggingFaceSource:
 
     def carried(self) -> list[str]:
         """Names on disk of the tensors that belong to no layer but have to come back."""
-        return [name for name in self._file_of if self.weight_map.is_carried(name)]
+        return [name for name in self.names if self.weight_map.is_carried(name)]
 
     def _bindings(self, layer: int) -> list[Binding]:
         """The bindings of a layer; a tied head reads the embedding, which is the one that counts."""
@@ -140,7 +151,10 @@ class HuggingFaceSource:
     def _check_shapes(self, layer: int) -> None:
         for binding in self._bindings(layer):
             for name, shape in binding.disk_shapes(self.spec.shapes(layer)).items():
-                _check_shape(self.folder, name, self.info(name).shape, shape)
+                info = self.info(name)
+                _check_shape(self.folder, name, info.shape, shape)
+                if info.dtype.itemsize < 2:
+                    raise CheckpointError(f"{self.folder}: {name} has 8 bits and no scales; expected 16 or 32 bits")
 
     def _find(self, disk_name: str) -> TensorFile:
         file = self._file_of[disk_name]
@@ -159,7 +173,7 @@ class HuggingFaceSource:
     def _check_repeated_head(self, embedding: Tensor) -> None:
         """A tied checkpoint may repeat the embedding as its head, but not hold another one."""
         name = self.weight_map.tied_head
-        if name in self._file_of and not same_bytes(self.read(name), embedding):
+        if name in self.names and not same_bytes(self.read(name), embedding):
             raise CheckpointError(
                 f"{self.folder}: {name} is not the embedding, but config.json says tie_word_embeddings; expected equal "
                 "tensors or tie_word_embeddings: false"
@@ -194,7 +208,7 @@ class HuggingFaceSource:
             for name in binding.disk
         }
         optional = {self.weight_map.tied_head} if self.spec.tied else set()
-        found = {name for name in self._file_of if not self.weight_map.is_carried(name)}
+        found = {name for name in self.names if not self.weight_map.is_carried(name)}
         if unexpected := found - expected:
             family = self.spec.family.name
             raise CheckpointError(f"{self.folder}: unexpected weights for {family}: {listed(sorted(unexpected))}")

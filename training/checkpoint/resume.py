@@ -15,7 +15,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from rich.console import Console
 
-from models.spec import ModelSpec
+from models.spec import QUANTIZATION, ModelSpec
 from training.checkpoint.deepspeed_files import read_mapped
 from training.checkpoint.folder import CheckpointRecord, DataOrder
 from training.checkpoint.resharding import take_over
@@ -28,7 +28,7 @@ from training.errors import ConfigError
 from training.topology import Topology
 
 # Of config.json, what the computation does not depend on.
-UNUSED = {"_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"}
+UNUSED = {"_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", QUANTIZATION}
 
 
 def resume(

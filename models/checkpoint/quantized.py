@@ -1,0 +1,117 @@
+"""Checkpoints whose weights lie in 4 or 8 bits: read as what they stand for, in the dtype that config.json names.
+
+Two forms are in use for training's starting points. fp8 (DeepSeek-V3, Qwen3, MiniMax-M2) has a scale for each block of
+a matrix: a weight is its 8-bit number times its block's scale. mxfp4 (gpt-oss) has 4-bit numbers, two a byte, and an
+exponent for each 32 of them, and stores the matrices of experts transposed. Both are a product in fp32, rounded once,
+as transformers does it. All weights are trained, and so what is converted and exported is no longer quantized.
+
+Cost: a tensor of the size that is read, and of an expert's size in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from models.checkpoint.safetensors_files import TensorInfo
+from models.errors import CheckpointError
+from models.spec import QUANTIZATION
+
+FP8, MXFP4 = "fp8", "mxfp4"
+SCALE, UNUSED = "_scale_inv", (".activation_scale", ".input_scale")  # the latter are for products in 8 bits
+BLOCKS, EXPONENTS = "_blocks", "_scales"
+BIAS = 127  # of an exponent in 8 bits
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # OCP's E2M1
+
+Read = Callable[[str], Tensor]
+
+
+class Quantized(NamedTuple):
+    """A tensor that two tensors on disk make up.
+
+    Attributes:
+        numbers, scales: their names.
+        dtype: what it is read as.
+        block: rows and columns that share a scale, of fp8.
+    """
+
+    numbers: str
+    scales: str
+    dtype: torch.dtype
+    block: tuple[int, int] | None
+
+    def info(self, numbers: TensorInfo) -> TensorInfo:
+        """What it looks like when it is read."""
+        if self.block:
+            return TensorInfo(self.dtype, numbers.shape)
+        *outer, rows, groups, width = numbers.shape
+        return TensorInfo(self.dtype, torch.Size((*outer, groups * width * 2, rows)))
+
+    def read(self, read: Read) -> Tensor:
+        """The numbers times their scales."""
+        numbers, scales = read(self.numbers), read(self.scales)
+        return self._from_fp8(numbers, scales) if self.block else self._from_mxfp4(numbers, scales)
+
+    def _from_fp8(self, numbers: Tensor, scales: Tensor) -> Tensor:
+        assert self.block is not None
+        factors = _powers(scales) if scales.dtype == torch.uint8 else scales.float()
+        for dimension, size in zip((-2, -1), self.block, strict=True):
+            factors = factors.repeat_interleave(size, dim=dimension).narrow(dimension, 0, numbers.shape[dimension])
+        return (numbers.float() * factors).to(self.dtype)
+
+    def _from_mxfp4(self, numbers: Tensor, scales: Tensor) -> Tensor:
+        pairs = torch.tensor([[FP4[byte & 15], FP4[byte >> 4]] for byte in range(256)])
+        *outer, rows, groups, width = numbers.shape
+        made = torch.empty(*outer, groups * width * 2, rows, dtype=self.dtype)
+        for expert, bytes_, exponents in zip(made, numbers, scales, strict=True):
+            values = pairs[bytes_.long()].flatten(-2) * _powers(exponents)[..., None]
+            expert.copy_(values.flatten(-2).T)
+        return made
+
+
+def quantized_tensors(config: dict[str, Any], names: Iterable[str], where: object) -> dict[str, Quantized]:
+    """The tensors of a checkpoint that are made up of two, by the names that they are read under.
+
+    Args:
+        config: config.json.
+        names: of everything on disk.
+
+    Raises:
+        CheckpointError: the weights are quantized in another way.
+    """
+    settings = config.get(QUANTIZATION)
+    if not settings:
+        return {}
+    known, method = set(names), settings.get("quant_method")
+    stored = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    dtype = getattr(torch, stored, torch.bfloat16)
+    if method == FP8:
+        block = settings.get("weight_block_size")
+        if not (isinstance(block, list) and len(block) == 2):
+            raise CheckpointError(
+                f"{where}: {QUANTIZATION}: fp8 without weight_block_size; expected a scale for each block"
+            )
+        weights = [name.removesuffix(SCALE) for name in known if name.endswith(SCALE)]
+        return {name: Quantized(name, name + SCALE, dtype, (block[0], block[1])) for name in weights if name in known}
+    if method == MXFP4:
+        weights = [name.removesuffix(BLOCKS) for name in known if name.endswith(BLOCKS)]
+        both = [name for name in weights if name + EXPONENTS in known]
+        return {name: Quantized(name + BLOCKS, name + EXPONENTS, dtype, None) for name in both}
+    raise CheckpointError(
+        f"{where}: {QUANTIZATION}: the weights are quantized by {method}; expected 16 or 32 bits, {FP8} or {MXFP4}"
+    )
+
+
+def without_parts(names: Iterable[str], quantized: dict[str, Quantized]) -> list[str]:
+    """The names that are read, in the order of those on disk: of a quantized tensor its own, where its numbers lie."""
+    own = {each.numbers: name for name, each in quantized.items()}
+    scales = {each.scales for each in quantized.values()}
+    rest = (name for name in names if name not in scales and not (quantized and name.endswith(UNUSED)))
+    return [own.get(name, name) for name in rest]
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    return (exponents.float() - BIAS).exp2()
