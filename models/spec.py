@@ -132,7 +132,9 @@ class ModelSpec:
 
     @property
     def weight_map(self) -> WeightMap:
-        return WeightMap(self.family, self.n_blocks, n_experts(self.config), is_part=self.is_part)
+        return WeightMap(
+            self.family, self.n_blocks, n_experts(self.config), key_heads(self.config), is_part=self.is_part
+        )
 
     def build(self, layer: int, positions: Positions | None = None) -> Embedding | Block | Head:
         """Layer number `layer`, with uninitialised or freshly constructed weights, on torch's default device.
@@ -165,6 +167,12 @@ class ModelSpec:
         except Exception as error:  # whatever the layers make of it
             reason = " ".join(str(error).split())
             raise CheckpointError(f"{path}: no model can be built from it: {type(error).__name__}: {reason}") from None
+
+
+def key_heads(config: PreTrainedConfig) -> int:
+    """How many heads of keys and values the blocks have."""
+    heads = vars(config).get("num_key_value_heads")
+    return int(config.num_attention_heads if heads is None else heads)
 
 
 def declared(fields: dict[str, Any]) -> Family | None:

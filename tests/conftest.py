@@ -76,6 +76,44 @@ CHATGLM = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+INTERNLM = {
+    "model_type": "internlm2",
+    "bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000,
+    "rope_scaling": {"type": "dynamic", "factor": 2.0},
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+QWEN = {
+    "model_type": "qwen",
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "kv_channels": 16,
+    "layer_norm_epsilon": 1e-6,
+    "no_bias": True,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "rotary_emb_base": 10000,
+    "rotary_pct": 1.0,
+    "seq_length": 256,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "use_dynamic_ntk": True,
+    "use_logn_attn": True,
+    "vocab_size": VOCABULARY,
+}
 
 
 # A slow machine is no error: neither a test nor the making of its examples has a time limit.
@@ -252,4 +290,47 @@ def chatglm_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
-ORIGINALS = {"baichuan": (BAICHUAN, baichuan_shapes), "chatglm": (CHATGLM, chatglm_shapes)}
+def internlm_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors of an InternLM2."""
+    vocabulary, width, inner = config["vocab_size"], config["hidden_size"], config["intermediate_size"]
+    heads, keys = config["num_attention_heads"], config["num_key_value_heads"]
+    shapes: dict[str, tuple[int, ...]] = {"model.tok_embeddings.weight": (vocabulary, width)}
+    for block in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{block}"
+        shapes |= {
+            f"{layer}.attention.wqkv.weight": ((heads + 2 * keys) * width // heads, width),
+            f"{layer}.attention.wo.weight": (width, width),
+            f"{layer}.feed_forward.w1.weight": (inner, width),
+            f"{layer}.feed_forward.w3.weight": (inner, width),
+            f"{layer}.feed_forward.w2.weight": (width, inner),
+            f"{layer}.attention_norm.weight": (width,),
+            f"{layer}.ffn_norm.weight": (width,),
+        }
+    return shapes | {"model.norm.weight": (width,), "output.weight": (vocabulary, width)}
+
+
+def qwen_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors of the first Qwen."""
+    vocabulary, width, inner = config["vocab_size"], config["hidden_size"], config["intermediate_size"] // 2
+    shapes: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (vocabulary, width)}
+    for block in range(config["num_hidden_layers"]):
+        layer = f"transformer.h.{block}"
+        shapes |= {
+            f"{layer}.ln_1.weight": (width,),
+            f"{layer}.attn.c_attn.weight": (3 * width, width),
+            f"{layer}.attn.c_attn.bias": (3 * width,),
+            f"{layer}.attn.c_proj.weight": (width, width),
+            f"{layer}.ln_2.weight": (width,),
+            f"{layer}.mlp.w1.weight": (inner, width),
+            f"{layer}.mlp.w2.weight": (inner, width),
+            f"{layer}.mlp.c_proj.weight": (width, inner),
+        }
+    return shapes | {"transformer.ln_f.weight": (width,), "lm_head.weight": (vocabulary, width)}
+
+
+ORIGINALS = {
+    "baichuan": (BAICHUAN, baichuan_shapes),
+    "chatglm": (CHATGLM, chatglm_shapes),
+    "internlm2": (INTERNLM, internlm_shapes),
+    "qwen": (QWEN, qwen_shapes),
+}

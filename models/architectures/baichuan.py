@@ -1,8 +1,9 @@
-"""Baichuan2: llama's block with a fused W_pack and a normalised head; 7B with rotary angles, 13B with ALiBi biases.
+"""Baichuan and Baichuan2: llama's block with a fused W_pack; 7B with rotary angles, 13B with ALiBi biases.
 
-The original code never runs. The head divides each row of its weight by its length in every forward pass, so a copy
-with normalised rows is a plain llama head. 7B and 13B share the `model_type`; only the 7B's config.json limits the
-positions, as its rotary tables have to end somewhere.
+The original code never runs. Baichuan2's head divides each row of its weight by its length in every forward pass, so a
+copy with normalised rows is a plain llama head; the first Baichuan's is one. All four share the `model_type`. Only the
+7B's config.json limits the positions, as its rotary tables have to end somewhere, and the first generation has half as
+many words as the second.
 """
 
 from __future__ import annotations
@@ -21,13 +22,12 @@ from models.architectures.bloom import alibi_slopes
 from models.architectures.family import Family, Native, Rule
 from models.attention import EAGER, TORCH
 from models.documents import Documents
-from models.errors import CheckpointError
 from models.flex_attention import FLEX
 from models.generation.cache import KeyValueCache
 from models.layers import Head
 from models.positions import FULL, Angles, Arguments, Positions
 
-FIRST_VOCABULARY = 64_000  # that of the first Baichuan, whose head is not normalised
+FIRST_VOCABULARY = range(64_000, 65_000)  # of the first generation, tokens that somebody added among them
 FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -85,18 +85,13 @@ class AlibiPositions(Positions):
 
 
 def translate(raw: dict[str, Any]) -> dict[str, Any]:
-    """Baichuan2's config.json in the fields of transformers' LlamaConfig.
-
-    Raises:
-        CheckpointError: the config is that of the first Baichuan.
-    """
-    if raw.get("vocab_size") == FIRST_VOCABULARY:
-        raise CheckpointError(f"vocab_size {FIRST_VOCABULARY} is the first Baichuan's; Pipetune knows Baichuan2")
+    """Baichuan's config.json in the fields of transformers' LlamaConfig."""
     return {"model_type": "llama"} | {name: raw[name] for name in FIELDS if name in raw}
 
 
 def _variant(raw: dict[str, Any]) -> Family:
-    return ROTARY if "max_position_embeddings" in raw else ALIBI
+    first, second = (FIRST_ROTARY, ROTARY) if "max_position_embeddings" in raw else (FIRST_ALIBI, ALIBI)
+    return first if raw.get("vocab_size") in FIRST_VOCABULARY else second
 
 
 ROTARY = replace(
@@ -122,4 +117,6 @@ ALIBI = replace(
     attention=(TORCH, EAGER, FLEX),
     native=None,
 )
+FIRST_ROTARY = replace(ROTARY, name="baichuan-7b", projection=None, native=Native(llama.FAMILY, "LlamaForCausalLM"))
+FIRST_ALIBI = replace(ALIBI, name="baichuan-13b", projection=None)
 FAMILY = ROTARY

@@ -30,10 +30,14 @@ class Rule:
 
     `{i}` stands for the block's number (from 0, as on disk); `{e}` for each expert in turn; `*` for any rest, the same
     on both sides. The first rule that fits a name counts.
+
+    Attributes:
+        by_key_head: a fused projection has, for each key head in turn, its share of the rows of each module.
     """
 
     disk: str | tuple[str, ...]
     module: str | tuple[str, ...]
+    by_key_head: bool = False
 
     @property
     def disk_names(self) -> tuple[str, ...]:

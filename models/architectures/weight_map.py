@@ -28,12 +28,14 @@ class Binding(NamedTuple):
         layer: the layer's number.
         names: names in that layer's state dict.
         stacked: whether the names on disk are those of experts, which the layer stacks.
+        groups: in how many turns the rows of a tensor on disk go through those of the layer's tensors.
     """
 
     disk: tuple[str, ...]
     layer: int
     names: tuple[str, ...]
     stacked: bool = False
+    groups: int = 1
 
     def disk_shapes(self, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
         """Name and shape on disk of each tensor, from the shapes of the layer's."""
@@ -59,6 +61,7 @@ class WeightMap:
     family: Family
     n_blocks: int
     n_experts: int = 0
+    n_key_heads: int = 1
     prefix: str | None = None  # how the names on disk begin, where it is otherwise than the family has it
     is_part: bool = False  # whether the checkpoint holds more than this model, as those with a vision tower do
 
@@ -171,19 +174,36 @@ class WeightMap:
         disk = [name.replace("*", rest) for name in disk]
         if self.prefix is not None:
             disk = [self._spelled(name) for name in disk]
-        return Binding(tuple(disk), layer, tuple(name.replace("*", rest) for name in rule.module_names), stacked)
+        groups = self.n_key_heads if rule.by_key_head else 1
+        return Binding(
+            tuple(disk), layer, tuple(name.replace("*", rest) for name in rule.module_names), stacked, groups
+        )
 
 
-def cut(tensors: Sequence[Tensor], shapes: Sequence[torch.Size]) -> list[Tensor]:
+def cut(tensors: Sequence[Tensor], shapes: Sequence[torch.Size], groups: int = 1) -> list[Tensor]:
     """The numbers of `tensors`, read row by row one after the other, as tensors of other shapes.
 
     Several tensors are joined into a new one; one tensor is cut into views of itself.
+
+    Args:
+        groups: the one tensor has the rows of the several in so many turns, an equal share of each in each.
     """
+    if groups > 1:
+        return _cut_in_turns(tensors, shapes, groups)
     if len(tensors) == len(shapes) == 1:
         return [tensors[0].reshape(shapes[0])]
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1)
     pieces = flat.split([prod(shape) for shape in shapes])
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def _cut_in_turns(tensors: Sequence[Tensor], shapes: Sequence[torch.Size], groups: int) -> list[Tensor]:
+    if len(tensors) > 1:
+        turns = [tensor.unflatten(0, (groups, -1)) for tensor in tensors]
+        return [torch.cat(turns, dim=1).reshape(shapes[0])]
+    rows = [shape[0] // groups for shape in shapes]
+    pieces = tensors[0].unflatten(0, (groups, -1)).split(rows, dim=1)
+    return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _counts(number: str, limit: int) -> bool:

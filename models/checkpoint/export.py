@@ -202,7 +202,8 @@ class Export:
         if self.native and layer == self.weight_map.head_layer:
             state |= {name: change(state[name]) for name, change in self.native.changes.items()}
         for binding in self.weight_map.bindings(layer, shapes):
-            pieces = cut([state[name] for name in binding.names], list(binding.disk_shapes(shapes).values()))
+            wanted = list(binding.disk_shapes(shapes).values())
+            pieces = cut([state[name] for name in binding.names], wanted, binding.groups)
             for name, piece in zip(binding.disk, pieces, strict=True):
                 if name in self.infos:  # a tied head that the original left out stays out
                     yield name, piece

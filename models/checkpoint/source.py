@@ -106,7 +106,8 @@ class HuggingFaceSource:
         shapes = self.spec.shapes(layer)
         state: dict[str, Tensor] = {}
         for binding in self._bindings(layer):
-            pieces = cut([self.read(name) for name in binding.disk], [shapes[name] for name in binding.names])
+            wanted = [shapes[name] for name in binding.names]
+            pieces = cut([self.read(name) for name in binding.disk], wanted, binding.groups)
             state |= dict(zip(binding.names, pieces, strict=True))
         if layer == self.weight_map.head_layer and self.spec.tied:
             self._check_repeated_head(state[self.spec.family.tie.head])

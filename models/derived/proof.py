@@ -181,7 +181,8 @@ def check_names(source: HuggingFaceSource) -> None:
     for layer in range(spec.n_layers):
         state, shapes = source.read_layer(layer), spec.shapes(layer)
         for binding in source.weight_map.bindings(layer, shapes):
-            pieces = cut([state[name] for name in binding.names], list(binding.disk_shapes(shapes).values()))
+            wanted = list(binding.disk_shapes(shapes).values())
+            pieces = cut([state[name] for name in binding.names], wanted, binding.groups)
             for name, piece in zip(binding.disk, pieces, strict=True):
                 spare = spec.tied and name == source.weight_map.tied_head
                 if not spare and not same_bytes(piece, source.read(name)):
@@ -194,7 +195,8 @@ def gradients_of(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
         named = {name: each.grad for name, each in layer.named_parameters() if each.grad is not None}
         shapes = {name: gradient.shape for name, gradient in named.items()}
         for binding in model.spec.weight_map.bindings(number, named):
-            pieces = cut([named[name] for name in binding.names], list(binding.disk_shapes(shapes).values()))
+            wanted = list(binding.disk_shapes(shapes).values())
+            pieces = cut([named[name] for name in binding.names], wanted, binding.groups)
             names = [model.spec.weight_map.tied_embedding] if shares(model, number, binding.names[0]) else binding.disk
             yield from zip(names, pieces, strict=True)
 

@@ -94,9 +94,8 @@ def gradients(model: CausalLM) -> dict[str, Tensor]:
         shapes = {name: gradient.shape for name, gradient in found.items()}
         for binding in model.spec.weight_map.bindings(number, found):
             on_disk = binding.disk_shapes(shapes)
-            named |= dict(
-                zip(on_disk, cut([found[name] for name in binding.names], list(on_disk.values())), strict=True)
-            )
+            pieces = cut([found[name] for name in binding.names], list(on_disk.values()), binding.groups)
+            named |= dict(zip(on_disk, pieces, strict=True))
     return named
 
 

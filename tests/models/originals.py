@@ -1,6 +1,6 @@
-"""Baichuan2 and ChatGLM3 written out with transformers' llama and glm, for comparison.
+"""Baichuan, ChatGLM3, InternLM2 and the first Qwen written out with transformers' llama, glm and qwen2, for comparison.
 
-transformers has neither. The weights on disk are cut and normalised inside the computation, so that every gradient
+transformers has none of them. The weights on disk are cut and normalised inside the computation, so that every gradient
 arrives under the name that the weight has on disk.
 """
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import GlmConfig, GlmForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import GlmConfig, GlmForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 
 def expected_of_original(folder: Path, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -34,12 +34,14 @@ def expected_of_original(folder: Path, ids: Tensor) -> tuple[Tensor, dict[str, T
 def original_logits(fields: dict[str, Any], weights: dict[str, Tensor], ids: Tensor) -> Tensor:
     """Logits of ordinary rows, from a config.json and weights under their names on disk."""
     mask = None
+    state = native_state(fields, weights)
+    model: Any
     if fields["model_type"] == "chatglm":
-        model: Any = GlmForCausalLM(glm_config(fields))
-        state = glm_state(fields, weights)
+        model = GlmForCausalLM(glm_config(fields))
+    elif fields["model_type"] == "qwen":
+        model = Qwen2ForCausalLM(qwen_config(fields))
     else:
         model = LlamaForCausalLM(LlamaConfig(**{**fields, "model_type": "llama"}))
-        state = llama_state(weights)
         if "max_position_embeddings" not in fields:
             model.model.rotary_emb = NoRotation()
             mask = alibi_mask(fields["num_attention_heads"], ids.shape[1])
@@ -47,6 +49,12 @@ def original_logits(fields: dict[str, Any], weights: dict[str, Tensor], ids: Ten
     arguments = {"attention_mask": mask, "use_cache": False}
     logits: Tensor = functional_call(model, state, (ids,), arguments).logits
     return logits
+
+
+def native_state(fields: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A checkpoint's weights as those of the class of transformers that computes the same."""
+    states = {"chatglm": glm_state, "internlm2": internlm_state, "qwen": qwen_state, "baichuan": baichuan_state}
+    return states[fields["model_type"]](fields, weights)
 
 
 class NoRotation(nn.Module):
@@ -66,14 +74,14 @@ def alibi_mask(heads: int, length: int) -> Tensor:
     return (torch.tensor(slopes)[:, None, None] * keys + causal)[None]
 
 
-def llama_state(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Baichuan2's weights as llama's."""
+def baichuan_state(fields: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Baichuan's weights as llama's."""
     state: dict[str, Tensor] = {}
     for name, weight in weights.items():
         if "W_pack" in name:
             for part, rows in zip("qkv", weight.chunk(3), strict=True):
                 state[name.replace("W_pack", f"{part}_proj")] = rows
-        elif name == "lm_head.weight":
+        elif name == "lm_head.weight" and fields["vocab_size"] != 64_000:
             state[name] = weight / weight.norm(dim=1, keepdim=True)
         else:
             state[name] = weight
@@ -98,6 +106,74 @@ def glm_config(fields: dict[str, Any]) -> GlmConfig:
         },
         pad_token_id=None,
     )
+
+
+INTERNLM_NAMES = {
+    "tok_embeddings": "embed_tokens",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+
+
+def internlm_state(fields: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """InternLM2's weights as llama's: each key head has its queries, its key and its value behind each other."""
+    heads, keys = fields["num_attention_heads"], fields["num_key_value_heads"]
+    width = fields["hidden_size"] // heads
+    state: dict[str, Tensor] = {}
+    for original, weight in weights.items():
+        name = reduce(lambda name, pair: name.replace(*pair), INTERNLM_NAMES.items(), original)
+        if "wqkv" in name:
+            by_head = weight.view(keys, heads // keys + 2, width, -1)
+            parts = {"q": by_head[:, :-2], "k": by_head[:, -2], "v": by_head[:, -1]}
+            for part, rows in parts.items():
+                state[name.replace("attention.wqkv", f"self_attn.{part}_proj")] = rows.reshape(-1, weight.shape[1])
+        else:
+            state["lm_head.weight" if name == "output.weight" else name] = weight
+    return state
+
+
+QWEN_NAMES = {
+    "transformer.wte": "model.embed_tokens",
+    "transformer.ln_f": "model.norm",
+    "transformer.h": "model.layers",
+    "attn.c_proj": "self_attn.o_proj",
+    "mlp.w1": "mlp.up_proj",
+    "mlp.w2": "mlp.gate_proj",
+    "mlp.c_proj": "mlp.down_proj",
+    "ln_1": "input_layernorm",
+    "ln_2": "post_attention_layernorm",
+}
+
+
+def qwen_config(fields: dict[str, Any]) -> Qwen2Config:
+    """The first Qwen's config as qwen2's."""
+    return Qwen2Config(
+        vocab_size=fields["vocab_size"],
+        hidden_size=fields["hidden_size"],
+        intermediate_size=fields["intermediate_size"] // 2,
+        num_hidden_layers=fields["num_hidden_layers"],
+        num_attention_heads=fields["num_attention_heads"],
+        num_key_value_heads=fields["num_attention_heads"],
+        rms_norm_eps=fields["layer_norm_epsilon"],
+        rope_parameters={"rope_type": "default", "rope_theta": float(fields["rotary_emb_base"])},
+    )
+
+
+def qwen_state(fields: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The first Qwen's weights as qwen2's."""
+    state: dict[str, Tensor] = {}
+    for original, weight in weights.items():
+        name = reduce(lambda name, pair: name.replace(*pair), QWEN_NAMES.items(), original)
+        if "c_attn" in name:
+            for part, rows in zip("qkv", weight.chunk(3), strict=True):
+                state[name.replace("attn.c_attn", f"self_attn.{part}_proj")] = rows
+        else:
+            state[name] = weight
+    return state
 
 
 GLM_NAMES = {

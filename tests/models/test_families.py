@@ -38,7 +38,11 @@ def test_every_family_has_a_case() -> None:
         ("gemma3", "gemma3", ALL),
         ("baichuan2-7b", "baichuan2-7b", ALL),
         ("baichuan2-13b", "baichuan2-13b", (TORCH, EAGER, FLEX)),
+        ("baichuan-7b", "baichuan-7b", ALL),
+        ("baichuan-13b", "baichuan-13b", (TORCH, EAGER, FLEX)),
         ("chatglm3", "chatglm3", ALL),
+        ("internlm2", "internlm2", ALL),
+        ("qwen", "qwen", ALL),
     ],
 )
 def test_config_json_picks_the_declaration_and_its_kernel(
@@ -51,7 +55,9 @@ def test_config_json_picks_the_declaration_and_its_kernel(
 
 
 REFUSED: list[tuple[str, dict[str, object], str]] = [
-    ("baichuan", {"vocab_size": 64_000}, "first Baichuan"),
+    ("internlm2", {"bias": True}, "bias"),
+    ("qwen", {"no_bias": False}, "no_bias"),
+    ("qwen", {"kv_channels": 32}, "kv_channels"),
     ("chatglm", {"rmsnorm": False}, "rmsnorm"),
     ("chatglm", {"multi_query_attention": False}, "multi_query_attention"),
     ("chatglm", {"add_bias_linear": True}, "add_bias_linear"),

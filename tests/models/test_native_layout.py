@@ -31,12 +31,15 @@ from tests.models.helpers import (
     read_config,
     read_weights,
 )
-from tests.models.originals import glm_state, llama_state
+from tests.models.originals import native_state
 
 CLASSES = {  # by case
     "chatglm3": "GlmForCausalLM",
     "chatglm3-32k": "GlmForCausalLM",
     "baichuan2-7b": "LlamaForCausalLM",
+    "baichuan-7b": "LlamaForCausalLM",
+    "internlm2": "LlamaForCausalLM",
+    "qwen": "Qwen2ForCausalLM",
 }
 TOKENIZERS = {"chatglm3": "ChatGLMTokenizer", "baichuan2": "BaichuanTokenizer"}
 END_TOKENS = {"chatglm3": [2, 64795, 64797], "baichuan2": [2]}  # </s>, <|user|>, <|observation|>
@@ -103,13 +106,12 @@ def test_plain_transformers_gives_the_same_logits(
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_weights_are_those_of_the_definition(name: str, make_checkpoint: Make, tmp_path: Path) -> None:
-    """W_pack and query_key_value cut into their rows, Baichuan2's head normalised, nothing else changed or kept."""
+    """Fused projections cut into their rows, Baichuan2's head normalised, nothing else changed or kept."""
     folder = original(make_checkpoint, name)
     tensors = {n: tensor for n, tensor in joined(read_weights(folder)).items() if not n.endswith("inv_freq")}
-    is_glm = CASES[name].model_type == "chatglm"
-    expected = glm_state(read_config(folder), tensors) if is_glm else llama_state(tensors)
+    expected = native_state(read_config(folder), tensors)
     found = joined(read_weights(exported(folder, tmp_path)))
-    if not is_glm:
+    if name == "baichuan2-7b":
         head = found.pop("lm_head.weight")
         torch.testing.assert_close(head, expected.pop("lm_head.weight"), atol=1e-7, rtol=0)
         torch.testing.assert_close(head.norm(dim=1), torch.ones(len(head)))

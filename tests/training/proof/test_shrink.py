@@ -12,14 +12,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.architectures import FAMILIES
 from models.causal_lm import load_model
+from models.derived.shrink import WINDOW, shrunk_fields
 from models.spec import ModelSpec
 from tests.conftest import ORIGINALS
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 from training.proof.comparison import is_flat
-from training.proof.shrink_config import LENGTH, LR, small_config, small_depth, small_topology
-from models.derived.shrink import WINDOW, shrunk_fields
 from training.proof.random_model import write_model
+from training.proof.shrink_config import LENGTH, LR, small_config, small_depth, small_topology
 from training.proof.small_run import shortened
 
 KEYS = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 64}
@@ -41,6 +41,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         },
     },
     "baichuan": {"hidden_size": 5120, "num_attention_heads": 40, "num_hidden_layers": 40, "vocab_size": 125696},
+    "internlm2": {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32},
+    "qwen": {"hidden_size": 4096, "num_attention_heads": 32, "kv_channels": 128, "num_hidden_layers": 32},
     "chatglm": {"hidden_size": 4096, "num_attention_heads": 32, "kv_channels": 128, "num_layers": 28},
 }
 
