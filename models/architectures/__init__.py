@@ -17,19 +17,10 @@ FAMILIES = {
     "bloom": "bloom",
     "chatglm": "chatglm",
     "gemma2": "gemma2",
-    "gemma3_text": "gemma3",
     "glm": "glm",
-    "glm4": "glm4",
     "internlm2": "internlm2",
     "llama": "llama",
-    "mistral": "mistral",
-    "mixtral": "mixtral",
-    "olmo2": "olmo2",
-    "phi3": "phi3",
     "qwen": "qwen",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3_moe",
 }
 
 

@@ -26,7 +26,7 @@ import models
 from common.whole_files import replace_text
 from models.architectures import Family
 from models.derived.derive import BLOCKS, derive
-from models.derived.proof import prove
+from models.derived.proof import apart_from_callers, prove
 from models.derived.shrink import shrunk_fields
 
 logger = logging.getLogger("pipetune")
@@ -75,7 +75,8 @@ def proven(config: PreTrainedConfig, fields: dict[str, Any]) -> Family:
     key = json.dumps(fields, sort_keys=True)
     if key not in _families:
         found = proof_of(config, fields)
-        family = derive(config, fields, found.apart)
+        with apart_from_callers():
+            family = derive(config, fields, found.apart)
         router = family.router if found.routes else None
         held = replace(family, attention=found.attention, generates=found.generates, router=router, proof=str(found))
         _families[key] = held

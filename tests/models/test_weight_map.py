@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.architectures import FAMILIES, Binding, Family, WeightMap, family_of
+from models.derived.derive import derive
 from models.spec import ModelSpec
 from tests.conftest import ORIGINALS, TINY
 
@@ -30,11 +31,12 @@ class Table(NamedTuple):
 
 DENSE = [0, 2, 3]
 GATE_UP, DOWN = "block.mlp.experts.gate_up_proj", "block.mlp.experts.down_proj"
-TABLES = {model_type: Table(model_type, {}) for model_type in FAMILIES} | {
+DERIVED = ["gemma3_text", "glm4", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe"]
+TABLES = {model_type: Table(model_type, {}) for model_type in (*FAMILIES, *DERIVED)} | {
     "baichuan-7b": Table("baichuan", {"max_position_embeddings": 256}),
     "qwen3_moe-some-dense": Table("qwen3_moe", {"mlp_only_layers": DENSE}, frozenset(DENSE)),
 }
-ROUTED = [name for name, table in TABLES.items() if family_of(table.model_type).router]
+ROUTED = [name for name, table in TABLES.items() if "mix" in table.model_type or "moe" in table.model_type]
 names = st.sampled_from(sorted(TABLES))
 depths = experts = st.integers(1, MOST)
 misspelt = st.sampled_from(["00", "01", "+1", "-1", " 1", "1 ", "", "x", "1_0", "١", "１", "²"])
@@ -45,15 +47,17 @@ numbers = misspelt | st.integers(0, 2 * MOST).map(str)
 def spec_of(name: str) -> ModelSpec:
     """The architecture with 5 blocks and 3 experts, of which only the names and shapes matter here."""
     model_type, changes, _ = TABLES[name]
-    family = family_of(model_type)
     if model_type in ORIGINALS:
+        family = family_of(model_type)
         raw = ORIGINALS[model_type][0] | {"num_hidden_layers": 5, "num_layers": 5} | changes
         family = family.variant(raw) if family.variant else family
         assert family.translate is not None
         fields = family.translate(raw)
     else:
-        sizes = {"num_hidden_layers": 5, "num_local_experts": 3, "num_experts": 3, "moe_intermediate_size": 32}
+        sizes = {"num_hidden_layers": 5, "num_local_experts": 3, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         fields = {"model_type": model_type} | TINY | sizes | changes
+        config = CONFIG_MAPPING[model_type].from_dict(fields)
+        family = family_of(model_type) if model_type in FAMILIES else derive(config, fields)
     return ModelSpec(family, CONFIG_MAPPING[fields["model_type"]].from_dict(fields))
 
 
