@@ -41,7 +41,7 @@ MOST = {
     "linear_key_head_dim": HEAD,
     "linear_value_head_dim": HEAD,
     "index_head_dim": HEAD,
-    "index_n_heads": 2,
+    "index_n_heads": 16,  # with few of them scores of keys are equal, and which are chosen is chance
     "index_topk": MULTIPLE,
     "hidden_size_per_layer_input": HEAD,
     "vocab_size_per_layer_input": VOCABULARY,

@@ -54,7 +54,13 @@ def spec_of(name: str) -> ModelSpec:
         assert family.translate is not None
         fields = family.translate(raw)
     else:
-        sizes = {"num_hidden_layers": 5, "num_local_experts": 3, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        sizes = {
+            "num_hidden_layers": 5,
+            "num_local_experts": 3,
+            "num_experts": 3,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        }
         fields = {"model_type": model_type} | TINY | sizes | changes
         config = CONFIG_MAPPING[model_type].from_dict(fields)
         family = family_of(model_type) if model_type in FAMILIES else derive(config, fields)

@@ -13,13 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from benchmarks.families import config_of
 from models import load_model
 from models.architectures import FAMILIES, family_of
 from models.derived import proven
 from models.derived.proof import BOUND, prove
 from models.loss import token_loss
 from models.spec import ModelSpec
-from tests.models.derived.cases import TRAITS, config_of, write_small
+from tests.models.derived.cases import TRAITS, write_small
 from tests.models.helpers import LAYOUTS, assert_round_trip, error_line, in_layout, random_ids, shifted_loss
 
 

@@ -1,0 +1,122 @@
+"""Which decoders of the installed transformers can be trained: each derived and held against transformers, small.
+
+`python -m benchmarks.families` proves them one after the other and prints what came out; `--write` puts the table into
+docs/models.md. Architectures are taken with the defaults of their config class, with one kind of block each. Where a
+file declares a family, that declaration is held against transformers.
+
+Takes two or three minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from rich.console import Console
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from models.architectures import FAMILIES, family_of
+from models.attention import EAGER
+from models.derived.proof import Proof, prove
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"
+BEGIN, END = "<!-- proven: begin -->\n", "<!-- proven: end -->\n"
+TOO_LARGE = ("phi4_multimodal",)  # whose parts for images and sound are made in full: a minute, to be refused
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+# What the config of a `model_type` has to say besides its defaults, which are no sound model of some.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
+    "deepseek_v2": {
+        "num_experts_per_tok": 6,
+        "n_group": 8,
+        "topk_group": 3,
+        "topk_method": "group_limited_greedy",
+    },
+    "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1},
+    "gemma4_text": {"hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0},
+    "gemma4_unified_text": {"hidden_size_per_layer_input": 0},
+}
+HEADER = (
+    "| `model_type` | how | attention | packed documents | loss of the router | generation | tensor plan "
+    "| largest difference |\n|---|---|---|---|---|---|---|---|\n"
+)
+
+
+class Verdict(NamedTuple):
+    """What came out for a `model_type`: what holds, or why it is refused."""
+
+    model_type: str
+    proof: Proof | None
+    reason: str = ""
+
+    def row(self) -> str:
+        """A line of the table."""
+        if self.proof is None:
+            return f"| `{self.model_type}` | refused: {self.reason} | | | | | | |\n"
+        how = "declared" if self.model_type in FAMILIES else "derived"
+        attention = "the layer's own" if self.proof.attention[0] == EAGER else "every kernel"
+        packed = "one by one" if self.proof.apart else "together"
+        routed = "losses of the router" in self.proof.figures
+        plan = "yes" if CONFIG_MAPPING[self.model_type].base_model_tp_plan else "no"
+        worst = max(self.proof.figures.values())
+        cells = (how, attention, packed, "yes" if routed else "", "yes" if self.proof.generates else "no", plan)
+        return f"| `{self.model_type}` | {' | '.join(cells)} | {worst:.0e} |\n"
+
+
+def config_of(model_type: str, **changes: Any) -> tuple[Any, dict[str, Any]]:
+    """A config at the size that its models have, and its config.json."""
+    config = CONFIG_MAPPING[model_type](**DEFAULTS.get(model_type, {}) | changes)
+    return config, {name: value for name, value in config.to_dict().items() if value is not None}
+
+
+def candidates() -> list[str]:
+    """The causal models of the installed transformers that declare a pipeline plan."""
+    named = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return [name for name in named if getattr(CONFIG_MAPPING[name], "base_model_pp_plan", None)]
+
+
+def verdict(model_type: str) -> Verdict:
+    """Prove one."""
+    if model_type in TOO_LARGE:
+        return Verdict(model_type, None, "it has parts for images and sound")
+    try:
+        family = family_of(model_type) if model_type in FAMILIES else None
+        return Verdict(model_type, prove(*config_of(model_type), family))
+    except Exception as error:  # whatever transformers makes of a small config
+        return Verdict(model_type, None, " ".join(str(error).split()).partition(";")[0])
+
+
+def written(verdicts: list[Verdict]) -> str:
+    """The generated part of docs/models.md."""
+    held = [each for each in verdicts if each.proof]
+    versions = f"transformers {transformers.__version__} and torch {torch.__version__.partition('+')[0]}"
+    told = f"With {versions}, {len(held)} of the {len(verdicts)} architectures hold.\n\n"
+    rows = sorted(verdicts, key=lambda each: (each.proof is None, each.model_type))
+    return told + HEADER + "".join(each.row() for each in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Hold every decoder of transformers against its derived family.")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/models.md")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    transformers.logging.set_verbosity_error()
+    console = Console(highlight=False)
+    verdicts = []
+    for model_type in candidates():
+        verdicts.append(verdict(model_type))
+        console.print(verdicts[-1].row().strip(), soft_wrap=True)
+    console.print(written(verdicts).partition("\n")[0])
+    if options.write:
+        before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
+        after = rest.partition(END)[2]
+        DOCUMENT.write_text(before + BEGIN + written(verdicts) + END + after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
