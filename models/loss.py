@@ -61,8 +61,8 @@ def token_loss(
     if own:
         return summed(own, rows, targets, head)
     rows, projection = head.scaled(rows), head.projection()
-    if head.lm_head.bias is not None:
-        rows, projection = _with_bias(rows, projection, head.lm_head.bias)
+    if head.bias is not None:
+        rows, projection = _with_bias(rows, projection, head.bias)
     return linear_cross_entropy(rows, projection, targets, head.cap, z_loss_weight)
 
 

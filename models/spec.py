@@ -5,7 +5,6 @@ Reading a spec touches config.json only, so the converters, the planner and ever
 
 from __future__ import annotations
 
-import json
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,22 +14,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from models.architectures import FAMILIES, Family, WeightMap, family_of
+from models.architectures import FAMILIES, Family, WeightMap, derived_family, family_of
 from models.attention import WITHOUT_DROPOUT
+from models.config_json import TEXT, model_fields
 from models.errors import CheckpointError
 from models.layers import Block, Embedding, Head
 from models.positions import Positions
 from models.rope import DYNAMIC
 from models.router import experts_implementation, n_experts
-
-# Far above any model; more layers and experts would be counted, one by one, for hours, and wider heads fill the memory.
-MOST = dict.fromkeys(["num_hidden_layers", "num_layers", "n_layer", "num_experts", "num_local_experts"], 10_000)
-MOST |= {"hidden_size": 2**20, "head_dim": 2**16, "kv_channels": 2**16}
-TEXT, TIED = "text_config", "tie_word_embeddings"
-QUANTIZATION = "quantization_config"  # of weights that are read as what they stand for (`checkpoint.quantized`)
-MOST_BYTES = 2**24  # of a config.json
 
 
 @dataclass(frozen=True)
@@ -61,24 +53,16 @@ class ModelSpec:
             CheckpointError: no such file, not JSON, no `model_type`, or values that transformers refuses.
         """
         path = folder / "config.json"
-        raw = read_json(path)
-        for name, most in MOST.items():
-            if isinstance(found := raw.get(name), (int, float)) and not found <= most:
-                raise CheckpointError(f"{path}: {name}: expected at most {most:,}, found {found}")
-        model_type = raw.get("model_type")
-        if not isinstance(model_type, str):
-            raise CheckpointError(f'{path}: no model_type; expected a name such as "llama"')
+        raw, part = model_fields(path)
         try:
-            part = text_fields(raw)
-            fields = {name: value for name, value in part.items() if name != QUANTIZATION}
-            family = declared(fields)
-            fields = family.translate(fields) if family and family.translate else fields
+            family = declared(part)
+            fields = family.translate(part) if family and family.translate else part
             config = CONFIG_MAPPING[fields["model_type"]].from_dict(deepcopy(fields))  # which it changes
-            family = family or proven_family(config, fields)
+            family = family or derived_family(config, fields)
         except Exception as error:  # transformers raises many kinds for a config that makes no sense
             raise CheckpointError(f"{path}: {' '.join(str(error).split())}") from None
         config._experts_implementation = experts_implementation()
-        spec = cls(family, config, raw, fields, is_part=part is not raw)
+        spec = cls(family, config, raw, fields, is_part=TEXT in raw and family.translate is None)
         if spec.n_blocks < 1:
             raise CheckpointError(f"{path}: num_hidden_layers: expected at least 1, found {spec.n_blocks}")
         spec.set_attention(family.attention[0])
@@ -169,12 +153,6 @@ class ModelSpec:
             raise CheckpointError(f"{path}: no model can be built from it: {type(error).__name__}: {reason}") from None
 
 
-def key_heads(config: PreTrainedConfig) -> int:
-    """How many heads of keys and values the blocks have."""
-    heads = vars(config).get("num_key_value_heads")
-    return int(config.num_attention_heads if heads is None else heads)
-
-
 def declared(fields: dict[str, Any]) -> Family | None:
     """The family that a file declares for a config.json, if one does."""
     if fields["model_type"] not in FAMILIES:
@@ -183,46 +161,7 @@ def declared(fields: dict[str, Any]) -> Family | None:
     return family.variant(fields) if family.variant else family
 
 
-def proven_family(config: PreTrainedConfig, fields: dict[str, Any]) -> Family:
-    """The family that is derived from transformers and holds against it (`models.derived.proven`)."""
-    from models.derived.proven import proven  # which makes models, and so needs this module
-
-    return proven(config, fields)
-
-
-def text_fields(raw: dict[str, Any]) -> dict[str, Any]:
-    """The part for text of a config.json that has one for images too, else all of it.
-
-    Raises:
-        CheckpointError: transformers has no decoder for it.
-    """
-    model_type = raw["model_type"]
-    if model_type not in FAMILIES and isinstance(text := raw.get(TEXT), dict) and "model_type" in text:
-        return text | {name: raw[name] for name in (TIED,) if name in raw}  # where the head is, which is for the whole
-    if model_type not in FAMILIES and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        known = ", ".join(sorted(FAMILIES))
-        raise CheckpointError(
-            f"model_type {model_type!r} is not supported: transformers has no decoder of this name, and Pipetune "
-            f"declares {known}"
-        )
-    return raw
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        if path.exists() and not path.is_file():
-            raise OSError("expected a regular file")
-        if path.stat().st_size > MOST_BYTES:
-            raise OSError(f"larger than {MOST_BYTES >> 20} MiB")
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise CheckpointError(f"{path}: nested too deeply; expected fewer levels") from None
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: not found; expected a model folder with a config.json") from None
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path}: line {error.lineno}, column {error.colno}: {error.msg}") from None
-    except (OSError, ValueError) as error:  # no UTF-8, a number of thousands of digits
-        raise CheckpointError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(raw).__name__}")
-    return raw
+def key_heads(config: PreTrainedConfig) -> int:
+    """How many heads of keys and values the blocks have."""
+    heads = vars(config).get("num_key_value_heads")
+    return int(config.num_attention_heads if heads is None else heads)

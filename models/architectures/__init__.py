@@ -1,16 +1,18 @@
-"""The registry of model families: `model_type` in config.json -> the file that declares the family.
+"""The registry of declared model families: `model_type` in config.json -> the file. All others are derived.
 
-A declaration is imported only when a checkpoint asks for it, so that starting up does not pay for the others.
-docs/adding-a-model.md walks through a new one.
+A declaration is imported only when a checkpoint asks for it, so that starting up does not pay for the others, and so is
+what derives (`models.derived`). docs/adding-a-model.md walks through a new declaration.
 """
 
 from importlib import import_module
+from typing import Any
+
+from transformers import PreTrainedConfig
 
 from models.architectures.family import Family, Native, Rule, Tie
 from models.architectures.weight_map import Binding, WeightMap, cut
-from models.errors import CheckpointError
 
-__all__ = ["FAMILIES", "Binding", "Family", "Native", "Rule", "Tie", "WeightMap", "cut", "family_of"]
+__all__ = ["FAMILIES", "Binding", "Family", "Native", "Rule", "Tie", "WeightMap", "cut", "derived_family", "family_of"]
 
 FAMILIES = {
     "baichuan": "baichuan",
@@ -25,13 +27,19 @@ FAMILIES = {
 
 
 def family_of(model_type: str) -> Family:
-    """The family that serves a `model_type`.
+    """The family that a file declares for a `model_type`, one of `FAMILIES`."""
+    family: Family = import_module(f"models.architectures.{FAMILIES[model_type]}").FAMILY
+    return family
+
+
+def derived_family(config: PreTrainedConfig, fields: dict[str, Any]) -> Family:
+    """The family of a config that no file declares, derived from transformers and held against it.
+
+    Args:
+        fields: of the config.json that `config` was read from.
 
     Raises:
-        CheckpointError: no family does.
+        CheckpointError: it is not understood, or does not hold.
     """
-    if model_type not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        raise CheckpointError(f"model_type {model_type!r} is not supported; Pipetune knows {known}")
-    family: Family = import_module(f"models.architectures.{FAMILIES[model_type]}").FAMILY
+    family: Family = import_module("models.derived.proven").proven(config, fields)
     return family

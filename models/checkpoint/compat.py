@@ -15,7 +15,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from models.spec import ModelSpec, read_json
+from models.config_json import read_json
+from models.spec import ModelSpec
 
 LEFTOVERS = (
     "_name_or_path _model_name_or_path name_or_path is_local local_files_only _attn_implementation_autoset".split()

@@ -31,8 +31,9 @@ from models.checkpoint.safetensors_files import DTYPE_NAMES, SafetensorsWriter
 from models.checkpoint.source import HuggingFaceSource, PipelineSource, tell_of_nan
 from models.checkpoint.tensor_files import has_nan
 from models.checkpoint.verify import compare, forget_cached
+from models.config_json import QUANTIZATION, read_json
 from models.errors import CheckpointError
-from models.spec import QUANTIZATION, ModelSpec, read_json
+from models.spec import ModelSpec
 
 logger = logging.getLogger("pipetune")
 

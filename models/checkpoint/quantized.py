@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from models.checkpoint.safetensors_files import TensorInfo
+from models.config_json import QUANTIZATION
 from models.errors import CheckpointError
-from models.spec import QUANTIZATION
 
 FP8, MXFP4 = "fp8", "mxfp4"
 SCALE, UNUSED = "_scale_inv", (".activation_scale", ".input_scale")  # the latter are for products in 8 bits

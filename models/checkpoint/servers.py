@@ -13,8 +13,9 @@ from pathlib import Path
 from models.checkpoint.compat import older_fields, older_tokenizer
 from models.checkpoint.layout import Layout, layout_of, resolve
 from models.checkpoint.source import HuggingFaceSource
+from models.config_json import read_json
 from models.errors import CheckpointError
-from models.spec import ModelSpec, read_json
+from models.spec import ModelSpec
 
 # Whether it stands on transformers 4.
 SERVERS = {

@@ -18,6 +18,7 @@ from models.checkpoint.layout import Layout, layer_file, layout_of, weight_files
 from models.checkpoint.quantized import quantized_tensors, without_parts
 from models.checkpoint.safetensors_files import SafetensorsFile, TensorInfo
 from models.checkpoint.tensor_files import MappedFile, TensorFile, has_nan, open_tensors
+from models.config_json import QUANTIZATION
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 
@@ -154,7 +155,7 @@ class HuggingFaceSource:
             for name, shape in binding.disk_shapes(self.spec.shapes(layer)).items():
                 info = self.info(name)
                 _check_shape(self.folder, name, info.shape, shape)
-                if info.dtype.itemsize < 2:
+                if info.dtype.itemsize < 2 and QUANTIZATION in self.spec.raw:
                     raise CheckpointError(f"{self.folder}: {name} has 8 bits and no scales; expected 16 or 32 bits")
 
     def _find(self, disk_name: str) -> TensorFile:
@@ -226,7 +227,7 @@ def open_source(folder: Path, spec: ModelSpec) -> PipelineSource | HuggingFaceSo
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same dtype and bits: NaN equals NaN here, and -0.0 differs from 0.0."""
-    return one.dtype == other.dtype and torch.equal(
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(
         one.reshape(-1).contiguous().view(torch.uint8), other.reshape(-1).contiguous().view(torch.uint8)
     )
 

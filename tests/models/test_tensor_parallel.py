@@ -21,7 +21,7 @@ Make = Callable[..., Path]
 NEW = 16
 PROMPTS = [random_ids(1, length, seed=length)[0].tolist() for length in (12, 5, 20)]
 WIDE = {"initializer_range": 0.3, "tie_word_embeddings": False}  # so that a model does not repeat itself
-SHARED = {name: case for name, case in CASES.items() if not name.startswith(("bloom", "baichuan2-13b"))}
+SHARED = {name: case for name, case in CASES.items() if not name.startswith(("bloom", "baichuan-13b", "baichuan2-13b"))}
 SHARED |= {"llama-biases": Case("llama", {"attention_bias": True, "mlp_bias": True})}
 OFTEN = ("llama-biases", "qwen3", "mixtral", "phi3")  # one of each way to cut
 REFUSED = {

@@ -10,6 +10,7 @@ import torch
 
 from models import load_model
 from models.formats.traced import Past, TracedModel
+from tests.conftest import ORIGINALS
 from tests.models.cases import CASES
 from tests.models.helpers import oracle, random_ids
 
@@ -19,8 +20,7 @@ PROMPT, PADDING, LENGTH = 20, 6, 40  # more than the windows of 16
 DENSE = [
     name
     for name, case in CASES.items()
-    if case.model_type not in ("baichuan", "chatglm", "mixtral", "qwen3_moe")
-    and name not in ("llama-dynamic", "phi3-long")
+    if case.model_type not in (*ORIGINALS, "mixtral", "qwen3_moe") and name not in ("llama-dynamic", "phi3-long")
 ]
 
 

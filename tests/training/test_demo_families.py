@@ -21,7 +21,8 @@ from training.demo.chat import Chat
 from training.demo.speaker import Speaker, Wishes
 
 NEW = 64
-NAMES = [name for name in CASES if not name.endswith("tied") and name != "baichuan2-13b"]  # which transformers lacks
+ALIBI = ("baichuan-13b", "baichuan2-13b")  # which transformers lacks
+NAMES = [name for name in CASES if not name.endswith("tied") and name not in ALIBI]
 USUAL = ("bloom", "mistral-window")
 
 

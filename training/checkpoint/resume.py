@@ -15,7 +15,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from rich.console import Console
 
-from models.spec import QUANTIZATION, ModelSpec
+from models.config_json import QUANTIZATION
+from models.spec import ModelSpec
 from training.checkpoint.deepspeed_files import read_mapped
 from training.checkpoint.folder import CheckpointRecord, DataOrder
 from training.checkpoint.resharding import take_over

@@ -1,0 +1,70 @@
+"""What a config.json says of a model, before transformers makes anything of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from models.architectures import FAMILIES
+from models.errors import CheckpointError
+
+# Far above any model; more layers and experts would be counted, one by one, for hours, and wider heads fill the memory.
+MOST = dict.fromkeys(["num_hidden_layers", "num_layers", "n_layer", "num_experts", "num_local_experts"], 10_000)
+MOST |= {"hidden_size": 2**20, "head_dim": 2**16, "kv_channels": 2**16}
+TEXT, TIED = "text_config", "tie_word_embeddings"
+QUANTIZATION = "quantization_config"  # of weights that are read as what they stand for (`checkpoint.quantized`)
+MOST_BYTES = 2**24  # of a config.json
+
+
+def model_fields(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All of a config.json, and what it says of the decoder: of one that has parts for images too, the part for text.
+
+    Raises:
+        CheckpointError: no such file, no JSON, no `model_type`, sizes that no model has, or none of transformers'
+            decoders.
+    """
+    raw = read_json(path)
+    if not isinstance(raw.get("model_type"), str):
+        raise CheckpointError(f'{path}: no model_type; expected a name such as "llama"')
+    part, text = raw, raw.get(TEXT)
+    if raw["model_type"] not in FAMILIES and isinstance(text, dict) and isinstance(text.get("model_type"), str):
+        part = text | {name: raw[name] for name in (TIED,) if name in raw}  # where the head is, which is for the whole
+    for name, most in MOST.items():
+        if isinstance(found := part.get(name), (int, float)) and not found <= most:
+            raise CheckpointError(f"{path}: {name}: expected at most {most:,}, found {found}")
+    model_type = part["model_type"]
+    if model_type not in FAMILIES and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        known = ", ".join(sorted(FAMILIES))
+        raise CheckpointError(
+            f"{path}: model_type {model_type!r} is not supported: transformers has no decoder of this name, and "
+            f"Pipetune declares {known}"
+        )
+    return raw, {name: value for name, value in part.items() if name != QUANTIZATION}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError("expected a regular file")
+        if path.stat().st_size > MOST_BYTES:
+            raise OSError(f"larger than {MOST_BYTES >> 20} MiB")
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise CheckpointError(f"{path}: nested too deeply; expected fewer levels") from None
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: not found; expected a model folder with a config.json") from None
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path}: line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except (OSError, ValueError) as error:  # no UTF-8, a number of thousands of digits
+        raise CheckpointError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(raw).__name__}")
+    return raw
