@@ -108,13 +108,19 @@ def _scoreless(
 
 def _even_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """As much work and memory as experts take, without looking at who is sent where: [T, H] to [T, H]."""
-    count, experts = top_k_index.shape[-1], len(module.gate_up_proj)
+    first = module.gate_up_proj if module.has_gate else module.up_proj
+    count, experts = top_k_index.shape[-1], len(first)
+
+    def products(tokens: Tensor, weight: Tensor) -> Tensor:
+        return torch.bmm(tokens, weight if module.is_transposed else weight.transpose(1, 2))
+
     sent = hidden.repeat_interleave(count, dim=0)
     missing = -len(sent) % experts
     if missing:
         sent = F.pad(sent, (0, 0, 0, missing))
-    products = torch.bmm(sent.unflatten(0, (experts, -1)), module.gate_up_proj.transpose(1, 2))
-    outputs = torch.bmm(module._apply_gate(products), module.down_proj.transpose(1, 2)).flatten(0, 1)
+    inner = products(sent.unflatten(0, (experts, -1)), first)
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    outputs = products(inner, module.down_proj).flatten(0, 1)
     outputs = outputs[: len(top_k_weights) * count] * top_k_weights.reshape(-1, 1)
     return outputs.reshape(-1, count, hidden.shape[-1]).sum(dim=1).to(hidden.dtype)
 

@@ -18,6 +18,7 @@ from models import load_model
 from models.architectures import FAMILIES, family_of
 from models.derived import proven
 from models.derived.proof import BOUND, prove
+from models.layer_work import work_of
 from models.loss import token_loss
 from models.spec import ModelSpec
 from tests.models.derived.cases import TRAITS, write_small
@@ -55,6 +56,13 @@ def test_logits_and_loss_equal_transformers(checkpoint: tuple[Path, Any], layout
 
 def test_a_checkpoint_comes_back_bit_for_bit(checkpoint: tuple[Path, Any], tmp_path: Path) -> None:
     assert_round_trip(checkpoint[0], tmp_path)
+
+
+def test_what_every_block_does_is_counted(checkpoint: tuple[Path, Any]) -> None:
+    spec = ModelSpec.from_folder(checkpoint[0])
+    for layer in range(spec.n_layers - 1):
+        work = work_of(spec, layer, 1, 64, torch.bfloat16, compiled=True)
+        assert layer == 0 or sum(each.flops for each in work.forward) > 2 * 64 * spec.config.hidden_size**2
 
 
 def test_what_is_proven_is_told_once_and_known_the_next_time(
