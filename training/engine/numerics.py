@@ -23,7 +23,7 @@ WORTH = 1.5  # times as fast as fp32: from there on the log tells of TF32
 
 
 def set_numerics(config: TrainConfig) -> None:
-    """Set this process up, before it computes anything on a GPU."""
+    """Set this process up, before its first product on a GPU, at which cuBLAS asks its variable once and for all."""
     if config.deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it torch refuses every product
         os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # what transformers asks the flash-attn package for

@@ -25,6 +25,7 @@ from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.config.sections import FP8
 from training.engine.gradient_sums import add
+from training.engine.numerics import set_numerics
 from training.metrics.devices import this_device
 from training.optimizer.optimizers import build_optimizer
 from training.plan.basis import Basis, Calibration
@@ -37,6 +38,7 @@ WARM_UP, REPEATS = 2, 5
 
 def calibrate(config: TrainConfig, spec: ModelSpec, workload: Workload) -> Calibration:
     """Measure one layer of each kind, and the optimizer."""
+    set_numerics(config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // config.model_topo.processes))

@@ -100,7 +100,13 @@ def _attention(config: TrainConfig, spec: ModelSpec, loader: Loader | None) -> t
         spec.set_attention(kernel)
         return 1000 * sum(time_layer(1, config, spec, workload, torch.device(get_accelerator().current_device_name())))
 
-    known = {"device": this_device().name, "torch": torch.__version__, "dtype": str(dtype), "kernels": kernels}
+    known = {
+        "device": this_device().name,
+        "torch": torch.__version__,
+        "dtype": str(dtype),
+        "deterministic": config.deterministic,
+        "kernels": kernels,
+    }
     return fastest(kernels, milliseconds, Path(config.save_path) / FILE, known)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,32 @@ import torch
 
 from models.attention import EAGER, FLASH, TORCH, VARLEN
 from models.spec import ModelSpec
-from tests.launching import topology
+from tests.conftest import FAQ
+from tests.launching import run, topology, write_config
 from training.config.keys import TrainConfig
+from training.distributed.processes import free_port
 from training.plan import kernels
 from training.plan.kernels import FILE, fastest
 
 KNOWN = {"device": "H100-80G", "torch": "2.11.0"}
 TIMES = {TORCH: 12.0, FLASH: 9.5, VARLEN: 9.0}
+
+# A run that ends with the first block that it times: what torch and cuBLAS were told by then.
+TIMED = """
+import os
+import sys
+from unittest.mock import patch
+import torch
+import train_ds
+from models.attention import EAGER, TORCH
+
+def tell(*_):
+    print("timed:", torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+    sys.exit()
+
+with patch.multiple("training.plan.kernels", candidates=lambda *_: [TORCH, EAGER], time_layer=tell):
+    train_ds.main()
+"""
 
 
 def config_of(folder: Path, **keys: Any) -> TrainConfig:
@@ -73,6 +93,17 @@ def test_blocks_are_really_run(
     times = json.loads((tmp_path / FILE).read_text(encoding="utf-8"))["milliseconds"]
     assert times.keys() == {TORCH, EAGER} and min(times.values()) > 0 and taken == min(times, key=times.__getitem__)
     assert "the fastest of a block" in told
+
+
+@pytest.mark.launched
+def test_kernels_are_timed_as_the_run_computes(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """cuBLAS reads its variable once, at the first product, and torch refuses all of them without it."""
+    keys = {"model_path": str(make_checkpoint("llama")), "data_path": str(FAQ), "deterministic": True}
+    config = write_config(tmp_path / "run.yml", **keys)
+    (script := tmp_path / "timed.py").write_text(TIMED, encoding="utf-8")
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    result = run(sys.executable, script, "--config", config, **alone, MASTER_PORT=str(free_port()))
+    assert "timed: True :4096:8" in result.stdout, result.stdout + result.stderr
 
 
 def test_without_a_gpu_auto_is_the_usual_kernel_and_nothing_is_compiled(
