@@ -30,7 +30,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def count() -> int:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return len(visible.split(",")) if visible else GPUS
+        slices = (visible or "").startswith("MIG-")  # of which CUDA shows a process the first alone
+        return 1 if slices else len(visible.split(",")) if visible else GPUS
 
     monkeypatch.setattr(torch.cuda, "device_count", count)
 
@@ -48,7 +49,7 @@ def launched(number: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("machine")
-@pytest.mark.parametrize("visible", [None, "", "7,2,3", "MIG-1,MIG-2", "GPU-5ebe9f43,GPU-ac33420d"])
+@pytest.mark.parametrize("visible", [None, "", "7,2,3", "GPU-5ebe9f43,GPU-ac33420d"])
 def test_a_run_takes_the_gpus_that_its_user_chose(visible: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks' environment is the user's, in which rank n takes the nth of the GPUs that can be seen."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -64,6 +65,15 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(ConfigError, match="this machine has 2 GPUs"):
         launched(3, monkeypatch)
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_run_has_one_process_on_a_slice_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for visible in ("MIG-7d3c", "MIG-7d3c,MIG-a2f1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert launched(1, monkeypatch)["hosts"] == {"": [0]}
+    with pytest.raises(ConfigError, match=r"names slices of GPUs \(MIG\), .* expected one process, or whole GPUs$"):
+        launched(2, monkeypatch)
 
 
 @pytest.mark.parametrize("minutes", [0.25, 15, 29, 30, 31, 600])
