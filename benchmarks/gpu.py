@@ -75,6 +75,7 @@ WAYS = (
     Way("micro-batch-2", 0.6, Measurement(micro_batch=2)),
     Way("micro-batch-4", 0.6, Measurement(micro_batch=4)),
     Way("sums-bf16", 0.6, Measurement(keys={"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}})),
+    Way("deterministic", 0.6, Measurement(keys={"deterministic": True})),
     Way("recomputed", 0.7, Measurement(keys={"use_grad_ckpt": True})),
     Way("lion", 0.6, Measurement(keys={"optimizer": {"type": "Lion", "params": {"lr": 1.0e-5}}})),
     Way("profile", 0.8, Measurement(profile=True)),

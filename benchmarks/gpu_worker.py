@@ -33,6 +33,7 @@ from models.varlen_attention import VARLEN
 from training.config.deepspeed_config import training_dtype
 from training.data_setup import build_loader
 from training.distributed.processes import free_port, gather
+from training.engine.numerics import set_numerics
 from training.engine.pipeline import PipelineTrainer
 from training.metrics.devices import this_device
 from training.metrics.peak_memory import peak_memory
@@ -118,6 +119,7 @@ def by_pipetune(measurement: Measurement, folder: Path, size: Size, half: bool) 
         before = 0 if ON_GPU else peak_memory()
         free = min(gather(torch.cuda.mem_get_info()[0])) if ON_GPU else None
         config, planned = fit(measurement, model, samples, size, this_device(), free, half)
+        set_numerics(config)
         spec = ModelSpec.from_folder(model)
         usual = choose_attention(config.use_flash_attn is True, training_dtype(config), spec.attention)
         loader = build_loader(samples, config)

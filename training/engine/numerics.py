@@ -37,7 +37,8 @@ def describe_numerics(config: TrainConfig) -> list[str]:
     """What the log says of it."""
     lines, dtype = [], training_dtype(config)
     if config.deterministic:
-        lines.append("deterministic: sums have the same order each time, so a resumed run is equal to the last bit")
+        cost = "; attention's backward pass is slower for it" if torch.cuda.is_available() else ""
+        lines.append(f"deterministic: sums have one order, so a resumed run is equal to the last bit{cost}")
     if not torch.cuda.is_available():
         if config.tf32:
             lines.append("warning: tf32 is without effect, as there is no GPU")

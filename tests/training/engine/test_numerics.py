@@ -73,6 +73,10 @@ def test_an_operation_without_an_order_is_one_line() -> None:
     assert line == "deterministic: torch has no put_ that sums in the same order; expected false"
 
 
+def test_on_gpus_its_cost_is_told(gpu: None) -> None:
+    assert describe_numerics(config_of(deterministic=True))[0].endswith("; attention's backward pass is slower for it")
+
+
 def test_tf32_is_for_fp32_runs_on_gpus(gpu: None) -> None:
     assert describe_numerics(config_of()) == [
         "products: fp32; with tf32: true they are up to 7 times as fast, and have 10 bits"
