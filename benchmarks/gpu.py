@@ -22,7 +22,7 @@ from benchmarks.ranks import command
 from benchmarks.unattended import Job, Row, parser, prepare, run_all
 
 FULL = 2.0  # times the estimate for a model of so many more layers
-TESTS = ("tests/models/test_kernels.py", "tests/training/engine/test_prefetch.py")
+TESTS = ("tests/models/test_kernels.py", "tests/models/test_lean_loss.py", "tests/training/engine/test_prefetch.py")
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,14 @@ WAYS = (
     Way("packed-sdpa", 0.6, Measurement(rows="packed", attention="sdpa")),
     Way("packed-flex", 1.0, Measurement(rows="packed", attention="flex"), ("triton",), gpu=True),
     Way("packed-flash", 0.6, Measurement(rows="packed", attention="flash"), ("flash_attn",), gpu=True),
+    Way("packed-flash-3", 0.6, Measurement(rows="packed", attention="flash-3"), ("flash_attn_interface",), gpu=True),
     Way("full-sdpa", 0.6, Measurement(attention="sdpa")),
     Way("full-flex", 1.0, Measurement(attention="flex"), ("triton",), gpu=True),
     Way("full-varlen", 0.6, Measurement(attention="varlen"), gpu=True),
     Way("full-flash", 0.6, Measurement(attention="flash"), ("flash_attn",), gpu=True),
+    Way("full-cudnn", 0.6, Measurement(attention="cudnn"), gpu=True),
+    Way("full-flash-3", 0.6, Measurement(attention="flash-3"), ("flash_attn_interface",), gpu=True),
+    Way("full-auto", 1.0, Measurement(attention="auto")),
     Way("packed-compiled", 1.3, Measurement(rows="packed", keys=COMPILED)),
     Way("packed-fp8", 1.5, Measurement(rows="packed", keys=FP8), ("torchao",), gpu=True),
     Way("fused", 0.7, Measurement(fused=True), ("liger_kernel",), gpu=True),
@@ -71,6 +75,7 @@ WAYS = (
     Way("micro-batch-2", 0.6, Measurement(micro_batch=2)),
     Way("micro-batch-4", 0.6, Measurement(micro_batch=4)),
     Way("sums-bf16", 0.6, Measurement(keys={"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}})),
+    Way("deterministic", 0.6, Measurement(keys={"deterministic": True})),
     Way("recomputed", 0.7, Measurement(keys={"use_grad_ckpt": True})),
     Way("lion", 0.6, Measurement(keys={"optimizer": {"type": "Lion", "params": {"lr": 1.0e-5}}})),
     Way("profile", 0.8, Measurement(profile=True)),

@@ -56,7 +56,7 @@ class Measurement:
         layers: of the model, at most; all where absent.
         engine: Pipetune's, or transformers' Trainer, plain or with Liger's kernels.
         rows: one sample each, or packed with many.
-        attention: one of `benchmarks.gpu_worker.KERNELS`; what a run with `use_flash_attn` would take where absent.
+        attention: one of `benchmarks.gpu_worker.KERNELS`, or `auto`; what `use_flash_attn: true` takes where absent.
         micro_batch: rows.
         dims: stages and replicas.
         fused: whether Liger's kernels stand in for norms, SwiGLU and rotary angles in Pipetune's blocks.

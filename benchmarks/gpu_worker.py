@@ -25,7 +25,7 @@ from benchmarks.kernel_classes import shares, spans_of
 from benchmarks.ranks import RESULT, tell
 from benchmarks.steps import joined, train
 from benchmarks.turns import Straight
-from models.attention import FLASH, TORCH, choose_attention
+from models.attention import CUDNN, FLASH, FLASH_3, TORCH, choose_attention
 from models.flex_attention import FLEX
 from models.loading import SeededStates
 from models.spec import ModelSpec
@@ -33,17 +33,20 @@ from models.varlen_attention import VARLEN
 from training.config.deepspeed_config import training_dtype
 from training.data_setup import build_loader
 from training.distributed.processes import free_port, gather
+from training.engine.numerics import set_numerics
 from training.engine.pipeline import PipelineTrainer
 from training.metrics.devices import this_device
 from training.metrics.peak_memory import peak_memory
 from training.metrics.utilization import Utilization
 from training.plan.auto import divide
+from training.plan.kernels import choose_kernels
 
 if TYPE_CHECKING:
     from data.loader import GlobalBatch
     from training.config.keys import TrainConfig
 
-KERNELS = {"sdpa": TORCH, "varlen": VARLEN, "flex": FLEX, "flash": FLASH}
+KERNELS = {"sdpa": TORCH, "cudnn": CUDNN, "varlen": VARLEN, "flex": FLEX, "flash": FLASH, "flash-3": FLASH_3}
+AUTO = "auto"  # the fastest of them, as a run finds it
 WARM, STEPS = 2, 5
 TOLERANCE = 1e-4  # relative, of losses in fp32 that are summed in another order
 ON_GPU = torch.cuda.is_available()
@@ -116,11 +119,17 @@ def by_pipetune(measurement: Measurement, folder: Path, size: Size, half: bool) 
         before = 0 if ON_GPU else peak_memory()
         free = min(gather(torch.cuda.mem_get_info()[0])) if ON_GPU else None
         config, planned = fit(measurement, model, samples, size, this_device(), free, half)
+        set_numerics(config)
         spec = ModelSpec.from_folder(model)
         usual = choose_attention(config.use_flash_attn is True, training_dtype(config), spec.attention)
-        attention = KERNELS[measurement.attention] if measurement.attention else usual.implementation
-        spec.set_attention(attention)
         loader = build_loader(samples, config)
+        if measurement.attention == AUTO:
+            kernels = choose_kernels(config.model_copy(update={"use_flash_attn": "auto"}), spec, loader)
+            attention = kernels.attention
+            print(*kernels.report, sep="\n", flush=True)
+        else:
+            attention = KERNELS[measurement.attention] if measurement.attention else usual.implementation
+            spec.set_attention(attention)
         if measurement.fused:  # from here on: the planner runs blocks on tensors without numbers, which Liger cannot
             from liger_kernel.transformers import apply_liger_kernel_to_llama
 

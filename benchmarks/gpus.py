@@ -3,13 +3,15 @@
 The ways whose names begin with `exact` train a tiny model in fp32 and compare each step's loss with that of one process
 (`exact-one`): messages that arrive in another order, or are added up twice, show there, and one that nobody sends ends
 at the time limit. The others train blocks of llama-7b in bf16, eight rows of 4,096 tokens a step. All go through the
-real launcher. Rows, `--wheels` and `--minutes` are as in `benchmarks.gpu`.
+real launcher, on the first of the GPUs that CUDA_VISIBLE_DEVICES names, by number. Rows, `--wheels` and `--minutes` are
+as in `benchmarks.gpu`.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -52,10 +54,12 @@ def jobs(gpus: int | None) -> list[Job]:
         gpus: of this machine; None for processes on its CPU.
     """
     environment = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if gpus is None else {}
+    visible = "" if gpus is None else os.environ.get("CUDA_VISIBLE_DEVICES", "")  # which the launcher would ignore
     made = []
     for way in WAYS:
         processes = math.prod(way.measurement.dims)
-        line = [*command(processes, "benchmarks.gpu_worker"), "--measurement", json.dumps(asdict(way.measurement))]
+        line = [*command(processes, "benchmarks.gpu_worker", visible)]
+        line += ["--measurement", json.dumps(asdict(way.measurement))]
         line += ["--reference", REFERENCE] if way.measurement.exact and way.name != REFERENCE else []
         few = gpus is not None and processes > gpus
         obstacle = f"it takes {processes} GPUs, and there are {gpus}" if few else ""

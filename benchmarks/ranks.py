@@ -42,13 +42,19 @@ class Workers:
         self.check()
 
 
-def command(processes: int | None, module: str) -> list[str]:
-    """What starts a module; see `Workers`."""
+def command(processes: int | None, module: str, visible: str = "") -> list[str]:
+    """What starts a module; see `Workers`.
+
+    Args:
+        visible: the numbers of the GPUs to take the first of, as in CUDA_VISIBLE_DEVICES; where absent any.
+    """
     if not processes:
         return [sys.executable, "-m", module]
     from training.distributed.processes import free_port  # what a bare machine may not have yet
 
-    launcher = ["deepspeed.launcher.runner", "--num_gpus", str(processes), "--master_port", str(free_port())]
+    numbers = ",".join(visible.split(",")[:processes])
+    where = ["--include", f"localhost:{numbers}"] if visible else ["--num_gpus", str(processes)]
+    launcher = ["deepspeed.launcher.runner", *where, "--master_port", str(free_port())]
     return [sys.executable, "-m", *launcher, "--module", module]
 
 

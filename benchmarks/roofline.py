@@ -4,7 +4,8 @@ Nothing is measured here, and no GPU is needed: the tables that stand in docs/pe
 
 - What a run gets of each device, by the constants in training/metrics/gpus.yml and devices.py.
 - Where a step goes: FLOPs, bytes and launches of each kind of work in a micro-batch of one row of 4,096 tokens, and the
-  milliseconds that they take on each device.
+  milliseconds that they take on each device. The same by layer: the embedding, a block, and the head with the loss.
+- What `deterministic` costs: attention's backward pass at the rates that others measured of FlashAttention-3's.
 - What a setting saves: the same step when blocks are compiled, gradients are added to their fp32 sum without a copy,
   attention kernels are of FlashAttention-3's class, and the blocks' linear layers multiply in fp8.
 - What fp8 gives: the speeds of three sizes of llama with it and without.
@@ -49,6 +50,11 @@ MPT = LLAMA | {"intermediate_size": 10922, "vocab_size": 50432, "tie_word_embedd
 COPIED_SUM = 18  # bytes to add a 16-bit gradient to a sum in fp32 as DeepSpeed 0.19.8 does, through a copy in fp32
 FLASH_3 = 0.75  # of large products, 0.54 of an H100's peak; forward 0.43 to 0.62, from 512 to 16,384 tokens
 # (github.com/pytorch/benchmark, 2391)
+# Rates of FlashAttention-3's deterministic backward pass, where its atomic one has 1.
+DETERMINISTIC = {
+    "each sum waits for its turn, up to (arXiv:2601.21824)": 1 - 0.379,
+    "the shortest first (github.com/Dao-AILab/flash-attention, 1893)": 474.0 / 574.7,
+}
 
 
 @dataclass(frozen=True)
@@ -190,8 +196,7 @@ def where_a_step_goes() -> list[list[str]]:
     spec, weights = basis.spec, plans[0].stages[0].parameters
     kernels: dict[str, list[Operation]] = {"products": [], "attention": [], "traffic": []}
     for layer in costs.kinds(spec):
-        counted = next(work for asked, work in basis.known.items() if asked[:2] == (work_of, layer))
-        for operation in (*counted.forward, *counted.backward):
+        for operation in _kernels(basis, layer):
             kernels[operation.kind].append(operation)
     told = {kind: _told(operations) for kind, operations in kernels.items()}
     told["sums"] = ["", f"{weights * costs.FP32_SUM / 1e9:.0f} GB", ""]
@@ -204,6 +209,35 @@ def where_a_step_goes() -> list[list[str]]:
         rows.append([label, *figures, *(f"{time:.1f}" for time in times)])
     rows.append(["a step of 8, a row", "", "", "", *(f"{1e3 * plan.seconds / MICRO_BATCHES:.0f}" for plan in plans)])
     rows.append(["MFU", "", "", "", *(f"{plan.mfu or 0:.1%}" for plan in plans)])
+    return rows
+
+
+def what_layers_take() -> list[list[str]]:
+    """A row for each kind of layer, of a micro-batch: forward and backward pass, and its gradients' sums."""
+    plans = [llama_7b(device) for device in DEVICES]
+    basis = plans[0].basis
+    spec, last = basis.spec, basis.spec.n_layers - 1
+    times = [costs.layer_times(plan.basis) for plan in plans]
+    rows = [["", "FLOPs", "memory traffic", "kernels", *(f"{device}, ms" for device in DEVICES)]]
+    for label, layer in {"embedding": 0, "a block": 1, "head and loss": last}.items():
+        operations = _kernels(basis, layer)
+        operations += costs.loss_work(basis, torch.bfloat16, basis.device) if layer == last else []
+        a_weight = costs.FP32_SUM + (costs.HEAD_GRADIENT if layer == last else 0)
+        summed = a_weight * sum(shape.numel() for shape in spec.shapes(layer).values())
+        spent = (1e3 * (each[layer].forward + each[layer].backward).total for each in times)
+        rows.append([label, *_told(operations, summed), *(f"{time:.2f}" for time in spent)])
+    return rows
+
+
+def what_order_costs() -> list[list[str]]:
+    """A row for each rate: how much longer a step takes, of whose kernels only attention's backward pass is another."""
+    plans = [llama_7b(device) for device in DEVICES]
+    backward = [sum(layer.backward.attention for layer in costs.layer_times(plan.basis)) for plan in plans]
+    rows = [["", *(f"{device}, ms a row" for device in DEVICES)]]
+    for label, rate in DETERMINISTIC.items():
+        more = [seconds * (1 / rate - 1) for seconds in backward]
+        shares = [MICRO_BATCHES * each / plan.seconds for each, plan in zip(more, plans, strict=True)]
+        rows.append([label, *(f"+{1e3 * each:.0f}, {share:.1%}" for each, share in zip(more, shares, strict=True))])
     return rows
 
 
@@ -264,10 +298,18 @@ def published_runs() -> list[list[str]]:
     return rows
 
 
-def _told(operations: Sequence[Operation]) -> list[str]:
+def _kernels(basis: Basis, layer: int) -> list[Operation]:
+    """Of a layer's forward and backward pass, as the plan has counted them."""
+    counted = next(work for asked, work in basis.known.items() if asked[:2] == (work_of, layer))
+    return [*counted.forward, *counted.backward]
+
+
+def _told(operations: Sequence[Operation], summed: float = 0.0) -> list[str]:
+    """FLOPs, bytes and launches; `summed` are bytes of what is no kernel of a layer."""
     flops = sum(operation.flops for operation in operations)
-    moved = sum(operation.bytes for operation in operations)
-    return [f"{flops / 1e12:.1f} T" if flops else "", f"{moved / 1e9:.0f} GB", str(len(operations))]
+    moved = sum(operation.bytes for operation in operations) + summed
+    digits = 0 if moved >= 1e10 else 1
+    return [f"{flops / 1e12:.1f} T" if flops else "", f"{moved / 1e9:.{digits}f} GB", str(len(operations))]
 
 
 def print_table(title: str, rows: Sequence[Sequence[str]]) -> None:
@@ -284,6 +326,8 @@ if __name__ == "__main__":
     print_table(
         f"llama-7b in bf16, a row of {LENGTH:,} tokens, {MICRO_BATCHES} micro-batches a step", where_a_step_goes()
     )
+    print_table("The same by layer", what_layers_take())
+    print_table("What `deterministic` costs", what_order_costs())
     print_table("What settings save", what_settings_save())
     print_table("What fp8 gives, tokens/s of one H100", what_fp8_gives())
     print_table("Published runs", published_runs())

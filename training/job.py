@@ -29,7 +29,7 @@ from training.distributed.disk import Disk
 from training.distributed.processes import Place, agreed
 from training.distributed.rank_monitor import RankMonitor
 from training.distributed.signals import StopRequest
-from training.engine.numerics import describe_numerics
+from training.engine.numerics import describe_numerics, set_numerics
 from training.engine.trainer import Trainer
 from training.evaluation import Evaluation
 from training.loop import Run, train
@@ -150,6 +150,7 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
     check_room(config, spec, layers, disk)
     with agreed():
         inputs.begin(progress, place, monitor)
+    set_numerics(config)
     kernels = choose_kernels(config, spec, known_loader)
     model = f"model: {spec.family.name}, {spec.n_layers} layers {topology.description}"
     proof = [f"family: {spec.family.proof}"] if spec.family.proof else []

@@ -23,13 +23,16 @@ from benchmarks.gpu_models import (
     samples_of,
     write_model,
 )
-from benchmarks.gpu_worker import TOLERANCE, against
+from benchmarks.gpu_worker import AUTO, KERNELS, TOLERANCE, against
 from benchmarks.kernel_classes import REST, Span, kind, shares
+from models.attention import ALL
 from models.flops import ModelFlops
 from models.spec import ModelSpec
 from tests.launching import run
 from training.data_setup import build_loader
 from training.metrics.devices import parse_devices
+
+ROWS = ("full", "packed")
 
 
 def layers_of(folder: Path) -> int:
@@ -84,6 +87,26 @@ def test_every_way_makes_a_config(tmp_path: Path) -> None:
         samples = samples_of(measurement, 512, TINY)
         config = config_of(measurement, tmp_path, len(samples.samples), TINY, half=not measurement.exact)
         assert config.model_topo.processes == math.prod(measurement.dims)
+
+
+def test_every_kernel_has_a_way() -> None:
+    """Of full rows, the one that `auto` takes among them; of packed ones those that are made for documents."""
+    assert set(KERNELS.values()) == set(ALL)
+    tried = {rows: {way.measurement.attention for way in gpu.WAYS if way.measurement.rows == rows} for rows in ROWS}
+    assert tried["full"] >= {*KERNELS, AUTO}
+    assert tried["packed"] >= KERNELS.keys() - {"cudnn"}
+
+
+def test_launched_ways_keep_to_the_gpus_that_their_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert all("--num_gpus" in job.command for job in gpus.jobs(4))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,2,7")
+    for job, way in zip(gpus.jobs(3), gpus.WAYS, strict=True):
+        processes = math.prod(way.measurement.dims)
+        chosen = "localhost:" + ",".join("527"[:processes])
+        assert "--num_gpus" not in job.command and job.command[job.command.index("--include") + 1] == chosen
+        assert bool(job.obstacle) == (processes > 3)
+    assert all("--num_gpus" in job.command for job in gpus.jobs(None))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +168,7 @@ def test_a_way_runs_on_a_cpu(tmp_path: Path) -> None:
 @pytest.mark.longest
 @pytest.mark.launched
 def test_ways_of_every_kind_run_on_a_cpu(tmp_path: Path) -> None:
-    names = ("packed-sdpa", "trainer", "micro-batch-4", "sums-bf16", "recomputed", "lion")
+    names = ("packed-sdpa", "full-auto", "trainer", "micro-batch-4", "sums-bf16", "recomputed", "lion")
     rows = rows_of("benchmarks.gpu", tmp_path / "rows.jsonl", *names)
     assert all(row["tokens_per_s"] > 0 for row in rows)
 

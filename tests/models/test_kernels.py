@@ -1,22 +1,26 @@
 """Every attention kernel that a run may take on a GPU gives the logits and gradients of the usual one.
 
 On a CPU, flex attention runs in torch's plain form, whose gradients torch has but does not offer: the test lifts that
-ban. varlen_attn has no form for a CPU, so the test puts its definition, written out, in its place.
+ban. varlen_attn and the flash-attn packages have no form for a CPU, so the tests put their definition, written out, in
+their place; what transformers does on the way to flash-attn is its own.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import modeling_flash_attention_utils
 
 from models import CausalLM, varlen_attention
-from models.attention import ALL, CUDNN, FLASH_3, FLEX, VARLEN
+from models.attention import ALL, CUDNN, FLASH, FLASH_3, FLEX, VARLEN
 from models.checkpoint.source import open_source
 from models.position_ids import unmarked
 from models.spec import ModelSpec
@@ -101,19 +105,32 @@ def varlen_by_definition(
     enable_gqa: bool = False,
 ) -> Tensor:
     """What varlen_attn of torch 2.13 computes for [T, heads, D], a document after the other."""
-    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert enable_gqa or query.shape[1] == key.shape[1]
-    ends = cu_seq_q.tolist()
-    assert ends == cu_seq_k.tolist() and ends[0] == 0 and ends[-1] == len(query) == len(key) == len(value)
-    longest = max(end - begin for begin, end in pairwise(ends))
-    assert max_q == max_k == longest
     left, right = window_size
     assert right == 0
+    return by_definition((query, key, value), (cu_seq_q, cu_seq_k), (max_q, max_k), scale, left)
+
+
+def by_definition(
+    packed: tuple[Tensor, Tensor, Tensor],
+    ends_given: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    scale: float | None,
+    left: int,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Causal attention of documents end to end, each token `left` tokens back; all of them where that is negative."""
+    query, key, value = packed
+    assert all(each.dtype == torch.int32 for each in ends_given)
+    ends, ends_of_keys = (each.tolist() for each in ends_given)
+    assert ends == ends_of_keys and ends[0] == 0 and ends[-1] == len(query) == len(key) == len(value)
+    assert longest == (max(end - begin for begin, end in pairwise(ends)),) * 2
     key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
     outputs = []
     for begin, end in pairwise(ends):
         q, k, v = (tensor[begin:end].transpose(0, 1) for tensor in (query, key, value))
         scores = q @ k.transpose(1, 2) * (query.shape[2] ** -0.5 if scale is None else scale)
+        scores = torch.tanh(scores / softcap) * softcap if softcap else scores
         distance = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
         seen = (distance >= 0) & ((distance <= left) | (left < 0))
         outputs.append((scores.masked_fill(~seen, -torch.inf).softmax(dim=-1) @ v).transpose(0, 1))
@@ -144,6 +161,85 @@ def test_varlen_attention_of_this_torch_is_what_the_tests_put_in_its_place(windo
     ends = ends.cpu()
     wanted = varlen_by_definition(query, key, value, ends, ends, 22, 22, scale=0.2, window_size=window)
     torch.testing.assert_close(found.float().cpu(), wanted, atol=2e-2, rtol=2e-2)
+
+
+ORDERED: list[bool] = []  # what stood-in kernels were told of `deterministic`
+
+
+def flash_by_definition(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+) -> Tensor:
+    """What flash_attn_varlen_func of flash-attn 2.8 computes; the mask hides what a window has to the right."""
+    assert causal and dropout_p == 0
+    ORDERED.append(deterministic)
+    ends, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    return by_definition((q, k, v), ends, longest, softmax_scale, window_size[0], softcap)
+
+
+def flash_3_by_definition(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+) -> Tensor:
+    """The same of flash-attn 3, which knows no dropout."""
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return flash_by_definition(q, k, v, *lengths, 0.0, softmax_scale, causal, window_size, softcap, deterministic)
+
+
+@pytest.fixture(params=[FLASH, FLASH_3])
+def flash(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A kernel whose package transformers finds, with nothing but its function for documents."""
+    second = request.param == FLASH
+    name = "flash_attn" if second else "flash_attn_interface"
+    package: Any = ModuleType(name)
+    package.flash_attn_varlen_func = flash_by_definition if second else flash_3_by_definition
+    package.flash_attn_func = package.flash_attn_with_kvcache = None
+    padding: Any = ModuleType("flash_attn.bert_padding")
+    padding.pad_input = padding.unpad_input = None
+    monkeypatch.setitem(sys.modules, name, package)
+    monkeypatch.setitem(sys.modules, "flash_attn.bert_padding", padding)
+    monkeypatch.setattr(modeling_flash_attention_utils, "is_flash_attn_2_available", lambda: second)
+    monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
+    ORDERED.clear()
+    return str(request.param)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_flash_attention_equals_the_usual_kernel(name: str, flash: str, make_checkpoint: Callable[..., Path]) -> None:
+    folder = exact(name, flash, make_checkpoint)
+    assert_same(folder, flash, PACKED)
+    assert_same(folder, flash, WHOLE)
+    assert ORDERED and not any(ORDERED)
+
+
+def test_flash_attention_is_told_of_the_order(
+    flash: str, make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the variable that `training.engine.numerics` sets."""
+    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
+    outcome(make_checkpoint("llama"), flash, PACKED)
+    assert ORDERED and all(ORDERED)
 
 
 def test_kernels_without_dropout_are_not_taken_where_attention_drops(make_checkpoint: Callable[..., Path]) -> None:

@@ -3,7 +3,8 @@
 usage: FAULT=<kind>:<rank>:<step> faulty.py <arguments of train_ds.py>. At the beginning of the step that rank
 - raises: an error of a program, - mistake: an error that a user can mend, - dies: by SIGKILL, - freezes: by SIGSTOP,
 - hangs: waits in Python for what never comes, - fills: cannot write large files any more, as on a full disk,
-- starves: asks for more memory than any machine has, - waits: until the file that WAITS_FOR names is there.
+- starves: asks in its forward pass for more memory than any machine has, - waits: until the file that WAITS_FOR names
+is there.
 """
 
 from __future__ import annotations
@@ -47,7 +48,13 @@ def fills() -> None:
 
 
 def starves() -> None:
-    torch.empty(2**60)
+    forward = torch.nn.Linear.forward
+
+    def asking(*_: torch.Tensor) -> torch.Tensor:
+        torch.nn.Linear.forward = forward  # type: ignore[method-assign]  # the plan that is told runs blocks too
+        return torch.empty(2**60)
+
+    torch.nn.Linear.forward = asking  # type: ignore[method-assign, assignment]
 
 
 def waits() -> None:

@@ -1,7 +1,8 @@
 """A few clipped steps per case, by Pipetune's sums, clipping and step or by DeepSpeed's own (see `cases.py`).
 
 Its cases are {"name", "config": {...}, "deepspeed": bool}; writes <folder>/<name>.<rank>.safetensors with the steps'
-"losses" and "norms", and under `weight.`, `gradient.` (of the last step) and `average.` (AdamW's first) what they left.
+"losses" and "norms", under `weight.`, `gradient.` (of the last step) and `average.` (AdamW's first) what they left, and
+as "reduction" how many operations the sum over the replicas took that are more than another view of a tensor.
 """
 
 from __future__ import annotations
@@ -12,14 +13,28 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from deepspeed.runtime.pipe import schedule
 from deepspeed.utils import safe_get_full_grad
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.spec import ModelSpec
 from tests.workers.cases import loader_of
 from training.config.keys import TrainConfig
 from training.engine.pipeline import PipelineTrainer
 from training.plan.auto import divide
+
+
+class Operations(TorchDispatchMode):
+    """Counts them, but for views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not function.is_view
+        return function(*args, **(kwargs or {}))
 
 
 def clip_at_once(_: Any, weights: Any, most: float, norm: torch.Tensor) -> None:
@@ -49,11 +64,19 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
             take_step(lr_kwargs)
 
         engine._take_model_step = keep_gradients
+        operations, reduce = Operations(), engine._INSTRUCTION_MAP[schedule.ReduceGrads]
+
+        def counted(*arguments: Any) -> None:
+            with operations:
+                reduce(*arguments)
+
+        engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {schedule.ReduceGrads: counted}
         losses, norms = [], []
         for step in range(config.n_epoches * loader.steps_per_epoch):
             losses.append(trainer.train_step(loader, loader.batch(step)))
             norms.append(float(engine.get_global_grad_norm()))
     found = {"losses": torch.tensor(losses), "norms": torch.tensor(norms)} | gradients
+    found["reduction"] = torch.tensor(operations.count)
     found |= {f"weight.{name}": weight.detach().clone() for name, weight in engine.module.named_parameters()}
     for number, state in enumerate(engine.optimizer.state.values()):
         found[f"average.{number}"] = state["exp_avg"].clone()

@@ -1,7 +1,8 @@
 """Whether this process's GPU, and the torch that was installed for it, can do what a config asks for.
 
-Asked before anything is built: torch itself fails at the first product, with "no kernel image is available", and
-emulates bf16, or leaves TF32 alone, without a word where the GPU has none.
+Asked before anything is built: torch itself emulates bf16, or leaves TF32 alone, without a word where the GPU has none.
+Whether it has kernels for the GPU at all is asked before the ranks meet, as NCCL's first message would end with "no
+kernel image is available".
 """
 
 from __future__ import annotations
@@ -28,13 +29,8 @@ def check_gpu(config: TrainConfig) -> None:
         if config.fp8.enabled:
             raise ConfigError("fp8.enabled: this machine has no GPU; expected false")
         return
+    check_wheel()
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-    if not has_kernels(capability, torch.cuda.get_arch_list()):
-        hint = ", such as one for CUDA 12.6 (cu126)" if capability < OLDEST_OF_CUDA_13 else ""
-        raise ConfigError(
-            f"torch {torch.__version__} has no kernels for {name} (sm_{capability[0]}{capability[1]}); expected a "
-            f"wheel of torch that was built for it{hint}"
-        )
     if config.bf16.enabled and capability < AMPERE:
         raise ConfigError(f"bf16.enabled: {name} does not compute in bf16; expected fp16")
     if config.tf32 and capability < AMPERE:
@@ -43,6 +39,21 @@ def check_gpu(config: TrainConfig) -> None:
         raise ConfigError(f"fp8.enabled: {name} is older than Ada and Hopper (sm_89, sm_90); expected false")
     if config.fp8.enabled and not fp8.is_installed():
         raise ConfigError(f"fp8.enabled: torchao is not installed; expected pip install {fp8.PACKAGE}")
+
+
+def check_wheel() -> None:
+    """See that torch was built for this process's GPU.
+
+    Raises:
+        ConfigError: it was not.
+    """
+    name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    if not has_kernels(capability, torch.cuda.get_arch_list()):
+        hint = ", such as one for CUDA 12.6 (cu126)" if capability < OLDEST_OF_CUDA_13 else ""
+        raise ConfigError(
+            f"torch {torch.__version__} has no kernels for {name} (sm_{capability[0]}{capability[1]}); expected a "
+            f"wheel of torch that was built for it{hint}"
+        )
 
 
 def has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:

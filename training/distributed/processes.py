@@ -138,7 +138,7 @@ def join(place: Place, patience: timedelta, port: int | None = None) -> None:
         port: where they meet, in place of the launcher's.
 
     Raises:
-        ConfigError: they cannot meet, or this host has fewer GPUs than processes.
+        ConfigError: they cannot meet, this host has fewer GPUs than processes, or torch has no kernels for them.
         RunRefused: on every rank, where one never comes.
     """
     if port and os.environ["MASTER_PORT"] != str(port):
@@ -160,6 +160,7 @@ def join(place: Place, patience: timedelta, port: int | None = None) -> None:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
+    from training.config.gpu import check_wheel
     from training.distributed.meeting import meet
 
     deepspeed.utils.logger.setLevel("WARNING")
@@ -176,6 +177,7 @@ def join(place: Place, patience: timedelta, port: int | None = None) -> None:
         )
     else:
         get_accelerator().set_device(place.local_rank)
+        check_wheel()
     try:
         store = meet(place.rank, place.world_size, place.local_size, patience)
         deepspeed.init_distributed(verbose=False, timeout=patience)

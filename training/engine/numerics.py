@@ -23,7 +23,7 @@ WORTH = 1.5  # times as fast as fp32: from there on the log tells of TF32
 
 
 def set_numerics(config: TrainConfig) -> None:
-    """Set this process up, before it computes anything on a GPU."""
+    """Set this process up, before its first product on a GPU, at which cuBLAS asks its variable once and for all."""
     if config.deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it torch refuses every product
         os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # what transformers asks the flash-attn package for
@@ -37,7 +37,8 @@ def describe_numerics(config: TrainConfig) -> list[str]:
     """What the log says of it."""
     lines, dtype = [], training_dtype(config)
     if config.deterministic:
-        lines.append("deterministic: sums have the same order each time, so a resumed run is equal to the last bit")
+        cost = "; attention's backward pass is slower for it" if torch.cuda.is_available() else ""
+        lines.append(f"deterministic: sums have one order, so a resumed run is equal to the last bit{cost}")
     if not torch.cuda.is_available():
         if config.tf32:
             lines.append("warning: tf32 is without effect, as there is no GPU")

@@ -30,7 +30,6 @@ from training.distributed.disk import Disk
 from training.distributed.processes import agreed
 from training.engine.clipping import clip_in_update
 from training.engine.gradient_sums import sum_as_they_are
-from training.engine.numerics import set_numerics
 from training.engine.prefetch import Sent, ahead
 from training.engine.timings import Timings
 from training.optimizer.optimizers import build_optimizer
@@ -121,7 +120,6 @@ def build_engine(
         # Building the model communicates, so every rank looks at its weights before any begins.
         for layer in layers:
             states.check_layer(layer)
-    set_numerics(config)
     torch.manual_seed(config.seed + torch.distributed.get_rank())  # dropout differs from rank to rank
     model = make_model(
         states=states,

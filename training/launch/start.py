@@ -86,6 +86,11 @@ def check_machine(config: TrainConfig) -> None:
         has = f"no GPU and {cores} cores; expected at most {most}"
         if gpus:
             has = f"{gpus} GPUs; name several machines with --hostfile"
+        if gpus and "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
+            has = (
+                "one GPU for them: CUDA_VISIBLE_DEVICES names slices of GPUs (MIG), and CUDA shows a process the first "
+                "alone; expected one process, or whole GPUs"
+            )
         raise ConfigError(
             f"model_topo.process_topology.dims: {topology.process_topology.dims} ask for {topology.processes} "
             f"processes, but this machine has {has}"

@@ -18,14 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.layers import Embedding, Head
+from models.block_options import PLAIN, BlockOptions
+from models.layers import Block, Embedding, Head
 from models.lean_loss import linear_cross_entropy
+from models.offload import Returns
 from models.router import n_experts
 from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.config.sections import FP8
 from training.engine.gradient_sums import add
+from training.engine.numerics import set_numerics
 from training.metrics.devices import this_device
 from training.optimizer.optimizers import build_optimizer
 from training.plan.basis import Basis, Calibration
@@ -38,6 +41,7 @@ WARM_UP, REPEATS = 2, 5
 
 def calibrate(config: TrainConfig, spec: ModelSpec, workload: Workload) -> Calibration:
     """Measure one layer of each kind, and the optimizer."""
+    set_numerics(config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // config.model_topo.processes))
@@ -54,13 +58,20 @@ def calibrate(config: TrainConfig, spec: ModelSpec, workload: Workload) -> Calib
 
 
 def time_layer(
-    kind: int, config: TrainConfig, spec: ModelSpec, workload: Workload, device: torch.device
+    kind: int,
+    config: TrainConfig,
+    spec: ModelSpec,
+    workload: Workload,
+    device: torch.device,
+    options: BlockOptions = PLAIN,
 ) -> list[float]:
     """Seconds of the forward and the backward pass of one micro-batch through a layer of random weights."""
     dtype = training_dtype(config)
     module = spec.build(kind, spec.positions()).to(device=device, dtype=dtype)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.02)
+    if isinstance(module, Block):
+        options.apply(kind, module, Returns())
     if StateBytes.of(config).gradient > dtype.itemsize:
         _sum_in_fp32(module)
     length = math.ceil(workload.length)

@@ -4,7 +4,8 @@ Attention: on a GPU that has flash attention each exact kernel runs one block fo
 run's, and the fastest is taken. It takes a second or two, the log says the times, and the run's folder keeps the
 choice, as a run that goes on with another kernel would round otherwise. Elsewhere the family's usual kernel is taken.
 
-Compilation: on a GPU from Ampere on blocks are compiled, where a trial shows that torch.compile works. Not those with
+Compilation: on a GPU from Ampere on blocks are compiled, where one of the run's, forward and backward on rows like the
+run's, shows that torch.compile can do it; its program is the one that the run's first step would make. Not those with
 experts, of which each micro-batch may be compiled anew, nor those of ZeRO stage 3, which gathers weights inside of
 them, nor a CPU's: they are compiled when asked, but for ZeRO's.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +26,7 @@ from common.terminal import reason_of
 from common.whole_files import replace_text
 from data.loader import Loader
 from models.attention import NAMES, candidates, choose_attention
+from models.block_options import BlockOptions
 from models.lean_loss import AMPERE
 from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
@@ -75,7 +78,8 @@ def choose_kernels(config: TrainConfig, spec: ModelSpec, loader: Loader | None) 
     chosen = None
     if torch.distributed.get_rank() == 0:
         attention, reason = _attention(config, spec, loader)
-        compiles, lines = _compilation(config, bool(spec.family.router))
+        spec.set_attention(attention)
+        compiles, lines = _compilation(config, bool(spec.family.router), partial(_compile_trial, config, spec, loader))
         if config.fp8.enabled and not compiles:
             lines.append("warning: fp8 without compiled blocks: rounding takes longer than the products save")
         chosen = Kernels(attention, compiles, [f"attention: {reason}", *lines])
@@ -98,9 +102,15 @@ def _attention(config: TrainConfig, spec: ModelSpec, loader: Loader | None) -> t
 
     def milliseconds(kernel: str) -> float:
         spec.set_attention(kernel)
-        return 1000 * sum(time_layer(1, config, spec, workload, torch.device(get_accelerator().current_device_name())))
+        return 1000 * sum(time_layer(1, config, spec, workload, _device()))
 
-    known = {"device": this_device().name, "torch": torch.__version__, "dtype": str(dtype), "kernels": kernels}
+    known = {
+        "device": this_device().name,
+        "torch": torch.__version__,
+        "dtype": str(dtype),
+        "deterministic": config.deterministic,
+        "kernels": kernels,
+    }
     return fastest(kernels, milliseconds, Path(config.save_path) / FILE, known)
 
 
@@ -140,22 +150,32 @@ def _told(trial: Trial, what: str) -> tuple[str, str]:
     return ranked[0], f"{NAMES[ranked[0]]}, the fastest {what}: {', '.join(shown)}"
 
 
-def _compilation(config: TrainConfig, experts: bool) -> tuple[bool, list[str]]:
-    """Whether blocks, with experts or without, are compiled, and what the log says of it."""
+def _compilation(config: TrainConfig, experts: bool, trial: Callable[[], str | None]) -> tuple[bool, list[str]]:
+    """Whether blocks, with experts or without, are compiled, and what the log says of it.
+
+    Args:
+        trial: says why they cannot be.
+    """
     on_gpu = torch.cuda.is_available()
     ampere = on_gpu and torch.cuda.get_device_capability() >= AMPERE
     if config.compile != "auto" or not on_gpu:
         return config.compiles(ampere, experts), []
     older = None if ampere else f"{torch.cuda.get_device_name()} is older than the GPUs that it is known to help"
-    if obstacle := older or config.compile_obstacle(experts) or _compile_trial():
+    if obstacle := older or config.compile_obstacle(experts) or trial():
         return False, [f"blocks: not compiled: {obstacle}"]
     return True, ["blocks: compiled by torch.compile; the first steps take up to some minutes more"]
 
 
-def _compile_trial() -> str | None:
-    """Why torch.compile does not work here, such as for want of a C compiler."""
+def _compile_trial(config: TrainConfig, spec: ModelSpec, loader: Loader | None) -> str | None:
+    """Why torch.compile cannot make a program of a block, such as for want of a C compiler."""
+    options = BlockOptions(compile=True, fp8=config.fp8.enabled)
     try:
-        torch.compile(lambda numbers: numbers.sin() + 1)(torch.ones(8, device="cuda"))
+        time_layer(1, config, spec, Workload.of(loader, config), _device(), options)
     except Exception as error:  # of many kinds, from dynamo down to the driver
         return f"torch.compile does not work here: {reason_of(error)}"
     return None
+
+
+def _device() -> torch.device:
+    """Of this process."""
+    return torch.device(get_accelerator().current_device_name())

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 
 from models.fp8 import PACKAGE
+from tests.conftest import FAQ
+from tests.launching import error_lines, run, topology, write_config
 from training.config.gpu import check_gpu, has_kernels
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
@@ -15,6 +21,21 @@ BF16 = TrainConfig.model_validate(KEYS | {"bf16": {"enabled": True}})
 FP16 = TrainConfig.model_validate(KEYS | {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}})
 CUDA_13 = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120".split()
 CUDA_12 = "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90".split()
+# A machine with two V100s and a torch that has nothing for them, on which NCCL fails at once.
+ON_V100S = f"""
+import torch
+import train_ds
+
+def fail(*_, **__):
+    raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+
+answers = dict(is_available=True, device_count=2, set_device=None, get_device_name="Tesla V100-SXM2-32GB")
+answers |= dict(get_device_capability=(7, 0), get_arch_list={CUDA_13})
+for name, answer in answers.items():
+    setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+torch.distributed.init_process_group = fail
+train_ds.main()
+"""
 
 
 def be(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], built_for: list[str]) -> None:
@@ -28,6 +49,18 @@ def test_a_v100_gets_the_right_wheel_named(monkeypatch: pytest.MonkeyPatch) -> N
     be(monkeypatch, "Tesla V100-SXM2-32GB", (7, 0), CUDA_13)
     with pytest.raises(ConfigError, match=r"has no kernels for Tesla V100.* \(sm_70\); .* CUDA 12.6 \(cu126\)"):
         check_gpu(FP16)
+
+
+@pytest.mark.launched
+def test_a_start_on_v100s_ends_before_nccl_fails(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    keys = {"model_path": str(make_checkpoint("llama")), "data_path": str(FAQ), "model_topo": topology((2, 1))}
+    (script := tmp_path / "on_v100s.py").write_text(ON_V100S, encoding="utf-8")
+    config = write_config(tmp_path / "run.yml", **keys)
+    result = run(sys.executable, script, "--config", config, DS_ACCELERATOR="cuda")
+    assert result.returncode == 2, result.stdout + result.stderr
+    (line,) = error_lines(result)
+    assert "has no kernels for Tesla V100" in line and "CUDA 12.6 (cu126)" in line
+    assert "Traceback" not in result.stderr
 
 
 def test_a_v100_is_not_asked_for_bf16(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ ALONE = (1, 1)
 TWO_MACHINES = (2, 1)
 
 STARTED = """
-import sys
+import os, sys
 from datetime import timedelta
 import psutil, torch
 from training.config.sections import ModelTopo
@@ -32,15 +32,17 @@ try:
 except ConfigError as error:
     sys.exit(f"error: {error}")
 group = torch.distributed.new_group([0])
+print(*(os.environ.get(each) for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")))
+print(torch.distributed.distributed_c10d.default_pg_nccl_timeout)
 print(group._get_backend(torch.device("cpu")).options._timeout)
 print({each.laddr.ip for each in psutil.Process().net_connections() if each.status == "LISTEN"})
 """
 
 
-def started(address: str, port: int) -> subprocess.CompletedProcess[str]:
-    """What a run of one process says about itself."""
+def started(address: str, port: int, **own: str) -> subprocess.CompletedProcess[str]:
+    """What a run of one process says about itself; `own` is of its user's environment."""
     meeting = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
-    environment = os.environ | meeting | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | meeting | {"PYTHONPATH": str(ROOT)} | own
     return subprocess.run(
         [sys.executable, "-c", STARTED], env=environment, capture_output=True, text=True, cwd=ROOT, check=False
     )
@@ -77,7 +79,25 @@ def test_a_port_in_use_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_groups_have_the_runs_timeout_and_all_ports_its_address() -> None:
     result = started("127.0.0.1", free_port())
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-2:] == ["1:17:00", "{'127.0.0.1'}"]
+    assert result.stdout.splitlines()[-3:] == ["1:17:00", "1:17:00", "{'127.0.0.1'}"]
+
+
+@pytest.mark.parametrize(
+    ("own", "told"),
+    [
+        ({}, "expandable_segments:True None"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native None"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "None backend:native"),
+    ],
+)
+def test_the_allocator_is_set_where_the_user_has_not(
+    own: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    result = started("127.0.0.1", free_port(), **own)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-4] == told
 
 
 def test_ranks_that_cannot_meet_say_so_in_one_line() -> None:

@@ -1,10 +1,11 @@
-"""Where a door that no launcher started puts its processes."""
+"""Where a door that no launcher started puts its processes, and how long these wait for each other."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,10 +13,14 @@ import torch
 
 from tests.launching import topology
 from training.config.keys import TrainConfig
-from training.errors import ConfigError
+from training.distributed import processes, script
+from training.distributed.failure_detector import ANSWER, LATE
+from training.distributed.processes import Place
+from training.errors import ConfigError, RunRefused
 from training.launch.start import SUPERVISOR, launch
 from training.launch.supervisor import JOB
 
+KEYS = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 1}
 GPUS = 8  # of the machine, however many a user may see
 
 
@@ -25,7 +30,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def count() -> int:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return len(visible.split(",")) if visible else GPUS
+        slices = (visible or "").startswith("MIG-")  # of which CUDA shows a process the first alone
+        return 1 if slices else len(visible.split(",")) if visible else GPUS
 
     monkeypatch.setattr(torch.cuda, "device_count", count)
 
@@ -36,15 +42,14 @@ def launched(number: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(os, "execv", lambda _, words: found.extend(words))
     monkeypatch.setenv(JOB, "")
     monkeypatch.setattr(sys, "argv", ["train_ds.py", "--config", "run.yml"])
-    keys = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 1}
-    launch(TrainConfig.model_validate(keys | {"model_topo": topology((number, 1))}))
+    launch(TrainConfig.model_validate(KEYS | {"model_topo": topology((number, 1))}))
     assert found == [sys.executable, "-c", SUPERVISOR, *sys.argv]
     job: dict[str, Any] = json.loads(os.environ[JOB])
     return job
 
 
 @pytest.mark.usefixtures("machine")
-@pytest.mark.parametrize("visible", [None, "", "7,2,3", "MIG-1,MIG-2", "GPU-5ebe9f43,GPU-ac33420d"])
+@pytest.mark.parametrize("visible", [None, "", "7,2,3", "GPU-5ebe9f43,GPU-ac33420d"])
 def test_a_run_takes_the_gpus_that_its_user_chose(visible: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks' environment is the user's, in which rank n takes the nth of the GPUs that can be seen."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -60,3 +65,28 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(ConfigError, match="this machine has 2 GPUs"):
         launched(3, monkeypatch)
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_run_has_one_process_on_a_slice_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for visible in ("MIG-7d3c", "MIG-7d3c,MIG-a2f1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert launched(1, monkeypatch)["hosts"] == {"": [0]}
+    with pytest.raises(ConfigError, match=r"names slices of GPUs \(MIG\), .* expected one process, or whole GPUs$"):
+        launched(2, monkeypatch)
+
+
+@pytest.mark.parametrize("minutes", [0.25, 15, 29, 30, 31, 600])
+def test_a_hang_is_found_before_an_operation_gives_up(minutes: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The detector names the rank at fault; what gives up earlier would only say that some other one did not come."""
+    waits: list[timedelta] = []
+
+    def start(place: Place, topology: Any, patience: timedelta, port: int | None) -> None:
+        waits.append(patience)
+        raise RunRefused
+
+    monkeypatch.setattr(processes, "start", start)
+    config = TrainConfig.model_validate(KEYS | {"timeout_minutes": minutes})
+    with pytest.raises(RunRefused):
+        script.in_processes(config, Place(0, 1, 0, 1), lambda *_: False)
+    assert waits[0] > timedelta(minutes=minutes, seconds=ANSWER + LATE)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.conftest import TINY
+from tests.training.plan.helpers import spec_of
 from training.config.keys import TrainConfig
 from training.engine import numerics
 from training.engine.numerics import describe_numerics, set_numerics
 from training.errors import EXIT_CODE, description
 from training.metrics.devices import parse_devices
+from training.plan import calibration
+from training.plan.workload import Workload
 
 KEYS = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 8}
 
@@ -49,6 +54,16 @@ def test_deterministic_asks_torch_cublas_and_flash_attention() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+def test_layers_are_measured_as_the_run_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(*_: Any) -> list[float]:
+        assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        return [1.0, 1.0]
+
+    monkeypatch.setattr(calibration, "time_layer", measured)
+    config = config_of(deterministic=True, max_seq_len=64)
+    calibration.calibrate(config, spec_of(tmp_path, TINY | {"model_type": "llama"}), Workload.assumed(config))
+
+
 def test_an_operation_without_an_order_is_one_line() -> None:
     set_numerics(config_of(deterministic=True))
     with pytest.raises(RuntimeError) as refused:
@@ -56,6 +71,10 @@ def test_an_operation_without_an_order_is_one_line() -> None:
     code, line, report = description(refused.value)
     assert (code, report) == (EXIT_CODE, "")
     assert line == "deterministic: torch has no put_ that sums in the same order; expected false"
+
+
+def test_on_gpus_its_cost_is_told(gpu: None) -> None:
+    assert describe_numerics(config_of(deterministic=True))[0].endswith("; attention's backward pass is slower for it")
 
 
 def test_tf32_is_for_fp32_runs_on_gpus(gpu: None) -> None:

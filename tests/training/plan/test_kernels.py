@@ -4,22 +4,46 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 from models.attention import EAGER, FLASH, TORCH, VARLEN
 from models.spec import ModelSpec
-from tests.launching import topology
+from tests.conftest import FAQ
+from tests.launching import run, topology, write_config
 from training.config.keys import TrainConfig
+from training.distributed.processes import free_port
 from training.plan import kernels
 from training.plan.kernels import FILE, fastest
 
 KNOWN = {"device": "H100-80G", "torch": "2.11.0"}
 TIMES = {TORCH: 12.0, FLASH: 9.5, VARLEN: 9.0}
+
+# A run that ends with the first block that it times: what torch and cuBLAS were told by then.
+TIMED = """
+import os
+import sys
+from unittest.mock import patch
+import torch
+import train_ds
+from models.attention import EAGER, TORCH
+
+def tell(*_):
+    print("timed:", torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+    sys.exit()
+
+with patch.multiple("training.plan.kernels", candidates=lambda *_: [TORCH, EAGER], time_layer=tell):
+    train_ds.main()
+"""
 
 
 def config_of(folder: Path, **keys: Any) -> TrainConfig:
@@ -31,6 +55,10 @@ def be(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+
+
+def untried() -> str:
+    raise AssertionError("nothing is compiled on trial here")
 
 
 def test_the_fastest_attention_is_taken_and_kept(tmp_path: Path) -> None:
@@ -75,6 +103,17 @@ def test_blocks_are_really_run(
     assert "the fastest of a block" in told
 
 
+@pytest.mark.launched
+def test_kernels_are_timed_as_the_run_computes(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """cuBLAS reads its variable once, at the first product, and torch refuses all of them without it."""
+    keys = {"model_path": str(make_checkpoint("llama")), "data_path": str(FAQ), "deterministic": True}
+    config = write_config(tmp_path / "run.yml", **keys)
+    (script := tmp_path / "timed.py").write_text(TIMED, encoding="utf-8")
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    result = run(sys.executable, script, "--config", config, **alone, MASTER_PORT=str(free_port()))
+    assert "timed: True :4096:8" in result.stdout, result.stdout + result.stderr
+
+
 def test_without_a_gpu_auto_is_the_usual_kernel_and_nothing_is_compiled(
     make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -82,8 +121,8 @@ def test_without_a_gpu_auto_is_the_usual_kernel_and_nothing_is_compiled(
     config = config_of(tmp_path)
     assert (config.use_flash_attn, config.compile) == ("auto", "auto")
     assert kernels._attention(config, spec, None) == (TORCH, "torch's scaled_dot_product_attention")
-    assert kernels._compilation(config, False) == (False, [])
-    assert kernels._compilation(config_of(tmp_path, compile=True), False) == (True, [])
+    assert kernels._compilation(config, False, untried) == (False, [])
+    assert kernels._compilation(config_of(tmp_path, compile=True), False, untried) == (True, [])
     assert not (tmp_path / FILE).exists()
 
 
@@ -107,23 +146,50 @@ def test_blocks_are_compiled_where_that_is_known_to_help(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     be(monkeypatch, "a GPU", capability)
-    monkeypatch.setattr(kernels, "_compile_trial", lambda: trial)
-    compiles, lines = kernels._compilation(config_of(tmp_path, **keys), experts=False)
+    compiles, lines = kernels._compilation(config_of(tmp_path, **keys), False, lambda: trial)
     assert compiles == (told == "blocks: compiled")
     assert len(lines) == (told is not None)
     assert told is None or re.match(told, lines[0])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what is said where torch cannot compile for a GPU")
-def test_a_trial_says_why_torch_cannot_compile() -> None:
-    assert (kernels._compile_trial() or "").startswith("torch.compile does not work here: ")
+@pytest.mark.parametrize(
+    ("failing", "told"),
+    [(None, None), ("forward", "out of shared memory"), ("backward", "out of shared memory")],
+)
+def test_the_trial_compiles_both_passes_of_a_block(
+    failing: str | None,
+    told: str | None,
+    make_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A compiler in the place of torch's own, which may fail at one of them."""
+    made: list[str] = []
+
+    def compiler(which: str) -> Callable[..., Any]:
+        def make(graph: Any, _: Any) -> Any:
+            made.append(which)
+            if which == failing:
+                raise RuntimeError("triton: out of shared memory")
+            return make_boxed_func(graph.forward)
+
+        return make
+
+    backend = aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
+    compile_module = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(compile_module, backend=backend))
+    spec = ModelSpec.from_folder(make_checkpoint("llama"))
+    reason = kernels._compile_trial(config_of(tmp_path), spec, None)
+    torch._dynamo.reset()
+    assert set(made) == {"forward", "backward"} if failing != "forward" else {"forward"}
+    assert reason is None if told is None else told in (reason or "")
 
 
 def test_blocks_with_experts_are_compiled_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     be(monkeypatch, "a GPU", (9, 0))
-    compiles, (line,) = kernels._compilation(config_of(tmp_path), experts=True)
+    compiles, (line,) = kernels._compilation(config_of(tmp_path), True, untried)
     assert not compiles and "how many tokens an expert gets" in line
-    assert kernels._compilation(config_of(tmp_path, compile=True), experts=True) == (True, [])
+    assert kernels._compilation(config_of(tmp_path, compile=True), True, untried) == (True, [])
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.launching import write_config
 from training.config.yaml_file import load_config
+from training.metrics.run_info import machine
 from training.proof.certificate import CERTIFICATE, table, write_certificate
 from training.proof.comparison import Row, apart, bounds_of, compare, compare_bits, is_flat
 
@@ -119,7 +120,8 @@ def test_certificate(largest: float, tmp_path: Path) -> None:
     assert [row["holds"] for row in content["rows"]] == [largest <= 1, True]
     assert content["rows"][0] | {"largest": largest, "bound": 1.0, "where": "step 3"} == content["rows"][0]
     assert content["versions"].keys() >= {"python", "torch", "deepspeed", "transformers"}
-    assert content["seconds"] == 12.3 and content["small_config"]["model_path"] == "m"
+    assert content["seconds"] == 12.3 and content["machine"] == machine()
+    assert content["small_config"]["model_path"] == "m"
     assert sorted(each.name for each in path.parent.iterdir()) == ["latest", CERTIFICATE]
     other = config.model_copy(update={"seed": 1})
     write_certificate(other, config, [], rows, 1.0)

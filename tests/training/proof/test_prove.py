@@ -15,6 +15,7 @@ import pytest
 
 from tests.conftest import FAQ
 from tests.launching import error_lines, eventually, run, start, topology, write_config
+from training.metrics.run_info import machine
 from training.proof.certificate import CERTIFICATE
 
 LAUNCHED = pytest.mark.launched
@@ -74,6 +75,7 @@ def test_a_sound_run_is_proved_beside_its_checkpoints(proofs: Proofs) -> None:
     assert rows["gradients"] == rows["gradients that say nothing"] == rows["updates of the weights"]
     assert rows["loss"] == 4 and rows["loss of the evaluation"] == rows["loss after kill and resume"] == 2
     assert min(rows.values()) > 0 and str(proofs.folder / "run" / CERTIFICATE) in result.stdout
+    assert proofs.certificate()["machine"] == machine() and proofs.certificate()["seconds"] > 0
     small = proofs.certificate()["small_config"]
     assert small["model_topo"]["parts"] == [3, 2] and small["max_steps"] == 4
     assert sorted(path.name for path in (proofs.folder / "run").iterdir()) == [CERTIFICATE, "step-000007"]
