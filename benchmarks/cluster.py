@@ -8,7 +8,7 @@ their own.
 - `detect_dead_host_s`, `detect_cut_link_s`: from a host's death, or a link's cut, to the line that names the host.
 - `all_gone_s`: until no process of the run is left on any host, the cut one included; the longer of both.
 - `recover_s`: with max_restarts, from the line that says that a run starts again to its next step.
-- `placement`: the step that `--plan` predicts from measured links, beside the steps of a run on them, over a slow link.
+- `placement`: a step over a slow link as `--plan` predicts it from measured links, as a share of what it takes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MODEL = {
 }
 STARTS = 3  # of each kind, in turn
 SLOW = {"delay": 0.01, "rate": 1.25e6}  # seconds each way; bytes/s, of which a step of this model asks a few seconds
-STEPS = 16  # of a run whose steps are held against its plan
+STEPS = 26  # of a run whose second epoch is held against its plan
 TARGETS = {
     "extra_start_s": 15.0,
     "detect_dead_host_s": 10.0,
@@ -159,7 +159,10 @@ def restarts(cluster: Cluster) -> dict[str, float]:
 
 
 def placement(cluster: Cluster) -> dict[str, float]:
-    """A step over a slow link: what is predicted once links and stages are measured, and what it takes."""
+    """A slow link: the speed that is predicted once links and stages are measured, and a run's.
+
+    In tokens/s, as the batches of a run are of several lengths.
+    """
     config, save_path = cluster.config(max_steps=STEPS)
     cluster.hosts[1].slow(**SLOW)
     try:
@@ -170,9 +173,10 @@ def placement(cluster: Cluster) -> dict[str, float]:
         cluster.hosts[1].fast()
     planned = run(sys.executable, "train_ds.py", "--config", config, "--plan")
     (line,) = (line for line in planned.stdout.splitlines() if line.startswith("speed: "))
-    measured = statistics.median(line["seconds"] for line in steps_of(save_path)[STEPS // 2 :])
-    predicted = float(line.split()[1])
-    return {"predicted_step_s": predicted, "measured_step_s": measured, "placement": predicted / measured}
+    steps = steps_of(save_path)[STEPS // 2 :]
+    measured = sum(step["tokens"] for step in steps) / sum(step["seconds"] for step in steps)
+    predicted = float(line.split()[-2].replace(",", ""))
+    return {"predicted_tokens_per_s": predicted, "measured_tokens_per_s": measured, "placement": measured / predicted}
 
 
 def steps_of(save_path: Path) -> list[dict[str, Any]]:
