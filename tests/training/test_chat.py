@@ -84,19 +84,27 @@ def test_twenty_turns_are_asked_as_the_whole_dialogue_is_rendered(speaker: Speak
     assert len({message["content"] for message in messages[2::2]}) > 10, "too monotonous to show anything"
 
 
+def showable(text: str, stop: list[str]) -> str:
+    """What of an answer that goes on no stop text can take back."""
+    begun = [length for each in stop for length in range(1, len(each)) if text.endswith(each[:length])]
+    return text[: len(text) - max(begun, default=0)].lstrip()
+
+
 @settings(max_examples=1000)
 @given(st.data())
-def test_an_answer_ends_before_a_stop_text_wherever_its_tokens_end(
+def test_an_answer_is_shown_as_it_comes_and_ends_before_a_stop_text_wherever_its_tokens_end(
     tokenizer: PreTrainedTokenizerBase, data: st.DataObject
 ) -> None:
-    text = data.draw(st.text(alphabet="abU\n 三🙂", max_size=12))
+    text = data.draw(st.text(alphabet="abU\n 三怎🙂", max_size=12))
     stop = data.draw(st.lists(st.text(alphabet="abU\n三", min_size=1, max_size=3), max_size=2))
     answer = Answer(tokenizer, stop)
-    pieces = []
-    for byte in tokenizer.convert_tokens_to_ids(tokenizer.tokenize(text)):
-        pieces.append(answer.add(byte))
+    pieces, written = [], 0
+    for token in tokenizer.tokenize(text):
+        pieces.append(answer.add(tokenizer.convert_tokens_to_ids(token)))
         if answer.stopped:
             break
+        written += len(token)  # in bytes, which its letters stand for
+        assert "".join(pieces) == showable(text.encode()[:written].decode(errors="ignore"), stop)
     pieces.append(answer.end())
     whole = [(place + len(each), place) for each in stop if (place := text.find(each)) >= 0]
     assert answer.raw == text[: min(whole)[1] if whole else None]

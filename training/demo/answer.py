@@ -40,10 +40,10 @@ class Answer:
     def add(self, token: int) -> str:
         """Take a token; gives the piece of text that is certain now."""
         self._tokens.append(token)
-        written: str = self._tokenizer.decode(self._tokens)
-        if written.endswith(INCOMPLETE):
+        known = self._before + self._tokenizer.decode(self._tokens).rstrip(INCOMPLETE)
+        if len(known) <= len(self.raw):  # some decoders take back what stands before half a character
             return ""
-        self.raw = self._before + written
+        self.raw = known
         found = ((self.raw.find(each, len(self._before)), each) for each in self._stop)
         # The one that is whole first, as if each character were a token: that cannot depend on where tokens end.
         whole = [(place + len(each), place, each) for place, each in found if place >= 0]
