@@ -12,14 +12,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 import demo
 from common.terminal import safe_text
 from data.chat.messages import Said
 from data.records.raw_records import read_file
 from data.records.reading import parse
-from data.tokenized.tokenize import load_tokenizer
+from data.tokenized.tokenize import encode, load_tokenizer
+from models.generation.generate import Request
 from models.generation.sampling import GREEDY
 from training.demo.answer import Answer
 from training.demo.chat import Chat
@@ -64,6 +66,20 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         return code, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The prompts that a model is asked with."""
+    found: list[list[int]] = []
+    request = Speaker.request
+
+    def noting(speaker: Speaker, prompt: list[int], *given: Any) -> Request:
+        found.append(prompt)
+        return request(speaker, prompt, *given)
+
+    monkeypatch.setattr(Speaker, "request", noting)
+    return found
 
 
 def test_twenty_turns_are_asked_as_the_whole_dialogue_is_rendered(speaker: Speaker, folder: Path) -> None:
@@ -180,6 +196,48 @@ def test_a_chat_is_forgotten_and_saved(run: Run, tmp_path: Path) -> None:
     assert all(parse(raw, None, {}).records for raw in read_file(path)), "what is saved can be trained on"
 
 
+@pytest.mark.parametrize("prompt_format", ["plain", "chat_template"])
+def test_an_input_is_asked_about_as_it_was_trained(
+    prompt_format: str, run: Run, asked: list[list[int]], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    record = {"type": "instruct", "instruct": "Translate.", "input": "你好 🤗", "output": "Hello!"}
+    sample = encode(record, tokenizer, 1000, prompt_format)
+    trained = sample["input_ids"][: next(place for place, label in enumerate(sample["labels"]) if label != -100)]
+    assert ("### Input:\n你好 🤗" in tokenizer.decode(trained)) == (prompt_format == "plain")
+    words = ("--prompt-format", prompt_format, "--greedy")
+    code, out, _ = run("--prompt", "Translate.", "--input", "你好 🤗", *words)
+    source, target = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    source.write_text(
+        '{"prompt": "Translate.", "input": "你好 🤗"}\n{"prompt": "Why?", "input": null}\n', encoding="utf-8"
+    )
+    assert run("--prompts-file", str(source), "--output", str(target), *words)[0] == code == 0
+    assert asked[:2] == [trained, trained]
+    answers = [json.loads(line)["answer"] for line in target.read_text(encoding="utf-8").splitlines()]
+    assert [safe_text(answer) + "\n" for answer in answers] == [out, run("--prompt", "Why?", *words)[1]]
+
+
+def test_a_text_goes_on_as_it_was_trained(
+    run: Run, asked: list[list[int]], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    text = "Pipetune trains 模型"
+    trained = encode({"type": "pretrain", "text": text}, tokenizer, 1000)["input_ids"]
+    assert trained[-1] == tokenizer.eos_token_id
+    code, out, _ = run("--raw", "--prompt", text, "--greedy")
+    source, target = tmp_path / "texts.jsonl", tmp_path / "answers.jsonl"
+    source.write_text(json.dumps({"prompt": text}) + "\n", encoding="utf-8")
+    assert run("--raw", "--prompts-file", str(source), "--output", str(target), "--greedy")[0] == code == 0
+    assert asked == [trained[:-1], trained[:-1]]
+    assert safe_text(json.loads(target.read_text(encoding="utf-8"))["answer"]) + "\n" == out
+
+
+def test_a_text_goes_on_with_the_blank_that_a_decoder_drops() -> None:
+    words = Tokenizer(models.WordLevel({"▁a": 0, "▁Lima": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    assert Answer(tokenizer, []).add(1) == "Lima"
+    assert Answer(tokenizer, [], goes_on=True).add(1) == " Lima"
+
+
 def test_a_file_of_prompts_is_answered(run: Run, tmp_path: Path) -> None:
     source, target = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     source.write_text('{"prompt": "Why?"}\n', encoding="utf-8")
@@ -201,6 +259,9 @@ def test_a_file_of_prompts_is_answered(run: Run, tmp_path: Path) -> None:
         ("--repetition-penalty 0", "--repetition-penalty: expected a number above 0, found 0.0"),
         ("--greedy --seed 0", "--seed: nothing is drawn; expected it without --greedy and --temperature 0"),
         ("--temperature 0 --top-p 0.5", "--top-p: nothing is drawn; expected it without --greedy and --temperature 0"),
+        ("--raw --system Hi.", "--raw: nothing stands around the text; expected it without --system"),
+        ("--raw --input ?", "--raw: nothing stands around the text; expected it without --input"),
+        ("--raw --prompt-format plain", "--raw: nothing stands around the text; expected it without --prompt-format"),
         ("--prompts-file x", "--prompts-file: expected it with --output and without --prompt"),
         ("--batch-size 2", "--output and --batch-size: expected them with --prompts-file"),
         ("--reference a --api-desc b", "--reference, --tools and --api-desc: expected one of them"),
@@ -212,6 +273,12 @@ def test_a_file_of_prompts_is_answered(run: Run, tmp_path: Path) -> None:
 )
 def test_what_makes_no_sense_is_refused_in_one_line(words: str, told: str, run: Run) -> None:
     assert run("--prompt", "Why?", *words.split()) == (2, "", f"error: {told}\n")
+
+
+def test_what_needs_a_prompt_is_refused_without_one(run: Run) -> None:
+    told = "error: --input: expected it with --prompt; a line of --prompts-file has its own\n"
+    assert run("--input", "?") == run("--input", "?", "--prompts-file", "x", "--output", "y") == (2, "", told)
+    assert run("--raw") == (2, "", "error: --raw: goes on with one text; expected it with --prompt or --prompts-file\n")
 
 
 def test_a_prompt_that_is_longer_than_the_context_is_refused(run: Run) -> None:
