@@ -23,6 +23,9 @@ from data.records.reading import parse
 from data.tokenized.tokenize import encode, load_tokenizer
 from models.generation.generate import Request
 from models.generation.sampling import GREEDY
+from tests.conftest import save_original
+from tests.data.template_styles import STYLES
+from tests.data.test_native_tokenizers import Kit, flat
 from training.demo.answer import Answer
 from training.demo.chat import Chat
 from training.demo.speaker import Speaker, Wishes
@@ -31,6 +34,13 @@ WISHES = Wishes(6, GREEDY)
 
 Make = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]
+Ids = Callable[[list[dict[str, str]]], list[int]]  # of messages, up to where the answer to the last one begins
+
+# By tokenizer: the model_type, what its size asks of the model, and the token that an answer follows.
+PUBLISHED: dict[str, tuple[str, dict[str, Any], int]] = {
+    "chatglm3": ("chatglm", {"padded_vocab_size": 65_024}, 64_796),
+    "baichuan2": ("baichuan", {"vocab_size": 125_696}, 196),
+}
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +92,24 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return found
 
 
-def test_twenty_turns_are_asked_as_the_whole_dialogue_is_rendered(speaker: Speaker, folder: Path) -> None:
+@pytest.fixture(params=["chatml", "llama3.1", "chatglm3", pytest.param("baichuan2", marks=pytest.mark.slow)])
+def rendered(request: pytest.FixtureRequest, make_checkpoint: Make, tmp_path: Path) -> tuple[Path, Ids]:
+    """A model, and the ids of a whole dialogue: as transformers renders it, or the classes that transformers lacks."""
+    wide: dict[str, Any] = {"initializer_range": 0.3, "tie_word_embeddings": False}
+    if request.param in PUBLISHED:
+        model_type, sizes, asking = PUBLISHED[request.param]
+        kit = Kit(request.param, request.getfixturevalue("shared"), tmp_path)
+        save_original(tmp_path, model_type, {}, **wide, **sizes)
+        return tmp_path, lambda messages: [*flat(kit.chat(messages))[0], asking]
+    folder = make_checkpoint("llama", vocab_size=560, **wide)
+    if request.param in STYLES:
+        STYLES[request.param].put_on(load_tokenizer(folder)).save_pretrained(folder)
     theirs = AutoTokenizer.from_pretrained(folder)
+    return folder, lambda messages: theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+
+
+def test_twenty_turns_are_asked_as_the_whole_dialogue_is_rendered(rendered: tuple[Path, Ids]) -> None:
+    folder, ids_of = rendered
     asked: list[list[int]] = []
     roomy = Speaker(folder)
     roomy.context = None
@@ -94,8 +120,7 @@ def test_twenty_turns_are_asked_as_the_whole_dialogue_is_rendered(speaker: Speak
     for turn in range(20):
         messages.append({"role": "user", "content": f"Question {turn}?"})
         answer = "".join(chat.ask(f"Question {turn}?"))
-        whole = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-        assert asked[-1] == whole
+        assert asked[-1] == ids_of(messages)
         messages.append({"role": "assistant", "content": answer})
     assert len({message["content"] for message in messages[2::2]}) > 10, "too monotonous to show anything"
 
