@@ -26,7 +26,7 @@ test-slow: $(VENV)/installed-dev
 	$(TESTS) -m "slow and not longest"
 
 test-all: lint
-	$(TESTS)
+	PIPETUNE_TEST_ALL=1 $(TESTS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """Talk to a model in either layout: a HuggingFace folder, a pipeline folder, a run's checkpoint.
 
-    python demo.py --model DIR --prompt TEXT [--max-new-tokens N] [--greedy]
+    python demo.py --model DIR --prompt TEXT [--input TEXT | --raw] [--max-new-tokens N] [--greedy]
     python demo.py --model DIR --prompts-file IN.jsonl --output OUT.jsonl
     python demo.py --model DIR          an interactive chat
     deepspeed --num_gpus N demo.py ...  the same by a model that N processes hold together

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -14,7 +15,8 @@ import pytest
 def environment(folder: Path, *packages: str, without: Sequence[str] = ()) -> Path:
     """The Python of a new environment that has `packages`, and of everything else what the tests run with.
 
-    The test is skipped where pip cannot get the packages.
+    The test is skipped where pip cannot get the packages; where PIPETUNE_TEST_ALL is set, as by `make test-all`, it
+    fails, so that what passes there has run.
 
     Args:
         without: what comes along with them and does not work.
@@ -24,7 +26,8 @@ def environment(folder: Path, *packages: str, without: Sequence[str] = ()) -> Pa
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
     installed = subprocess.run(pip, capture_output=True, text=True, check=False)
     if installed.returncode:
-        pytest.skip(f"pip cannot install {' '.join(packages)}: {installed.stderr.strip().splitlines()[-1]}")
+        give_up = pytest.fail if os.environ.get("PIPETUNE_TEST_ALL") else pytest.skip
+        give_up(f"pip cannot install {' '.join(packages)}: {installed.stderr.strip().splitlines()[-1]}")
     if without:
         subprocess.run([python, "-m", "pip", "uninstall", "--quiet", "--yes", *without], check=True)
     own = next(folder.glob("lib/python*/site-packages"))

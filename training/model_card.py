@@ -56,7 +56,9 @@ def card(info: dict[str, Any], lines: list[dict[str, Any]], name: str) -> str:
     config, steps = info["config"], [line for line in lines if "loss" in line]
     sums = {key: sum(line[key] for line in steps) for key in ("samples", "tokens", "supervised")}
     sources = [source["path"] if isinstance(source, dict) else source for source in config["data_path"]]
-    state = info["git"] or {"revision": "unknown", "modified": False}
+    versions = dict(info["versions"])
+    own, state = versions.pop("pipetune", "unknown"), info["git"]  # older runs did not note it
+    revision = f", revision {state['revision']}{', modified' if state['modified'] else ''}" if state else ""
     rows = {
         "base model": "none: random weights" if config["from_scratch"] else _end(config["model_path"], 2),
         "data": ", ".join(_end(source, 1) for source in sources),
@@ -65,8 +67,8 @@ def card(info: dict[str, Any], lines: list[dict[str, Any]], name: str) -> str:
         "epochs": str(steps[-1]["epoch"]),
         "loss": f"{_short(steps[0]['loss'])} in the first step, {_short(steps[-1]['loss'])} in the last",
         "topology": f"{info['topology']['stages']} stages, {info['topology']['replicas']} replicas",
-        "Pipetune": f"revision {state['revision']}{', modified' if state['modified'] else ''}",
-        "with": ", ".join(f"{package} {version}" for package, version in info["versions"].items()),
+        "Pipetune": own + revision,
+        "with": ", ".join(f"{package} {version}" for package, version in versions.items()),
     }
     if evaluated := [line["eval_loss"] for line in lines if "eval_loss" in line]:
         rows["evaluation loss"] = _short(evaluated[-1])

@@ -161,7 +161,7 @@ class Writer:
         """
         if isinstance(record, Pretrain):
             end = end_of_sequence(self._tokenizer.eos_token)
-            return Written(record.text + end, [(0, len(record.text + end))]), self._beginning
+            return Written(record.text + end, [(0, len(record.text + end))]), self.beginning
         if isinstance(record, Segments):
             return join([Span(segment.text, segment.label) for segment in record.segments]), []
         assert not isinstance(record, Tokenized)  # which has no text
@@ -173,17 +173,17 @@ class Writer:
             written = self._template(bool(tools)).write(said, tools)
         if self._prompts.mask == "all":
             written = written._replace(loss=[(0, len(written.text))])
-        return written, self._beginning if self._plain else []
+        return written, self.beginning if self._plain else []
 
     def ask(self, said: Sequence[Said], tools: list[JSON]) -> tuple[str, list[int]]:
         """The text up to where the answer to the last message begins, and the ids that go before it."""
         if self._plain:
             end = end_of_sequence(self._tokenizer.eos_token)
-            return write_plain(said, tools, end, open_end=True).text, self._beginning
+            return write_plain(said, tools, end, open_end=True).text, self.beginning
         return self._template(bool(tools)).ask(said, tools), []
 
     @cached_property
-    def _beginning(self) -> list[int]:
+    def beginning(self) -> list[int]:
         """The ids that the tokenizer itself puts before a text, often one <s>, often none."""
         bare: list[int] = self._tokenizer("a", add_special_tokens=False)["input_ids"]
         dressed: list[int] = self._tokenizer("a")["input_ids"]
@@ -210,6 +210,18 @@ def encode_question(
         raise DataError(str(error)) from None
     ids: list[int] = tokenizer(text + begun, add_special_tokens=False)["input_ids"]
     return prefix + ids
+
+
+def encode_beginning(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token ids that a model is asked with to go on with a text: those of a record of pretrain that begins so.
+
+    Raises:
+        DataError: there are none.
+    """
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not (ids := Writer(tokenizer, Prompts()).beginning + ids):
+        raise DataError("expected a text to go on with, found none")
+    return ids
 
 
 def _ready_made(record: Tokenized, tokenizer: PreTrainedTokenizerBase) -> Tokens:

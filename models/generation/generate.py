@@ -69,7 +69,8 @@ def generate_many(
     """Yield tokens as they come, each with its request; None for a token that ends an answer.
 
     Args:
-        requests: taken as there is room for them.
+        requests: as many as `rows` are taken before the first token, and from then on one for each answer that has
+            ended, no sooner: a request may be made of the answers before it.
         rows: how many are under way at once; `ROWS` for each group where absent.
 
     Raises:

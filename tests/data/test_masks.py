@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from data.chat.prompts import PromptFormat
 from data.errors import DataError
 from data.records.record import parse_record
-from data.tokenized.tokenize import encode
+from data.tokenized.tokenize import encode, encode_beginning
 from tests.data.helpers import RECORDS, Runs, question_ids, runs, supervised_texts, text_of
 
 END = "<|im_end|>"
@@ -122,6 +122,15 @@ def test_pretrain_supervises_every_token_but_the_beginning_of_sequence(
     for prompt_format in FORMATS:
         assert runs(RECORDS["pretrain"], tokenizer, prompt_format) == [(True, text + END)]
     assert runs(RECORDS["pretrain"], sentencepiece, "plain") == [(False, "<s>"), (True, f" {text}</s>")]
+
+
+def test_a_model_goes_on_behind_the_ids_that_a_pretrain_record_begins_with(
+    tokenizer: PreTrainedTokenizerBase, sentencepiece: PreTrainedTokenizerBase
+) -> None:
+    for each in (tokenizer, sentencepiece):
+        *trained, end = encode(RECORDS["pretrain"], each, 100)["input_ids"]
+        assert end == each.eos_token_id
+        assert encode_beginning(RECORDS["pretrain"]["text"], each) == trained
 
 
 def test_tokens_that_split_a_character_are_all_supervised(

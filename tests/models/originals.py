@@ -21,14 +21,29 @@ from transformers import GlmConfig, GlmForCausalLM, LlamaConfig, LlamaForCausalL
 
 def expected_of_original(folder: Path, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits and the gradient of every tensor of a checkpoint for the loss of predicting `ids`."""
-    fields = json.loads((folder / "config.json").read_text())
-    tensors = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    fields, tensors = read_original(folder)
     weights = {name: tensor.requires_grad_() for name, tensor in tensors.items() if not name.endswith("inv_freq")}
     logits = original_logits(fields, weights, ids)
     F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
     gradients = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
     assert gradients.keys() == weights.keys()
     return logits.detach(), gradients
+
+
+@torch.no_grad()
+def answer_of_original(folder: Path, prompt: list[int], count: int) -> list[int]:
+    """The likeliest token after a prompt, `count` times, each from a whole pass."""
+    fields, weights = read_original(folder)
+    text = list(prompt)
+    for _ in range(count):
+        text.append(int(original_logits(fields, weights, torch.tensor([text]))[0, -1].argmax()))
+    return text[len(prompt) :]
+
+
+def read_original(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and the weights under their names on disk."""
+    tensors = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return json.loads((folder / "config.json").read_text()), tensors
 
 
 def original_logits(fields: dict[str, Any], weights: dict[str, Tensor], ids: Tensor) -> Tensor:

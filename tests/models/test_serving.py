@@ -1,6 +1,6 @@
 """Shows that programs which serve models answer, from an exported folder, with the tokens that the model itself finds.
 
-Each has an environment of its own, which pip fills.
+Each has an environment of its own, which pip fills, and in which OpenAI's client asks the servers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import subprocess
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -48,7 +47,7 @@ class Server(NamedTuple):
         packages: what pip installs for it.
         without: see `environment`.
         before, after: the words of its command on both sides of the folder.
-        fields: of every request.
+        fields: of every question.
         lists: it names the folder among its models.
     """
 
@@ -73,7 +72,7 @@ SERVERS = {
         ("vllm.entrypoints.openai.api_server", "--model"),  # its command looks for itself under the name vllm
         ("--dtype", "float32", "--max-model-len", "256", "--enforce-eager"),
         without=FOR_GPUS,
-        fields={"ignore_eos": True, "tool_choice": "none"},
+        fields={"extra_body": {"ignore_eos": True, "tool_choice": "none"}},
         lists=True,
     ),
 }
@@ -95,22 +94,25 @@ ALONE = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFL
 class Service:
     """A server at work on an exported folder."""
 
-    def __init__(self, server: Server, folder: Path, address: str) -> None:
+    def __init__(self, server: Server, python: Path, folder: Path, address: str) -> None:
         self.server = server
+        self.python = python
         self.folder = folder
         self.address = address
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
-    def ask(self, path: str, **fields: Any) -> bytes:
-        """What is answered to a POST, or to a GET where there are no fields."""
+    def call(self, method: str, **fields: Any) -> Any:
+        """What a method of OpenAI's client gives, a list of events where it streams."""
+        script = Path(__file__).with_name("ask_openai.py")
+        asked = [str(each) for each in (self.python, script, self.address, method, json.dumps(fields))]
+        ended = subprocess.run(asked, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr[-4000:]
+        return json.loads(ended.stdout)
+
+    def ask(self, method: str, **fields: Any) -> Any:
+        """The same of a question, for the likeliest tokens."""
         common = {"model": str(self.folder), "max_tokens": COUNT, "temperature": 0} | self.server.fields
-        body = json.dumps(common | fields).encode()
-        request = urllib.request.Request(
-            self.address + path, body if fields else None, {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request) as answer:
-            found: bytes = answer.read()
-        return found
+        return self.call(method, **common | fields)
 
     def prompt(self, **options: Any) -> list[int]:
         text = self.tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True, **options)
@@ -158,7 +160,7 @@ def service(
     launch = Launch(python, "-m", *words, environment=ALONE)
     try:
         launch.until(lambda: "Application startup complete" in launch.stderr, pause=0.2)
-        yield Service(server, folder, f"http://127.0.0.1:{port}")
+        yield Service(server, python, folder, f"http://127.0.0.1:{port}/v1")
     finally:
         launch.kill()
 
@@ -166,7 +168,7 @@ def service(
 @pytest.mark.longest
 def test_a_chat_is_answered(service: Service) -> None:
     prompt = service.prompt()
-    answer = json.loads(service.ask("/v1/chat/completions", messages=MESSAGES))
+    answer = service.ask("chat.completions.create", messages=MESSAGES)
     assert whole(answer["choices"][0]["message"]["content"]) == service.own_answer(prompt)
     counted = {"prompt_tokens": len(prompt), "completion_tokens": COUNT, "total_tokens": len(prompt) + COUNT}
     assert answer["usage"].items() >= counted.items()
@@ -174,9 +176,8 @@ def test_a_chat_is_answered(service: Service) -> None:
 
 @pytest.mark.longest
 def test_an_answer_is_streamed(service: Service) -> None:
-    told = service.ask("/v1/chat/completions", messages=MESSAGES, stream=True).decode()
-    events = [json.loads(line.removeprefix("data: ")) for line in told.splitlines() if line.startswith("data: {")]
-    pieces = [event["choices"][0]["delta"].get("content") or "" for event in events]
+    events = service.ask("chat.completions.create", messages=MESSAGES, stream=True)
+    pieces = [event["choices"][0]["delta"]["content"] or "" for event in events]
     assert sum(bool(piece) for piece in pieces) > 1
     assert whole("".join(pieces)) == service.own_answer(service.prompt())
 
@@ -185,7 +186,7 @@ def test_an_answer_is_streamed(service: Service) -> None:
 def test_tools_go_into_the_prompt(service: Service) -> None:
     prompt = service.prompt(tools=TOOLS)
     assert len(prompt) > len(service.prompt())
-    answer = json.loads(service.ask("/v1/chat/completions", messages=MESSAGES, tools=TOOLS))
+    answer = service.ask("chat.completions.create", messages=MESSAGES, tools=TOOLS)
     assert answer["usage"]["prompt_tokens"] == len(prompt)
     assert whole(answer["choices"][0]["message"]["content"]) == service.own_answer(prompt)
 
@@ -193,9 +194,9 @@ def test_tools_go_into_the_prompt(service: Service) -> None:
 @pytest.mark.longest
 def test_a_text_is_completed(service: Service) -> None:
     text = "Pipetune trains"
-    answer = json.loads(service.ask("/v1/completions", prompt=text))
+    answer = service.ask("completions.create", prompt=text)
     assert whole(answer["choices"][0]["text"]) == service.own_answer(service.tokenizer(text)["input_ids"])
-    listed = json.loads(service.ask("/v1/models"))["data"]
+    listed = service.call("models.list")["data"]
     assert (str(service.folder) in [model["id"] for model in listed]) == service.server.lists
 
 

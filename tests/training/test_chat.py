@@ -12,15 +12,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 import demo
 from common.terminal import safe_text
 from data.chat.messages import Said
 from data.records.raw_records import read_file
 from data.records.reading import parse
-from data.tokenized.tokenize import load_tokenizer
+from data.tokenized.tokenize import encode, load_tokenizer
+from models.generation.generate import Request
 from models.generation.sampling import GREEDY
+from tests.conftest import save_original
+from tests.data.template_styles import STYLES
+from tests.data.test_native_tokenizers import Kit, flat
 from training.demo.answer import Answer
 from training.demo.chat import Chat
 from training.demo.speaker import Speaker, Wishes
@@ -29,6 +34,13 @@ WISHES = Wishes(6, GREEDY)
 
 Make = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]
+Ids = Callable[[list[dict[str, str]]], list[int]]  # of messages, up to where the answer to the last one begins
+
+# By tokenizer: the model_type, what its size asks of the model, and the token that an answer follows.
+PUBLISHED: dict[str, tuple[str, dict[str, Any], int]] = {
+    "chatglm3": ("chatglm", {"padded_vocab_size": 65_024}, 64_796),
+    "baichuan2": ("baichuan", {"vocab_size": 125_696}, 196),
+}
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +78,38 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     return run
 
 
-def test_twenty_turns_are_asked_as_the_whole_dialogue_is_rendered(speaker: Speaker, folder: Path) -> None:
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The prompts that a model is asked with."""
+    found: list[list[int]] = []
+    request = Speaker.request
+
+    def noting(speaker: Speaker, prompt: list[int], *given: Any) -> Request:
+        found.append(prompt)
+        return request(speaker, prompt, *given)
+
+    monkeypatch.setattr(Speaker, "request", noting)
+    return found
+
+
+@pytest.fixture(params=["chatml", "llama3.1", "chatglm3", pytest.param("baichuan2", marks=pytest.mark.slow)])
+def rendered(request: pytest.FixtureRequest, make_checkpoint: Make, tmp_path: Path) -> tuple[Path, Ids]:
+    """A model, and the ids of a whole dialogue: as transformers renders it, or the classes that transformers lacks."""
+    wide: dict[str, Any] = {"initializer_range": 0.3, "tie_word_embeddings": False}
+    if request.param in PUBLISHED:
+        model_type, sizes, asking = PUBLISHED[request.param]
+        kit = Kit(request.param, request.getfixturevalue("shared"), tmp_path)
+        save_original(tmp_path, model_type, {}, **wide, **sizes)
+        return tmp_path, lambda messages: [*flat(kit.chat(messages))[0], asking]
+    folder = make_checkpoint("llama", vocab_size=560, **wide)
+    if request.param in STYLES:
+        STYLES[request.param].put_on(load_tokenizer(folder)).save_pretrained(folder)
     theirs = AutoTokenizer.from_pretrained(folder)
+    return folder, lambda messages: theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+
+
+def test_twenty_turns_are_asked_as_the_whole_dialogue_is_rendered(rendered: tuple[Path, Ids]) -> None:
+    folder, ids_of = rendered
     asked: list[list[int]] = []
     roomy = Speaker(folder)
     roomy.context = None
@@ -78,25 +120,32 @@ def test_twenty_turns_are_asked_as_the_whole_dialogue_is_rendered(speaker: Speak
     for turn in range(20):
         messages.append({"role": "user", "content": f"Question {turn}?"})
         answer = "".join(chat.ask(f"Question {turn}?"))
-        whole = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-        assert asked[-1] == whole
+        assert asked[-1] == ids_of(messages)
         messages.append({"role": "assistant", "content": answer})
     assert len({message["content"] for message in messages[2::2]}) > 10, "too monotonous to show anything"
 
 
+def showable(text: str, stop: list[str]) -> str:
+    """What of an answer that goes on no stop text can take back."""
+    begun = [length for each in stop for length in range(1, len(each)) if text.endswith(each[:length])]
+    return text[: len(text) - max(begun, default=0)].lstrip()
+
+
 @settings(max_examples=1000)
 @given(st.data())
-def test_an_answer_ends_before_a_stop_text_wherever_its_tokens_end(
+def test_an_answer_is_shown_as_it_comes_and_ends_before_a_stop_text_wherever_its_tokens_end(
     tokenizer: PreTrainedTokenizerBase, data: st.DataObject
 ) -> None:
-    text = data.draw(st.text(alphabet="abU\n 三🙂", max_size=12))
+    text = data.draw(st.text(alphabet="abU\n 三怎🙂", max_size=12))
     stop = data.draw(st.lists(st.text(alphabet="abU\n三", min_size=1, max_size=3), max_size=2))
     answer = Answer(tokenizer, stop)
-    pieces = []
-    for byte in tokenizer.convert_tokens_to_ids(tokenizer.tokenize(text)):
-        pieces.append(answer.add(byte))
+    pieces, written = [], 0
+    for token in tokenizer.tokenize(text):
+        pieces.append(answer.add(tokenizer.convert_tokens_to_ids(token)))
         if answer.stopped:
             break
+        written += len(token)  # in bytes, which its letters stand for
+        assert "".join(pieces) == showable(text.encode()[:written].decode(errors="ignore"), stop)
     pieces.append(answer.end())
     whole = [(place + len(each), place) for each in stop if (place := text.find(each)) >= 0]
     assert answer.raw == text[: min(whole)[1] if whole else None]
@@ -172,6 +221,48 @@ def test_a_chat_is_forgotten_and_saved(run: Run, tmp_path: Path) -> None:
     assert all(parse(raw, None, {}).records for raw in read_file(path)), "what is saved can be trained on"
 
 
+@pytest.mark.parametrize("prompt_format", ["plain", "chat_template"])
+def test_an_input_is_asked_about_as_it_was_trained(
+    prompt_format: str, run: Run, asked: list[list[int]], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    record = {"type": "instruct", "instruct": "Translate.", "input": "你好 🤗", "output": "Hello!"}
+    sample = encode(record, tokenizer, 1000, prompt_format)
+    trained = sample["input_ids"][: next(place for place, label in enumerate(sample["labels"]) if label != -100)]
+    assert ("### Input:\n你好 🤗" in tokenizer.decode(trained)) == (prompt_format == "plain")
+    words = ("--prompt-format", prompt_format, "--greedy")
+    code, out, _ = run("--prompt", "Translate.", "--input", "你好 🤗", *words)
+    source, target = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    source.write_text(
+        '{"prompt": "Translate.", "input": "你好 🤗"}\n{"prompt": "Why?", "input": null}\n', encoding="utf-8"
+    )
+    assert run("--prompts-file", str(source), "--output", str(target), *words)[0] == code == 0
+    assert asked[:2] == [trained, trained]
+    answers = [json.loads(line)["answer"] for line in target.read_text(encoding="utf-8").splitlines()]
+    assert [safe_text(answer) + "\n" for answer in answers] == [out, run("--prompt", "Why?", *words)[1]]
+
+
+def test_a_text_goes_on_as_it_was_trained(
+    run: Run, asked: list[list[int]], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    text = "Pipetune trains 模型"
+    trained = encode({"type": "pretrain", "text": text}, tokenizer, 1000)["input_ids"]
+    assert trained[-1] == tokenizer.eos_token_id
+    code, out, _ = run("--raw", "--prompt", text, "--greedy")
+    source, target = tmp_path / "texts.jsonl", tmp_path / "answers.jsonl"
+    source.write_text(json.dumps({"prompt": text}) + "\n", encoding="utf-8")
+    assert run("--raw", "--prompts-file", str(source), "--output", str(target), "--greedy")[0] == code == 0
+    assert asked == [trained[:-1], trained[:-1]]
+    assert safe_text(json.loads(target.read_text(encoding="utf-8"))["answer"]) + "\n" == out
+
+
+def test_a_text_goes_on_with_the_blank_that_a_decoder_drops() -> None:
+    words = Tokenizer(models.WordLevel({"▁a": 0, "▁Lima": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    assert Answer(tokenizer, []).add(1) == "Lima"
+    assert Answer(tokenizer, [], goes_on=True).add(1) == " Lima"
+
+
 def test_a_file_of_prompts_is_answered(run: Run, tmp_path: Path) -> None:
     source, target = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     source.write_text('{"prompt": "Why?"}\n', encoding="utf-8")
@@ -193,6 +284,9 @@ def test_a_file_of_prompts_is_answered(run: Run, tmp_path: Path) -> None:
         ("--repetition-penalty 0", "--repetition-penalty: expected a number above 0, found 0.0"),
         ("--greedy --seed 0", "--seed: nothing is drawn; expected it without --greedy and --temperature 0"),
         ("--temperature 0 --top-p 0.5", "--top-p: nothing is drawn; expected it without --greedy and --temperature 0"),
+        ("--raw --system Hi.", "--raw: nothing stands around the text; expected it without --system"),
+        ("--raw --input ?", "--raw: nothing stands around the text; expected it without --input"),
+        ("--raw --prompt-format plain", "--raw: nothing stands around the text; expected it without --prompt-format"),
         ("--prompts-file x", "--prompts-file: expected it with --output and without --prompt"),
         ("--batch-size 2", "--output and --batch-size: expected them with --prompts-file"),
         ("--reference a --api-desc b", "--reference, --tools and --api-desc: expected one of them"),
@@ -204,6 +298,12 @@ def test_a_file_of_prompts_is_answered(run: Run, tmp_path: Path) -> None:
 )
 def test_what_makes_no_sense_is_refused_in_one_line(words: str, told: str, run: Run) -> None:
     assert run("--prompt", "Why?", *words.split()) == (2, "", f"error: {told}\n")
+
+
+def test_what_needs_a_prompt_is_refused_without_one(run: Run) -> None:
+    told = "error: --input: expected it with --prompt; a line of --prompts-file has its own\n"
+    assert run("--input", "?") == run("--input", "?", "--prompts-file", "x", "--output", "y") == (2, "", told)
+    assert run("--raw") == (2, "", "error: --raw: goes on with one text; expected it with --prompt or --prompts-file\n")
 
 
 def test_a_prompt_that_is_longer_than_the_context_is_refused(run: Run) -> None:

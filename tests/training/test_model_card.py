@@ -6,14 +6,17 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import yaml
 from huggingface_hub import ModelCard
 
+from common.version import VERSION
 from models.checkpoint.convert import hg_to_pp
 from tests.models.command_line import convert
 from tests.models.helpers import copy_of
 from training.checkpoint.folder import CheckpointRecord, DataOrder
 from training.config.keys import TrainConfig
+from training.metrics import run_info
 from training.metrics.run_info import write_run_info
 from training.topology import Topology
 
@@ -62,12 +65,23 @@ def test_export_of_a_run_has_a_card(make_checkpoint: Callable[..., Path], tmp_pa
     ):
         assert told in card.text
     revision = json.loads((run / "run.json").read_text())["git"]["revision"]
-    assert f"| Pipetune | revision {revision}" in card.text
+    assert f"| Pipetune | {VERSION}, revision {revision}" in card.text
     settings = yaml.safe_load(card.text.partition("```yaml\n")[2].partition("```")[0])
     assert settings["optimizer"]["type"] == "Lion"
     assert str(tmp_path) not in card.content  # the paths of the machine are nobody's business
     assert (tmp_path / "out" / "training.png").stat().st_size > 10_000
     assert (tmp_path / "out" / "README.base.md").read_text() == "The base model.\n"
+
+
+def test_a_copy_of_the_code_that_is_no_clone_has_its_version(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_info, "CODE", tmp_path)
+    run = run_from(make_checkpoint("llama"), tmp_path / "run")
+    assert convert("pp_to_hg", run, tmp_path / "out") == (0, [])
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert f"| Pipetune | {VERSION} |" in card
+    assert f"pipetune {VERSION}" not in card, "it is named once"
 
 
 def test_layers_of_no_run_get_no_card(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:

@@ -166,6 +166,33 @@ def test_a_wrong_line_is_named_before_anything_is_answered(
     assert not (tmp_path / "out.jsonl").exists() or not (tmp_path / "out.jsonl").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("line", "raw", "told"),
+    [
+        ({"prompt": "?", "input": 3}, False, "field input: expected a string, found a number"),
+        (
+            {"messages": [{"role": "user", "content": "?"}], "input": "!"},
+            False,
+            "field input: expected it beside a prompt",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "?"}]},
+            True,
+            "field messages: expected a prompt alone, as --raw goes",
+        ),
+        ({"prompt": "?", "input": "!"}, True, "field input: expected a prompt alone, as --raw goes on with its text"),
+        ({"prompt": ""}, True, "expected a text to go on with, found none"),
+    ],
+)
+def test_a_line_that_asks_for_two_things_is_named(
+    line: dict[str, Any], raw: bool, told: str, speaker: Speaker, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "prompts.jsonl", [line])
+    with pytest.raises(DataError) as refused:
+        answer_all(speaker, WISHES, source, tmp_path / "out.jsonl", [], 1, print, raw)
+    assert str(refused.value).startswith(f"{source}: line 1: {told}")
+
+
 def test_files_that_cannot_be_used_are_named(speaker: Speaker, source: Path, tmp_path: Path) -> None:
     empty = write(tmp_path / "empty.jsonl", [])
     for first, second, told in (

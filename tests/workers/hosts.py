@@ -33,7 +33,8 @@ def train_layers(config: TrainConfig, place: Place, monitor: RankMonitor, _: obj
     dataset: Any = [tuple(torch.randn(2, 8, generator=random)) for _ in range(16)]
     layers: list[Layer] = [partial(nn.Linear, 8, 8), nn.Tanh, partial(nn.Linear, 8, 8), partial(nn.Linear, 8, 8)]
     keys = {key: value for key, value in config.dump().items() if key not in OF_LANGUAGE_MODELS}
-    run_layers(layers, functional.mse_loss, dataset, None, None, PipelineConfig.model_validate(keys), place, monitor)
+    own, step = PipelineConfig.model_validate(keys), nn.Module.__call__
+    run_layers(layers, step, functional.mse_loss, dataset, None, None, own, place, monitor)
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from common.log import Log
 from training.any_model.config import PipelineConfig
-from training.any_model.layers import Layer, Loss, divide
+from training.any_model.layers import ForwardStep, Layer, Loss, divide
 from training.any_model.samples import Collate, SampleLoader
 from training.any_model.trainer import LayerTrainer
 from training.checkpoint.folder import CheckpointRecord, DataOrder
@@ -33,6 +33,7 @@ from training.progress import Progress
 
 def run_layers(
     layers: Sequence[Layer],
+    forward_step: ForwardStep,
     loss: Loss,
     dataset: Dataset[Any],
     collate: Collate | None,
@@ -77,7 +78,7 @@ def run_layers(
     for line in [f"model: {len(layers)} layers {topology.description}", *describe_numerics(config)]:
         log.print(line)
     log.print(f"steps: {progress.total_steps} of {config.train_batch_size} samples, {loader.steps_per_epoch} an epoch")
-    build = partial(LayerTrainer.of, layers, loss, loader, config, parts, progress.checkpoint)
+    build = partial(LayerTrainer.of, layers, forward_step, loss, loader, config, parts, progress.checkpoint)
     run = Run(
         config=config,
         progress=progress,

@@ -12,6 +12,7 @@ from training.errors import ConfigError
 from training.plan.partition import best_split
 
 Layer = nn.Module | Callable[[], nn.Module]
+ForwardStep = Callable[[nn.Module, Any], Any]
 Loss = Callable[[Any, Any], Tensor]
 
 

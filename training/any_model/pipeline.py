@@ -25,7 +25,7 @@ from training.errors import ConfigError
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from training.any_model.layers import Layer, Loss
+    from training.any_model.layers import ForwardStep, Layer, Loss
     from training.any_model.samples import Collate
     from training.distributed.rank_monitor import RankMonitor
 
@@ -37,6 +37,8 @@ class Pipeline:
         layers: an `nn.Sequential`, or a list of layers. In place of a layer may stand a function without arguments that
             makes it (`functools.partial(nn.Linear, 64, 64)`): then only the processes of its stage do. Each layer takes
             what the one before it gave, a tensor or a tuple of tensors; see `training.any_model.stage`.
+        forward_step: what a layer does with a micro-batch: takes the layer and what the one before it gave, and gives
+            what the next one takes. Where absent, the layer is called with it: `layer(inputs)`.
         loss: takes what the last layer gave and the labels of a micro-batch, and gives a scalar: a mean over the rows,
             so that the mean over the micro-batches is that of the batch.
         parts: layers per stage, or how many stages (1); then the largest has as few parameters as can be. The processes
@@ -52,12 +54,14 @@ class Pipeline:
         layers: nn.Sequential | Sequence[Layer],
         *,
         loss: Loss,
+        forward_step: ForwardStep = nn.Module.__call__,
         parts: Sequence[int] | int | None = None,
         config: PipelineConfig | None = None,
         **keys: Any,
     ) -> None:
         self.layers = list(layers)
         self.loss = loss
+        self.forward_step = forward_step
         self._parts = parts
         self._config = config
         self._keys = keys
@@ -95,7 +99,9 @@ class Pipeline:
         def run(config: PipelineConfig, place: Place, monitor: RankMonitor) -> bool:
             from training.any_model.job import run_layers  # brings DeepSpeed, which has to be told of the device first
 
-            run_layers(self.layers, self.loss, dataset, collate, eval_dataset, config, place, monitor)
+            run_layers(
+                self.layers, self.forward_step, self.loss, dataset, collate, eval_dataset, config, place, monitor
+            )
             return False
 
         run_from_script(lambda place: self.config(place.world_size if place else 0), run)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from common.terminal import reason_of
 from models.checkpoint.layout import layer_file
 from models.pipeline import LaterLayer
 from training.any_model.config import PipelineConfig
-from training.any_model.layers import Layer, Loss, make
+from training.any_model.layers import ForwardStep, Layer, Loss, make
 from training.checkpoint.deepspeed_files import read_mapped
 from training.config.deepspeed_config import training_dtype
 from training.distributed.processes import agreed, gather
@@ -68,12 +69,24 @@ class Border(NamedTuple):
         return ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in self.tensors)
 
 
+class Step(nn.Module):
+    """A layer and what computes it, as a module, whose tensors others can stand in for."""
+
+    def __init__(self, layer: nn.Module, forward_step: ForwardStep) -> None:
+        super().__init__()
+        self.layer = layer
+        self._forward_step = forward_step
+
+    def forward(self, inputs: Any) -> Any:
+        return self._forward_step(self.layer, inputs)
+
+
 class LayerStage(PipelineModule):
     """This process's layers; the last stage has the loss.
 
     Args:
         layers: of the whole model.
-        loss: see `Pipeline`.
+        forward_step, loss: see `Pipeline`.
         parts: layers per stage.
         folder: a checkpoint whose weights the layers take.
 
@@ -88,6 +101,7 @@ class LayerStage(PipelineModule):
     def __init__(
         self,
         layers: Sequence[Layer],
+        forward_step: ForwardStep,
         loss: Loss,
         config: PipelineConfig,
         parts: Sequence[int],
@@ -97,6 +111,7 @@ class LayerStage(PipelineModule):
         self._recompute = config.recomputed(len(layers))  # numbers from 1
         grid = config.model_topo.process_topology
         topology = ProcessTopology(axes=list(grid.axes), dims=list(grid.dims))
+        self._forward_step = forward_step
         self._loss = loss
         made = [LaterLayer(make, layer, config.seed + number) for number, layer in enumerate(layers)]
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its seed settings, which mean nothing here
@@ -134,7 +149,8 @@ class LayerStage(PipelineModule):
         found = self.arriving.unpacked(stream)
         for number, layer in self.numbered().items():
             again = self.training and number + 1 in self._recompute
-            found = checkpoint(layer, found, use_reentrant=False) if again else layer(found)
+            step = partial(self._forward_step, layer)
+            found = checkpoint(step, found, use_reentrant=False) if again else step(found)
         if self.stage_id == self.num_stages - 1:
             return found
         return tuple(tensor.contiguous() for tensor in (found if isinstance(found, tuple) else (found,)))
@@ -155,9 +171,10 @@ class LayerStage(PipelineModule):
     def _traced(self, arriving: Border) -> Border:
         stream, border = arriving.unpacked(arriving.like()), arriving
         for number, layer in self.numbered().items():
-            tensors = [*layer.named_parameters(), *layer.named_buffers()]
+            step = Step(layer, self._forward_step)
+            tensors = [*step.named_parameters(), *step.named_buffers()]
             try:
-                stream = functional_call(layer, {name: tensor.to("meta") for name, tensor in tensors}, (stream,))
+                stream = functional_call(step, {name: tensor.to("meta") for name, tensor in tensors}, (stream,))
                 border = Border.of(stream)
             except Exception as error:  # whatever a layer may raise
                 what = f"layer {number} ({type(layer).__name__}) with {border}"

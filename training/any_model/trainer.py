@@ -9,7 +9,7 @@ import torch
 
 from data.loader import GlobalBatch, Loader
 from training.any_model.config import PipelineConfig
-from training.any_model.layers import Layer, Loss
+from training.any_model.layers import ForwardStep, Layer, Loss
 from training.any_model.samples import SampleLoader
 from training.any_model.stage import LayerStage, LayerStageEngine
 from training.engine.numerics import set_numerics
@@ -27,6 +27,7 @@ class LayerTrainer(PipelineTrainer):
     def of(
         cls,
         layers: Sequence[Layer],
+        forward_step: ForwardStep,
         loss: Loss,
         loader: SampleLoader,
         config: PipelineConfig,
@@ -36,12 +37,13 @@ class LayerTrainer(PipelineTrainer):
         """Make this process's layers and the optimizer, and wrap both in DeepSpeed's engine.
 
         Args:
+            forward_step, loss: see `Pipeline`.
             loader: whose first micro-batch has the shapes of all.
             parts: layers per stage.
             folder: a checkpoint whose weights the layers take.
         """
         set_numerics(config)
-        stage = LayerStage(layers, loss, config, parts, folder)
+        stage = LayerStage(layers, forward_step, loss, config, parts, folder)
         stage.learn(next(loader.micro_batches(loader.batch(0), 0))[0])
         torch.manual_seed(config.seed + torch.distributed.get_rank())  # dropout differs from rank to rank
         return cls(LayerStageEngine.adopt(wrap(stage, config)))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 INCOMPLETE = "\ufffd"  # the end of a text that stops in the middle of a character of several tokens
+BEFORE = "a"  # some decoders drop a blank at the beginning, so that something has to stand before it
 
 
 class Answer:
@@ -17,17 +18,19 @@ class Answer:
 
     Args:
         stop: texts of which the first that is whole ends it; it is no part of it.
+        goes_on: it goes on with a text, and the white space that it begins with is part of it.
 
     Attributes:
         raw: the text, with the white space that it begins with.
         stopped: the text that ended it, if one did.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], goes_on: bool = False) -> None:
         self.raw = ""
         self.stopped: str | None = None
         self._tokenizer = tokenizer
         self._stop = stop
+        self._opening: list[int] = tokenizer(BEFORE, add_special_tokens=False)["input_ids"] if goes_on else []
         self._before = ""  # what the tokens go on with
         self._tokens: list[int] = []
         self._shown = 0
@@ -35,15 +38,16 @@ class Answer:
     @property
     def text(self) -> str:
         """Without the white space; ChatGLM3 begins on a new line, which its prompt writes too."""
-        return self.raw.lstrip()
+        return self.raw if self._opening else self.raw.lstrip()
 
     def add(self, token: int) -> str:
         """Take a token; gives the piece of text that is certain now."""
         self._tokens.append(token)
-        written: str = self._tokenizer.decode(self._tokens)
-        if written.endswith(INCOMPLETE):
+        written = self._tokenizer.decode(self._opening + self._tokens)[len(BEFORE) if self._opening else 0 :]
+        known = self._before + written.rstrip(INCOMPLETE)
+        if len(known) <= len(self.raw):  # some decoders take back what stands before half a character
             return ""
-        self.raw = self._before + written
+        self.raw = known
         found = ((self.raw.find(each, len(self._before)), each) for each in self._stop)
         # The one that is whole first, as if each character were a token: that cannot depend on where tokens end.
         whole = [(place + len(each), place, each) for place, each in found if place >= 0]

@@ -14,7 +14,6 @@ from data.chat.calls import RESULT_FOLLOWS, read_text_call
 from data.chat.messages import JSON, Call, Form, Said, as_dicts, in_questions
 from data.errors import DataError
 from data.prompt_texts import API_RESULT
-from models.generation.generate import generate_many
 from training.demo.answer import Answer
 from training.demo.speaker import Speaker, Wishes
 from training.demo.tools import Tools
@@ -52,16 +51,20 @@ class Chat:
         """Forget all turns."""
         self.said = self._opening
 
-    def ask(self, text: str) -> Iterator[str]:
-        """Yield the answer in pieces as it is written, and remember it."""
-        said = (*self.said, Said("user", text))
+    def ask(self, text: str, about: str = "") -> Iterator[str]:
+        """Yield the answer in pieces as it is written, and remember it.
+
+        Args:
+            about: the input of a record of instruct.
+        """
+        said = (*self.said, Said("user", text, input=about))
         if self._tools and not self._tools.form:
             self.said = yield from self._answered_with_text_calls(said, self._tools)
             return
         for _ in range(MOST_CALLS):
             answer = Answer(self._speaker.tokenizer, self._wishes.stop)
             said, prompt = self._fitted(said)
-            yield from self._written(prompt, answer)
+            yield from self._speaker.written(prompt, self._wishes, answer)
             words, calls = self._calls_in(answer.text, sum(len(each.calls) for each in said))
             said = (*said, Said("assistant", words, calls=calls, supervised=True))
             if not self._tools or not calls:
@@ -95,7 +98,7 @@ class Chat:
         said, prompt = self._fitted(said)
         for _ in range(MOST_CALLS):
             begin = len(answer.raw)
-            yield from self._written(prompt, answer)
+            yield from self._speaker.written(prompt, self._wishes, answer)
             if answer.stopped != RESULT_FOLLOWS:
                 return (*said, Said("assistant", answer.text, supervised=True))
             answer.insert(RESULT_FOLLOWS)
@@ -125,14 +128,6 @@ class Chat:
         result = tools.result(call)
         self._tell(f"result: {result}")
         return result
-
-    def _written(self, prompt: list[int], answer: Answer) -> Iterator[str]:
-        """The pieces of an answer to a prompt."""
-        for request, token in generate_many(self._speaker.model, [self._speaker.request(prompt, self._wishes)]):
-            if token is not None:
-                yield answer.add(token)
-                request.done = request.done or answer.stopped is not None
-        yield answer.end()
 
     def _fitted(self, said: tuple[Said, ...]) -> tuple[tuple[Said, ...], list[int]]:
         """As many of the last rounds as fit into the context with an answer, and their prompt."""

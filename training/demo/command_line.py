@@ -46,6 +46,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Talk to a model in either layout.")
     parser.add_argument("--model", required=True, help="model folder, checkpoint or a run's save_path")
     parser.add_argument("--prompt", help="ask this and leave; an interactive chat where absent")
+    parser.add_argument("--input", metavar="TEXT", help="of --prompt: what it is about, as in records of instruct")
+    parser.add_argument(
+        "--raw", action="store_true", help="the prompt is a text to go on with, as in records of pretrain"
+    )
     parser.add_argument("--prompts-file", metavar="FILE", help="ask each line, an object with a prompt or messages")
     parser.add_argument(
         "--output", metavar="FILE", help="of --prompts-file: the same lines with answers; goes on there"
@@ -120,9 +124,11 @@ def talk(arguments: argparse.Namespace, dtype: torch.dtype | None, model: Passes
     wishes = wishes_of(arguments)
     if arguments.prompts_file:
         files = Path(arguments.prompts_file), Path(arguments.output)
-        answer_all(speaker, wishes, *files, opening, arguments.batch_size, tell)
+        answer_all(speaker, wishes, *files, opening, arguments.batch_size, tell, arguments.raw)
+    elif arguments.raw:
+        show(speaker.continued(arguments.prompt, wishes))
     elif arguments.prompt is not None:
-        show(Chat(speaker, wishes, tell, opening, tools).ask(arguments.prompt))
+        show(Chat(speaker, wishes, tell, opening, tools).ask(arguments.prompt, arguments.input or ""))
     else:
         converse(Chat(speaker, wishes, tell, opening, tools))
 
@@ -144,8 +150,28 @@ def check(arguments: argparse.Namespace) -> None:
     drawn += ["temperature"] if arguments.temperature else []
     if drawn and (arguments.greedy or arguments.temperature == 0):
         raise ConfigError(f"{_option(drawn[0])}: nothing is drawn; expected it without --greedy and --temperature 0")
+    if "" in arguments.stop:
+        raise ConfigError("--stop: expected a text, found an empty one")
+    if arguments.prompt_format:
+        check_prompt_format(arguments.prompt_format)
+    check_together(arguments)
+
+
+def check_together(arguments: argparse.Namespace) -> None:
+    """Refuse options that one of the others leaves without effect.
+
+    Raises:
+        ConfigError: in one line, which and why.
+    """
     if arguments.prompts_file and (arguments.prompt is not None or not arguments.output):
         raise ConfigError("--prompts-file: expected it with --output and without --prompt")
+    if arguments.input is not None and arguments.prompt is None:
+        raise ConfigError("--input: expected it with --prompt; a line of --prompts-file has its own")
+    if arguments.raw and arguments.prompt is None and not arguments.prompts_file:
+        raise ConfigError("--raw: goes on with one text; expected it with --prompt or --prompts-file")
+    around = ("input", "system", "reference", "tools", "api_desc", "prompt_format")
+    if arguments.raw and (given := [name for name in around if getattr(arguments, name)]):
+        raise ConfigError(f"--raw: nothing stands around the text; expected it without {_option(given[0])}")
     if not arguments.prompts_file and (arguments.output or arguments.batch_size):
         raise ConfigError("--output and --batch-size: expected them with --prompts-file")
     if sum(map(bool, (arguments.reference, arguments.tools, arguments.api_desc))) > 1:
@@ -157,10 +183,6 @@ def check(arguments: argparse.Namespace) -> None:
         raise ConfigError("--api-results and --api-command: expected them with --tools or --api-desc")
     if arguments.api_results and arguments.api_command:
         raise ConfigError("--api-results and --api-command: expected one of them")
-    if "" in arguments.stop:
-        raise ConfigError("--stop: expected a text, found an empty one")
-    if arguments.prompt_format:
-        check_prompt_format(arguments.prompt_format)
 
 
 def wishes_of(arguments: argparse.Namespace) -> Wishes:

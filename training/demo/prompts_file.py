@@ -1,8 +1,9 @@
 """The prompts of a file, several at once, with their answers in another file.
 
-A line in is an object with a `prompt`, or with `messages` and maybe `tools` as in records of type chat; whatever else
-it holds is kept. A line out is the same with its `answer`. Lines come out in the order of the prompts, each as soon as
-those before it are there. A start that was ended goes on behind the last whole line.
+A line in is an object with a `prompt` and maybe an `input` as in records of instruct, or with `messages` and maybe
+`tools` as in records of type chat; whatever else it holds is kept. A line out is the same with its `answer`. Lines come
+out in the order of the prompts, each as soon as those before it are there. A start that was ended goes on behind the
+last whole line.
 
 All prompts are looked at before the first is answered.
 """
@@ -50,12 +51,14 @@ def answer_all(
     opening: Sequence[Said],
     rows: int | None,
     tell: Callable[[str], None],
+    raw: bool = False,
 ) -> None:
     """Answer the prompts of `source` that `target` has no answers to yet.
 
     Args:
         opening: what stands before every prompt.
         rows: how many are answered at once; see `generate_many`.
+        raw: each prompt is a text to go on with, as in records of pretrain.
 
     Raises:
         DataError: a line is wrong or too long for the model, or `target` answers other prompts.
@@ -65,29 +68,42 @@ def answer_all(
         kept = _answered(file, target, source, [line for _, line in lines])
         if kept:
             tell(f"{target}: {kept} of {len(lines)} answers are there already and stay as they are")
-        asked = [_request(speaker, wishes, source, place, *lines[place], opening) for place in range(kept, len(lines))]
-        for (_, line), answer in zip(lines[kept:], _in_order(speaker, wishes, asked, rows), strict=True):
+        left = range(kept, len(lines))
+        asked = [_request(speaker, wishes, source, place, *lines[place], opening, raw) for place in left]
+        for (_, line), answer in zip(lines[kept:], _in_order(speaker, wishes, asked, rows, raw), strict=True):
             file.write(json.dumps(line | {ANSWER: answer}, ensure_ascii=False).encode() + b"\n")
             file.flush()
     tell(f"{target}: {len(lines)} answers")
 
 
 def _request(
-    speaker: Speaker, wishes: Wishes, source: Path, place: int, number: int, line: JSON, opening: Sequence[Said]
+    speaker: Speaker,
+    wishes: Wishes,
+    source: Path,
+    place: int,
+    number: int,
+    line: JSON,
+    opening: Sequence[Said],
+    raw: bool,
 ) -> Request:
     """What is asked for the prompt at `place`, which line `number` holds."""
     seed = wishes.sampling.seed
     try:
         dialogue = _dialogue(line)
-        prompt = speaker.encode(_opened(said_in(dialogue), opening), dialogue.tools)
+        said = said_in(dialogue)
+        if raw:
+            prompt = speaker.encode_beginning(_alone(line, said[0].text))
+        else:
+            said[-1] = said[-1]._replace(input=_input(line))
+            prompt = speaker.encode(_opened(said, opening), dialogue.tools)
         return speaker.request(prompt, wishes, None if seed is None else (seed + place) % MOST_SEEDS)
     except DataError as error:
         raise DataError(f"{source}: line {number}: {error}") from None
 
 
-def _in_order(speaker: Speaker, wishes: Wishes, asked: list[Request], rows: int | None) -> Iterator[str]:
+def _in_order(speaker: Speaker, wishes: Wishes, asked: list[Request], rows: int | None, raw: bool) -> Iterator[str]:
     """The answers in the order of the requests, as soon as they are there."""
-    answers = {request: Answer(speaker.tokenizer, wishes.stop) for request in asked}
+    answers = {request: Answer(speaker.tokenizer, wishes.stop, goes_on=raw) for request in asked}
     following = 0
     for request, token in generate_many(speaker.model, asked, rows):
         if token is not None:
@@ -132,6 +148,23 @@ def _dialogue(line: JSON) -> Dialogue:
         return Dialogue.model_validate({"messages": messages, "tools": line.get("tools")})
     except ValidationError as error:
         raise DataError(explain(error).replace("messages[0].content", "prompt")) from None
+
+
+def _input(line: JSON) -> str:
+    """What a prompt is about; nothing where the line does not say."""
+    found = line.get("input")
+    if found is not None and "prompt" not in line:
+        raise DataError("field input: expected it beside a prompt")
+    if found is not None and not isinstance(found, str):
+        raise DataError(f"field input: expected a string, found {json_type(found)}")
+    return found or ""
+
+
+def _alone(line: JSON, text: str) -> str:
+    """The text of a line that holds no more than that."""
+    if beside := next((name for name in ("messages", "tools", "input") if line.get(name) is not None), None):
+        raise DataError(f"field {beside}: expected a prompt alone, as --raw goes on with its text")
+    return text
 
 
 def _opened(said: Sequence[Said], opening: Sequence[Said]) -> Sequence[Said]:

@@ -5,7 +5,7 @@ A prompt has to leave some of the model's context to its answer; one that does n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,12 +17,13 @@ from data.chat.messages import JSON, Said
 from data.chat.native_tokenizers import end_tokens
 from data.chat.prompts import PLAIN, PromptFormat, Prompts, format_of
 from data.errors import DataError
-from data.tokenized.tokenize import encode_question, load_tokenizer
+from data.tokenized.tokenize import encode_beginning, encode_question, load_tokenizer
 from models import load_model
 from models.checkpoint.layout import resolve
-from models.generation.generate import Request, stop_ids
+from models.generation.generate import Request, generate_many, stop_ids
 from models.generation.passes import Passes
 from models.generation.sampling import Sampling
+from training.demo.answer import Answer
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,10 @@ class Speaker:
         """The prompt for what follows these messages; see `encode_question`."""
         return encode_question(said, self.tokenizer, self.prompts, tools, begun)
 
+    def encode_beginning(self, text: str) -> list[int]:
+        """The prompt for what follows a text; see `encode_beginning`."""
+        return encode_beginning(text, self.tokenizer)
+
     def call_form(self) -> CallForm | None:
         """How the model writes calls of tools; None where they are text.
 
@@ -97,3 +102,16 @@ class Speaker:
                 )
         sampling = wishes.sampling if seed is None else replace(wishes.sampling, seed=seed)
         return Request(prompt, room, self._stop, sampling)
+
+    def written(self, prompt: list[int], wishes: Wishes, answer: Answer) -> Iterator[str]:
+        """Yield what is written after a prompt, in pieces, which `answer` makes of the tokens."""
+        for request, token in generate_many(self.model, [self.request(prompt, wishes)]):
+            if token is not None:
+                yield answer.add(token)
+                request.done = request.done or answer.stopped is not None
+        yield answer.end()
+
+    def continued(self, text: str, wishes: Wishes) -> Iterator[str]:
+        """Yield what follows a text, in pieces."""
+        answer = Answer(self.tokenizer, wishes.stop, goes_on=True)
+        yield from self.written(self.encode_beginning(text), wishes, answer)

@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import torch
 
+from common.version import VERSION
 from common.whole_files import replace_text
 from training.config.keys import TrainConfig
 from training.metrics.reporter import to_json
@@ -70,8 +71,8 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, CUDA and the packages that can change a run's numbers or speed."""
-    found = {"python": platform.python_version()}
+    """Of Pipetune, Python, CUDA and the packages that can change a run's numbers or speed."""
+    found = {"pipetune": VERSION, "python": platform.python_version()}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     for package in PACKAGES:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from training.any_model.layers import Layer, Loss
+from training.any_model.layers import ForwardStep, Layer, Loss
 
 Mixed = tuple[Tensor, Tensor, Tensor]
 
@@ -18,12 +18,14 @@ Mixed = tuple[Tensor, Tensor, Tensor]
 class Net(NamedTuple):
     """Attributes:
     parts: by the number of stages.
+    forward_step: see `Pipeline`.
     """
 
     layers: Callable[[], list[Any]]
     loss: Loss
     dataset: Callable[[], Dataset[Any]]
     parts: dict[int, list[int]]
+    forward_step: ForwardStep = nn.Module.__call__
 
 
 class Embed(nn.Module):
@@ -63,6 +65,21 @@ class Pool(nn.Module):
     def forward(self, stream: Mixed) -> Tensor:
         padding, _, hidden = stream
         return self.out(hidden.masked_fill(padding.unsqueeze(-1), 0.0).mean(1)).squeeze(-1)
+
+
+def ready_made() -> list[Layer]:
+    """torch's own layers, which take tensors and no tuples; `padded_step` leads the padding past them."""
+    blocks = [nn.TransformerEncoderLayer(12, 2, 24, dropout=0.0, batch_first=True, norm_first=True) for _ in range(2)]
+    return [nn.Embedding(20, 12), *blocks, nn.Linear(12, 1)]
+
+
+def padded_step(layer: nn.Module, inputs: tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+    hidden, padding = inputs
+    if isinstance(layer, nn.TransformerEncoderLayer):
+        return layer(hidden, src_key_padding_mask=padding), padding
+    if isinstance(layer, nn.Embedding):
+        return layer(hidden), padding
+    return layer(hidden.masked_fill(padding.unsqueeze(-1), 0.0).mean(1)).squeeze(-1)
 
 
 def seeded(make: Callable[[], list[Layer]]) -> Callable[[], list[Layer]]:
@@ -126,4 +143,5 @@ NETS = {
     "convolutions": Net(seeded(convolutions), F.cross_entropy, images, {1: [6], 2: [3, 3]}),
     "mixed": Net(seeded(lambda: [Embed(), Mix(), Mix(), Pool()]), weighted_square, Sentences, {1: [4], 2: [2, 2]}),
     "made_later": Net(made_later, F.cross_entropy, vectors, {1: [3], 2: [1, 2]}),
+    "own_step": Net(seeded(ready_made), weighted_square, Sentences, {1: [4], 2: [2, 2]}, padded_step),
 }

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from common.version import VERSION
 from tests.conftest import ROOT
 from training.config.keys import TrainConfig
 from training.metrics import run_info
@@ -43,6 +44,7 @@ def test_everything_that_was_promised_is_there(tmp_path: Path) -> None:
     info = written(tmp_path)
     assert info["versions"].items() >= {"torch": torch.__version__, "deepspeed": metadata.version("deepspeed")}.items()
     assert {"python", "transformers", "numpy"} <= set(info["versions"])
+    assert info["versions"]["pipetune"] == VERSION
     assert info["config"] == CONFIG.dump()
     assert info["topology"] == {
         "processes": 8,
@@ -63,9 +65,13 @@ def test_everything_that_was_promised_is_there(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
+def test_the_version_is_that_of_the_project() -> None:
+    assert f'\nversion = "{VERSION}"\n' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
 def test_packages_that_are_not_installed_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_info, "PACKAGES", ["torch", "no-such-package"])
-    assert set(written(tmp_path)["versions"]) - {"cuda"} == {"python", "torch"}
+    assert set(written(tmp_path)["versions"]) - {"cuda"} == {"pipetune", "python", "torch"}
 
 
 def test_no_secret_of_the_environment_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
