@@ -34,6 +34,8 @@ from data.errors import DataError
 
 CLASSES = {"ChatGLMTokenizer": "chatglm", "BaichuanTokenizer": "baichuan"}
 
+FIRST_VOCABULARY = range(64_000, 65_000)  # of the first Baichuan, which names its roles otherwise
+
 # Piece types, as sentencepiece numbers them in the file.
 NORMAL, USER_DEFINED, BYTE = 1, 4, 6
 BPE_MODEL = 2
@@ -68,13 +70,17 @@ def native_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
     """The tokenizer of a ChatGLM3 or Baichuan2 folder; None for any other, and where there is a tokenizer.json.
 
     Raises:
-        DataError: the folder's tokenizer.model is missing or damaged.
+        DataError: the folder's tokenizer.model is missing or damaged, or that of the first Baichuan.
     """
     settings = _read_json(folder / "tokenizer_config.json")
-    stated = settings.get("tokenizer_class")
-    family = CLASSES.get(stated) if stated else _read_json(folder / "config.json").get("model_type")
+    stated, config = settings.get("tokenizer_class"), _read_json(folder / "config.json")
+    family = CLASSES.get(stated) if stated else config.get("model_type")
     if family not in CLASSES.values() or (folder / "tokenizer.json").is_file():
         return None
+    if family == "baichuan" and config.get("vocab_size") in FIRST_VOCABULARY:
+        raise DataError(
+            f"{folder}: a tokenizer of the first Baichuan, whose chat is another; expected a tokenizer.json"
+        )
     proto = _read_model(folder / "tokenizer.model")
     return _chatglm3(proto) if family == "chatglm" else _baichuan2(proto, settings)
 
