@@ -79,7 +79,7 @@ def native_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
         return None
     if family == "baichuan" and config.get("vocab_size") in FIRST_VOCABULARY:
         raise DataError(
-            f"{folder}: a tokenizer of the first Baichuan, whose chat is another; expected a tokenizer.json"
+            f"{folder}: the first Baichuan, whose chat is another; expected a tokenizer.json"
         )
     proto = _read_model(folder / "tokenizer.model")
     return _chatglm3(proto) if family == "chatglm" else _baichuan2(proto, settings)
