@@ -78,9 +78,7 @@ def native_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
     if family not in CLASSES.values() or (folder / "tokenizer.json").is_file():
         return None
     if family == "baichuan" and config.get("vocab_size") in FIRST_VOCABULARY:
-        raise DataError(
-            f"{folder}: the first Baichuan, whose chat is another; expected a tokenizer.json"
-        )
+        raise DataError(f"{folder}: the first Baichuan, whose chat is another; expected a tokenizer.json")
     proto = _read_model(folder / "tokenizer.model")
     return _chatglm3(proto) if family == "chatglm" else _baichuan2(proto, settings)
 
