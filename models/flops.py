@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from models.positions import SLIDING, attention_kind
+from models.positions import LINEAR, SLIDING, attention_kind
 from models.router import top_k
 from models.spec import ModelSpec
 
@@ -22,11 +22,13 @@ class ModelFlops:
 
     def __init__(self, spec: ModelSpec) -> None:
         config = spec.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        head_dim = vars(config).get("head_dim") or config.hidden_size // config.num_attention_heads
         self._pair = 12.0 * config.num_attention_heads * head_dim
         _, *self._blocks, self._head = (6 * _multiplied(spec, layer) for layer in range(spec.n_layers))
         kinds = [attention_kind(config, block) for block in range(spec.n_blocks)]
-        self._windows = [config.sliding_window if kind == SLIDING else math.inf for kind in kinds]
+        window = float(getattr(config, "sliding_window", None) or math.inf)
+        windows = {SLIDING: window, LINEAR: 0.0}  # linear attention has no pairs
+        self._windows = [windows.get(kind, math.inf) for kind in kinds]
 
     def by_layer(self, lengths: Collection[float], supervised: float) -> list[float]:
         """FLOPs of each layer for samples of these lengths; nothing for the embedding.
