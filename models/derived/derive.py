@@ -52,6 +52,7 @@ def bare_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> 
     """transformers' model of the real width, without blocks and with few words."""
     bare = copy.deepcopy(config)
     bare.num_hidden_layers, bare.vocab_size, bare.pad_token_id = 0, FEW_WORDS, None
+    bare._experts_implementation = "eager"  # what a run takes may be refused where there are no experts
     return AutoModelForCausalLM.from_config(bare, attn_implementation="eager", dtype=dtype)
 
 
