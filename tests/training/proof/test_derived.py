@@ -1,0 +1,44 @@
+"""`--prove` of families that are derived: schedules, replicas, packed rows, kill and resume are exact for them too."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import FAQ, save_tokenizer
+from tests.launching import run, topology, write_config
+from tests.models.derived.cases import write_small
+from training.proof.certificate import CERTIFICATE
+
+RUNS: dict[str, dict[str, Any]] = {
+    "qwen3_5_moe_text": {"model_topo": topology((2, 1))},
+    "gpt_oss": {"model_topo": topology((2, 1)), "schedule": "dualpipev"},
+    "deepseek_v3": {"model_topo": topology((2, 2)), "use_grad_ckpt": True},
+    "qwen3_next": {"model_topo": topology((1, 2)), "bf16": {"enabled": True}},
+    "glm_moe_dsa": {"model_topo": topology((2, 1))},
+    "gemma4_text": {"model_topo": topology((2, 1)), "schedule": "dualpipev"},
+}
+MARKS = dict.fromkeys(RUNS, pytest.mark.longest) | {"qwen3_5_moe_text": pytest.mark.slow}
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize("model_type", [pytest.param(each, marks=mark) for each, mark in MARKS.items()])
+def test_a_derived_family_is_proved(model_type: str, tmp_path: Path) -> None:
+    write_small(tmp_path / "model", model_type)
+    save_tokenizer(tmp_path / "model")
+    keys: dict[str, Any] = {
+        "model_path": str(tmp_path / "model"),
+        "data_path": str(FAQ),
+        "save_path": str(tmp_path / "run"),
+        "train_batch_size": 16,
+        "max_seq_len": 256,
+    }
+    config = write_config(tmp_path / "run.yml", **keys | RUNS[model_type])
+    result = run(sys.executable, "train_ds.py", "--config", config, "--prove")
+    assert result.returncode == 0, result.stdout + result.stderr
+    certificate = json.loads((tmp_path / "run" / CERTIFICATE).read_text(encoding="utf-8"))
+    assert certificate["proved"] and all(row["holds"] for row in certificate["rows"])
