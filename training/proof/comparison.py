@@ -120,7 +120,9 @@ class Comparison:
                 self.evaluation.note(apart(numbers["eval_loss"].get(step), loss), place(""))
                 if tied:  # both ends are in the files, also where a stage holds them as one
                     rounded[tied[1]] = rounded[tied[0]]
-                compare_bits(self.saved, place, self._saved(step), rounded)
+                saved = self._saved(step)
+                fixed = {name: tensor for name, tensor in reference.fixed.items() if name in saved}
+                compare_bits(self.saved, place, saved, rounded | fixed)
             shown(step)
 
     def with_resumed(self, run: Start) -> None:

@@ -61,6 +61,7 @@ class Reference:
         self._loader = build_loader(InMemory(samples), config, drop_last, router_loss=router_loss)
         self._model = CausalLM(spec, open_source(folder, spec), training_dtype(config), torch.device("cpu")).float()
         self._weights = {name.removeprefix("layers."): weight for name, weight in self._model.named_parameters()}
+        self.fixed = {name.removeprefix("layers."): buffer for name, buffer in self._model.named_buffers()}
         self._masters = {name: weight.detach().clone().requires_grad_() for name, weight in self._weights.items()}
         whole = config.model_copy(update={"zero_optimization": Zero(stage=0), "bf16": BF16(), "fp16": FP16()})
         self._optimizer = build_optimizer(whole, self._masters.items(), spec.tied_names)  # type: ignore[arg-type]
