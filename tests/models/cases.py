@@ -78,7 +78,7 @@ CASES = {
     "baichuan-7b": Case("baichuan", {"vocab_size": 64_000, "max_position_embeddings": 256, "num_hidden_layers": 1}),
     "baichuan-13b": Case("baichuan", {"vocab_size": 64_000, "num_hidden_layers": 1}),
     "internlm2": Case("internlm2", {}),
-    "internlm2-dynamic": Case("internlm2", {"max_position_embeddings": 32, "num_key_value_heads": 1}),
+    "internlm2-dynamic": Case("internlm2", {"max_position_embeddings": 32}),
     "qwen": Case("qwen", {}),
     "chatglm3": Case("chatglm", {"pad_token_id": PADDING}),
     "chatglm3-32k": Case("chatglm", {"rope_ratio": 50}),
