@@ -29,7 +29,7 @@ def is_installed() -> bool:
 
 def obstacle(spec: ModelSpec) -> str | None:
     """Why the blocks of a model cannot do it, if so."""
-    if spec.family.router:
+    if spec.has_experts:
         return f"the experts of {spec.family.name} are no linear layers"
     with torch.device("meta"):
         sizes = {size for layer in linear_layers(spec.build(1)) for size in layer.weight.shape}

@@ -88,6 +88,11 @@ class ModelSpec:
         return int(self.config.max_position_embeddings * stretched)
 
     @property
+    def has_experts(self) -> bool:
+        """Whether some blocks send tokens to experts, with a loss for that or without."""
+        return n_experts(self.config) > 0
+
+    @property
     def tied(self) -> bool:
         return bool(self.config.tie_word_embeddings)
 

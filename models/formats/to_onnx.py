@@ -71,7 +71,7 @@ def hg_to_onnx(input_path: str | Path, save_path: str | Path, overwrite: bool = 
 
 def _obstacle(spec: ModelSpec) -> str | None:
     """Why no single graph computes a model for all texts, or what reads it would find no config.json."""
-    if spec.family.router:
+    if spec.has_experts:
         return "a mixture of experts, where each token takes other weights, which one graph cannot do"
     if depends_on_length(spec.config):
         rope = spec.config.rope_parameters["rope_type"]

@@ -50,17 +50,18 @@ def router_loss_weight(config: TrainConfig, spec: ModelSpec) -> float:
     """The weight of the router loss: the config's, or what transformers would take from the model's config.json.
 
     Raises:
-        ConfigError: a weight for a model without experts.
+        ConfigError: a weight for a model without such a loss.
     """
     wanted = config.aux_router_loss.weight
     if not spec.family.router:
         if wanted:
             raise ConfigError(
-                f"aux_router_loss.weight: {spec.family.name} has no experts; expected a mixture-of-experts"
+                f"aux_router_loss.weight: {spec.family.name} has no loss of its router in transformers; expected a "
+                "mixture-of-experts that has"
             )
         return 0.0
     if wanted is None:
-        return float(spec.config.router_aux_loss_coef) if spec.config.output_router_logits else 0.0
+        return float(spec.config.router_aux_loss_coef) if getattr(spec.config, "output_router_logits", False) else 0.0
     return wanted
 
 

@@ -175,7 +175,7 @@ class Basis:
             "calibration": _digest(vars(self.calibration) if self.calibration else None),
             "rows": self.workload.rows,
             "length": math.ceil(self.workload.length),
-            "compile": self.config.compiles(self.device.ampere, bool(self.spec.family.router)),
+            "compile": self.config.compiles(self.device.ampere, self.spec.has_experts),
             "optimizer": self.config.optimizer.type,
             **{key: settings.get(key) for key in DEPENDS},
         }

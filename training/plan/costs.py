@@ -94,7 +94,7 @@ def _sum_bytes(basis: Basis, layer: int, device: Device) -> int:
     config, itemsize = basis.config, training_dtype(basis.config).itemsize
     if StateBytes.of(config).gradient <= itemsize:
         return 3 * itemsize
-    put_off = config.v_schedule and device.ampere and not basis.spec.family.router  # experts are no linear layers
+    put_off = config.v_schedule and device.ampere and not basis.spec.has_experts  # experts are no linear layers
     by_product = put_off and not config.zero_optimization.offloads and 0 < layer < basis.spec.n_layers - 1
     return PRODUCT_SUM if by_product else FP32_SUM
 
@@ -175,7 +175,7 @@ def _passes(basis: Basis, layer: int, device: Device) -> tuple[Spent, Spent]:
 def _counted(basis: Basis, layer: int, dtype: torch.dtype, device: Device) -> LayerWork:
     """What a layer does."""
     config, work = basis.config, basis.workload
-    kernels = config.has_flash(device.ampere), config.compiles(device.ampere, bool(basis.spec.family.router))
+    kernels = config.has_flash(device.ampere), config.compiles(device.ampere, basis.spec.has_experts)
     found = basis.once(work_of, layer, work.rows, math.ceil(work.length), dtype, *kernels)
     is_block = 0 < layer < basis.spec.n_layers - 1
     return in_fp8(found, kernels[1]) if is_block and basis.in_fp8 else found

@@ -79,7 +79,7 @@ def choose_kernels(config: TrainConfig, spec: ModelSpec, loader: Loader | None) 
     if torch.distributed.get_rank() == 0:
         attention, reason = _attention(config, spec, loader)
         spec.set_attention(attention)
-        compiles, lines = _compilation(config, bool(spec.family.router), partial(_compile_trial, config, spec, loader))
+        compiles, lines = _compilation(config, spec.has_experts, partial(_compile_trial, config, spec, loader))
         if config.fp8.enabled and not compiles:
             lines.append("warning: fp8 without compiled blocks: rounding takes longer than the products save")
         chosen = Kernels(attention, compiles, [f"attention: {reason}", *lines])

@@ -63,7 +63,7 @@ def small_numbers(config: TrainConfig, spec: ModelSpec) -> tuple[dict[str, Any],
     """Keys of precision and order without which nothing could be compared, and a line for each."""
     values: dict[str, Any] = {}
     said = []
-    if spec.family.router and training_dtype(config) is not torch.float32:
+    if spec.has_experts and training_dtype(config) is not torch.float32:
         said.append("precision: fp32, as by rounding alone a router sends a token to another expert")
         values |= {"bf16": {}, "fp16": {}}
     if torch.cuda.is_available() and not config.deterministic:
