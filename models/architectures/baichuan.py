@@ -98,10 +98,7 @@ ROTARY = replace(
     llama.FAMILY,
     name="baichuan2-7b",
     block=(
-        Rule(
-            "model.layers.{i}.self_attn.W_pack.*",
-            ("block.self_attn.q_proj.*", "block.self_attn.k_proj.*", "block.self_attn.v_proj.*"),
-        ),
+        Rule("model.layers.{i}.self_attn.W_pack.*", llama.QKV),
         *llama.FAMILY.block,
     ),
     projection=NormalisedHead,

@@ -11,12 +11,11 @@ from typing import Any
 
 from transformers.models.glm.modeling_glm import GlmDecoderLayer, GlmRMSNorm, GlmRotaryEmbedding
 
-from models.architectures import glm
+from models.architectures import glm, llama
 from models.architectures.family import Family, Native, Rule, Tie
-from models.errors import CheckpointError
+from models.architectures.published import published
 
 BLOCK = "transformer.encoder.layers.{i}."
-# The original code has switches for other shapes of model than the published ones.
 PUBLISHED = {
     "add_bias_linear": False,
     "apply_residual_connection_post_layernorm": False,
@@ -32,10 +31,7 @@ def translate(raw: dict[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: a field is missing, or has a value that no published checkpoint has.
     """
-    for name, value in PUBLISHED.items():
-        if raw.get(name, value) != value:
-            raise CheckpointError(f"{name} is {raw[name]}; Pipetune knows ChatGLM3's layers, where it is {value}")
-    try:
+    with published(raw, PUBLISHED, "ChatGLM3"):
         return {
             "model_type": "glm",
             "vocab_size": raw["padded_vocab_size"],
@@ -57,8 +53,6 @@ def translate(raw: dict[str, Any]) -> dict[str, Any]:
             "bos_token_id": raw.get("bos_token_id"),
             "eos_token_id": raw.get("eos_token_id"),
         }
-    except KeyError as error:
-        raise CheckpointError(f"no {error.args[0]}, which ChatGLM2 and 3 have; expected one of their configs") from None
 
 
 FAMILY = Family(
@@ -68,10 +62,7 @@ FAMILY = Family(
     rotary=GlmRotaryEmbedding,
     embedding=(Rule("transformer.embedding.word_embeddings.weight", "embed_tokens.weight"),),
     block=(
-        Rule(
-            BLOCK + "self_attention.query_key_value.*",
-            ("block.self_attn.q_proj.*", "block.self_attn.k_proj.*", "block.self_attn.v_proj.*"),
-        ),
+        Rule(BLOCK + "self_attention.query_key_value.*", llama.QKV),
         Rule(BLOCK + "self_attention.dense.weight", "block.self_attn.o_proj.weight"),
         Rule(BLOCK + "mlp.dense_h_to_4h.weight", "block.mlp.gate_up_proj.weight"),
         Rule(BLOCK + "mlp.dense_4h_to_h.weight", "block.mlp.down_proj.weight"),

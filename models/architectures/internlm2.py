@@ -11,11 +11,10 @@ from typing import Any
 
 from models.architectures import llama
 from models.architectures.family import Native, Rule
-from models.errors import CheckpointError
+from models.architectures.published import published
 
 BLOCK = "model.layers.{i}."
-RENAMED = {"bias": "attention_bias"}
-ABOUT_CODE = ("auto_map", "architectures", "attn_implementation")
+DROPPED = ("bias", "auto_map", "architectures", "attn_implementation")
 
 
 def translate(raw: dict[str, Any]) -> dict[str, Any]:
@@ -24,10 +23,8 @@ def translate(raw: dict[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: it has biases, which no published checkpoint has.
     """
-    if raw.get("bias"):
-        raise CheckpointError("bias is true; Pipetune knows InternLM2's layers, where it is false")
-    fields = {RENAMED.get(name, name): value for name, value in raw.items() if name not in ABOUT_CODE}
-    return fields | {"model_type": "llama"}
+    with published(raw, {"bias": False}, "InternLM2"):
+        return {name: value for name, value in raw.items() if name not in DROPPED} | {"model_type": "llama"}
 
 
 FAMILY = replace(
@@ -35,11 +32,7 @@ FAMILY = replace(
     name="internlm2",
     embedding=(Rule("model.tok_embeddings.weight", "embed_tokens.weight"),),
     block=(
-        Rule(
-            BLOCK + "attention.wqkv.weight",
-            ("block.self_attn.q_proj.weight", "block.self_attn.k_proj.weight", "block.self_attn.v_proj.weight"),
-            by_key_head=True,
-        ),
+        Rule(BLOCK + "attention.wqkv.*", llama.QKV, by_key_head=True),
         Rule(BLOCK + "attention.wo.weight", "block.self_attn.o_proj.weight"),
         Rule(BLOCK + "feed_forward.w1.weight", "block.mlp.gate_proj.weight"),
         Rule(BLOCK + "feed_forward.w3.weight", "block.mlp.up_proj.weight"),

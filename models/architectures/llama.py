@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from models.architectures.family import Family, Rule, Tie
 
+QKV = tuple(f"block.self_attn.{part}_proj.*" for part in "qkv")  # what other layouts fuse
 FAMILY = Family(
     name="llama",
     decoder_layer=LlamaDecoderLayer,

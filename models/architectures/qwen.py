@@ -12,10 +12,10 @@ from typing import Any
 
 from models.architectures import llama
 from models.architectures.family import Native, Rule
+from models.architectures.published import published
 from models.errors import CheckpointError
 
 BLOCK = "transformer.h.{i}."
-# The original code has switches for other shapes of model than the published ones.
 PUBLISHED = {"no_bias": True, "rotary_pct": 1.0, "scale_attn_weights": True}
 QWEN2 = llama.relative("qwen2", "Qwen2")
 
@@ -26,10 +26,7 @@ def translate(raw: dict[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: a field is missing, or has a value that no published checkpoint has.
     """
-    for name, value in PUBLISHED.items():
-        if raw.get(name, value) != value:
-            raise CheckpointError(f"{name} is {raw[name]}; Pipetune knows Qwen's layers, where it is {value}")
-    try:
+    with published(raw, PUBLISHED, "Qwen"):
         heads, width = raw["num_attention_heads"], raw["hidden_size"]
         if raw.get("kv_channels", width // heads) * heads != width:
             raise CheckpointError(f"kv_channels is {raw['kv_channels']}; expected hidden_size / num_attention_heads")
@@ -49,8 +46,6 @@ def translate(raw: dict[str, Any]) -> dict[str, Any]:
             "tie_word_embeddings": raw.get("tie_word_embeddings", False),
             "attention_dropout": raw.get("attn_dropout_prob", 0.0),
         }
-    except KeyError as error:
-        raise CheckpointError(f"no {error.args[0]}, which Qwen's config.json has; expected one of those") from None
 
 
 FAMILY = replace(
@@ -59,10 +54,7 @@ FAMILY = replace(
     prefix="transformer.",
     embedding=(Rule("transformer.wte.weight", "embed_tokens.weight"),),
     block=(
-        Rule(
-            BLOCK + "attn.c_attn.*",
-            ("block.self_attn.q_proj.*", "block.self_attn.k_proj.*", "block.self_attn.v_proj.*"),
-        ),
+        Rule(BLOCK + "attn.c_attn.*", llama.QKV),
         Rule(BLOCK + "attn.c_proj.weight", "block.self_attn.o_proj.weight"),
         Rule(BLOCK + "mlp.w2.weight", "block.mlp.gate_proj.weight"),
         Rule(BLOCK + "mlp.w1.weight", "block.mlp.up_proj.weight"),

@@ -106,6 +106,15 @@ class WeightMap:
         """The bindings that cover the tensors of a layer, each once, in the order of their first names."""
         return list(dict.fromkeys(self.binding_of(layer, name) for name in names))
 
+    def on_disk(self, layer: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of a layer as they lie on disk, by their names there; those of a binding have to be complete."""
+        shapes, found = {name: tensor.shape for name, tensor in state.items()}, dict[str, Tensor]()
+        for binding in self.bindings(layer, state):
+            wanted = binding.disk_shapes(shapes)
+            pieces = cut([state[name] for name in binding.names], list(wanted.values()), binding.groups)
+            found |= zip(wanted, pieces, strict=True)
+        return found
+
     def is_carried(self, disk_name: str) -> bool:
         """Whether the tensor is kept beside the layers only to be given back."""
         prefix = self.family.prefix if self.prefix is None else self.prefix

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from models.architectures import Native, cut
+from models.architectures import Native
 from models.checkpoint.compat import write_compat
 from models.checkpoint.convert import copy_files
 from models.checkpoint.export_plan import SINGLE_FILE, Files, cast, cut_between, divide, native_infos, original_infos
@@ -190,23 +190,18 @@ class Export:
     def _layers(self, writer: int) -> Iterator[dict[str, Tensor]]:
         """Every tensor of a writer that belongs on disk, under its name there, layer by layer."""
         for layer in self.writers[writer]:
-            yield dict(self._layer(layer))
+            yield self._layer(layer)
         if self.carried and not self.native and writer == 0:
             yield {name: self.carried.read(name) for name in self.carried}
 
-    def _layer(self, layer: int) -> Iterator[tuple[str, Tensor]]:
+    def _layer(self, layer: int) -> dict[str, Tensor]:
         state = self.source.read_layer(layer)
         for name, tensor in state.items():
             warn_of_nan(self.source.describe(layer, name), tensor)
-        shapes = self.spec.shapes(layer)
         if self.native and layer == self.weight_map.head_layer:
             state |= {name: change(state[name]) for name, change in self.native.changes.items()}
-        for binding in self.weight_map.bindings(layer, shapes):
-            wanted = list(binding.disk_shapes(shapes).values())
-            pieces = cut([state[name] for name in binding.names], wanted, binding.groups)
-            for name, piece in zip(binding.disk, pieces, strict=True):
-                if name in self.infos:  # a tied head that the original left out stays out
-                    yield name, piece
+        found = self.weight_map.on_disk(layer, state)
+        return {name: tensor for name, tensor in found.items() if name in self.infos}  # a tied head may stay out
 
     def _config(self) -> dict[str, Any]:
         """config.json for other weights than the original's."""

@@ -34,16 +34,14 @@ CAP = "final_logit_softcapping"  # what the families that have one call it
 AUXILIARY = "router_aux_loss_coef"  # what those call it that have a loss for their router
 NEVER_LEARNED = r"rotary_emb\.inv_freq$"  # computed, but older checkpoints hold it
 
-Kinds = dict[str, dict[str, Source]]  # what blocks are given, by their kind of attention
 
-
-def small_model(config: PreTrainedConfig, fields: dict[str, Any], blocks: int = BLOCKS) -> Any:
+def small_model(config: PreTrainedConfig, fields: dict[str, Any]) -> Any:
     """transformers' model with the traits of a config, small, in fp32 and with its plain attention.
 
     Args:
         fields: of the config.json that `config` was read from.
     """
-    small = type(config).from_dict(shrunk_fields(config, fields, blocks))
+    small = type(config).from_dict(shrunk_fields(config, fields, BLOCKS))
     small._experts_implementation = "eager"
     return AutoModelForCausalLM.from_config(small, attn_implementation="eager", dtype=torch.float32).eval()
 
@@ -68,12 +66,12 @@ def derive(config: PreTrainedConfig, fields: dict[str, Any], apart: bool = False
     model = small_model(config, fields)
     outline = outline_of(model)
     embedding, block, head = tables_of(model, outline)
-    kinds = kinds_of(model.config, outline)
     made: dict[str, Made] = {}
-    for number, each in enumerate(map(Made, outline.block, outline.mixers)):
+    for number, each in enumerate(map(Made, outline.classes, outline.mixers, outline.arguments)):
         kind = attention_kind(model.config, number)
         if made.setdefault(kind, each) != each:
-            raise Underivable(f"blocks of {kind} are of several classes")
+            raise Underivable(f"blocks of {kind} are made or called in several ways")
+    given = {kind: each.arguments for kind, each in made.items()}
     ends = Ends.measured(config, outline)
 
     def modules(config: PreTrainedConfig) -> dict[str, nn.Module]:
@@ -90,31 +88,22 @@ def derive(config: PreTrainedConfig, fields: dict[str, Any], apart: bool = False
         head=head,
         tie=Tie(embedding="embed_tokens.weight", head="lm_head.weight"),
         carried=(*(getattr(outline.model, "_keys_to_ignore_on_load_unexpected", None) or ()), NEVER_LEARNED),
-        positions=lambda family, config: DerivedPositions(family, config, outline, kinds, modules, apart),
+        positions=lambda family, config: DerivedPositions(family, config, outline.calls, given, modules, apart),
         embedding_scale=None if ends.scale == 1 else lambda config: ends.scale,
         rounds_scale=ends.rounds_scale,
         head_bias=model.get_submodule(outline.head).bias is not None,
         projection=partial(_head, ends),
-        attention=(EAGER,) if apart else ALL,
+        attention=(EAGER,) if apart else (*ALL, EAGER),
         router=_router(model, outline),
     )
 
 
-def kinds_of(config: PreTrainedConfig, outline: Outline) -> Kinds:
-    """What blocks of each kind of attention are given."""
-    kinds: Kinds = {}
-    for number, sources in enumerate(outline.arguments):
-        kind = attention_kind(config, number)
-        if kinds.setdefault(kind, sources) != sources:
-            raise Underivable(f"blocks of {kind} are called in several ways")
-    return kinds
-
-
 class Made(NamedTuple):
-    """What a block of some kind is: its class, and its child in which tokens meet."""
+    """What a block of some kind is: its class, its child in which tokens meet, and what it is given."""
 
     block: Any
     mixer: str
+    arguments: dict[str, Source]
 
 
 class Ends(NamedTuple):

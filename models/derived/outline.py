@@ -75,7 +75,7 @@ class Outline:
         base: the attribute of it that holds everything but the head.
         embedding, blocks, norm: paths below the base model.
         head: path below the whole model.
-        block: the classes of the blocks by number.
+        classes: of the blocks by number.
         calls: of the modules that make angles, each once a forward pass.
         arguments: of the blocks by number, each with its source.
         mixers: the child of each block, by number, in which tokens meet: the one that takes the mask.
@@ -87,7 +87,7 @@ class Outline:
     blocks: str
     norm: str
     head: str
-    block: tuple[type[nn.Module], ...]
+    classes: tuple[type[nn.Module], ...]
     calls: tuple[Call, ...]
     arguments: tuple[dict[str, Source], ...]
     mixers: tuple[str, ...]
@@ -108,7 +108,6 @@ class Watched:
         self.after: list[str] = []
         self.mixers = [""] * len(blocks)
         self._made: list[Any] = []
-        self._hidden: Tensor | None = None
         self._positions = torch.arange(FIRST, FIRST + LENGTH).repeat(ROWS, 1) + torch.arange(ROWS)[:, None]
         self._blocks = blocks
         self._names = {
@@ -156,8 +155,7 @@ class Watched:
     def before_block(self, block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         names = list(inspect.signature(type(block).forward).parameters)[1:]
         given = dict(zip(names, arguments, strict=False)) | keywords
-        self._hidden = given.pop(names[0])
-        self.arguments.append({name: self._source(name, value) for name, value in given.items()})
+        self.arguments.append({name: self._source(name, given[name]) for name in given if name != names[0]})
 
     def before_other(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if self.arguments:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedConfig
 
 from models.architectures.family import Family
-from models.derived.outline import ANGLES, CACHE, CONSTANT, HIDDEN, MASK, POSITIONS, Call, Outline, Source
+from models.derived.outline import ANGLES, CACHE, CONSTANT, HIDDEN, MASK, POSITIONS, Call, Source
 from models.documents import Documents
 from models.generation.cache import KeyValueCache
 from models.position_ids import unmarked
@@ -26,7 +26,7 @@ class DerivedPositions(Positions):
     """Masks as in declared families; angles by the modules that transformers' own model has.
 
     Args:
-        outline: of the architecture.
+        calls: of the modules that make angles.
         arguments: of a block of each kind of attention.
         modules: the modules that make angles, by name, for a config.
         apart: blocks see one document at a time, as their attention does not go by masks of documents.
@@ -36,13 +36,13 @@ class DerivedPositions(Positions):
         self,
         family: Family,
         config: PreTrainedConfig,
-        outline: Outline,
+        calls: tuple[Call, ...],
         arguments: dict[str, dict[str, Source]],
         modules: Callable[[PreTrainedConfig], dict[str, nn.Module]],
         apart: bool = False,
     ) -> None:
         super().__init__(family, config)
-        self._calls = outline.calls
+        self._calls = calls
         self._apart = apart
         self._sources = {kind: arguments[kind] for kind in self.kinds}
         with torch.device("cpu"):  # the frequencies are computed, not loaded

@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from pydantic import BaseModel
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from models.architectures import Family, cut
-from models.attention import EAGER, TORCH
+from models.architectures import Family
+from models.attention import ALL, EAGER, TORCH
 from models.causal_lm import CausalLM
 from models.checkpoint.source import HuggingFaceSource, same_bytes
 from models.derived.derive import derive, small_model
@@ -47,7 +49,7 @@ GENERATION, ROUTING = "tokens one by one", "losses of the router"
 Figures = dict[str, float]  # the largest difference of each comparison, as a share of the largest number in it
 
 
-class Proof(NamedTuple):
+class Proof(BaseModel):
     """What holds.
 
     Attributes:
@@ -56,6 +58,7 @@ class Proof(NamedTuple):
         generates: whether tokens may come one by one.
         routes: whether the loss of its router is transformers', where it has one.
         apart: whether all that is so only where blocks see one document of a packed row at a time.
+        seconds: what the proof took.
     """
 
     attention: tuple[str, ...]
@@ -63,27 +66,39 @@ class Proof(NamedTuple):
     generates: bool
     routes: bool
     apart: bool
+    seconds: float
+
+    def __str__(self) -> str:
+        worst = max(self.figures, key=lambda name: self.figures[name])
+        text = f"derived from transformers, and held against it in {len(self.figures)} comparisons"
+        text += f"; the largest difference is {self.figures[worst]:.0e} ({worst})"
+        if self.apart:
+            text += "; attention sees packed documents one by one, as its masks do not"
+        return text if self.generates else text + "; no generation here, as its cache is of a kind of its own"
 
 
 def prove(config: PreTrainedConfig, fields: dict[str, Any], family: Family | None = None) -> Proof:
     """Hold the family of a config against transformers.
 
     Args:
+        fields: of the config.json that `config` was read from.
         family: what a file declares; derived where absent.
 
     Raises:
         Underivable: it does not hold with any kernel; the text says in what it differs.
     """
+    begin = time.perf_counter()
     with apart_from_callers(), tempfile.TemporaryDirectory() as name:
         torch.manual_seed(0)
         model, folder = small_model(config, fields), Path(name)
         roughen(model)
         raw = write_checkpoint(model, folder)
         small = type(config).from_dict(raw)
-        ways = [(family or derive(small, raw), False), *([] if family else [(derive(small, raw, apart=True), True)])]
+        candidates = [family] if family else [derive(small, raw, apart) for apart in (False, True)]
+        ways = ((bool(apart), each, kernel) for apart, each in enumerate(candidates) for kernel in (TORCH, EAGER))
         failed: list[str] = []
-        for each, apart, kernel in ((each, apart, kernel) for each, apart in ways for kernel in (TORCH, EAGER)):
-            if kernel not in (*each.attention, *([] if family else [EAGER])):
+        for apart, each, kernel in ways:
+            if kernel not in each.attention:
                 continue
             try:
                 figures = compare(small_spec(each, small, raw, kernel), model, folder)
@@ -92,9 +107,14 @@ def prove(config: PreTrainedConfig, fields: dict[str, Any], family: Family | Non
                 continue
             wrong = {name for name in figures if not figures[name] <= (ROUGHLY if name == GENERATION else BOUND)}
             if wrong <= {GENERATION, ROUTING}:  # which training can do without
-                attention = each.attention if kernel == TORCH else (EAGER,)
-                held = {name: figure for name, figure in figures.items() if name not in wrong}
-                return Proof(attention, held, GENERATION not in wrong, ROUTING not in wrong, apart)
+                return Proof(
+                    attention=ALL if kernel == TORCH else (EAGER,),
+                    figures={name: figure for name, figure in figures.items() if name not in wrong},
+                    generates=GENERATION not in wrong,
+                    routes=ROUTING not in wrong,
+                    apart=apart,
+                    seconds=time.perf_counter() - begin,
+                )
             worst = max(wrong - {GENERATION, ROUTING}, key=lambda name: figures[name])
             failed.append(f"{worst} differ by {figures[worst]:.0e} of their size; expected at most {BOUND:.0e}")
         raise Underivable(f"{config.model_type} is not what transformers has: {failed[-1]}")
@@ -163,8 +183,7 @@ def compare(spec: ModelSpec, model: Any, folder: Path) -> Figures:
         its = model(input_ids=ids, use_cache=False, output_router_logits=True).aux_loss
         figures[ROUTING] = apart(router_loss(ours.stream(ids)[2], top_k(spec.config)), its)
     with torch.inference_mode():
-        alone = ours(ids)
-        figures["stages"] = apart(in_stages(spec, source, ids), alone)
+        figures["stages"] = apart(in_stages(spec, source, ids), found)
         figures["documents in a packed row"] = packed(ours, model, ids)
         figures |= {"padded rows": padded(ours, model, ids), GENERATION: torch.inf}
         with suppress(Exception):  # a cache of an own kind: a family without generation
@@ -183,30 +202,19 @@ def check_names(source: HuggingFaceSource) -> None:
     """Every weight that is read goes back under the same name, bit for bit."""
     spec = source.spec
     for layer in range(spec.n_layers):
-        state, shapes = source.read_layer(layer), spec.shapes(layer)
-        for binding in source.weight_map.bindings(layer, shapes):
-            wanted = list(binding.disk_shapes(shapes).values())
-            pieces = cut([state[name] for name in binding.names], wanted, binding.groups)
-            for name, piece in zip(binding.disk, pieces, strict=True):
-                spare = spec.tied and name == source.weight_map.tied_head
-                if not spare and not same_bytes(piece, source.read(name)):
-                    raise Underivable(f"{name} does not come back as it was read")
+        for name, tensor in source.weight_map.on_disk(layer, source.read_layer(layer)).items():
+            spare = spec.tied and name == source.weight_map.tied_head
+            if not spare and not same_bytes(tensor, source.read(name)):
+                raise Underivable(f"{name} does not come back as it was read")
 
 
 def gradients_of(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
-    """Every gradient under its name on disk; a tied weight has one."""
+    """Every gradient under its name on disk; a tied weight's, which both ends have, under the embedding's."""
+    names, tied = model.spec.weight_map, model.spec.tied
     for number, layer in enumerate(model.layers):
-        named = {name: each.grad for name, each in layer.named_parameters() if each.grad is not None}
-        shapes = {name: gradient.shape for name, gradient in named.items()}
-        for binding in model.spec.weight_map.bindings(number, named):
-            wanted = list(binding.disk_shapes(shapes).values())
-            pieces = cut([named[name] for name in binding.names], wanted, binding.groups)
-            names = [model.spec.weight_map.tied_embedding] if shares(model, number, binding.names[0]) else binding.disk
-            yield from zip(names, pieces, strict=True)
-
-
-def shares(model: CausalLM, layer: int, name: str) -> bool:
-    return model.spec.tied and layer == model.spec.n_layers - 1 and name == model.spec.family.tie.head
+        found = {name: each.grad for name, each in layer.named_parameters() if each.grad is not None}
+        for name, gradient in names.on_disk(number, found).items():
+            yield names.tied_embedding if tied and name == names.tied_head else name, gradient
 
 
 def in_stages(spec: ModelSpec, source: HuggingFaceSource, ids: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import os
-import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -19,48 +18,20 @@ from typing import Any
 
 import torch
 import transformers
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from transformers import PreTrainedConfig
 
 import models
 from common.whole_files import replace_text
 from models.architectures import Family
 from models.derived.derive import BLOCKS, derive
-from models.derived.proof import apart_from_callers, prove
+from models.derived.proof import Proof, apart_from_callers, prove
 from models.derived.shrink import shrunk_fields
 
 logger = logging.getLogger("pipetune")
 
 ABOUT_FILES = ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache")
 _families: dict[str, Family] = {}  # by config.json
-
-
-class Proven(BaseModel):
-    """What holds of a family.
-
-    Attributes:
-        attention: the kernels with which it is exact, the usual one first.
-        figures: the largest difference of each comparison, as a share of the largest number in it.
-        generates: whether tokens may come one by one.
-        routes: whether the loss of its router is transformers', where it has one.
-        apart: whether blocks see one document of a packed row at a time.
-        seconds: what the proof took.
-    """
-
-    attention: tuple[str, ...]
-    figures: dict[str, float]
-    generates: bool
-    routes: bool
-    apart: bool
-    seconds: float
-
-    def __str__(self) -> str:
-        worst = max(self.figures, key=lambda name: self.figures[name])
-        text = f"derived from transformers, and held against it in {len(self.figures)} comparisons"
-        text += f"; the largest difference is {self.figures[worst]:.0e} ({worst})"
-        if self.apart:
-            text += "; attention sees packed documents one by one, as its masks do not"
-        return text if self.generates else text + "; no generation here, as its cache is of a kind of its own"
 
 
 def proven(config: PreTrainedConfig, fields: dict[str, Any]) -> Family:
@@ -83,11 +54,8 @@ def proven(config: PreTrainedConfig, fields: dict[str, Any]) -> Family:
     return _families[key]
 
 
-def proof_of(config: PreTrainedConfig, fields: dict[str, Any], family: Family | None = None) -> Proven:
+def proof_of(config: PreTrainedConfig, fields: dict[str, Any]) -> Proof:
     """What is known of the family of a config, which is proven here where nothing is.
-
-    Args:
-        family: one that a file declares.
 
     Raises:
         Underivable: it does not hold.
@@ -97,10 +65,8 @@ def proof_of(config: PreTrainedConfig, fields: dict[str, Any], family: Family | 
     known = json.dumps([traits, transformers.__version__, torch.__version__, _code()], sort_keys=True)
     path = folder() / f"{config.model_type}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
     with suppress(OSError, ValidationError):
-        return Proven.model_validate_json(path.read_bytes())
-    begin = time.perf_counter()
-    proof = prove(config, fields, family)
-    found = Proven(**proof._asdict(), seconds=time.perf_counter() - begin)
+        return Proof.model_validate_json(path.read_bytes())
+    found = prove(config, fields)
     logger.info("%s: %s (%.1f s)", config.model_type, found, found.seconds)
     with suppress(OSError):  # without a place to keep it, it is proven again the next time
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -100,8 +100,11 @@ def shrunk_fields(config: PreTrainedConfig, raw: dict[str, Any], n_blocks: int) 
     kept = _of_every_kind(list(zip(*lists.values(), strict=True)), n_blocks)
     raw |= {name: [value[block] for block in kept] for name, value in lists.items()}
     if overrides := {int(block): its for block, its in (known.get(PER_BLOCK) or {}).items()}:
-        shares = {"head_dim": few_head / head, "num_key_value_heads": few_keys / keys}
-        shares["num_attention_heads"] = few_queries / queries
+        shares = {
+            "head_dim": few_head / head,
+            "num_key_value_heads": few_keys / keys,
+            "num_attention_heads": few_queries / queries,
+        }
         raw[PER_BLOCK] = {
             place: {
                 name: max(1, min(int(value * shares.get(name, 1)), MOST.get(name, value)))

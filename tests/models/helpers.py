@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from models import CausalLM, CheckpointError
-from models.architectures import cut
 from models.checkpoint.convert import hg_to_pp
 from models.checkpoint.export import ExportOptions, pp_to_hg
 from models.checkpoint.publish import MARK, publish_folder
@@ -91,11 +90,7 @@ def gradients(model: CausalLM) -> dict[str, Tensor]:
         assert found.keys() == dict(layer.named_parameters()).keys()
         if number:  # a tied head's gradient is the embedding's
             found = {name: grad for name, grad in found.items() if id(layer.get_parameter(name)) not in shared}
-        shapes = {name: gradient.shape for name, gradient in found.items()}
-        for binding in model.spec.weight_map.bindings(number, found):
-            on_disk = binding.disk_shapes(shapes)
-            pieces = cut([found[name] for name in binding.names], list(on_disk.values()), binding.groups)
-            named |= dict(zip(on_disk, pieces, strict=True))
+        named |= model.spec.weight_map.on_disk(number, found)
     return named
 
 
