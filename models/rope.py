@@ -82,6 +82,12 @@ def depends_on_length(config: PreTrainedConfig) -> bool:
     return (getattr(config, "rope_parameters", None) or {}).get("rope_type") in (LONGROPE, DYNAMIC)
 
 
+def several_depend_on_length(config: PreTrainedConfig) -> bool:
+    """Whether that is so of angles for one kind of attention among several, which `DocumentRotary` does not know."""
+    kinds = (getattr(config, "rope_parameters", None) or {}).values()
+    return any(isinstance(kind, dict) and kind.get("rope_type") in (LONGROPE, DYNAMIC) for kind in kinds)
+
+
 def turning_length(config: PreTrainedConfig) -> int | None:
     """The length after which a growing text has other angles from its first token on, None where there is none.
 

@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.architectures import FAMILIES, Family, WeightMap, derived_family, family_of
 from models.attention import WITHOUT_DROPOUT
-from models.config_json import TEXT, model_fields
+from models.config_json import model_fields
 from models.errors import CheckpointError
 from models.layers import Block, Embedding, Head
 from models.positions import Positions
@@ -62,7 +62,7 @@ class ModelSpec:
         except Exception as error:  # transformers raises many kinds for a config that makes no sense
             raise CheckpointError(f"{path}: {' '.join(str(error).split())}") from None
         config._experts_implementation = experts_implementation()
-        spec = cls(family, config, raw, fields, is_part=TEXT in raw and family.translate is None)
+        spec = cls(family, config, raw, fields, is_part=part["model_type"] != raw["model_type"])
         if spec.n_blocks < 1:
             raise CheckpointError(f"{path}: num_hidden_layers: expected at least 1, found {spec.n_blocks}")
         spec.set_attention(family.attention[0])

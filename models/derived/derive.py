@@ -26,6 +26,7 @@ from models.derived.positions import DerivedPositions, by_document
 from models.derived.shrink import shrunk_fields
 from models.layers import Head
 from models.positions import LINEAR, attention_kind
+from models.rope import several_depend_on_length
 
 BLOCKS = 4  # of a small model: one of every kind, most often
 FEW_WORDS = 16
@@ -63,6 +64,8 @@ def derive(config: PreTrainedConfig, fields: dict[str, Any], apart: bool = False
     Raises:
         Underivable: the architecture has a part that is not understood.
     """
+    if several_depend_on_length(config):
+        raise Underivable("some angles depend on a document's length and are of several kinds; expected one kind")
     model = small_model(config, fields)
     outline = outline_of(model)
     embedding, block, head = tables_of(model, outline)

@@ -183,6 +183,8 @@ class Watched:
 
     def _source(self, name: str, value: Any) -> Source:
         if isinstance(value, Mark):
+            if value.kind not in MASKS.values():
+                raise Underivable(f"blocks are given {name}, a mask of {value.kind}, which is not known")
             return Source(MASK, value.kind)
         if isinstance(value, Cache):
             return Source(CACHE)

@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from benchmarks.families import config_of
 from models import load_model
 from models.architectures import FAMILIES, family_of
-from models.derived import proven
-from models.derived.proof import BOUND, prove
+from models.derived import outline, proven
+from models.derived.derive import small_model
+from models.derived.proof import BOUND, prove, roughen
 from models.layer_work import work_of
 from models.loss import token_loss
 from models.spec import ModelSpec
 from tests.models.derived.cases import TRAITS, write_small
-from tests.models.helpers import LAYOUTS, assert_round_trip, error_line, in_layout, random_ids, shifted_loss
+from tests.models.helpers import (
+    LAYOUTS,
+    assert_round_trip,
+    change_config,
+    change_weights,
+    error_line,
+    in_layout,
+    random_ids,
+    shifted_loss,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +136,44 @@ def test_what_does_not_fit_is_refused_in_one_line(model_type: str, tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps(fields, default=str))
     assert REFUSED[model_type] in error_line(lambda: ModelSpec.from_folder(tmp_path))
     assert not (tmp_path / "cache").exists()
+
+
+def test_angles_by_kind_that_depend_on_the_length_are_refused(tmp_path: Path) -> None:
+    fields = config_of("gemma3_text")[1]
+    fields["rope_parameters"]["full_attention"] = {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 4.0}
+    (tmp_path / "config.json").write_text(json.dumps(fields, default=str))
+    told = error_line(lambda: ModelSpec.from_folder(tmp_path))
+    assert "angles depend on a document's length and are of several kinds" in told
+
+
+def test_masks_of_an_unknown_kind_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_small(tmp_path / "model", "smollm3")
+    monkeypatch.delitem(outline.MASKS, "create_causal_mask")
+    told = error_line(lambda: ModelSpec.from_folder(tmp_path / "model"))
+    assert "a mask of create_causal_mask, which is not known" in told
+
+
+def test_a_stray_text_config_makes_no_weight_one_to_carry(make_checkpoint: Callable[..., Path]) -> None:
+    folder = make_checkpoint("llama")
+    change_config(folder, text_config={})
+    change_weights(folder, lambda tensors: tensors.update({"tower.weight": torch.zeros(2)}))
+    assert "unexpected weights for llama: tower.weight" in error_line(lambda: load_model(folder))
+
+
+def test_the_part_for_text_is_trained_and_the_rest_comes_back(tmp_path: Path) -> None:
+    text = small_model(*config_of("qwen3_5_text")).config
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 4}
+    vision |= {"num_position_embeddings": 16, "out_hidden_size": text.hidden_size}
+    config = CONFIG_MAPPING["qwen3_5"](text_config=text.to_dict(), vision_config=vision)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    roughen(model)
+    model.save_pretrained(tmp_path / "model")
+    ours = load_model(tmp_path / "model")
+    ids = random_ids(1, 30)
+    with torch.inference_mode():
+        torch.testing.assert_close(ours(ids), model(input_ids=ids).logits, atol=2e-5, rtol=0)
+    assert ours.spec.is_part
+    assert_round_trip(tmp_path / "model", tmp_path)
 
 
 def test_what_is_not_trained_keeps_its_precision(tmp_path: Path) -> None:
