@@ -30,7 +30,9 @@ def model_fields(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not isinstance(raw.get("model_type"), str):
         raise CheckpointError(f'{path}: no model_type; expected a name such as "llama"')
     part, text = raw, raw.get(TEXT)
-    if raw["model_type"] not in FAMILIES and isinstance(text, dict) and isinstance(text.get("model_type"), str):
+    if raw["model_type"] in FAMILIES:  # of which none has parts
+        part = {name: value for name, value in raw.items() if name != TEXT}
+    elif isinstance(text, dict) and isinstance(text.get("model_type"), str):
         part = text | {name: raw[name] for name in (TIED,) if name in raw}  # where the head is, which is for the whole
     for name, most in MOST.items():
         if isinstance(found := part.get(name), (int, float)) and not found <= most:

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from models.architectures import FAMILIES, Family, WeightMap, derived_family, family_of
+from models.architectures import FAMILIES, Family, WeightMap, family_of, proven_family
 from models.attention import WITHOUT_DROPOUT
 from models.config_json import model_fields
 from models.errors import CheckpointError
@@ -58,7 +58,8 @@ class ModelSpec:
             family = declared(part)
             fields = family.translate(part) if family and family.translate else part
             config = CONFIG_MAPPING[fields["model_type"]].from_dict(deepcopy(fields))  # which it changes
-            family = family or derived_family(config, fields)
+            if not (family and family.translate):  # else transformers has nothing to hold it against
+                family = proven_family(config, fields, family)
         except Exception as error:  # transformers raises many kinds for a config that makes no sense
             raise CheckpointError(f"{path}: {' '.join(str(error).split())}") from None
         config._experts_implementation = experts_implementation()

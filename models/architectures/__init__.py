@@ -1,7 +1,7 @@
 """The registry of declared model families: `model_type` in config.json -> the file. All others are derived.
 
 A declaration is imported only when a checkpoint asks for it, so that starting up does not pay for the others, and so is
-what derives (`models.derived`). docs/adding-a-model.md walks through a new declaration.
+what derives and proves (`models.derived`). docs/adding-a-model.md walks through a new declaration.
 """
 
 from importlib import import_module
@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from models.architectures.family import Family, Native, Rule, Tie
 from models.architectures.weight_map import Binding, WeightMap, cut
 
-__all__ = ["FAMILIES", "Binding", "Family", "Native", "Rule", "Tie", "WeightMap", "cut", "derived_family", "family_of"]
+__all__ = ["FAMILIES", "Binding", "Family", "Native", "Rule", "Tie", "WeightMap", "cut", "family_of", "proven_family"]
 
 FAMILIES = {
     "baichuan": "baichuan",
@@ -32,14 +32,15 @@ def family_of(model_type: str) -> Family:
     return family
 
 
-def derived_family(config: PreTrainedConfig, fields: dict[str, Any]) -> Family:
-    """The family of a config that no file declares, derived from transformers and held against it.
+def proven_family(config: PreTrainedConfig, fields: dict[str, Any], declared: Family | None) -> Family:
+    """The family of a config, held against transformers.
 
     Args:
         fields: of the config.json that `config` was read from.
+        declared: what a file declares; derived from transformers where absent.
 
     Raises:
         CheckpointError: it is not understood, or does not hold.
     """
-    family: Family = import_module("models.derived.proven").proven(config, fields)
+    family: Family = import_module("models.derived.proven").proven(config, fields, declared)
     return family

@@ -55,11 +55,8 @@ def bare_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> 
     return AutoModelForCausalLM.from_config(bare, attn_implementation="eager", dtype=dtype)
 
 
-def derive(config: PreTrainedConfig, fields: dict[str, Any], apart: bool = False) -> Family:
+def derive(config: PreTrainedConfig, fields: dict[str, Any]) -> Family:
     """The family of a config.
-
-    Args:
-        apart: whether blocks see one document of a packed row at a time.
 
     Raises:
         Underivable: the architecture has a part that is not understood.
@@ -83,7 +80,7 @@ def derive(config: PreTrainedConfig, fields: dict[str, Any], apart: bool = False
 
     return Family(
         name=config.model_type,
-        decoder_layer=partial(_block, made, apart),
+        decoder_layer=partial(_block, made),
         norm=lambda config: getattr(bare_model(config), outline.base).get_submodule(outline.norm),
         rotary=(lambda config: next(iter(modules(config).values()))) if outline.calls else None,
         embedding=embedding,
@@ -91,12 +88,12 @@ def derive(config: PreTrainedConfig, fields: dict[str, Any], apart: bool = False
         head=head,
         tie=Tie(embedding="embed_tokens.weight", head="lm_head.weight"),
         carried=(*(getattr(outline.model, "_keys_to_ignore_on_load_unexpected", None) or ()), NEVER_LEARNED),
-        positions=lambda family, config: DerivedPositions(family, config, outline.calls, given, modules, apart),
+        positions=lambda family, config: DerivedPositions(family, config, outline.calls, given, modules),
         embedding_scale=None if ends.scale == 1 else lambda config: ends.scale,
         rounds_scale=ends.rounds_scale,
         head_bias=model.get_submodule(outline.head).bias is not None,
         projection=partial(_head, ends),
-        attention=(EAGER,) if apart else (*ALL, EAGER),
+        attention=(*ALL, EAGER),
         router=_router(model, outline),
     )
 
@@ -168,7 +165,7 @@ def _ratio(one: Tensor, other: Tensor) -> float | None:
     return float(quotient.median()) if constant else None
 
 
-def _block(made: dict[str, Made], apart: bool, config: PreTrainedConfig, index: int) -> nn.Module:
+def _block(made: dict[str, Made], config: PreTrainedConfig, index: int) -> nn.Module:
     kind = attention_kind(config, index)
     block: nn.Module = made[kind].block(config, index)
     for module in block.modules():
@@ -176,7 +173,7 @@ def _block(made: dict[str, Made], apart: bool, config: PreTrainedConfig, index: 
             if not parameter.requires_grad:  # not for the optimizer, and not rounded to the dtype to train in
                 delattr(module, name)
                 module.register_buffer(name, parameter.detach())
-    if apart or kind == LINEAR:
+    if kind == LINEAR:
         by_document(block.get_submodule(made[kind].mixer))
     return block
 

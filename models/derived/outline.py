@@ -26,7 +26,8 @@ from models.errors import CheckpointError
 
 ROWS, LENGTH = 2, 6
 FIRST = 3  # positions begin here, so that nothing else is equal to them
-HIDDEN, POSITIONS, MASK, ANGLES, CACHE, CONSTANT = "hidden", "positions", "mask", "angles", "cache", "constant"
+HIDDEN, POSITIONS, MASK, ANGLES, CACHE = "hidden", "positions", "mask", "angles", "cache"
+CONSTANT, EMPTY = "constant", "empty"
 # What makes a model's masks, by the part of the name that says which.
 MASKS = {
     "create_causal_mask": "full_attention",
@@ -44,7 +45,7 @@ class Source(NamedTuple):
 
     Attributes:
         kind: one of the words above.
-        value: the kind of mask; the number of the call of a rotary module; a constant.
+        value: the kind of mask; the number of the call of a rotary module; a constant; the class of something empty.
     """
 
     kind: str
@@ -196,7 +197,7 @@ class Watched:
         if value is None or isinstance(value, (bool, int, float, str)):
             return Source(CONSTANT, value)
         if isinstance(value, Sized) and not len(value):  # for what blocks leave to others, if they do
-            return Source(CONSTANT, None)
+            return Source(EMPTY, type(value))
         raise Underivable(f"blocks are given {name}, a {type(value).__name__} of unknown making")
 
 

@@ -12,14 +12,12 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedConfig
 
 from models.architectures.family import Family
-from models.derived.outline import ANGLES, CACHE, CONSTANT, HIDDEN, MASK, POSITIONS, Call, Source
+from models.derived.outline import ANGLES, CACHE, CONSTANT, EMPTY, HIDDEN, MASK, POSITIONS, Call, Source
 from models.documents import Documents
 from models.generation.cache import KeyValueCache
 from models.position_ids import unmarked
 from models.positions import Arguments, Positions, fp32_products
 from models.rope import DocumentRotary, depends_on_length
-
-MASK_DIMENSIONS = 4  # of a mask, whose beginning serves a document: what a token sees depends on distances alone
 
 
 class DerivedPositions(Positions):
@@ -29,7 +27,6 @@ class DerivedPositions(Positions):
         calls: of the modules that make angles.
         arguments: of a block of each kind of attention.
         modules: the modules that make angles, by name, for a config.
-        apart: blocks see one document at a time, as their attention does not go by masks of documents.
     """
 
     def __init__(
@@ -39,11 +36,9 @@ class DerivedPositions(Positions):
         calls: tuple[Call, ...],
         arguments: dict[str, dict[str, Source]],
         modules: Callable[[PreTrainedConfig], dict[str, nn.Module]],
-        apart: bool = False,
     ) -> None:
         super().__init__(family, config)
         self._calls = calls
-        self._apart = apart
         self._sources = {kind: arguments[kind] for kind in self.kinds}
         with torch.device("cpu"):  # the frequencies are computed, not loaded
             self._modules = modules(config)
@@ -70,14 +65,9 @@ class DerivedPositions(Positions):
                     made[kind][name] = positions
                 elif source.kind == CONSTANT and name != "use_cache" and source.value is not None:
                     made[kind][name] = source.value
+                elif source.kind == EMPTY:
+                    made[kind][name] = source.value()
         return made
-
-    def scope(
-        self, kind: str, hidden: Tensor, positions: Tensor, cache: KeyValueCache | None, documents: Documents | None
-    ) -> Arguments:
-        if not self._apart or documents is None:
-            return super().scope(kind, hidden, positions, cache, documents)
-        return {"attention_mask": self.mask(kind, hidden), "documents": documents}
 
     def _made_by(self, call: Call, hidden: Tensor, position_ids: Tensor, longest: int) -> Any:
         module = self._modules[call.module]
@@ -119,9 +109,8 @@ class _Part(NamedTuple):
     tokens: slice
 
     def of(self, value: Any) -> Any:
-        """What belongs to them of hidden states, positions, angles [B, S, ...] or of a mask [B, 1, S, S]."""
+        """What belongs to them of hidden states, positions or angles [B, S, ...]."""
         if not isinstance(value, Tensor):
             return value
         row = value[self.row : self.row + 1] if len(value) > 1 else value
-        count = self.tokens.stop - self.tokens.start
-        return row[..., :count, :count] if row.dim() == MASK_DIMENSIONS else row[:, self.tokens]
+        return row[:, self.tokens]

@@ -34,27 +34,29 @@ ABOUT_FILES = ("architectures", "dtype", "torch_dtype", "transformers_version", 
 _families: dict[str, Family] = {}  # by config.json
 
 
-def proven(config: PreTrainedConfig, fields: dict[str, Any]) -> Family:
+def proven(config: PreTrainedConfig, fields: dict[str, Any], declared: Family | None) -> Family:
     """The family of a config, which was held against transformers now or before.
 
     Args:
         fields: of the config.json that `config` was read from.
+        declared: what a file declares; derived where absent.
 
     Raises:
         Underivable: it does not hold, or is not understood.
     """
     key = json.dumps(fields, sort_keys=True)
     if key not in _families:
-        found = proof_of(config, fields)
-        with apart_from_callers():
-            family = derive(config, fields, found.apart)
+        found = proof_of(config, fields, declared)
+        family = declared
+        if family is None:
+            with apart_from_callers():
+                family = replace(derive(config, fields), attention=found.attention)
         router = family.router if found.routes else None
-        held = replace(family, attention=found.attention, generates=found.generates, router=router, proof=str(found))
-        _families[key] = held
+        _families[key] = replace(family, generates=found.generates, router=router)
     return _families[key]
 
 
-def proof_of(config: PreTrainedConfig, fields: dict[str, Any]) -> Proof:
+def proof_of(config: PreTrainedConfig, fields: dict[str, Any], declared: Family | None = None) -> Proof:
     """What is known of the family of a config, which is proven here where nothing is.
 
     Raises:
@@ -66,8 +68,9 @@ def proof_of(config: PreTrainedConfig, fields: dict[str, Any]) -> Proof:
     path = folder() / f"{config.model_type}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
     with suppress(OSError, ValidationError):
         return Proof.model_validate_json(path.read_bytes())
-    found = prove(config, fields)
-    logger.info("%s: %s (%.1f s)", config.model_type, found, found.seconds)
+    found = prove(config, fields, declared)
+    how = "declared" if declared else "derived from transformers"
+    logger.info("%s: %s, %s (%.1f s)", config.model_type, how, found, found.seconds)
     with suppress(OSError):  # without a place to keep it, it is proven again the next time
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, found.model_dump_json(indent=1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from benchmarks.families import config_of
-from models import load_model
+from models import CheckpointError, load_model
 from models.architectures import FAMILIES, family_of
 from models.derived import outline, proven
 from models.derived.derive import small_model
@@ -86,8 +87,8 @@ def test_what_is_proven_is_told_once_and_known_the_next_time(
         monkeypatch.setattr(proven, "prove", None)
         again = ModelSpec.from_folder(tmp_path / "model")
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("smollm3: derived from transformers, and held against it in 7 comparisons")
-    assert again.family.proof == spec.family.proof and again.family.proof in line
+    assert line.startswith("smollm3: derived from transformers, held against transformers in 7 comparisons")
+    assert again.family.attention == spec.family.attention
     (kept,) = (tmp_path / "cache" / "pipetune" / "proofs").iterdir()
     assert max(json.loads(kept.read_text())["figures"].values()) <= BOUND
 
@@ -104,7 +105,7 @@ def test_a_proof_without_a_place_to_keep_it_is_made_again(tmp_path: Path, monkey
     write_small(tmp_path / "model", "smollm3")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert ModelSpec.from_folder(tmp_path / "model").family.proof
+    assert ModelSpec.from_folder(tmp_path / "model").family.name == "smollm3"
 
 
 def test_a_damaged_proof_is_made_again(tmp_path: Path) -> None:
@@ -197,3 +198,14 @@ def test_declared_families_hold_too(model_type: str) -> None:
     config, fields = config_of(model_type)
     found = prove(config, fields, family_of(model_type))
     assert max(found.figures.values()) <= BOUND and found.generates and found.routes
+
+
+def test_a_declaration_that_does_not_hold_is_refused(
+    make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another version of transformers may compute something else than the file that declares a family says."""
+    folder = make_checkpoint("gemma2")
+    uncapped = replace(family_of("gemma2"), projection=None)
+    monkeypatch.setattr("models.spec.family_of", lambda model_type: uncapped)
+    with pytest.raises(CheckpointError, match=r"gemma2 is not what transformers has: .* differ by"):
+        ModelSpec.from_folder(folder)

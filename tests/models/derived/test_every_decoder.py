@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import transformers
 
-from benchmarks.families import BEGIN, DOCUMENT, Verdict, candidates, verdict
-from models.derived.proof import BOUND, GENERATION, ROUGHLY
+from benchmarks.families import BEGIN, DOCUMENT, RELEASE, Verdict, candidates, verdict
+from models.derived.proof import bound
 
-AT_LEAST = 75  # of those with a pipeline plan
-DOCUMENTED = "5.23.0"  # the transformers that the table was made with
+AT_LEAST = 75 / 85  # of those with a pipeline plan
+DOCUMENTED = "5.23"  # the release of transformers whose figures the table has
 
 
 @pytest.fixture(scope="module")
@@ -25,21 +24,21 @@ def test_a_decoder_is_proven_or_refused_for_a_reason(model_type: str, verdicts: 
         assert found.reason and "\n" not in found.reason
         return
     for name, figure in found.proof.figures.items():
-        assert figure <= (ROUGHLY if name == GENERATION else BOUND), name
+        assert figure <= bound(name, found.proof.linear), name
 
 
 @pytest.mark.longest
 def test_most_of_them_hold(verdicts: dict[str, Verdict]) -> None:
     if len(verdicts) < len(candidates()):
         pytest.skip("not all of them were asked")
-    assert sum(each.proof is not None for each in verdicts.values()) >= AT_LEAST
+    assert sum(each.proof is not None for each in verdicts.values()) >= AT_LEAST * len(verdicts)
 
 
 @pytest.mark.longest
 def test_the_document_says_what_came_out(verdicts: dict[str, Verdict]) -> None:
-    if len(verdicts) < len(candidates()) or transformers.__version__ != DOCUMENTED:
+    if len(verdicts) < len(candidates()) or RELEASE != DOCUMENTED:
         pytest.skip(f"all of them with transformers {DOCUMENTED}, or it is another table")
     table = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)[2]
     for model_type, found in verdicts.items():  # but for the figure, which is another one on another processor
-        cells = found.row().split(" | ")[:-1]
+        cells = found.row().split(" | ")[:-2]
         assert " | ".join(cells) in table, model_type

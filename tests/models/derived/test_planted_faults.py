@@ -17,7 +17,7 @@ from models.architectures import Family, Rule
 from models.attention import EAGER
 from models.derived.derive import derive
 from models.derived.positions import DerivedPositions
-from models.derived.proof import BOUND, GENERATION, ROUTING, compare, small_spec
+from models.derived.proof import BOUND, GENERATION, ROUTING, bound, compare, small_spec
 from models.documents import Documents
 from models.generation.cache import KeyValueCache
 from models.layers import Head
@@ -122,12 +122,12 @@ def test_a_fault_is_seen(name: str, tmp_path: Path) -> None:
     fault = FAULTS[name]
     model, config, raw = small(tmp_path, fault.model_type)
     family = derive(config, raw)
-    kernel = family.attention[0]
+    kernel, linear = family.attention[0], "linear" in name
     sound = compare(small_spec(family, config, raw, kernel), model, tmp_path)
     figures = compare(small_spec(fault.planted(family), config, raw, kernel), model, tmp_path)
-    assert sound[fault.seen] <= BOUND < figures[fault.seen]
-    others = [each for each in figures if list(figures).index(each) < list(figures).index(fault.seen)]
-    assert all(figures[each] <= BOUND for each in others if each != ROUTING)
+    assert sound[fault.seen] <= bound(fault.seen, linear) < figures[fault.seen]
+    before = [each for each in list(figures)[: list(figures).index(fault.seen)] if each != ROUTING]
+    assert all(figures[each] <= bound(each, linear) for each in before)
 
 
 def test_a_head_that_is_not_tied_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
