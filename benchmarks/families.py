@@ -1,8 +1,9 @@
 """Which decoders of the installed transformers can be trained: each derived and held against transformers, small.
 
-`python -m benchmarks.families` proves them one after the other and prints what came out; `--write` puts the table into
-docs/models.md. Architectures are taken with the defaults of their config class, with one kind of block each. Where a
-file declares a family, that declaration is held against transformers.
+`python -m benchmarks.families` proves them one after the other and prints what came out; `--write` puts that into the
+table in docs/models.md, which tells for each architecture with which releases of transformers it holds, and what with
+the one that was asked last. Architectures are taken with the defaults of their config class, with one kind of block
+each. Where a file declares a family, that declaration is held against transformers.
 
 Takes two or three minutes on two cores.
 """
@@ -10,7 +11,9 @@ Takes two or three minutes on two cores.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +23,7 @@ from rich.console import Console
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from benchmarks.server_classes import CLASSES
 from models.architectures import FAMILIES, family_of
 from models.attention import EAGER
 from models.derived.proof import Proof, prove
@@ -42,9 +46,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": {"hidden_size_per_layer_input": 0},
 }
 HEADER = (
-    "| `model_type` | how | attention | packed documents | loss of the router | generation | tensor plan "
-    "| largest difference |\n|---|---|---|---|---|---|---|---|\n"
+    "| `model_type` | how | attention | packed documents | loss of the router | generation | tensor plan | servers "
+    "| largest difference | transformers |\n|---|---|---|---|---|---|---|---|---|---|\n"
 )
+SERVERS: dict[str, list[str]] = json.loads(CLASSES.read_text(encoding="utf-8"))
+RELEASE = transformers.__version__.rpartition(".")[0]
+REFUSED = "refused: "
 
 
 class Verdict(NamedTuple):
@@ -54,18 +61,34 @@ class Verdict(NamedTuple):
     proof: Proof | None
     reason: str = ""
 
-    def row(self) -> str:
-        """A line of the table."""
+    def row(self, releases: Iterable[str] = ()) -> str:
+        """A line of the table.
+
+        Args:
+            releases: others of transformers with which it holds.
+        """
         if self.proof is None:
-            return f"| `{self.model_type}` | refused: {self.reason} | | | | | | |\n"
+            return f"| `{self.model_type}` | {REFUSED}{self.reason} | | | | | | | | |\n"
         how = "declared" if self.model_type in FAMILIES else "derived"
         attention = "the layer's own" if self.proof.attention[0] == EAGER else "every kernel"
-        packed = "one by one" if self.proof.apart else "together"
+        packed = "one by one in linear attention" if self.proof.linear else "together"
         routed = "losses of the router" in self.proof.figures
         plan = "yes" if CONFIG_MAPPING[self.model_type].base_model_tp_plan else "no"
+        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.model_type]
+        serving = (server for server, classes in SERVERS.items() if architecture in classes)
         worst = max(self.proof.figures.values())
-        cells = (how, attention, packed, "yes" if routed else "", "yes" if self.proof.generates else "no", plan)
-        return f"| `{self.model_type}` | {' | '.join(cells)} | {worst:.0e} |\n"
+        cells = (
+            how,
+            attention,
+            packed,
+            "yes" if routed else "",
+            "yes" if self.proof.generates else "no",
+            plan,
+            ", ".join(serving),
+        )
+        return (
+            f"| `{self.model_type}` | {' | '.join(cells)} | {worst:.0e} | {', '.join(sorted({*releases, RELEASE}))} |\n"
+        )
 
 
 def config_of(model_type: str, **changes: Any) -> tuple[Any, dict[str, Any]]:
@@ -75,9 +98,9 @@ def config_of(model_type: str, **changes: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def candidates() -> list[str]:
-    """The causal models of the installed transformers that declare a pipeline plan."""
+    """The causal models of the installed transformers that declare a pipeline plan, and those that a file declares."""
     named = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    return [name for name in named if getattr(CONFIG_MAPPING[name], "base_model_pp_plan", None)]
+    return [name for name in named if name in FAMILIES or getattr(CONFIG_MAPPING[name], "base_model_pp_plan", None)]
 
 
 def verdict(model_type: str) -> Verdict:
@@ -91,13 +114,31 @@ def verdict(model_type: str) -> Verdict:
         return Verdict(model_type, None, " ".join(str(error).split()).partition(";")[0])
 
 
-def written(verdicts: list[Verdict]) -> str:
-    """The generated part of docs/models.md."""
-    held = [each for each in verdicts if each.proof]
+def summary(verdicts: list[Verdict]) -> str:
+    """How many hold with the installed transformers."""
+    held = sum(each.proof is not None for each in verdicts)
     versions = f"transformers {transformers.__version__} and torch {torch.__version__.partition('+')[0]}"
-    told = f"With {versions}, {len(held)} of the {len(verdicts)} architectures hold.\n\n"
-    rows = sorted(verdicts, key=lambda each: (each.proof is None, each.model_type))
-    return told + HEADER + "".join(each.row() for each in rows)
+    return f"With {versions}, {held} of the {len(verdicts)} architectures hold.\n"
+
+
+def written(verdicts: list[Verdict], before: str) -> str:
+    """The generated part of docs/models.md.
+
+    Args:
+        before: what stands there, of which the lines about other releases of transformers stay.
+    """
+    lines = before.splitlines(keepends=True)
+    told = {line for line in lines if line.startswith("With") and f"transformers {RELEASE}." not in line}
+    rows = {line.split("`")[1]: line for line in lines if line.startswith("| `") and REFUSED not in line}
+    for each in verdicts:
+        known = rows.get(each.model_type, "").rstrip(" |\n").rpartition("| ")[2]
+        releases = set(filter(None, known.split(", "))) - {RELEASE}
+        if each.proof or not releases:
+            rows[each.model_type] = each.row(releases)
+        else:  # which holds with others
+            rows[each.model_type] = rows[each.model_type].replace(known, ", ".join(sorted(releases)))
+    table = sorted(rows.values(), key=lambda row: (REFUSED in row, row))
+    return "".join(sorted(told | {summary(verdicts)})) + "\n" + HEADER + "".join(table)
 
 
 def main() -> None:
@@ -111,11 +152,11 @@ def main() -> None:
     for model_type in candidates():
         verdicts.append(verdict(model_type))
         console.print(verdicts[-1].row().strip(), soft_wrap=True)
-    console.print(written(verdicts).partition("\n")[0])
+    console.print(summary(verdicts).strip())
     if options.write:
         before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
-        after = rest.partition(END)[2]
-        DOCUMENT.write_text(before + BEGIN + written(verdicts) + END + after, encoding="utf-8")
+        known, _, after = rest.partition(END)
+        DOCUMENT.write_text(before + BEGIN + written(verdicts, known) + END + after, encoding="utf-8")
 
 
 if __name__ == "__main__":
