@@ -93,6 +93,7 @@ class Family:
         projection: the class of the last layer, for heads that do more than multiply; `Head` where absent.
         attention: the kernels that compute this family's attention exactly, by transformers' names; the usual one
             first.
+        proof: how it was held against transformers, for people; empty where transformers has no such family.
         generates: whether tokens can come one by one, through a cache.
         router: the submodule of a block that sends tokens to experts, in families that have them.
         translate: turns the fields of a config.json that transformers does not know into those of one that it does.
@@ -118,6 +119,7 @@ class Family:
     head_bias: bool = False
     projection: Callable[[Family, PreTrainedConfig], Any] | None = None
     attention: tuple[str, ...] = ALL
+    proof: str = ""
     generates: bool = True
     router: str | None = None
     translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None

@@ -52,7 +52,8 @@ def proven(config: PreTrainedConfig, fields: dict[str, Any], declared: Family | 
             with apart_from_callers():
                 family = replace(derive(config, fields), attention=found.attention)
         router = family.router if found.routes else None
-        _families[key] = replace(family, generates=found.generates, router=router)
+        proof = f"{'declared' if declared else 'derived from transformers'}, {found}"
+        _families[key] = replace(family, generates=found.generates, router=router, proof=proof)
     return _families[key]
 
 
@@ -69,8 +70,7 @@ def proof_of(config: PreTrainedConfig, fields: dict[str, Any], declared: Family 
     with suppress(OSError, ValidationError):
         return Proof.model_validate_json(path.read_bytes())
     found = prove(config, fields, declared)
-    how = "declared" if declared else "derived from transformers"
-    logger.info("%s: %s, %s (%.1f s)", config.model_type, how, found, found.seconds)
+    logger.info("%s: %s (%.1f s)", config.model_type, found, found.seconds)
     with suppress(OSError):  # without a place to keep it, it is proven again the next time
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, found.model_dump_json(indent=1))
