@@ -11,6 +11,7 @@ Cost: some seconds on a CPU, in fp32.
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from models.architectures import Family
 from models.attention import ALL, EAGER, TORCH
@@ -92,7 +95,7 @@ def prove(config: PreTrainedConfig, fields: dict[str, Any], family: Family | Non
         Underivable: it does not hold with any kernel; the text says in what it differs.
     """
     begin = time.perf_counter()
-    with apart_from_callers(), tempfile.TemporaryDirectory() as name:
+    with apart_from_callers(config), tempfile.TemporaryDirectory() as name:
         torch.manual_seed(0)
         model, folder = small_model(config, fields), Path(name)
         roughen(model)
@@ -132,18 +135,29 @@ def bound(comparison: str, linear: bool) -> float:
 
 
 @contextmanager
-def apart_from_callers() -> Iterator[None]:
+def apart_from_callers(config: PreTrainedConfig) -> Iterator[None]:
     """On the CPU, with gradients and random numbers of its own, whatever the caller is about; and with one thread.
 
-    Products as small as these are slower with several, and many times so on a busy machine.
+    Products as small as these are slower with several, and many times so on a busy machine. Kernels that an installed
+    package has for GPUs (causal_conv1d, flash-linear-attention) give way to the functions that they stand for.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    module = sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__]
+    kernels = {name: each for name, each in vars(module).items() if _is_kernel(each)}
+    vars(module).update({name: kernel.__wrapped__ for name, kernel in kernels.items()})
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
+        vars(module).update(kernels)
         torch.set_num_threads(threads)
+
+
+def _is_kernel(value: Any) -> bool:
+    """Whether a function of a module of transformers is one that takes a package's kernel where there is one."""
+    made_by = getattr(getattr(value, "__code__", None), "co_qualname", "")
+    return made_by.startswith(f"{use_kernel_func_from_hub_with_fallback.__name__}.<locals>")
 
 
 def write_checkpoint(model: Any, folder: Path) -> dict[str, Any]:

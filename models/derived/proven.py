@@ -49,7 +49,7 @@ def proven(config: PreTrainedConfig, fields: dict[str, Any], declared: Family | 
         found = proof_of(config, fields, declared)
         family = declared
         if family is None:
-            with apart_from_callers():
+            with apart_from_callers(config):
                 family = replace(derive(config, fields), attention=found.attention)
         router = family.router if found.routes else None
         proof = f"{'declared' if declared else 'derived from transformers'}, {found}"

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from benchmarks.families import config_of
 from models import CheckpointError, load_model
@@ -199,6 +203,24 @@ def test_declared_families_hold_too(model_type: str) -> None:
     config, fields = config_of(model_type)
     found = prove(config, fields, family_of(model_type))
     assert max(found.figures.values()) <= BOUND and found.generates and found.routes
+
+
+def test_kernels_for_gpus_are_not_asked_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-linear-attention, where it is installed, computes on GPUs alone."""
+
+    def chunk_gated_delta_rule(*_: Any, **__: Any) -> None:
+        raise RuntimeError("expected a tensor on a GPU")
+
+    package = SimpleNamespace(chunk_gated_delta_rule=chunk_gated_delta_rule)
+    monkeypatch.setitem(sys.modules, "fla", package)
+    plain = modeling_qwen3_5.torch_chunk_gated_delta_rule.__wrapped__
+    kernel = use_kernel_func_from_hub_with_fallback("chunk_gated_delta_rule", "fla")(plain)
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", kernel)
+    with monkeypatch.context() as without:
+        without.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", plain)
+        write_small(tmp_path / "model", "qwen3_5_text")
+    assert ModelSpec.from_folder(tmp_path / "model").family.generates
+    assert modeling_qwen3_5.torch_chunk_gated_delta_rule is kernel
 
 
 def test_a_declaration_that_does_not_hold_is_refused(
