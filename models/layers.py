@@ -65,6 +65,8 @@ class Block(nn.Module):
     def __init__(self, family: Family, config: PreTrainedConfig, index: int, positions: Positions | None) -> None:
         super().__init__()
         self.block = family.decoder_layer(config, index)
+        for name in family.frozen:
+            make_buffer(self.block, name)
         self.kind = attention_kind(config, index)
         self.recompute = False
         self.offload: Returns | None = None
@@ -159,6 +161,15 @@ class SoftCappedHead(Head):
     def __init__(self, family: Family, config: PreTrainedConfig) -> None:
         super().__init__(family, config)
         self.cap = config.final_logit_softcapping
+
+
+def make_buffer(block: nn.Module, name: str) -> None:
+    """Turn a weight, where the block has it, into a buffer, which no optimizer knows."""
+    owner, _, leaf = name.rpartition(".")
+    if _has_submodule(block, owner) and leaf in (module := block.get_submodule(owner))._parameters:
+        weight = module.get_parameter(leaf)
+        delattr(module, leaf)
+        module.register_buffer(leaf, weight.detach())
 
 
 def _has_submodule(module: nn.Module, name: str) -> bool:

@@ -65,7 +65,8 @@ def build_layer(
     """
     with torch.device("meta"):
         module = spec.build(layer, positions)
-    fixed = {name: buffer.dtype for name, buffer in module.named_buffers()}  # what is not trained is not rounded
+    frozen = [f"block.{name}" for name in spec.family.frozen]  # computed with as with weights that are trained
+    fixed = {name: buffer.dtype for name, buffer in module.named_buffers() if name not in frozen}  # not to be rounded
     state = {}
     for name, tensor in states.read_layer(layer).items():
         warn_of_nan(states.describe(layer, name), tensor)

@@ -28,7 +28,7 @@ FAMILIES = {
 
 def family_of(model_type: str) -> Family:
     """The family that a file declares for a `model_type`, one of `FAMILIES`."""
-    family: Family = import_module(f"models.architectures.{FAMILIES[model_type]}").FAMILY
+    family: Family = import_module(f"{__name__}.{FAMILIES[model_type]}").FAMILY
     return family
 
 
@@ -42,5 +42,5 @@ def proven_family(config: PreTrainedConfig, fields: dict[str, Any], declared: Fa
     Raises:
         CheckpointError: it is not understood, or does not hold.
     """
-    family: Family = import_module("models.derived.proven").proven(config, fields, declared)
+    family: Family = import_module("..derived.proven", __name__).proven(config, fields, declared)
     return family

@@ -94,6 +94,8 @@ class Family:
         attention: the kernels that compute this family's attention exactly, by transformers' names; the usual one
             first.
         proof: how it was held against transformers, for people; empty where transformers has no such family.
+        frozen: weights of a block that no gradient reaches, such as those that choose keys; the optimizer, whose decay
+            would shrink them, leaves them alone.
         generates: whether tokens can come one by one, through a cache.
         router: the submodule of a block that sends tokens to experts, in families that have them.
         translate: turns the fields of a config.json that transformers does not know into those of one that it does.
@@ -120,6 +122,7 @@ class Family:
     projection: Callable[[Family, PreTrainedConfig], Any] | None = None
     attention: tuple[str, ...] = ALL
     proof: str = ""
+    frozen: tuple[str, ...] = ()
     generates: bool = True
     router: str | None = None
     translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None

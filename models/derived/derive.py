@@ -10,6 +10,7 @@ Cost: about a second, once a process.
 from __future__ import annotations
 
 import copy
+import re
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,10 +22,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from models.architectures.family import Family, Tie
 from models.attention import ALL, EAGER
 from models.derived.names import tables_of
-from models.derived.outline import Outline, Source, Underivable, outline_of
+from models.derived.outline import FIRST, LENGTH, Outline, Source, Underivable, outline_of
 from models.derived.positions import DerivedPositions, by_document
 from models.derived.shrink import shrunk_fields
-from models.layers import Head
+from models.layers import Head, make_buffer
 from models.positions import LINEAR, attention_kind
 from models.rope import several_depend_on_length
 
@@ -94,6 +95,7 @@ def derive(config: PreTrainedConfig, fields: dict[str, Any]) -> Family:
         head_bias=model.get_submodule(outline.head).bias is not None,
         projection=partial(_head, ends),
         attention=(*ALL, EAGER),
+        frozen=_unreached(model, outline),
         router=_router(model, outline),
     )
 
@@ -168,14 +170,27 @@ def _ratio(one: Tensor, other: Tensor) -> float | None:
 def _block(made: dict[str, Made], config: PreTrainedConfig, index: int) -> nn.Module:
     kind = attention_kind(config, index)
     block: nn.Module = made[kind].block(config, index)
-    for module in block.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if not parameter.requires_grad:  # not for the optimizer, and not rounded to the dtype to train in
-                delattr(module, name)
-                module.register_buffer(name, parameter.detach())
+    for name, parameter in list(block.named_parameters()):
+        if not parameter.requires_grad:  # not for the optimizer, and not rounded to the dtype to train in
+            make_buffer(block, name)
     if kind == LINEAR:
         by_document(block.get_submodule(made[kind].mixer))
     return block
+
+
+def _unreached(model: Any, outline: Outline) -> tuple[str, ...]:
+    """The weights of a block that the backward pass of no block reaches, an expert's taken with those of the others."""
+    ids = torch.arange(FIRST, FIRST + LENGTH)[None]
+    model(input_ids=ids, use_cache=False).logits.square().mean().backward()
+    blocks = getattr(model, outline.base).get_submodule(outline.blocks)
+    named = [(name, weight) for block in blocks for name, weight in block.named_parameters() if weight.requires_grad]
+    reached = {_general(name) for name, weight in named if weight.grad is not None}
+    model.zero_grad()
+    return tuple(dict.fromkeys(name for name, _ in named if _general(name) not in reached))
+
+
+def _general(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
 
 
 def _head(ends: Ends, family: Family, config: PreTrainedConfig) -> Head:

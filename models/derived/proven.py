@@ -21,7 +21,6 @@ import transformers
 from pydantic import ValidationError
 from transformers import PreTrainedConfig
 
-import models
 from common.whole_files import replace_text
 from models.architectures import Family
 from models.derived.derive import BLOCKS, derive
@@ -53,6 +52,8 @@ def proven(config: PreTrainedConfig, fields: dict[str, Any], declared: Family | 
                 family = replace(derive(config, fields), attention=found.attention)
         router = family.router if found.routes else None
         proof = f"{'declared' if declared else 'derived from transformers'}, {found}"
+        if family.frozen:
+            proof += f"; no gradient reaches {', '.join(family.frozen)}, which stay as they are"
         _families[key] = replace(family, generates=found.generates, router=router, proof=proof)
     return _families[key]
 
@@ -86,6 +87,6 @@ def folder() -> Path:
 def _code() -> str:
     """A digest of the models wing, which changes with what is proven."""
     digest = hashlib.sha256()
-    for path in sorted(Path(models.__file__).parent.rglob("*.py")):
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -190,6 +190,19 @@ def test_what_is_not_trained_keeps_its_precision(tmp_path: Path) -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
+def test_what_no_gradient_reaches_is_left_alone(tmp_path: Path) -> None:
+    """Weights that choose keys: the decay of an optimizer would shrink them, step by step."""
+    write_small(tmp_path / "model", "glm_moe_dsa")
+    model = load_model(tmp_path / "model", dtype=torch.bfloat16)
+    names = {f"layers.1.block.{name}" for name in model.spec.family.frozen}
+    assert names and all(".indexer." in name for name in names) and not names & dict(model.named_parameters()).keys()
+    assert {model.get_buffer(name).dtype for name in names} == {torch.bfloat16}
+    ids = random_ids(2, 40)
+    shifted_loss(model(ids), ids).backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+    assert_round_trip(tmp_path / "model", tmp_path)
+
+
 def test_layers_that_only_transformers_ignores_are_carried(tmp_path: Path) -> None:
     write_small(tmp_path / "model", "deepseek_v3")
     path = tmp_path / "model" / "model.safetensors"
