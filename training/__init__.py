@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from training.api import train
 
 __all__ = ["Pipeline", "PipelineConfig", "load_trained", "train"]
-_PLACES = {"train": "training.api", "PipelineConfig": "training.any_model.config"}
+_PLACES = {"train": ".api", "PipelineConfig": ".any_model.config"}
 
 
 def __getattr__(name: str) -> Any:
     """torch takes a second; who only wants an error class does without."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PLACES.get(name, "training.any_model.pipeline")), name)
+    return getattr(import_module(_PLACES.get(name, ".any_model.pipeline"), __name__), name)

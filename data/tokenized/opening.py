@@ -32,7 +32,7 @@ from data.tokenized.store import Cache
 SMALL = 2**20  # bytes that are tokenized before another process has started
 POLL = 0.2  # seconds
 PATIENCE = 0.5  # seconds of waiting before a word about it
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[__name__.count(".")]  # where imports begin
 # Workers are the parallelism; a second one inside each would only fight with them.
 ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 ENVIRONMENT |= {"TRANSFORMERS_VERBOSITY": "error"}
@@ -95,7 +95,7 @@ def _build(cache: Cache, recipe: Recipe, folder: Path, progress: bool) -> Path:
     sent = TypeAdapter(Recipe).dump_json(recipe)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     ended = subprocess.run(  # which ends it, should this process be interrupted
-        [sys.executable, "-m", "data.tokenized.builder"],
+        [sys.executable, "-m", f"{__package__}.builder"],
         input=json.dumps({"recipe": sent.decode(), "folder": str(folder.resolve()), "progress": progress}),
         stdout=subprocess.PIPE,
         text=True,

@@ -19,8 +19,9 @@ from training.launch.agent import RUN
 
 Answer = dict[str, Any]  # of `training.launch.agent.look`
 
-PREFIX = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r});"  # whatever the folder that it starts in
-AGENT = f"{PREFIX} from training.launch.agent import main; main()"
+ROOT = Path(__file__).parents[__name__.count(".")]  # where imports begin, whatever the folder that it starts in
+PREFIX = f"import sys; sys.path.insert(0, {str(ROOT)!r});"
+AGENT = f"{PREFIX} from {agent.__name__} import main; main()"
 ANSWER = 10  # seconds for a host to let ssh in, and as many for what is asked there
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER}")  # asks no question
 LIVELY = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")  # a host that is gone is known after 15 s

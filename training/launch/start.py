@@ -15,7 +15,7 @@ from training.launch.hosts import PREFIX, exported
 from training.launch.supervisor import JOB
 
 FEW, A_CORE = 16, 4  # processes that a machine without GPUs is taken to bear: so many, or so many for each core
-SUPERVISOR = f"{PREFIX} from training.launch.supervisor import main; main()"
+SUPERVISOR = f"{PREFIX} from {__package__}.supervisor import main; main()"
 
 Hosts = dict[str, list[int]]  # the devices of each
 
