@@ -17,6 +17,7 @@ from tqdm import tqdm
 from data.loader import GlobalBatch, Loader
 from training.engine.trainer import Trainer
 from training.errors import RunRefused
+from training.metrics.live_view import paused
 
 SHOWN = 20  # records
 
@@ -63,11 +64,12 @@ class BadSteps:
 
     def _cause(self, loader: Loader, batch: GlobalBatch) -> str:
         numbers = sorted(batch.samples)
-        bad = [
-            number
-            for number in tqdm(numbers, "looking for the records", disable=self.log.quiet or None, leave=False)
-            if not math.isfinite(self.trainer.eval_loss(loader, loader.batch_of([number])))
-        ]
+        with paused():
+            bad = [
+                number
+                for number in tqdm(numbers, "looking for the records", disable=self.log.quiet or None, leave=False)
+                if not math.isfinite(self.trainer.eval_loss(loader, loader.batch_of([number])))
+            ]
         if not bad:
             return "each of its records alone gives a finite loss: expected a lower learning rate or fp32"
         if len(bad) == len(numbers):

@@ -19,6 +19,7 @@ from training.config.keys import TrainConfig
 from training.data_setup import build_loader
 from training.distributed.rank_monitor import RankMonitor
 from training.engine.trainer import Trainer
+from training.metrics.live_view import paused
 
 
 class Evaluation:
@@ -71,7 +72,8 @@ class Evaluation:
         """`eval_loss`; of records `eval_perplexity` too and, where there are several types, `eval_loss/<type>`."""
         losses, tokens = dict.fromkeys(self._loaders, 0.0), dict.fromkeys(self._loaders, 0)
         batches = sum(loader.steps_per_epoch for loader in self._loaders.values())
-        with tqdm(total=batches, desc="evaluation", disable=None if self._active else True, leave=False) as bar:
+        hidden = None if self._active else True  # None: only on a terminal
+        with paused(), tqdm(total=batches, desc="evaluation", disable=hidden, leave=False) as bar:
             for kind, loader in self._loaders.items():
                 for position in range(loader.steps_per_epoch):
                     batch = loader.batch(position)

@@ -84,7 +84,7 @@ class Run:
                 replace_text(folder / "config.yml", yaml.safe_dump(config.dump(), sort_keys=False))
                 write_run_info(folder, config, parts, first)
             last, each = progress.total_steps, config.steps_per_print
-            self.reporter = Reporter(folder, last, reporting, each, first, trackers, progress.evaluate_first)
+            self.reporter = Reporter(folder, last, reporting, each, first, trackers, progress.evaluate_first, parts)
 
 
 def train(run: Run) -> int:

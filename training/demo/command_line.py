@@ -63,7 +63,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--api-desc", metavar="FILE", help="the same as a text, as in records of conver_has_api")
     parser.add_argument("--api-results", metavar="FILE", help="an object: the results of calls by the tools' names")
     parser.add_argument("--api-command", metavar="COMMAND", help="gets a call as JSON on its input, prints the result")
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default %(default)s")
     parser.add_argument("--greedy", action="store_true", help="always take the likeliest token")
     parser.add_argument("--temperature", type=float, metavar="T", help="default 0.7; 0 is --greedy")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""What a run reports while it runs: a progress bar for people, metrics.jsonl for programs, curves for trackers.
+"""What a run reports while it runs: lines or a live view for people, metrics.jsonl for programs, curves for trackers.
 
 Rank 0 appends one JSON line after each optimizer step and one after each evaluation; the other ranks do nothing. A run
 that goes on at step N first cuts away the lines of step N and later, as it repeats those steps, and what a kill left of
@@ -26,6 +26,7 @@ from common.terminal import safe_line
 from common.whole_files import replacing
 
 if TYPE_CHECKING:  # reading a run's metrics needs neither torch nor a config
+    from training.metrics.live_view import LiveView
     from training.metrics.tracking import Tracker
 
 METRICS_FILE = "metrics.jsonl"
@@ -67,10 +68,11 @@ class Reporter:
 
     Attributes:
         active: whether this is the rank that reports.
-        steps_per_print: how often a line is printed where standard error is no terminal.
+        steps_per_print: how often a line is printed where there is no live view.
         first_step: the step that comes next; above 1 when the run goes on.
         trackers: what else takes the numbers; the reporter closes them.
         evaluates_first: whether the evaluation after the step before `first_step` comes first.
+        parts: layers of each stage.
     """
 
     folder: Path
@@ -80,6 +82,7 @@ class Reporter:
     first_step: int = 1
     trackers: Sequence[Tracker] = ()
     evaluates_first: bool = False
+    parts: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         self._working = list(self.trackers)
@@ -90,30 +93,24 @@ class Reporter:
             path = self.folder / METRICS_FILE
             cut(path, self.first_step, self.evaluates_first)
             self._file = open(path, "ab", buffering=0)
-            self._bar = tqdm(
-                total=self.total_steps,
-                initial=self.first_step - 1,
-                disable=not sys.stderr.isatty(),
-                dynamic_ncols=True,
-                bar_format="{desc}|{bar}| {n_fmt}/{total_fmt}, {remaining} left",
-            )
+            self._view = live_view(self.total_steps, self.parts)
 
     def report(self, metrics: StepMetrics) -> None:
         """Record one step."""
         if not self.active:
             return
         self._record(asdict(metrics))
-        numbers = f"loss {metrics.loss:.4f}  lr {metrics.lr:.2e}  {metrics.tokens_per_s:,.0f} tokens/s"
-        if metrics.mfu is not None:
-            numbers += f"  MFU {metrics.mfu:.0%}"
-        self._bar.set_description(f"epoch {metrics.epoch}  {numbers}", refresh=False)
-        self._bar.update()
-        last = metrics.step == self.total_steps
-        if self._bar.disable and (metrics.step % self.steps_per_print == 0 or last):
-            done = metrics.step - self.first_step + 1
-            left = (time.monotonic() - self._begin) / done * (self.total_steps - metrics.step)
+        a_step = (time.monotonic() - self._begin) / (metrics.step - self.first_step + 1)
+        left = tqdm.format_interval(a_step * (self.total_steps - metrics.step))
+        if self._view:
+            self._view.show(metrics, left)
+        elif metrics.step % self.steps_per_print == 0 or metrics.step == self.total_steps:
+            numbers = f"loss {metrics.loss:.4f}  grad_norm {metrics.grad_norm:.3f}  lr {metrics.lr:.2e}"
+            speed = f"{metrics.tokens_per_s:,.0f} tokens/s"
+            if metrics.mfu is not None:
+                speed += f"  MFU {metrics.mfu:.0%}"
             progress = f"step {metrics.step}/{self.total_steps}  epoch {metrics.epoch}"
-            print(f"{progress}  {numbers}  {tqdm.format_interval(left)} left", flush=True)
+            print(f"{progress}  {numbers}  {speed}  {left} left", flush=True)
 
     def report_evaluation(self, step: int, numbers: Mapping[str, float]) -> None:
         """Record an evaluation after `step`: `eval_loss`, `eval_perplexity`, `eval_loss/<type of record>`."""
@@ -121,8 +118,7 @@ class Reporter:
             return
         self._record({"step": step, **numbers})
         text = "  ".join(f"{name} {value:.4f}" for name, value in numbers.items())
-        with tqdm.external_write_mode():
-            print(f"step {step}/{self.total_steps}  {text}", flush=True)
+        print(f"step {step}/{self.total_steps}  {text}", flush=True)
 
     def _record(self, values: dict[str, Any]) -> None:
         self._write(to_json(values) + b"\n")
@@ -151,10 +147,23 @@ class Reporter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.active:
             self._file.close()
-            self._bar.close()
+            if self._view:
+                self._view.close()
         for tracker in self._working:
             with suppress(Exception):  # the run is over, and its numbers are in metrics.jsonl
                 tracker.close(failed=kind is not None)
+
+
+def live_view(total_steps: int, parts: Sequence[int]) -> LiveView | None:
+    """The live view, where standard output is a terminal that can show it."""
+    if not sys.stdout.isatty():
+        return None
+    from rich.console import Console
+
+    from training.metrics.live_view import LiveView
+
+    console = Console()
+    return None if console.is_dumb_terminal else LiveView(console, total_steps, parts)
 
 
 def cut(path: Path, first_step: int, evaluates_first: bool = False) -> None:
@@ -208,5 +217,4 @@ def flatten(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _warn(text: str) -> None:
-    with tqdm.external_write_mode(sys.stderr):
-        print(f"warning: {safe_line(text)}", file=sys.stderr, flush=True)
+    print(f"warning: {safe_line(text)}", file=sys.stderr, flush=True)

@@ -49,7 +49,8 @@ def metrics(step: int) -> StepMetrics:
 # What a process of its own needs of this file, without the libraries that importing it would bring in.
 LIGHT = (
     "import sys; from pathlib import Path; from training.metrics.reporter import Reporter, StepMetrics\n"
-    "def metrics(step): return StepMetrics(step, 1, 2.5 / step, 1e-4, 0.75, 8, 1200, 400, 2400.0, 0.5)\n"
+    "def metrics(step): return StepMetrics(step, 1, 2.5 / step, 1e-4, 0.75, 8, 1200, 400, 2400.0, 0.5,\n"
+    "    peak_memory=[3 * 2**30, 2**31])\n"
 )
 
 
@@ -129,7 +130,7 @@ def test_a_printed_line_tells_epoch_loss_learning_rate_and_speed(
         for step in range(1, 6):
             reporter.report(metrics(step))
     line = capfd.readouterr().out
-    assert line.startswith("step 5/5  epoch 2  loss 0.5000  lr 1.00e-04  2,400 tokens/s  ")
+    assert line.startswith("step 5/5  epoch 2  loss 0.5000  grad_norm 0.750  lr 1.00e-04  2,400 tokens/s  ")
     assert line.endswith("00:00 left\n")
 
 
@@ -342,10 +343,10 @@ def test_the_time_left_counts_only_the_steps_of_this_start(
     assert left == ["09:00 left", "05:20 left"]
 
 
-def test_on_a_terminal_a_bar_goes_on_where_the_run_does(tmp_path: Path) -> None:
+def test_on_a_terminal_the_view_goes_on_where_the_run_does(tmp_path: Path) -> None:
     code = (
         f"{LIGHT}import time\n"
-        "with Reporter(Path(sys.argv[1]), 7, True, 1, first_step=5) as reporter:\n"
+        "with Reporter(Path(sys.argv[1]), 7, True, 1, first_step=5, parts=(3, 4)) as reporter:\n"
         "    for step in (5, 6, 7):\n"
         "        time.sleep(0.2)\n"
         "        reporter.report(metrics(step)); reporter.report_evaluation(step, {'eval_loss': 1.0})\n"
@@ -363,10 +364,11 @@ def test_on_a_terminal_a_bar_goes_on_where_the_run_does(tmp_path: Path) -> None:
     os.close(master)
     assert process.wait() == 0
     text = shown.decode()
-    assert "| 4/7, " in text
-    assert "| 7/7, 00:00 left" in text
+    assert "step 7/7" in text and "00:00 left" in text
+    assert "grad norm 0.750" in text and "▁" in text, "the curve of losses"
+    assert "stage 0: 3 layers, 3.0 GiB  stage 1: 4 layers, 2.0 GiB" in text
     assert "step 6/7  eval_loss 1.0000\r\n" in text
-    assert "step 5/7  epoch" not in text, "no printed lines beside the bar"
+    assert "grad_norm" not in text, "no printed lines beside the view"
 
 
 def test_metrics_are_read_without_the_libraries_of_training() -> None:

@@ -1,0 +1,111 @@
+"""The live view of a run on a terminal: where it is, its curve of losses, its speed, and the memory of each stage.
+
+It stands below what the run prints and is drawn anew after a step, at most four times a second. In a log, a pipe or a
+terminal that cannot move its cursor there is none: the run prints lines instead.
+
+Cost: some 2 ms a drawing, on rank 0.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, ClassVar
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from training.metrics.reporter import StepMetrics
+
+BETWEEN = 0.25  # seconds between two drawings, at least
+CURVE, BAR = 48, 24  # columns
+LEVELS, ASCII_LEVELS = "▁▂▃▄▅▆▇█", "_.-=*#"
+GIB = 2**30
+
+
+class LiveView:
+    """Drawn on a console while it is open; what is printed meanwhile goes above it.
+
+    Args:
+        total_steps: of the whole run.
+        parts: layers of each stage.
+    """
+
+    open_one: ClassVar[LiveView | None] = None  # of this process
+
+    def __init__(self, console: Console, total_steps: int, parts: Sequence[int]) -> None:
+        self._console, self._total, self._parts = console, total_steps, parts
+        self._losses: list[float] = []
+        self._drawn = 0.0
+        self._live = Live(console=console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())
+        self._live.start()
+        console.show_cursor()  # a run that is killed could not bring it back
+        LiveView.open_one = self
+
+    def show(self, metrics: StepMetrics, left: str) -> None:
+        """Take up a step.
+
+        Args:
+            left: the time until the end of the run, as text.
+        """
+        self._losses.append(metrics.loss)
+        now = time.monotonic()
+        if now - self._drawn >= BETWEEN or metrics.step == self._total:
+            self._drawn = now
+            self._live.update(self._drawing(metrics, left), refresh=True)
+
+    def close(self) -> None:
+        """Leave the last drawing where it is."""
+        LiveView.open_one = None
+        self._live.stop()
+
+    def _drawing(self, metrics: StepMetrics, left: str) -> Group:
+        where = Table.grid(padding=(0, 2))
+        bar = ProgressBar(total=self._total, completed=metrics.step, width=BAR)
+        where.add_row(f"step {metrics.step}/{self._total}", f"epoch {metrics.epoch}", bar, f"{left} left")
+        levels = ASCII_LEVELS if self._console.options.ascii_only else LEVELS
+        loss = f"loss {metrics.loss:.4f}  {curve(self._losses, levels)}"
+        speed = f"lr {metrics.lr:.2e}  grad norm {metrics.grad_norm:.3f}  {metrics.tokens_per_s:,.0f} tokens/s"
+        if metrics.mfu is not None:
+            speed += f"  MFU {metrics.mfu:.0%}"
+        lines = [where, Text(loss), Text(speed)]
+        if metrics.peak_memory:
+            stages = zip(range(len(metrics.peak_memory)), self._parts, metrics.peak_memory, strict=False)
+            told = [f"stage {stage}: {layers} layers, {most / GIB:.1f} GiB" for stage, layers, most in stages]
+            lines.append(Text("  ".join(told), no_wrap=True, overflow="ellipsis"))
+        return Group(*lines)
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Let something else have the terminal, such as the bar of an evaluation."""
+    view = LiveView.open_one
+    if view is None:
+        yield
+        return
+    view._live.transient = True
+    view._live.stop()
+    try:
+        yield
+    finally:
+        view._live.transient = False
+        view._live.start()
+        view._console.show_cursor()
+
+
+def curve(values: Sequence[float], levels: str = LEVELS, width: int = CURVE) -> str:
+    """A line of characters, each as high as the mean of its share of the values; what is no number counts as none."""
+    count = min(width, len(values))
+    shares = [values[len(values) * number // count : len(values) * (number + 1) // count] for number in range(count)]
+    finite = [[value for value in share if value - value == 0] for share in shares]
+    means = [sum(share) / len(share) for share in finite if share]
+    if not means:
+        return ""
+    low, span = min(means), max(means) - min(means) or 1.0
+    return "".join(levels[round((mean - low) / span * (len(levels) - 1))] for mean in means)
