@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -74,7 +74,7 @@ class LiveView:
         speed = f"lr {metrics.lr:.2e}  grad norm {metrics.grad_norm:.3f}  {metrics.tokens_per_s:,.0f} tokens/s"
         if metrics.mfu is not None:
             speed += f"  MFU {metrics.mfu:.0%}"
-        lines = [where, Text(loss), Text(speed)]
+        lines: list[RenderableType] = [where, Text(loss), Text(speed)]
         if metrics.peak_memory:
             stages = zip(range(len(metrics.peak_memory)), self._parts, metrics.peak_memory, strict=False)
             told = [f"stage {stage}: {layers} layers, {most / GIB:.1f} GiB" for stage, layers, most in stages]
