@@ -5,21 +5,31 @@ micro-batches and spread over replicas. No stage sees that batch, so a micro-bat
 that the data loader, which does see it, sends along.
 Only supervised positions are projected to the vocabulary, chunk by chunk (`models.lean_loss`): on instruction data that
 saves most of the head's work, and nobody ever holds the logits of a whole micro-batch.
+
+A user's own loss may take the place of the cross-entropy: of each token by itself, so that no cut of a batch changes
+it. It costs the head's product twice, as logits are made again in the backward pass, and autograd's copies of a chunk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from models.layers import Head, Stream
-from models.lean_loss import linear_cross_entropy
-from models.own_loss import TokenLoss, summed
+from models.lean_loss import chunk_tokens, linear_cross_entropy
 from models.router import router_loss, top_k
 
 ALIGNED = 8  # columns of a matrix: products of 16-bit numbers are fast for whole multiples
 IGNORED = -100  # the label of a token without loss, as in transformers and torch
+
+# A user's loss: logits [T, V] in fp32 and what each token should have been, [T] -> the loss of each, [T].
+TokenLoss = Callable[[Tensor, Tensor], Tensor]
+# `micro_batch_loss` with what it adds up and by which weights.
+MicroBatchLoss = Callable[[Head, Stream, tuple[Tensor, ...]], Tensor]
 
 
 def supervised_positions(labels: Tensor) -> Tensor:
@@ -59,11 +69,22 @@ def token_loss(
     rows = hidden.flatten(0, 1).index_select(0, supervised)
     targets = _targets(labels).index_select(0, supervised)
     if own:
-        return summed(own, rows, targets, head)
+        return _own_loss(own, rows, targets, head)
     rows, projection = head.scaled(rows), head.projection()
     if head.bias is not None:
         rows, projection = _with_bias(rows, projection, head.bias)
     return linear_cross_entropy(rows, projection, targets, head.cap, z_loss_weight)
+
+
+def _own_loss(own: TokenLoss, hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
+    """The sum of a user's loss over tokens [T, H]; their logits are made in the dtype to train in, fp32 after that."""
+
+    def part(hidden: Tensor, targets: Tensor) -> Tensor:
+        return own(head.project(hidden).float(), targets).sum()
+
+    size = chunk_tokens(len(head.projection()), hidden.is_cpu)
+    parts = zip(hidden.split(size), targets.split(size), strict=True)
+    return torch.stack([checkpoint(part, *each, use_reentrant=False) for each in parts]).sum()
 
 
 def _with_bias(rows: Tensor, projection: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

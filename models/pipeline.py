@@ -30,9 +30,8 @@ from torch import Tensor, nn
 from models.block_options import PLAIN, BlockOptions
 from models.layers import Block, Head, Stream
 from models.loading import LayerStates, build_layer, tie_weights
-from models.loss import micro_batch_loss
+from models.loss import MicroBatchLoss, micro_batch_loss
 from models.offload import Returns
-from models.own_loss import TokenLoss
 from models.router import n_experts
 from models.spec import ModelSpec
 from models.weight_gradients import WeightGradients
@@ -62,19 +61,13 @@ class PipelineModel(PipelineModule):
         parts: layers per stage; one entry a stage (for a `VScheduleModel` two), summing to `spec.n_layers`.
         dtype: the dtype to train in.
         blocks: how the blocks are computed.
-        z_loss_weight: see `models.loss.token_loss`.
-        router_loss_weight: weight of the load-balancing loss of mixture-of-experts (`models.router`).
+        micro_batch_loss: of head, stream and labels: `models.loss.micro_batch_loss` with the weights of its parts.
 
     A micro-batch is `((input_ids, position_ids), (labels, scale, share))`.
-
-    Attributes:
-        own_loss: what trains in place of the cross-entropy, if anything.
 
     Raises:
         CheckpointError: the weights are not those of the layers that this stage builds.
     """
-
-    own_loss: TokenLoss | None = None
 
     def __init__(
         self,
@@ -84,14 +77,12 @@ class PipelineModel(PipelineModule):
         parts: list[int],
         dtype: torch.dtype,
         blocks: BlockOptions = PLAIN,
-        z_loss_weight: float = 0.0,
-        router_loss_weight: float = 0.0,
+        micro_batch_loss: MicroBatchLoss = micro_batch_loss,
     ) -> None:
         self.spec = spec
         self._bounds = [0, *accumulate(parts)]
         self._dtype = dtype
-        self._z_loss_weight = z_loss_weight
-        self._router_loss_weight = router_loss_weight
+        self.micro_batch_loss = micro_batch_loss
         self.positions = [spec.positions() for _ in parts]  # of a chunk's layers, which see the micro-batches in order
         device = torch.device(get_accelerator().current_device_name())
         chunks = [chunk for chunk, size in enumerate(parts) for _ in range(size)]
@@ -109,9 +100,8 @@ class PipelineModel(PipelineModule):
                 layer.project_in_loss = True
 
     def loss(self, stream: Stream, labels: tuple[Tensor, ...]) -> Tensor:
-        """The loss of one micro-batch (`models.loss.micro_batch_loss`); DeepSpeed calls it on the last stage."""
-        head = self._layer(self.spec.n_layers - 1)
-        return micro_batch_loss(head, stream, labels, self._z_loss_weight, self._router_loss_weight, self.own_loss)
+        """The loss of one micro-batch; DeepSpeed calls it on the last stage."""
+        return self.micro_batch_loss(self._layer(self.spec.n_layers - 1), stream, labels)
 
     def stream_like(self, rows: int, length: int) -> Stream:
         """What flows from one stage to the next for a micro-batch [rows, length], as tensors on the meta device."""

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import models.loss
-import models.own_loss
 from models.layers import Head
 from models.loss import IGNORED, micro_batch_loss, token_loss
 
@@ -122,7 +121,7 @@ def test_a_loss_of_ones_own_takes_the_place_of_the_cross_entropy(
     hidden: Tensor, labels: Tensor, head: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the cross-entropy itself as that loss, all is as before; its tokens come a few at a time."""
-    monkeypatch.setattr(models.own_loss, "chunk_tokens", lambda words, on_cpu: 4)
+    monkeypatch.setattr(models.loss, "chunk_tokens", lambda words, on_cpu: 4)
     seen: list[list[int]] = []
 
     def own(logits: Tensor, targets: Tensor) -> Tensor:
