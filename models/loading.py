@@ -6,12 +6,13 @@ moved one by one. So a process holds its own layers once, in the dtype they trai
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from models.checkpoint.source import warn_of_nan
+from models.checkpoint.verify import warn_of_nan
 from models.positions import Positions
 from models.spec import ModelSpec
 
@@ -66,9 +67,9 @@ def build_layer(
     with torch.device("meta"):
         module = spec.build(layer, positions)
     fixed = {name: buffer.dtype for name, buffer in module.named_buffers()}  # what is not trained is not rounded
-    state = {}
-    for name, tensor in states.read_layer(layer).items():
-        warn_of_nan(states.describe(layer, name), tensor)
+    state = states.read_layer(layer)
+    warn_of_nan(state, partial(states.describe, layer))
+    for name, tensor in state.items():
         kept = fixed.get(name, dtype if tensor.is_floating_point() else tensor.dtype)
         state[name] = tensor.to(device=device, dtype=kept, copy=True)
     module.load_state_dict(state, strict=True, assign=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from functools import partial
 from pathlib import Path
 
-from models.checkpoint.layer_files import save_state_dict
 from models.checkpoint.layout import (
     CARRIED,
     Layout,
@@ -24,13 +24,12 @@ from models.checkpoint.layout import (
     side_files,
     side_names,
 )
-from models.checkpoint.parallel import in_parallel, write_behind
-from models.checkpoint.progress import byte_bar
+from models.checkpoint.parallel import byte_bar, write_behind
 from models.checkpoint.publish import publish_folder
 from models.checkpoint.safetensors_files import DTYPE_NAMES, SafetensorsWriter
-from models.checkpoint.source import HuggingFaceSource, PipelineSource, tell_of_nan
-from models.checkpoint.tensor_files import has_nan
-from models.checkpoint.verify import compare, forget_cached
+from models.checkpoint.source import HuggingFaceSource, PipelineSource
+from models.checkpoint.torch_files import save_state_dict
+from models.checkpoint.verify import compare, forget_cached, warn_of_nan
 from models.config_json import QUANTIZATION, read_json
 from models.errors import CheckpointError
 from models.spec import ModelSpec
@@ -109,9 +108,7 @@ def unquantize(path: Path) -> None:
 
 def _write_layer(source: HuggingFaceSource, layer: int, target: Path) -> int:
     state = source.read_layer(layer)
-    for name, found in zip(state, in_parallel(has_nan, state.values()), strict=True):
-        if found:
-            tell_of_nan(source.describe(layer, name))
+    warn_of_nan(state, partial(source.describe, layer))
     save_state_dict(state, target / layer_file(layer))
     return sum(tensor.nbytes for tensor in state.values())
 

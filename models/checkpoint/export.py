@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,12 +27,11 @@ from models.checkpoint.compat import write_compat
 from models.checkpoint.convert import copy_files
 from models.checkpoint.export_plan import SINGLE_FILE, Files, cast, cut_between, divide, native_infos, original_infos
 from models.checkpoint.layout import CARRIED, Layout, Manifest, layout_of, resolve, side_names
-from models.checkpoint.parallel import in_parallel
-from models.checkpoint.progress import byte_bar
+from models.checkpoint.parallel import byte_bar, in_parallel
 from models.checkpoint.publish import publish_folder
 from models.checkpoint.safetensors_files import SafetensorsFile, SafetensorsWriter
-from models.checkpoint.source import PipelineSource, warn_of_nan
-from models.checkpoint.verify import compare, forget_cached
+from models.checkpoint.source import PipelineSource
+from models.checkpoint.verify import compare, forget_cached, warn_of_nan
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 
@@ -196,8 +196,7 @@ class Export:
 
     def _layer(self, layer: int) -> dict[str, Tensor]:
         state = self.source.read_layer(layer)
-        for name, tensor in state.items():
-            warn_of_nan(self.source.describe(layer, name), tensor)
+        warn_of_nan(state, partial(self.source.describe, layer))
         if self.native and layer == self.weight_map.head_layer:
             state |= {name: change(state[name]) for name, change in self.native.changes.items()}
         found = self.weight_map.on_disk(layer, state)

@@ -1,4 +1,4 @@
-"""Bytes to files: from several threads, and on to the disk.
+"""Bytes to files: from several threads, on to the disk, and with a bar that tells how many.
 
 A copy from memory into the system's cache keeps a core busy at about a gigabyte a second, which is less than most disks
 take. Threads do it side by side: Python lets go of its lock in each call.
@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from common.whole_files import sync
 
@@ -36,6 +40,14 @@ def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> list[R
     """
     with ThreadPoolExecutor(WORKERS) as pool:
         return list(pool.map(work, items))
+
+
+@contextmanager
+def byte_bar(what: str, total: int, shown: bool = True) -> Iterator[tqdm[NoReturn]]:
+    """A bar that counts to `total` bytes and shows the rate in MB/s or GB/s; warnings are printed above it."""
+    bar = tqdm(desc=what, total=total, unit="B", unit_scale=True, smoothing=0.05, disable=not shown)
+    with logging_redirect_tqdm(), bar:
+        yield bar
 
 
 def write_at(descriptor: int, place: int, tensor: Tensor) -> None:

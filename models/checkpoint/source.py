@@ -6,7 +6,6 @@ training rank reads only its own. `open_source` picks the source by what lies in
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,12 +16,13 @@ from models.architectures import Binding, cut
 from models.checkpoint.layout import Layout, layer_file, layout_of, weight_files, weight_index
 from models.checkpoint.quantized import quantized_tensors, without_parts
 from models.checkpoint.safetensors_files import SafetensorsFile, TensorInfo
-from models.checkpoint.tensor_files import MappedFile, TensorFile, has_nan, open_tensors
+from models.checkpoint.torch_files import MappedFile
+from models.checkpoint.verify import same_bytes
 from models.config_json import QUANTIZATION
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 
-logger = logging.getLogger("pipetune")
+TensorFile = SafetensorsFile | MappedFile  # of named tensors, read when they are asked for; KeyError for other names
 
 
 class PipelineSource:
@@ -161,7 +161,7 @@ class HuggingFaceSource:
     def _find(self, disk_name: str) -> TensorFile:
         file = self._file_of[disk_name]
         if file not in self._open:
-            self._open[file] = open_tensors(self.folder / file)
+            self._open[file] = _open_tensors(self.folder / file)
         try:
             self._open[file].info(disk_name)
         except KeyError:
@@ -186,7 +186,7 @@ class HuggingFaceSource:
         if index is None:
             where: dict[str, str] = {}
             for path in weight_files(self.folder):
-                self._open[path.name] = open_tensors(path)
+                self._open[path.name] = _open_tensors(path)
                 for name in self._open[path.name]:
                     if where.setdefault(name, path.name) != path.name:
                         raise CheckpointError(
@@ -225,11 +225,10 @@ def open_source(folder: Path, spec: ModelSpec) -> PipelineSource | HuggingFaceSo
     return HuggingFaceSource(folder, spec)
 
 
-def same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same dtype and bits: NaN equals NaN here, and -0.0 differs from 0.0."""
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(
-        one.reshape(-1).contiguous().view(torch.uint8), other.reshape(-1).contiguous().view(torch.uint8)
-    )
+def _open_tensors(path: Path) -> TensorFile:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: not found; the folder is incomplete")
+    return SafetensorsFile(path) if path.suffix == ".safetensors" else MappedFile(path)
 
 
 def listed(names: Iterable[str], most: int = 5) -> str:
@@ -242,13 +241,3 @@ def listed(names: Iterable[str], most: int = 5) -> str:
 def _check_shape(where: Path, name: str, found: torch.Size, expected: torch.Size) -> None:
     if found != expected:
         raise CheckpointError(f"{where}: {name} has shape {list(found)}, but config.json makes it {list(expected)}")
-
-
-def warn_of_nan(place: str, tensor: Tensor) -> None:
-    """Say so where a weight is no number; the conversion or the run goes on."""
-    if has_nan(tensor):
-        tell_of_nan(place)
-
-
-def tell_of_nan(place: str) -> None:
-    logger.warning("warning: %s holds NaN: every loss of a model with this weight would be NaN", place)
