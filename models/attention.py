@@ -1,13 +1,13 @@
 """Which attention kernel a run uses, and why.
 
 transformers calls the kernels; all of them are exact and keep packed documents apart. The usual one is torch's own
-scaled_dot_product_attention, document by document (`models.document_attention`), or for some families the layer's own
+scaled_dot_product_attention, document by document (`models.packed_attention`), or for some families the layer's own
 arithmetic. Others never hold the scores and take all documents in one launch. They need a GPU from Ampere on and 16-bit
 weights (on older ones Triton, which flex attention is made of, is no longer supported either). `use_flash_attn: true`
 takes the first of them that can run, in this order:
 
     flash-attn       where its package is installed; the most tuned one
-    varlen_attn      the same algorithm inside torch (`models.varlen_attention`); nothing to install
+    varlen_attn      the same algorithm inside torch (`models.packed_attention`); nothing to install
     flex_attention   compiled by torch for whatever is done to the scores (`models.flex_attention`): soft caps, ALiBi
 
 `auto` takes the fastest of these, of torch's usual kernel, of cuDNN's and of flash-attn 3 (`training.plan.kernels`). A
@@ -22,10 +22,9 @@ from typing import NamedTuple
 import torch
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from models.document_attention import BY_CUDNN, BY_DOCUMENT
 from models.flex_attention import FLEX
 from models.lean_loss import AMPERE
-from models.varlen_attention import VARLEN
+from models.packed_attention import BY_CUDNN, BY_DOCUMENT, VARLEN
 
 TORCH, CUDNN, FLASH, FLASH_3, EAGER = BY_DOCUMENT, BY_CUDNN, "flash_attention_2", "flash_attention_3", "eager"
 ALL = (TORCH, CUDNN, FLASH, FLASH_3, VARLEN, FLEX)  # what computes plain attention and sliding windows

@@ -27,9 +27,9 @@ from models.attention import CUDNN, FLASH, FLASH_3, TORCH
 from models.documents import Documents
 from models.flex_attention import FLEX
 from models.generation.cache import KeyValueCache
+from models.packed_attention import VARLEN
 from models.position_ids import unmarked
 from models.rope import DocumentRotary, depends_on_length
-from models.varlen_attention import VARLEN
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
