@@ -9,13 +9,12 @@ loading, is taken out.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from models.config_json import read_json
+from models.config_json import read_json, write_json
 from models.spec import ModelSpec
 
 LEFTOVERS = (
@@ -68,5 +67,4 @@ def older_tokenizer(settings: dict[str, Any], template: Path) -> dict[str, Any]:
 
 
 def _rewrite(path: Path, settings: dict[str, Any]) -> None:
-    kept = {key: value for key, value in settings.items() if key not in LEFTOVERS}
-    path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(path, {key: value for key, value in settings.items() if key not in LEFTOVERS})

@@ -6,7 +6,6 @@ folder back (division into files, dtypes, tensors without a layer) is written be
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from functools import partial
@@ -30,7 +29,7 @@ from models.checkpoint.safetensors_files import DTYPE_NAMES, SafetensorsWriter
 from models.checkpoint.source import HuggingFaceSource, PipelineSource
 from models.checkpoint.torch_files import save_state_dict
 from models.checkpoint.verify import compare, forget_cached, warn_of_nan
-from models.config_json import QUANTIZATION, read_json
+from models.config_json import QUANTIZATION, read_json, write_json
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 
@@ -102,8 +101,7 @@ def unquantize(path: Path) -> None:
     """Let a config.json say nothing of quantized weights, as those beside it no longer are."""
     if path.is_file() and QUANTIZATION in (config := read_json(path)):
         logger.info("%s: quantized weights are read as what they stand for, and written in 16 or 32 bits", path.parent)
-        text = json.dumps({name: value for name, value in config.items() if name != QUANTIZATION}, indent=2)
-        path.write_text(text + "\n", encoding="utf-8")
+        write_json(path, {name: value for name, value in config.items() if name != QUANTIZATION})
 
 
 def _write_layer(source: HuggingFaceSource, layer: int, target: Path) -> int:

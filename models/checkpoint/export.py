@@ -12,7 +12,6 @@ would share one it is cut between them, which is the only way in which the resul
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +31,7 @@ from models.checkpoint.publish import publish_folder
 from models.checkpoint.safetensors_files import SafetensorsFile, SafetensorsWriter
 from models.checkpoint.source import PipelineSource
 from models.checkpoint.verify import compare, forget_cached, warn_of_nan
+from models.config_json import write_json
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 
@@ -227,7 +227,3 @@ def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """A config.json that says this dtype of the weights."""
     keys = config.keys() & {"dtype", "torch_dtype"} or {"torch_dtype"}  # transformers 5's name, the one before
     return config | dict.fromkeys(sorted(keys), str(dtype).removeprefix("torch."))
-
-
-def write_json(path: Path, value: object, sort_keys: bool = False) -> None:
-    path.write_text(json.dumps(value, indent=2, sort_keys=sort_keys, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -27,11 +27,12 @@ from tqdm import tqdm
 from models.attention import EAGER
 from models.causal_lm import CausalLM
 from models.checkpoint.convert import copy_files
-from models.checkpoint.export import with_dtype, write_json
+from models.checkpoint.export import with_dtype
 from models.checkpoint.layout import Manifest, resolve, side_names
 from models.checkpoint.publish import publish_folder
 from models.checkpoint.servers import foreign_code
 from models.checkpoint.source import open_source
+from models.config_json import write_json
 from models.errors import CheckpointError
 from models.generation.cache import KeyValueCache
 from models.rope import depends_on_length
