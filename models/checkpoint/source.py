@@ -38,15 +38,11 @@ class PipelineSource:
         Raises:
             CheckpointError: a tensor is missing, unexpected or of another shape, or its file is damaged.
         """
-        self.infos(layer)
+        self._open(layer)
 
     def read_layer(self, layer: int) -> dict[str, Tensor]:
-        """The complete state dict of a layer, checked; tensors on the CPU, read when they are used.
-
-        Raises:
-            CheckpointError: as `check_layer`.
-        """
-        _, file = self._open(layer)
+        """The complete state dict of a layer, checked as by `check_layer`; tensors are read when they are used."""
+        file = self._open(layer)
         return {name: file.read(name) for name in self.spec.shapes(layer)}
 
     def describe(self, layer: int, name: str) -> str:
@@ -55,24 +51,20 @@ class PipelineSource:
 
     def infos(self, layer: int) -> dict[str, TensorInfo]:
         """Dtype and shape of each of a layer's tensors as they are stored."""
-        _, file = self._open(layer)
+        file = self._open(layer)
         return {name: file.info(name) for name in self.spec.shapes(layer)}
 
     def dtype(self) -> torch.dtype:
         """The dtype of the embedding as it is stored."""
         return next(iter(self.infos(0).values())).dtype
 
-    def _open(self, layer: int) -> tuple[Path, MappedFile]:
-        path = self.folder / layer_file(layer)
+    def _open(self, layer: int) -> MappedFile:
+        path, shapes = self.folder / layer_file(layer), self.spec.shapes(layer)
         file = MappedFile(path)
-        shapes = self.spec.shapes(layer)
-        if missing := shapes.keys() - set(file):
-            raise CheckpointError(f"{path}: missing weights: {listed(sorted(missing))}")
-        if unexpected := set(file) - shapes.keys():
-            raise CheckpointError(f"{path}: unexpected weights in layer {layer}: {listed(sorted(unexpected))}")
+        _check_names(path, set(file), set(shapes), f"in layer {layer}")
         for name, shape in shapes.items():
             _check_shape(path, name, file.info(name).shape, shape)
-        return path, file
+        return file
 
 
 class HuggingFaceSource:
@@ -96,7 +88,10 @@ class HuggingFaceSource:
             self._file_of[name] = self._file_of[each.numbers]
         self.names = {name for names in self.files.values() for name in names}
         self.weight_map = spec.weight_map.for_names(self.names)
-        self._check_names()
+        layers = range(spec.n_layers)
+        expected = {name for layer in layers for each in self._bindings(layer, tied=False) for name in each.disk}
+        optional = {self.weight_map.tied_head} - self.names if spec.tied else set()
+        _check_names(folder, self.names - set(self.carried()), expected - optional, f"for {spec.family.name}")
 
     def check_layer(self, layer: int) -> None:
         self._check_shapes(layer)
@@ -141,13 +136,12 @@ class HuggingFaceSource:
         """Names on disk of the tensors that belong to no layer but have to come back."""
         return [name for name in self.names if self.weight_map.is_carried(name)]
 
-    def _bindings(self, layer: int) -> list[Binding]:
-        """The bindings of a layer; a tied head reads the embedding, which is the one that counts."""
+    def _bindings(self, layer: int, tied: bool = True) -> list[Binding]:
+        """The bindings of a layer; where `tied` counts, a tied head reads the embedding."""
         bindings = self.weight_map.bindings(layer, self.spec.shapes(layer))
-        if not (self.spec.tied and layer == self.weight_map.head_layer):
+        if not (tied and self.spec.tied and layer == self.weight_map.head_layer):
             return bindings
-        own = (self.weight_map.tied_head,)
-        shared = (self.weight_map.tied_embedding,)
+        own, shared = (self.weight_map.tied_head,), (self.weight_map.tied_embedding,)
         return [binding._replace(disk=shared) if binding.disk == own else binding for binding in bindings]
 
     def _check_shapes(self, layer: int) -> None:
@@ -201,22 +195,6 @@ class HuggingFaceSource:
                 raise CheckpointError(f"{self.folder / file}: not found, but the index lists it; a shard is missing")
         return dict(sorted(files.items()))
 
-    def _check_names(self) -> None:
-        """Every tensor of the model is there, and no other."""
-        expected = {
-            name
-            for layer in range(self.spec.n_layers)
-            for binding in self.weight_map.bindings(layer, self.spec.shapes(layer))
-            for name in binding.disk
-        }
-        optional = {self.weight_map.tied_head} if self.spec.tied else set()
-        found = {name for name in self.names if not self.weight_map.is_carried(name)}
-        if unexpected := found - expected:
-            family = self.spec.family.name
-            raise CheckpointError(f"{self.folder}: unexpected weights for {family}: {listed(sorted(unexpected))}")
-        if missing := expected - found - optional:
-            raise CheckpointError(f"{self.folder}: missing weights: {listed(sorted(missing))}")
-
 
 def open_source(folder: Path, spec: ModelSpec) -> PipelineSource | HuggingFaceSource:
     """The source for a resolved folder of either layout."""
@@ -236,6 +214,14 @@ def listed(names: Iterable[str], most: int = 5) -> str:
     shown = list(names)
     more = f" and {len(shown) - most} more" if len(shown) > most else ""
     return ", ".join(shown[:most]) + more
+
+
+def _check_names(where: Path, found: set[str], expected: set[str], what: str) -> None:
+    """Every tensor of the model is there, and no other."""
+    if unexpected := found - expected:
+        raise CheckpointError(f"{where}: unexpected weights {what}: {listed(sorted(unexpected))}")
+    if missing := expected - found:
+        raise CheckpointError(f"{where}: missing weights: {listed(sorted(missing))}")
 
 
 def _check_shape(where: Path, name: str, found: torch.Size, expected: torch.Size) -> None:
