@@ -25,7 +25,7 @@ from models.architectures import Native
 from models.checkpoint.compat import write_compat
 from models.checkpoint.convert import copy_files
 from models.checkpoint.export_plan import SINGLE_FILE, Files, cast, cut_between, divide, native_infos, original_infos
-from models.checkpoint.layout import CARRIED, Layout, Manifest, layout_of, resolve, side_names
+from models.checkpoint.layout import CARRIED, Layout, Manifest, layout_of, resolve, side_files
 from models.checkpoint.parallel import byte_bar, in_parallel
 from models.checkpoint.publish import publish_folder
 from models.checkpoint.safetensors_files import SafetensorsFile, SafetensorsWriter
@@ -138,7 +138,7 @@ class Export:
             total = sum(info.nbytes for info in self.infos.values())
             weight_map = {name: file for file, names in self.files.items() for name in names}
             write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}, sort_keys=True)
-        names = side_names(self.folder, self.manifest)
+        names = side_files(self.folder)
         if self.native:
             replaced = REMOTE_CODE if "tokenizer.json" in names else (*REMOTE_CODE, *TOKENIZER)
             names = [name for name in names if not any(Path(name).match(pattern) for pattern in replaced)]

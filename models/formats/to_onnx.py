@@ -28,7 +28,7 @@ from models.attention import EAGER
 from models.causal_lm import CausalLM
 from models.checkpoint.convert import copy_files
 from models.checkpoint.export import with_dtype
-from models.checkpoint.layout import Manifest, resolve, side_names
+from models.checkpoint.layout import resolve, side_files
 from models.checkpoint.publish import publish_folder
 from models.checkpoint.servers import foreign_code
 from models.checkpoint.source import open_source
@@ -71,7 +71,7 @@ def hg_to_onnx(input_path: str | Path, save_path: str | Path, overwrite: bool = 
         bar.set_description_str("hg_to_onnx: writing")
         program.save(target / "model.onnx")
         del program
-        copy_files(folder, target, side_names(folder, Manifest.read(folder)))
+        copy_files(folder, target, side_files(folder))
         write_json(target / "config.json", with_dtype(spec.raw, torch.float32))
         bar.set_description_str("hg_to_onnx: asking onnxruntime")
         found = _compare(model, target / "model.onnx", save_path)
