@@ -23,8 +23,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 FLEX = "torch_flex"  # what transformers knows `attend` by
 
-ScoreChange = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-
 
 class Scope(NamedTuple):
     """What stands in the place of a mask: who sees whom, and by how much distance counts.
@@ -87,7 +85,7 @@ def attend(
     return output.transpose(1, 2), None
 
 
-def _score_change(softcap: float | None, slopes: Tensor | None) -> ScoreChange | None:
+def _score_change(softcap: float | None, slopes: Tensor | None) -> Callable[..., Tensor] | None:
     if softcap is None and slopes is None:
         return None
 
@@ -102,9 +100,8 @@ def _score_change(softcap: float | None, slopes: Tensor | None) -> ScoreChange |
 
 
 @cache
-def _compiled() -> Callable[..., Tensor]:
-    compiled: Callable[..., Tensor] = torch.compile(flex_attention)
-    return compiled
+def _compiled() -> Any:
+    return torch.compile(flex_attention)
 
 
 ALL_ATTENTION_FUNCTIONS.register(FLEX, attend)

@@ -70,9 +70,9 @@ class Block(nn.Module):
         self.offload: Returns | None = None
         self.index = index
         self._positions = positions
-        self._recorder: RouterRecorder | None = None
-        if family.router and _has_submodule(self.block, family.router):  # some blocks of a family may be dense
-            self._recorder = RouterRecorder(self.block.get_submodule(family.router), top_k(config))
+        # None in the dense blocks that a family may have.
+        routers = (module for name, module in self.block.named_modules() if name == family.router)
+        self._recorder = next((RouterRecorder(router, top_k(config)) for router in routers), None)
 
     def forward(self, stream: Stream, cache: KeyValueCache | None = None) -> Stream:
         hidden, position_ids, *sums = stream
@@ -159,11 +159,3 @@ class SoftCappedHead(Head):
     def __init__(self, family: Family, config: PreTrainedConfig) -> None:
         super().__init__(family, config)
         self.cap = config.final_logit_softcapping
-
-
-def _has_submodule(module: nn.Module, name: str) -> bool:
-    try:
-        module.get_submodule(name)
-    except AttributeError:
-        return False
-    return True

@@ -130,17 +130,12 @@ class PipelineModel(PipelineModule):
         super()._synchronize_tied_weights()
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
-        if not self.spec.tied:
-            return {}
         first, last = self.stage_owner(0), self.stage_owner(self.spec.n_layers - 1)
-        if first == last:
-            if self.stage_id == first:
-                tie_weights(self.spec, self._layer(0), self._layer(self.spec.n_layers - 1))
-            return {}
-        return self._join_tied_ends(first, last)
-
-    def _join_tied_ends(self, first: int, last: int) -> dict[str, dict[str, Any]]:
         tied: dict[str, dict[str, Any]] = {}
+        if not self.spec.tied or first == last:
+            if self.spec.tied and self.stage_id == first:
+                tie_weights(self.spec, self._layer(0), self._layer(self.spec.n_layers - 1))
+            return tied
         for replica in range(self._grid.data_parallel_size):
             ranks = [self._grid.stage_to_global(stage_id=stage, data=replica) for stage in (first, last)]
             group = comm.new_group(ranks=ranks)  # every process makes every group, in the same order
@@ -153,13 +148,8 @@ class PipelineModel(PipelineModule):
             weight.ds_pipe_replicated = not holds_embedding  # so that the gradient norm counts it once
             owner = nn.Module()
             owner.register_parameter("weight", weight)
-            tied[TIE_KEY] = {
-                "ranks": ranks,
-                "group": group,
-                "weight": weight,
-                "weight_attr": ["weight"],
-                "module": owner,
-            }
+            told = {"ranks": ranks, "group": group, "weight": weight, "weight_attr": ["weight"], "module": owner}
+            tied[TIE_KEY] = told
         return tied
 
 

@@ -28,10 +28,14 @@ def linear_layers(module: nn.Module) -> list[nn.Linear]:
 
 
 class WeightGradients:
-    """What is left to do of the backward passes through some layers, oldest first."""
+    """What is left to do of the backward passes through some layers, oldest first.
+
+    Attributes:
+        collecting: what the backward pass under way has left.
+    """
 
     def __init__(self) -> None:
-        self._collecting: Remembered = []
+        self.collecting: Remembered = []
         self._waiting: deque[Remembered] = deque()
 
     def defer(self, module: nn.Module) -> None:
@@ -45,8 +49,8 @@ class WeightGradients:
 
     def close(self) -> None:
         """A backward pass is over; what it left is one piece of work."""
-        self._waiting.append(self._collecting)
-        self._collecting = []
+        self._waiting.append(self.collecting)
+        self.collecting = []
 
     def __len__(self) -> int:
         """How many backward passes are incomplete."""
@@ -75,10 +79,6 @@ class WeightGradients:
         outputs: Tensor = _Linear.apply(inputs, linear, self)
         return outputs
 
-    def remember(self, linear: nn.Linear, inputs: Tensor, gradient: Tensor) -> None:
-        """What a layer's backward pass left to do: its input and the gradient of its output."""
-        self._collecting.append((linear, inputs, gradient))
-
 
 class _Linear(torch.autograd.Function):
     """A linear layer whose backward pass goes to its input alone."""
@@ -92,5 +92,5 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = gradients
-        context.later.remember(context.linear, context.saved_tensors[0], gradient)
+        context.later.collecting.append((context.linear, context.saved_tensors[0], gradient))
         return gradient @ context.linear.weight, None, None

@@ -21,7 +21,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from models.architectures import Native
 from models.checkpoint.compat import write_compat
 from models.checkpoint.convert import copy_files
 from models.checkpoint.export_plan import SINGLE_FILE, Files, cast, cut_between, divide, native_infos, original_infos
@@ -103,7 +102,12 @@ class Export:
         self.folder = folder
         self.options = options
         self.spec = ModelSpec.from_folder(folder)
-        self.native = _native(folder, self.spec) if options.layout == "native" else None
+        self.native = self.spec.family.native if options.layout == "native" else None
+        if options.layout == "native" and self.spec.family.translate and not self.native:
+            raise CheckpointError(
+                f"{folder}: {self.spec.family.name} has no layout without remote code, as transformers has no such "
+                "model; expected --layout original"
+            )
         self.source = PipelineSource(folder, self.spec)
         self.manifest = Manifest.read(folder)
         self.carried = SafetensorsFile(folder / CARRIED) if (folder / CARRIED).is_file() else None
@@ -211,16 +215,6 @@ class Export:
         if self.options.dtype:
             config = with_dtype(config, self.options.dtype)
         return config
-
-
-def _native(folder: Path, spec: ModelSpec) -> Native | None:
-    """The native layout of a family; None where the original is one already."""
-    if spec.family.translate and not spec.family.native:
-        raise CheckpointError(
-            f"{folder}: {spec.family.name} has no layout without remote code, as transformers has no such model; "
-            "expected --layout original"
-        )
-    return spec.family.native
 
 
 def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

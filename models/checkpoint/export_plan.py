@@ -98,12 +98,10 @@ def cut_between(files: Files, writers: Mapping[str, int]) -> Files:
     Args:
         writers: the number of each tensor's writer.
     """
-    pieces: list[list[str]] = []
+    pieces = []
     for names in files.values():
-        by_writer: dict[int, list[str]] = {}
-        for name in names:
-            by_writer.setdefault(writers[name], []).append(name)
-        pieces += [by_writer[writer] for writer in sorted(by_writer)]
+        its_writers = sorted({writers[name] for name in names})
+        pieces += [[name for name in names if writers[name] == writer] for writer in its_writers]
     return files if pieces == list(files.values()) else _numbered(pieces)
 
 

@@ -53,7 +53,13 @@ def check(input_path: str | Path) -> dict[str, list[str]]:
     spec = ModelSpec.from_folder(folder)
     path, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     settings = read_json(path) if path.is_file() else {}
-    general = _wrong_weights(folder, spec)
+    general = []
+    try:
+        source = HuggingFaceSource(folder, spec)
+        for layer in range(spec.n_layers):
+            source.check_layer(layer)
+    except CheckpointError as error:
+        general.append(str(error))
     if code := foreign_code(spec):
         general.append(code)
     if not (folder / "tokenizer.json").is_file():
@@ -79,13 +85,3 @@ def foreign_code(spec: ModelSpec) -> str | None:
         return None
     remedy = "export it with --layout native" if spec.family.native else "transformers has no class for it"
     return f"config.json asks for the publisher's Python files; {remedy}"
-
-
-def _wrong_weights(folder: Path, spec: ModelSpec) -> list[str]:
-    try:
-        source = HuggingFaceSource(folder, spec)
-        for layer in range(spec.n_layers):
-            source.check_layer(layer)
-    except CheckpointError as error:
-        return [str(error)]
-    return []
