@@ -67,9 +67,9 @@ def build_layer(
     with torch.device("meta"):
         module = spec.build(layer, positions)
     fixed = {name: buffer.dtype for name, buffer in module.named_buffers()}  # what is not trained is not rounded
-    state = states.read_layer(layer)
-    warn_of_nan(state, partial(states.describe, layer))
-    for name, tensor in state.items():
+    read, state = states.read_layer(layer), {}
+    warn_of_nan(read, partial(states.describe, layer))
+    for name, tensor in read.items():
         kept = fixed.get(name, dtype if tensor.is_floating_point() else tensor.dtype)
         state[name] = tensor.to(device=device, dtype=kept, copy=True)
     module.load_state_dict(state, strict=True, assign=True)

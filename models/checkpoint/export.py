@@ -21,13 +21,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from models.checkpoint.compat import write_compat
 from models.checkpoint.convert import copy_files
 from models.checkpoint.export_plan import SINGLE_FILE, Files, cast, cut_between, divide, native_infos, original_infos
 from models.checkpoint.layout import CARRIED, Layout, Manifest, layout_of, resolve, side_files
 from models.checkpoint.parallel import byte_bar, in_parallel
 from models.checkpoint.publish import publish_folder
 from models.checkpoint.safetensors_files import SafetensorsFile, SafetensorsWriter
+from models.checkpoint.servers import write_compat
 from models.checkpoint.source import PipelineSource
 from models.checkpoint.verify import compare, forget_cached, warn_of_nan
 from models.config_json import write_json
@@ -53,7 +53,7 @@ class ExportOptions:
         max_shard_bytes: divide the weights anew into files of at most this size; as in the original where absent, or
             into files of 5 GB where there is none.
         verify: read every tensor back and compare it before the folder appears.
-        compat: let transformers 4 read config and tokenizer too (`compat.py`); a native layout always does.
+        compat: let transformers 4 read config and tokenizer too (`servers.py`); a native layout always does.
         add_tokenizer: called with (source folder, folder to be) for a native layout that replaces the original's.
         add_card: called with the same when everything else is there.
     """
