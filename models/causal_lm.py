@@ -27,7 +27,6 @@ class CausalLM(nn.Module):
         part: which layers to hold; all where absent.
 
     Attributes:
-        spec: the architecture.
         layers: N+2 layers, numbered as in the pipeline; parameter names are `layers.<layer>.<name>`.
     """
 
@@ -72,8 +71,7 @@ class CausalLM(nn.Module):
                 document of a packed row, which keeps the documents apart.
             cache: keys and values of the tokens before, extended in place; for generation.
         """
-        logits = self.head(self.stream(input_ids, position_ids, cache))
-        assert isinstance(logits, Tensor)
+        logits: Tensor = self.head(self.stream(input_ids, position_ids, cache))
         return logits
 
     def stream(self, inputs: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None) -> Stream:

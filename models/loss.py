@@ -55,7 +55,6 @@ def token_loss(
     Args:
         hidden: normalised hidden states [B, S, H].
         labels: [B, S], aligned with the inputs (not shifted); `IGNORED` where there is no loss.
-        head: how the family projects them to the vocabulary.
         z_loss_weight: weight of (max log-softmax)^2, summed as the cross-entropy is. A relative of the max-z loss of
             Baichuan 2 (arXiv:2309.10305), which squares the largest logit itself.
         supervised: the `supervised_positions`, found here where absent.
@@ -111,17 +110,14 @@ def micro_batch_loss(
     `share` of the global batch's tokens. A model in evaluation mode has the cross-entropy only.
 
     Args:
-        head: projects hidden states to the vocabulary.
         stream: what the head gave: normalised hidden states [B, S, H], position ids, router sums.
         labels: labels [B, S], scale [], share [] and, where they are known, the `supervised_positions` [T].
-        z_loss_weight: see `token_loss`.
+        z_loss_weight, own: see `token_loss`.
         router_loss_weight: weight of the load-balancing loss of mixture-of-experts (`models.router`).
-        own: see `token_loss`.
     """
-    targets, scale, share, *supervised = labels
+    targets, scale, share, *known = labels
     z_loss_weight, own = (z_loss_weight, own) if head.training else (0.0, None)
-    known = supervised[0] if supervised else None
-    loss = token_loss(stream[0], targets, head, z_loss_weight, known, own) * scale
+    loss = token_loss(stream[0], targets, head, z_loss_weight, known[0] if known else None, own) * scale
     if router_loss_weight and head.training:
         loss = loss + router_loss_weight * router_loss(stream[2], top_k(head.config)) * share
     return loss

@@ -1,9 +1,9 @@
 """Activations that wait for the backward pass in host memory instead of the device's.
 
 A block's activations, or only its input where the block recomputes the rest, are copied to pinned memory while the next
-block computes, and copied back when the backward pass asks for them. Values do not change. Weights, masks and rotary
-angles stay where they are, as they are needed anyway, and so do small tensors. What several operations keep, as the
-products for queries, keys and values keep one input, goes and comes once.
+block computes, and copied back when the backward pass asks for them. Values do not change. Weights, masks, rotary
+angles and small tensors stay. What several operations keep, as the products for queries, keys and values do, goes and
+comes once.
 
 When the backward pass of a block begins, what the next one needs starts to come back, on a stream of its own: it may
 arrive until then. The next one is the block before it, and at a chunk's first block the last one, of the micro-batch
@@ -83,11 +83,7 @@ class HostCopy:
 
 
 class Trip:
-    """What a block keeps of one micro-batch.
-
-    Attributes:
-        block: its number.
-    """
+    """What the block of some number keeps of one micro-batch."""
 
     def __init__(self, returns: Returns, block: int) -> None:
         self.block = block

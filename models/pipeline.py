@@ -55,12 +55,9 @@ class PipelineModel(PipelineModule):
     """One stage's share of a model, and the loss on the last stage.
 
     Args:
-        spec: the architecture.
-        states: where the weights come from.
         topology: the grid of processes, with the axes `pipe` and `data`.
         parts: layers per stage; one entry a stage (for a `VScheduleModel` two), summing to `spec.n_layers`.
         dtype: the dtype to train in.
-        blocks: how the blocks are computed.
         micro_batch_loss: of head, stream and labels: `models.loss.micro_batch_loss` with the weights of its parts.
 
     A micro-batch is `((input_ids, position_ids), (labels, scale, share))`.

@@ -26,12 +26,10 @@ class ShardedModel(nn.ModuleList):
     """Embedding, blocks and head with their loss; parameters are named `<layer>.<name>`, as in the pipeline.
 
     Args:
-        spec: the architecture.
         states: where the weights come from; every process reads them all, layer by layer.
         dtype: the dtype to train in.
         shards: DeepSpeed's config of a stage-3 run, by which each layer is sharded as soon as it is built; None where
             each process holds the whole model.
-        blocks: how the blocks are computed.
         micro_batch_loss: as in `models.pipeline`.
 
     Raises:

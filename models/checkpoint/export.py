@@ -73,8 +73,7 @@ def pp_to_hg(
     """Write the HuggingFace folder of a pipeline-layout folder or of a run's checkpoint.
 
     Raises:
-        CheckpointError: the input is damaged or unknown, the family has no native layout, or the target cannot be
-            written.
+        CheckpointError: as `Export`, or the target cannot be written.
     """
     folder = resolve(input_path)
     if layout_of(folder) is not Layout.PIPELINE:
@@ -157,11 +156,7 @@ class Export:
             self.options.add_card(self.folder, target)
 
     def verify(self, target: Path) -> None:
-        """Read every tensor back from the disk.
-
-        Raises:
-            CheckpointError: one differs from what the layers hold.
-        """
+        """Read every tensor back from the disk; a CheckpointError where one differs from what the layers hold."""
         written: dict[str, SafetensorsFile] = {}
         for file in self.files:
             forget_cached(target / file)

@@ -51,11 +51,7 @@ def byte_bar(what: str, total: int, shown: bool = True) -> Iterator[tqdm[NoRetur
 
 
 def write_at(descriptor: int, place: int, tensor: Tensor) -> None:
-    """Write a tensor's bytes to a place in a file.
-
-    Raises:
-        OSError: the disk is full or cannot be written.
-    """
+    """Write a tensor's bytes to a place in a file; an OSError where the disk is full or cannot be written."""
     rest = _bytes_of(tensor)
     while rest:
         written = os.pwrite(descriptor, rest[:PIECE], place)
@@ -73,11 +69,7 @@ def write_behind(path: Path) -> None:
 
 
 def sync_files(folder: Path) -> None:
-    """Wait until everything in a folder is on the disk.
-
-    Raises:
-        OSError: as `sync`.
-    """
+    """Wait until everything in a folder is on the disk; raises as `sync`."""
     found = sorted(folder.rglob("*"))
     in_parallel(sync, [path for path in found if path.is_file()])
     in_parallel(sync, [folder, *(path for path in found if path.is_dir())])

@@ -70,7 +70,7 @@ def publish_folder(target: Path, overwrite: bool = False, kept: Iterable[Path] =
 
 @contextmanager
 def writing(target: Path) -> Iterator[None]:
-    """Work on a folder that `publish_folder` is to publish, here or in another process.
+    """Work on what is to be published, here or in another process.
 
     Raises:
         CheckpointError: in one line, what the system says of a full or read-only disk.
@@ -82,11 +82,7 @@ def writing(target: Path) -> Iterator[None]:
 
 
 def try_publishing(target: Path, kept: Iterable[Path]) -> None:
-    """See whether `publish_folder` would overwrite a target, before work is put into it.
-
-    Raises:
-        CheckpointError: in one line, why not.
-    """
+    """See whether `publish_folder` would overwrite a target, before work is put into it; raises as it does."""
     with suppress(_Tried), publish_folder(target, True, kept):
         raise _Tried
 
@@ -177,11 +173,7 @@ def _try_renaming(target: Path, old: Path) -> None:
 
 @contextmanager
 def workplace(target: Path) -> Iterator[Path]:
-    """An empty folder, in a hidden one beside the target, that is removed in the end unless it was renamed.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """An empty folder, in a hidden one beside the target, that is removed in the end unless it was renamed."""
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
     try:
         with open(work / UNLOCKED, "w", encoding="utf-8") as mark:

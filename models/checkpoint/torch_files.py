@@ -89,11 +89,7 @@ def load_archive(path: Path) -> Any:
 
 
 def save_state_dict(state: Mapping[str, Tensor], path: Path) -> None:
-    """Write a layer.
-
-    Raises:
-        OSError: the disk is full or cannot be written; torch itself hides that behind a RuntimeError.
-    """
+    """Write a layer; an OSError where the disk is full or cannot be written, which torch hides in a RuntimeError."""
     # A tensor that is a part of a larger one would drag the whole of it into the file.
     own = {
         name: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -17,11 +17,7 @@ logger = logging.getLogger("pipetune")
 
 
 def warn_of_nan(state: Mapping[str, Tensor], describe: Callable[[str], str]) -> None:
-    """Say so where a weight is no number; the conversion or the run goes on.
-
-    Args:
-        describe: where a tensor lies, by its name.
-    """
+    """Say so where a weight is no number, and `describe` where it lies; the conversion or the run goes on."""
     for name, found in zip(state, in_parallel(_has_nan, state.values()), strict=True):
         if found:
             logger.warning("warning: %s holds NaN: every loss of a model with this weight would be NaN", describe(name))
@@ -42,11 +38,7 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
 
 
 def compare(path: Path, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> int:
-    """Compare tensors bit for bit; gives the number of bytes compared.
-
-    Raises:
-        CheckpointError: one differs.
-    """
+    """Compare tensors bit for bit: the number of bytes compared, or a CheckpointError where one differs."""
     for name, tensor in expected.items():
         if not same_bytes(found[name], tensor):
             raise CheckpointError(f"{path.name}: {name} was read back otherwise than written; nothing was changed")
