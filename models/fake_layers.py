@@ -13,6 +13,7 @@ import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,7 +83,8 @@ def fake_layer(
         module = spec.build(layer, positions)
         hidden = torch.empty(rows, length, spec.config.hidden_size, requires_grad=True)
         ids = torch.empty(rows, length, dtype=torch.int64)
-        arguments = _resized(kinds[module.kind], length, dtype) if isinstance(module, Block) else {}
+        short_arguments = kinds[module.kind] if isinstance(module, Block) else {}
+        arguments: dict[str, Any] = tree_map_only(Tensor, partial(_resized, length, dtype), short_arguments)
         yield FakeLayer(module, arguments, hidden, ids)
 
 
@@ -135,15 +137,10 @@ def _storages(values: Iterable[Any]) -> dict[int, int]:
     return {storage._cdata: storage.nbytes() for storage in storages}
 
 
-def _resized(arguments: dict[str, Any], length: int, dtype: torch.dtype) -> dict[str, Any]:
+def _resized(length: int, dtype: torch.dtype, tensor: Tensor) -> Tensor:
     """The same for rows of another length."""
-
-    def resized(tensor: Tensor) -> Tensor:
-        shape = [length if size == SHORT else size for size in tensor.shape]
-        return torch.empty(shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
-
-    made: dict[str, Any] = tree_map_only(Tensor, resized, arguments)
-    return made
+    shape = [length if size == SHORT else size for size in tensor.shape]
+    return torch.empty(shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
 
 
 def _scoreless(

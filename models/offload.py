@@ -5,9 +5,8 @@ block computes, and copied back when the backward pass asks for them. Values do 
 angles and small tensors stay. What several operations keep, as the products for queries, keys and values do, goes and
 comes once.
 
-When the backward pass of a block begins, what the next one needs starts to come back, on a stream of its own: it may
-arrive until then. The next one is the block before it, and at a chunk's first block the last one, of the micro-batch
-whose turn it is next, if that has been there already. The memory is taken and freed in the order of the computation, so
+When the backward pass of a block begins, what the next one needs starts to come back, on a stream of its own. The next
+one is the block before it, and at a chunk's first block the last one, of the micro-batch whose turn it is next. So
 beside the block in its backward pass there is one more in the device's memory, for each chunk.
 
 Cost: two copies over the bus of all that is moved (a GPU's PCIe carries some 25 GB/s each way), and as much memory on

@@ -76,9 +76,9 @@ class Positions:
         self._documents: tuple[Tensor, int | None, Documents] | None = None
 
     def expect(self, documents: Iterable[Documents]) -> None:
-        """Tell what the coming micro-batches hold, in the order of their forward passes.
+        """Tell what the coming micro-batches hold, in the order of their forward passes, in place of what was told.
 
-        What was told before is forgotten. Micro-batches that nobody told about are looked at.
+        Micro-batches that nobody told about are looked at.
         """
         self._expected = deque(documents)
 
@@ -125,17 +125,15 @@ class Positions:
     def scope(
         self, kind: str, hidden: Tensor, positions: Tensor, cache: KeyValueCache | None, documents: Documents | None
     ) -> Arguments:
-        """Who may see whom, in the form that the attention kernel takes.
-
-        Args:
-            documents: None with a cache.
-        """
+        """Who may see whom, in the form that the attention kernel takes; `documents` are None with a cache."""
         kernel = self.config._attn_implementation
         if kind == LINEAR:  # by its nature no token sees what follows
             return {"attention_mask": None} | ({} if cache is not None else {"documents": documents})
         window = self.config.sliding_window if kind == SLIDING else None
         if cache is not None:
-            plain = kernel in (TORCH, CUDNN) and _is_causal(positions, cache, window)
+            length = positions.shape[1]
+            causal = cache.level and (length == 1 or not cache.longest)  # which these kernels do without a mask
+            plain = causal and kernel in (TORCH, CUDNN) and (window is None or cache.longest + length <= window)
             return {"attention_mask": None if plain else cached_mask(positions, cache, window, hidden.dtype)}
         assert documents is not None
         if kernel == FLEX:
@@ -190,12 +188,6 @@ def cached_mask(positions: Tensor, cache: KeyValueCache, window: int | None, dty
     keys = torch.arange(cache.longest + positions.shape[1], device=positions.device)
     queries = positions[..., None]
     return _numbers(keys <= queries if window is None else (keys <= queries) & (keys > queries - window), dtype)
-
-
-def _is_causal(positions: Tensor, cache: KeyValueCache, window: int | None) -> bool:
-    """Whether plain causal attention says the same as `cached_mask`."""
-    length = positions.shape[1]
-    return cache.level and (length == 1 or not cache.longest) and (window is None or cache.longest + length <= window)
 
 
 def _numbers(seen: Tensor, dtype: torch.dtype) -> Tensor:
