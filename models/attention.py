@@ -4,14 +4,10 @@ transformers calls the kernels; all of them are exact and keep packed documents 
 scaled_dot_product_attention, document by document (`models.packed_attention`), or for some families the layer's own
 arithmetic. Others never hold the scores and take all documents in one launch. They need a GPU from Ampere on and 16-bit
 weights (on older ones Triton, which flex attention is made of, is no longer supported either). `use_flash_attn: true`
-takes the first of them that can run, in this order:
-
-    flash-attn       where its package is installed; the most tuned one
-    varlen_attn      the same algorithm inside torch (`models.packed_attention`); nothing to install
-    flex_attention   compiled by torch for whatever is done to the scores (`models.flex_attention`): soft caps, ALiBi
-
-`auto` takes the fastest of these, of torch's usual kernel, of cuDNN's and of flash-attn 3 (`training.plan.kernels`). A
-family declares which of them compute its attention exactly. Where none can run, the usual kernel does.
+takes the first of them that can run: flash-attn, where its package is installed; the same algorithm inside torch; flex
+attention (`models.flex_attention`), compiled for whatever is done to the scores. `auto` takes the fastest of these, of
+torch's usual kernel, of cuDNN's and of flash-attn 3 (`training.plan.kernels`). A family declares which of them compute
+its attention exactly. Where none can run, the usual kernel does.
 """
 
 from __future__ import annotations
@@ -48,11 +44,7 @@ class AttentionChoice(NamedTuple):
 
 
 def choose_attention(use_flash_attn: bool, dtype: torch.dtype, exact: tuple[str, ...] = ALL) -> AttentionChoice:
-    """The kernel for a run in `dtype` on this machine.
-
-    Args:
-        exact: the kernels that compute a model's attention exactly, the usual one first.
-    """
+    """The kernel for a run in `dtype` on this machine, of the `exact` ones, of which the usual one is the first."""
     usual = exact[0]
     if not use_flash_attn:
         return AttentionChoice(usual, NAMES[usual])

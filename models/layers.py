@@ -57,9 +57,7 @@ class Block(nn.Module):
     """Layers 1..N: one decoder layer of transformers.
 
     Attributes:
-        recompute: drop the activations inside the block after the forward pass and compute them again in the backward
-            pass (`models.block_options`).
-        offload: where what has to be kept for the backward pass waits in host memory, if it does (`models.offload`).
+        recompute, offload: see `models.block_options`; where what is kept waits in host memory, if it does.
     """
 
     def __init__(self, family: Family, config: PreTrainedConfig, index: int, positions: Positions | None) -> None:
@@ -105,14 +103,10 @@ class Head(nn.Module):
 
     Inside a pipeline (`project_in_loss`) it returns the stream with normalised hidden states and leaves the projection
     to the loss, which never holds the logits of all tokens.
-
-    Attributes:
-        cap: logits are squeezed between -cap and cap by a tanh; None in most families.
-        scale: what hidden states are multiplied with before they are projected; 1 in most families.
     """
 
-    cap: float | None = None
-    scale = 1.0
+    cap: float | None = None  # logits are squeezed between -cap and cap by a tanh, in some families
+    scale = 1.0  # what hidden states are multiplied with before they are projected
 
     def __init__(self, family: Family, config: PreTrainedConfig) -> None:
         super().__init__()
@@ -124,8 +118,7 @@ class Head(nn.Module):
     def forward(self, stream: Stream, loss: Callable[[Stream], Tensor] | None = None) -> Tensor | Stream:
         """Logits [B, S, V], or what is made of the normalised stream in their place.
 
-        Args:
-            loss: called with that stream while this module runs: ZeRO holds the weight together for so long.
+        ZeRO holds the weight together while this module runs, so a `loss` is called inside.
         """
         hidden: Tensor = self.norm(stream[0])
         normalised = (hidden, *stream[1:])

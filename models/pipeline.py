@@ -8,8 +8,6 @@
 * A tied model is an embedding and a head that each own a copy of the weight; where both ends lie in one process they
   share one parameter. DeepSpeed's own TiedLayerSpec builds one module a key, so a head that also has a norm loses it
   when both ends share a rank, and the head writes no layer file of its own.
-
-`VScheduleModel` is the same for the schedule DualPipeV: a V of twice as many chunks, of which each stage holds two.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def hg_to_pp(input_path: str | Path, save_path: str | Path, overwrite: bool = Fa
     spec = ModelSpec.from_folder(folder)
     source = HuggingFaceSource(folder, spec)
     with publish_folder(Path(save_path), overwrite, [folder]) as target:
-        with byte_bar("hg_to_pp", _size(source)) as bar:
+        with byte_bar("hg_to_pp", source.size()) as bar:
             for layer in range(spec.n_layers):
                 bar.update(_write_layer(source, layer, target))
                 for recent in range(max(0, layer - 1), layer + 1):
@@ -74,9 +74,8 @@ def copy_side_files(source: Path, target: Path) -> None:
     """Make a folder of layer files a complete pipeline folder: config, tokenizer, manifest, carried tensors.
 
     Args:
-        source: the folder, of either layout, that the layers or the training came from; from scratch it needs no
-            weights.
-        target: the folder of the layer files.
+        source: of either layout: what the layers or the training came from; from scratch it needs no weights.
+        target: of the layer files.
     """
     manifest = Manifest.read(source)
     if manifest is None and layout.has_huggingface_weights(source):
@@ -101,15 +100,11 @@ def _write_layer(source: HuggingFaceSource, layer: int, target: Path) -> int:
 
 def _verify(source: HuggingFaceSource, target: Path) -> None:
     written = PipelineSource(target, source.spec)
-    with byte_bar("verify", _size(source)) as bar:
+    with byte_bar("verify", source.size()) as bar:
         for layer in range(source.spec.n_layers):
             path = target / layer_file(layer)
             forget_cached(path)
             bar.update(compare(path, source.read_layer(layer), written.read_layer(layer)))
-
-
-def _size(source: HuggingFaceSource) -> int:
-    return sum(source.layer_bytes(layer) for layer in range(source.spec.n_layers))
 
 
 def _write_carried(source: HuggingFaceSource, target: Path) -> Manifest:

@@ -87,10 +87,9 @@ def pp_to_hg(
 
 
 class Export:
-    """One export; what every file will hold is settled before the first byte is written.
+    """One export of a pipeline folder; what every file will hold is settled before the first byte is written.
 
     Args:
-        folder: in the pipeline layout.
         writers: the layers of each writer, where there are several; each layer has one.
 
     Raises:

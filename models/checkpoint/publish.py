@@ -8,9 +8,9 @@ since, belongs to a user. It is renamed away first, looked at again there, where
 removed last.
 
 The hidden folder carries a mark too, on which its writer holds a lock that the kernel drops when the writer is gone.
-The next writer of the same target removes what nobody has a lock on; a lock says nothing about writers under another
-kernel, whose folders have to be untouched for a day. The mark is the first thing in a hidden folder and the last: one
-without it, of a writer that was killed at either moment, is empty, and goes after a minute.
+The next writer of the same target removes what nobody has a lock on; what writers under another kernel left has to be
+untouched for a day. A hidden folder without a mark, of a writer that was killed at its first moment or its last, is
+empty, and goes after a minute.
 """
 
 from __future__ import annotations

@@ -100,12 +100,8 @@ class SafetensorsFile:
 
 
 class SafetensorsWriter:
-    """Writes a set of safetensors files whose contents are announced up front.
-
-    Args:
-        folder: where the files go.
-        files: file name -> names of its tensors, in order.
-        infos: tensor name -> dtype and shape.
+    """Writes a set of safetensors files whose contents are announced up front: the names of each file's tensors, in
+    order, and each tensor's dtype and shape.
     """
 
     def __init__(self, folder: Path, files: dict[str, list[str]], infos: dict[str, TensorInfo]) -> None:

@@ -113,9 +113,10 @@ class HuggingFaceSource:
     def describe(self, layer: int, name: str) -> str:
         return f"{self.folder}: {listed(self.weight_map.binding_of(layer, name).disk, most=1)}"
 
-    def layer_bytes(self, layer: int) -> int:
-        """The size of a layer's weights as they are stored."""
-        return sum(self.info(name).nbytes for binding in self._bindings(layer) for name in binding.disk)
+    def size(self) -> int:
+        """Bytes of all layers' weights as they are stored."""
+        bindings = (binding for layer in range(self.spec.n_layers) for binding in self._bindings(layer))
+        return sum(self.info(name).nbytes for binding in bindings for name in binding.disk)
 
     def info(self, disk_name: str) -> TensorInfo:
         """Dtype and shape of a tensor by its name on disk; of a quantized one as it is read."""
