@@ -84,11 +84,7 @@ def work_of(
 
 
 def _fused(operations: Sequence[Operation], everything: Sequence[Operation]) -> list[Operation]:
-    """The operations of a pass with what only moves data joined.
-
-    Args:
-        everything: the operations of both passes, one of which may use what another one writes.
-    """
+    """The operations of a pass with what only moves data joined; `everything` is those of both passes, that may use it."""
     fused: list[Operation] = []
     for kind, group in groupby(operations, lambda operation: operation.kind):
         joined = list(group)

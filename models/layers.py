@@ -57,7 +57,8 @@ class Block(nn.Module):
     """Layers 1..N: one decoder layer of transformers.
 
     Attributes:
-        recompute, offload: see `models.block_options`; where what is kept waits in host memory, if it does.
+        recompute: whether what it computes is dropped, and computed again in the backward pass.
+        offload: where what is kept until then waits in host memory, if it does (`models.offload`).
     """
 
     def __init__(self, family: Family, config: PreTrainedConfig, index: int, positions: Positions | None) -> None:

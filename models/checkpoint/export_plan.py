@@ -93,11 +93,7 @@ def divide(infos: Infos, max_shard_bytes: int) -> Files:
 
 
 def cut_between(files: Files, writers: Mapping[str, int]) -> Files:
-    """The same division, but a file that several writers would share is cut into one for each.
-
-    Args:
-        writers: the number of each tensor's writer.
-    """
+    """The same division, but a file that several of the tensors' writers would share is cut into one for each."""
     pieces = []
     for names in files.values():
         its_writers = sorted({writers[name] for name in names})

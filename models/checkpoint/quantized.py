@@ -73,11 +73,7 @@ class Quantized(NamedTuple):
 
 
 def quantized_tensors(config: dict[str, Any], names: Iterable[str], where: object) -> dict[str, Quantized]:
-    """The tensors of a checkpoint that are made up of two, by the names that they are read under.
-
-    Args:
-        config: config.json.
-        names: of everything on disk.
+    """The tensors of a checkpoint that are made up of two, of all `names` on disk, by those that they are read under.
 
     Raises:
         CheckpointError: the weights are quantized in another way.

@@ -29,12 +29,7 @@ ROWS = 8  # texts under way at once, for each group
 
 
 class Request:
-    """A prompt and what follows it.
-
-    Args:
-        prompt: at least one token.
-        max_new_tokens: at least one.
-        stop: tokens that end the answer.
+    """A prompt, of at least one token, and what follows it: at least one, up to one of `stop`.
 
     Attributes:
         text: the prompt and the answer so far.
@@ -129,7 +124,6 @@ def stop_ids(folder: Path) -> set[int]:
         return set()
     try:
         ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        found = {operator.index(each) for each in (ids if isinstance(ids, list) else [] if ids is None else [ids])}
+        return {operator.index(each) for each in (ids if isinstance(ids, list) else [] if ids is None else [ids])}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path}: damaged; expected a JSON object with numbers as eos_token_id") from None
-    return found

@@ -34,11 +34,7 @@ class Pass(NamedTuple):
 
 
 class Passes:
-    """What a model computes for groups of rows, with the keys and values of each.
-
-    Args:
-        model: with the head.
-        groups: of rows, whose passes may be under way at the same time.
+    """What a model with a head computes for groups of rows, whose passes may be under way at the same time.
 
     Raises:
         CheckpointError: the family cannot.

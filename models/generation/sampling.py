@@ -44,12 +44,7 @@ GREEDY = Sampling(temperature=0.0)
 def choose(
     logits: Tensor, sampling: Sampling, text: list[int] | None = None, generator: torch.Generator | None = None
 ) -> int:
-    """The next token from logits [V].
-
-    Args:
-        text: the tokens so far, for the penalty.
-        generator: of the request, see `Sampling.generator`.
-    """
+    """The next token from logits [V]; `text` is the tokens so far, for the penalty."""
     if sampling.repetition_penalty != 1.0 and text:
         used = torch.tensor(sorted(set(text)), device=logits.device)
         scores = logits[used]
