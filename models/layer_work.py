@@ -84,7 +84,7 @@ def work_of(
 
 
 def _fused(operations: Sequence[Operation], everything: Sequence[Operation]) -> list[Operation]:
-    """The operations of a pass with what only moves data joined; `everything` is those of both passes, that may use it."""
+    """The operations of a pass with what only moves data joined; `everything` is those of both passes."""
     fused: list[Operation] = []
     for kind, group in groupby(operations, lambda operation: operation.kind):
         joined = list(group)
