@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from models.checkpoint.convert import copy_files
-from models.checkpoint.export_plan import SINGLE_FILE, Files, cast, cut_between, divide, native_infos, original_infos
+from models.checkpoint.export_plan import SINGLE_FILE, cast, cut_between, divide, native_infos, original_infos
 from models.checkpoint.layout import CARRIED, Layout, Manifest, layout_of, resolve, side_files
 from models.checkpoint.parallel import byte_bar, in_parallel
 from models.checkpoint.publish import publish_folder
@@ -119,13 +119,16 @@ class Export:
             self.infos = cast(self.infos, options.dtype, carried)
         self.writers = writers or [range(self.spec.n_layers)]
         self.writer_of = self._assign()
-        self.files = self._divide()
+        if self.manifest and not self.native and not options.max_shard_bytes:  # as the original was divided
+            files = self.manifest.files
+        else:
+            files = divide(self.infos, options.max_shard_bytes or MAX_SHARD_BYTES)
+        self.files = files if len(self.writers) == 1 else cut_between(files, self.writer_of)
 
     def write_weights(self, target: Path, writer: int = 0) -> None:
         """The weight files of one writer; the first one shows its progress."""
-        files = {
-            file: names for file, names in self.files.items() if all(self.writer_of[name] == writer for name in names)
-        }
+        own = {name for name, its_writer in self.writer_of.items() if its_writer == writer}
+        files = {file: names for file, names in self.files.items() if own.issuperset(names)}
         total = sum(self.infos[name].nbytes for names in files.values() for name in names)
         with byte_bar("pp_to_hg", total, shown=writer == 0) as bar, SafetensorsWriter(target, files, self.infos) as out:
             for tensors in self._layers(writer):
@@ -177,14 +180,6 @@ class Export:
                     assigned |= dict.fromkeys(binding.disk, writer)
         return assigned
 
-    def _divide(self) -> Files:
-        """As the original was divided, where that can be."""
-        if self.manifest and not self.native and not self.options.max_shard_bytes:
-            files = self.manifest.files
-        else:
-            files = divide(self.infos, self.options.max_shard_bytes or MAX_SHARD_BYTES)
-        return files if len(self.writers) == 1 else cut_between(files, self.writer_of)
-
     def _layers(self, writer: int) -> Iterator[dict[str, Tensor]]:
         """Every tensor of a writer that belongs on disk, under its name there, layer by layer."""
         for layer in self.writers[writer]:
@@ -202,13 +197,11 @@ class Export:
 
     def _config(self) -> dict[str, Any]:
         """config.json for other weights than the original's."""
-        config = dict(self.spec.raw)
+        config = raw = self.spec.raw
         if self.native:
-            config = {"architectures": [self.native.architecture], **self.spec.fields}
-            config["torch_dtype"] = self.spec.raw.get("torch_dtype")
-        if self.options.dtype:
-            config = with_dtype(config, self.options.dtype)
-        return config
+            named = {"architectures": [self.native.architecture]}
+            config = named | self.spec.fields | {"torch_dtype": raw.get("torch_dtype")}
+        return with_dtype(config, self.options.dtype) if self.options.dtype else config
 
 
 def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
