@@ -37,14 +37,10 @@ SCORELESS = "planned_attention"  # and `_scoreless`
 
 @dataclass(frozen=True)
 class FakeLayer:
-    """A layer and what it is called with.
-
-    Attributes:
-        arguments: masks and angles, which the blocks of a stage share.
-    """
+    """A layer and what it is called with."""
 
     module: Embedding | Block | Head
-    arguments: dict[str, Any]
+    arguments: dict[str, Any]  # masks and angles, which the blocks of a stage share
     _hidden: Tensor
     _ids: Tensor
 
@@ -90,19 +86,13 @@ def fake_layer(
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes for one micro-batch.
+    """Bytes for one micro-batch."""
 
-    Attributes:
-        inside: saved by the layer, its input included where it is saved.
-        arguments: masks and angles, which the blocks of a stage share.
-        largest: of the tensors.
-        waiting: what the gradients of weights are made of, where they wait: the linear layers' inputs and the gradients
-            of their outputs; of an embedding and a head nothing, as theirs do not wait.
-    """
-
-    inside: int
-    arguments: int
-    largest: int
+    inside: int  # saved by the layer, its input included where it is saved
+    arguments: int  # masks and angles, which the blocks of a stage share
+    largest: int  # of the tensors
+    # What the gradients of weights are made of, where they wait, as those of embedding and head do not: the linear
+    # layers' inputs and the gradients of their outputs.
     waiting: int
 
 

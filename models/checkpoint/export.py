@@ -48,7 +48,6 @@ class ExportOptions:
     """How an export differs from the folder that the layers came from.
 
     Attributes:
-        layout: "original", or "native" for one that needs no remote code.
         dtype: cast every weight to it; as in the original where absent.
         max_shard_bytes: divide the weights anew into files of at most this size; as in the original where absent, or
             into files of 5 GB where there is none.

@@ -136,19 +136,13 @@ def weight_files(folder: Path, suffixes: tuple[str, ...] = (".safetensors", ".bi
 
 
 class Manifest(BaseModel):
-    """How the HuggingFace folder was laid out that a pipeline folder came from.
-
-    Attributes:
-        files: the folder's weight files in order, each with its tensors' names on disk in order.
-        dtypes: the dtype of each tensor, under its name on disk, as safetensors spells it ("BF16").
-        side_files: the names of the files that were copied byte for byte.
-    """
+    """How the HuggingFace folder was laid out that a pipeline folder came from."""
 
     model_config = ConfigDict(extra="forbid")
 
-    files: dict[FileName, list[str]]
-    dtypes: dict[str, str]
-    side_files: list[FileName]
+    files: dict[FileName, list[str]]  # weight files in order, each with its tensors' names on disk in order
+    dtypes: dict[str, str]  # of each tensor, under its name on disk, as safetensors spells it ("BF16")
+    side_files: list[FileName]  # that were copied byte for byte
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:

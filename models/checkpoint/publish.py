@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from common.lease import kernel_name
-from common.whole_files import sync
+from common.whole_files import replace_text, sync
 from models.checkpoint.parallel import sync_files
 from models.errors import CheckpointError
 
@@ -128,9 +128,7 @@ def _write_mark(folder: Path) -> None:
     sync_files(folder)
     found = {path.relative_to(folder).as_posix(): path.stat() for path in folder.rglob("*") if path.is_file()}
     files = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in sorted(found.items())}
-    (folder / MARK).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
-    sync(folder / MARK)
-    sync(folder)
+    replace_text(folder / MARK, json.dumps({"files": files}, indent=1) + "\n")
 
 
 def _read_mark(folder: Path) -> dict[str, Any]:
@@ -191,21 +189,15 @@ def workplace(target: Path) -> Iterator[Path]:
 def sweep(found: Iterable[Path]) -> None:
     """Remove those of some hidden folders whose writers are no more."""
     for work in found:
-        if _is_unmarked(work):
-            shutil.rmtree(work, ignore_errors=True)
+        with suppress(OSError):
+            is_empty = {path.name for path in work.iterdir()} <= {UNLOCKED}
+            if is_empty and time.time() - work.stat().st_mtime > UNMARKED:
+                shutil.rmtree(work, ignore_errors=True)
         with suppress(OSError), open(work / MARK, "r+", encoding="utf-8") as mark:
             fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
             newest = max(path.lstat().st_mtime for path in (work, *work.rglob("*")))
             if _read_mark(work).get("kernel") == kernel_name() or time.time() - newest > ABANDONED:
                 _clear(work)
-
-
-def _is_unmarked(work: Path) -> bool:
-    """Whether a hidden folder has had no mark for a minute, and holds nothing."""
-    with suppress(OSError):
-        empty = {path.name for path in work.iterdir()} <= {UNLOCKED}
-        return empty and time.time() - work.stat().st_mtime > UNMARKED
-    return False
 
 
 def _clear(work: Path) -> None:

@@ -30,18 +30,12 @@ Read = Callable[[str], Tensor]
 
 
 class Quantized(NamedTuple):
-    """A tensor that two tensors on disk make up.
-
-    Attributes:
-        numbers, scales: their names.
-        dtype: what it is read as.
-        block: rows and columns that share a scale, of fp8.
-    """
+    """A tensor that two tensors on disk, of these names, make up."""
 
     numbers: str
     scales: str
-    dtype: torch.dtype
-    block: tuple[int, int] | None
+    dtype: torch.dtype  # it is read as
+    block: tuple[int, int] | None  # rows and columns that share a scale, of fp8
 
     def info(self, numbers: TensorInfo) -> TensorInfo:
         """What it looks like when it is read."""

@@ -132,8 +132,7 @@ class TracedModel(nn.Module):
             mask = each["attention_mask"].masked_fill(padding, torch.finfo(hidden.dtype).min)
             each |= {"attention_mask": mask, self.positions.cache_argument: cache, "use_cache": True}
         for block in self.model.blocks:
-            output = block.block(hidden, **arguments[block.kind])
-            hidden = output[0] if isinstance(output, tuple) else output
+            hidden, _ = block._run(hidden, places, arguments[block.kind])
         return self.model.head.project(self.model.head.norm(hidden)), cache.present
 
 
