@@ -48,18 +48,15 @@ def choose_attention(use_flash_attn: bool, dtype: torch.dtype, exact: tuple[str,
     usual = exact[0]
     if not use_flash_attn:
         return AttentionChoice(usual, NAMES[usual])
-    obstacle = _device_obstacle(dtype)
-    if obstacle:
+    if obstacle := _device_obstacle(dtype):
         return AttentionChoice(usual, f"{NAMES[usual]}: use_flash_attn is set, but {obstacle}")
-    passed_over: list[str] = []
-    for kernel, missing in ((FLASH, _flash_missing), (VARLEN, None), (FLEX, _flex_missing)):
-        obstacle = missing() if missing else None
-        if kernel not in exact:
-            obstacle = f"{NAMES[kernel]} does not compute this model's attention"
+    passed_over = ""
+    for kernel, missing in ((FLASH, _flash_missing()), (VARLEN, None), (FLEX, _flex_missing())):
+        obstacle = missing if kernel in exact else f"{NAMES[kernel]} does not compute this model's attention"
         if obstacle is None:
-            return AttentionChoice(kernel, ": ".join([NAMES[kernel], *filter(None, ["; ".join(passed_over)])]))
-        passed_over.append(obstacle)
-    return AttentionChoice(usual, f"{NAMES[usual]}: use_flash_attn is set, but {'; '.join(passed_over)}")
+            return AttentionChoice(kernel, NAMES[kernel] + (passed_over and f": {passed_over}"))
+        passed_over += f"; {obstacle}" if passed_over else obstacle
+    return AttentionChoice(usual, f"{NAMES[usual]}: use_flash_attn is set, but {passed_over}")
 
 
 def candidates(dtype: torch.dtype, exact: tuple[str, ...] = ALL) -> list[str]:

@@ -21,14 +21,7 @@ from models.spec import ModelSpec
 
 
 class CausalLM(nn.Module):
-    """Embedding, blocks and head as one module.
-
-    Args:
-        part: which layers to hold; all where absent.
-
-    Attributes:
-        layers: N+2 layers, numbered as in the pipeline; parameter names are `layers.<layer>.<name>`.
-    """
+    """Embedding, blocks and head as one module, or `part` of them; parameter names are `layers.<layer>.<name>`."""
 
     def __init__(
         self,

@@ -16,11 +16,7 @@ from torch import Tensor
 
 
 class Documents:
-    """The lengths of the documents in each row of a micro-batch.
-
-    Attributes:
-        rows: the lengths, row by row; each row sums to the same.
-    """
+    """The lengths of the documents in each row of a micro-batch; each row sums to the same."""
 
     def __init__(self, rows: Iterable[Iterable[int]]) -> None:
         self.rows = tuple(tuple(row) for row in rows)

@@ -87,7 +87,6 @@ def _initialise(module: nn.Module, std: float) -> None:
     for parameter in module.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=std)
-    for child in module.modules():
-        bias = getattr(child, "bias", None)
-        if isinstance(bias, nn.Parameter):
-            nn.init.zeros_(bias)
+    for name, parameter in module.named_parameters():
+        if name.rpartition(".")[2] == "bias":
+            nn.init.zeros_(parameter)

@@ -2,9 +2,8 @@
 
 The loss of a step is the mean cross-entropy over the supervised tokens of the GLOBAL batch, however that is cut into
 micro-batches and spread over replicas. No stage sees that batch, so a micro-batch contributes its sum times a scale
-that the data loader, which does see it, sends along.
-Only supervised positions are projected to the vocabulary, chunk by chunk (`models.lean_loss`): on instruction data that
-saves most of the head's work, and nobody ever holds the logits of a whole micro-batch.
+that the data loader, which does see it, sends along. Only supervised positions are projected to the vocabulary, chunk
+by chunk (`models.lean_loss`): on instruction data that saves most of the head's work.
 
 A user's own loss may take the place of the cross-entropy: of each token by itself, so that no cut of a batch changes
 it. It costs the head's product twice, as logits are made again in the backward pass, and autograd's copies of a chunk.

@@ -30,14 +30,10 @@ LEAST = 1 << 20  # bytes; what is smaller costs more time than it frees memory
 
 
 class HostCopy:
-    """A tensor's numbers in host memory; the tensor itself may go.
-
-    Attributes:
-        asked: how often it will be asked for; until the last time it stays on its device once it is back.
-    """
+    """A tensor's numbers in host memory; the tensor itself may go."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.asked = 1
+        self.asked = 1  # how often it will be asked for; until the last time it stays on its device once it is back
         self._returned: Tensor | None = None
         tensor = tensor.detach()
         self._device = tensor.device

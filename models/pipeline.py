@@ -153,13 +153,11 @@ class VScheduleModel(DualPipeVModule, PipelineModel):
 
     So embedding and head lie on the first stage, and the ends of a tied model share one parameter. DeepSpeed runs one
     chunk or the other as this module's forward pass; the loss belongs to the second.
-
-    Attributes:
-        weight_gradients: of each chunk, what backward passes leave for later.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        # Of each chunk, what backward passes leave for later.
         self.weight_gradients = [WeightGradients() for _ in self.phase_funcs]
         for later, layers in zip(self.weight_gradients, self.phase_funcs, strict=True):
             for layer in layers:

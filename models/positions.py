@@ -6,7 +6,7 @@ stands on the right, where no real token attends to it, and is treated like any 
 masks and biases, so that a padded row still needs no mask.
 
 Where documents begin is a question to the device, unless whoever lays out the micro-batches answers it ahead
-(`Positions.expect`); then nothing here makes the host wait.
+(`Positions.expect`).
 """
 
 from __future__ import annotations
@@ -56,13 +56,10 @@ class Positions:
 
     It remembers the last micro-batch only: the blocks of a stage run one after the other on the same position ids. It
     is no nn.Module on purpose: the rotary frequencies stay fp32 when the model is cast to bf16.
-
-    Attributes:
-        slopes: of ALiBi, [heads] fp32, where they were last asked for; None in families without it.
     """
 
     cache_argument = "past_key_values"
-    slopes: Tensor | None = None
+    slopes: Tensor | None = None  # of ALiBi, [heads] fp32, where they were last asked for
 
     def __init__(self, family: Family, config: PreTrainedConfig) -> None:
         self.config = config

@@ -45,23 +45,16 @@ ExportLayout = Literal["original", "native"]
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How an export differs from the folder that the layers came from.
-
-    Attributes:
-        dtype: cast every weight to it; as in the original where absent.
-        max_shard_bytes: divide the weights anew into files of at most this size; as in the original where absent, or
-            into files of 5 GB where there is none.
-        verify: read every tensor back and compare it before the folder appears.
-        compat: let transformers 4 read config and tokenizer too (`servers.py`); a native layout always does.
-        add_tokenizer: called with (source folder, folder to be) for a native layout that replaces the original's.
-        add_card: called with the same when everything else is there.
-    """
+    """How an export differs from the folder that the layers came from."""
 
     layout: ExportLayout = "original"
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = None  # to cast every weight to; as in the original where absent
+    # Of files, into which the weights are divided anew; as in the original where absent, or 5 GB where there is none.
     max_shard_bytes: int | None = None
-    verify: bool = False
-    compat: bool = False
+    verify: bool = False  # read every tensor back and compare it before the folder appears
+    compat: bool = False  # let transformers 4 read config and tokenizer too (`servers.py`); a native layout always does
+    # Called with (source folder, folder to be): for a native layout's tokenizer in place of the original's, and for a
+    # card when everything else is there.
     add_tokenizer: Callable[[Path, Path], None] | None = None
     add_card: Callable[[Path, Path], None] | None = None
 

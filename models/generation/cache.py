@@ -22,17 +22,13 @@ LEAST = 128  # tokens for which there is room at first
 
 
 class KeyValueCache:
-    """What the blocks of a process remember; transformers' layers call `update`.
-
-    Attributes:
-        lengths: how many tokens each row holds.
-    """
+    """What the blocks of a process remember; transformers' layers call `update`."""
 
     # By which blocks of linear attention add to what `layers` holds of them.
     update_conv_state, update_recurrent_state = Cache.update_conv_state, Cache.update_recurrent_state
 
     def __init__(self, rows: int = 1) -> None:
-        self.lengths = [0] * rows
+        self.lengths = [0] * rows  # how many tokens each row holds
         self._blocks: dict[int, tuple[Tensor, Tensor]] = {}  # [rows, heads, room, width] each
         self.layers: defaultdict[int, LinearAttentionLayer] = defaultdict(LinearAttentionLayer)  # of linear attention
         self._positions: Tensor | None = None
