@@ -131,19 +131,13 @@ class Head(nn.Module):
         """What normalised hidden states are multiplied with, [V, H]."""
         return self.lm_head.weight
 
-    @property
-    def bias(self) -> Tensor | None:
-        """What is added to the logits, [V]."""
-        bias: Tensor | None = self.lm_head.bias
-        return bias
-
     def scaled(self, hidden: Tensor) -> Tensor:
         """Normalised hidden states as they are multiplied with it."""
         return hidden if self.scale == 1 else hidden * self.scale
 
     def project(self, hidden: Tensor) -> Tensor:
         """Normalised hidden states [..., H] -> logits [..., V]."""
-        logits = F.linear(self.scaled(hidden), self.projection(), self.bias)
+        logits = F.linear(self.scaled(hidden), self.projection(), self.lm_head.bias)
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 

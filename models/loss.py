@@ -69,8 +69,8 @@ def token_loss(
     if own:
         return _own_loss(own, rows, targets, head)
     rows, projection = head.scaled(rows), head.projection()
-    if head.bias is not None:
-        rows, projection = _with_bias(rows, projection, head.bias)
+    if (bias := head.lm_head.bias) is not None:
+        rows, projection = _with_bias(rows, projection, bias)
     return linear_cross_entropy(rows, projection, targets, head.cap, z_loss_weight)
 
 

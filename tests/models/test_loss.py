@@ -19,10 +19,9 @@ ROWS, LENGTH, WIDTH, WORDS = 3, 7, 8, 11
 class Bare(Head):
     """A head that multiplies with a given matrix."""
 
-    bias = None
-
     def __init__(self, weight: Tensor) -> None:
         torch.nn.Module.__init__(self)
+        self.lm_head = torch.nn.Linear(WIDTH, WORDS, bias=False)
         self.weight = weight
 
     def projection(self) -> Tensor:
