@@ -54,19 +54,14 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Layers 1..N: one decoder layer of transformers.
-
-    Attributes:
-        recompute: whether what it computes is dropped, and computed again in the backward pass.
-        offload: where what is kept until then waits in host memory, if it does (`models.offload`).
-    """
+    """Layers 1..N: one decoder layer of transformers."""
 
     def __init__(self, family: Family, config: PreTrainedConfig, index: int, positions: Positions | None) -> None:
         super().__init__()
         self.block = family.decoder_layer(config, index)
         self.kind = attention_kind(config, index)
-        self.recompute = False
-        self.offload: Returns | None = None
+        self.recompute = False  # what it computes, in the backward pass again
+        self.offload: Returns | None = None  # where what is kept until then waits in host memory, if it does
         self.index = index
         self._positions = positions
         # None in the dense blocks that a family may have.

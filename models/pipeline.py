@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -41,12 +42,11 @@ class LaterLayer(LayerSpec):
     """A layer that a function makes when its stage asks for it."""
 
     def __init__(self, make: Callable[..., nn.Module], *arguments: Any) -> None:
-        super().__init__(nn.Module, make, *arguments)
+        super().__init__(nn.Module)
+        self._make = partial(make, *arguments)
 
     def build(self, log: bool = False) -> nn.Module:
-        make, *arguments = self.module_args
-        made: nn.Module = make(*arguments)
-        return made
+        return self._make()
 
 
 class PipelineModel(PipelineModule):

@@ -23,17 +23,13 @@ LONGROPE, DYNAMIC = "longrope", "dynamic"
 
 
 class DocumentRotary(nn.Module):
-    """transformers' rotary embedding, with the frequencies of each document's own length.
-
-    Attributes:
-        length: the length of pretraining, up to which the angles are the same.
-        longest: beyond it they do not change any more; None where each length has its own.
-    """
+    """transformers' rotary embedding, with the frequencies of each document's own length."""
 
     def __init__(self, rotary: nn.Module, config: PreTrainedConfig) -> None:
         super().__init__()
         self.rotary: Any = rotary
         turning = turning_length(config)
+        # The length of pretraining, up to which the angles are the same, and that from which they are the same again.
         self.length = int(config.max_position_embeddings) if turning is None else turning
         self.longest = None if turning is None else turning + 1
         self._table = torch.empty(0, device="cpu")

@@ -94,9 +94,8 @@ def layout_of(folder: Path) -> Layout:
         return Layout.PIPELINE
     if has_huggingface_weights(folder):
         return Layout.HUGGINGFACE
-    raise CheckpointError(
-        f"{folder}: no weights; expected *.safetensors, pytorch_model*.bin or layer_*-model_states.pt"
-    )
+    expected = "*.safetensors, pytorch_model*.bin or layer_*-model_states.pt"
+    raise CheckpointError(f"{folder}: no weights; expected {expected}")
 
 
 def has_huggingface_weights(folder: Path) -> bool:

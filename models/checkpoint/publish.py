@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from common.lease import kernel_name
-from common.whole_files import replace_text, sync
+from common.whole_files import sync
 from models.checkpoint.parallel import sync_files
 from models.errors import CheckpointError
 
@@ -128,7 +128,9 @@ def _write_mark(folder: Path) -> None:
     sync_files(folder)
     found = {path.relative_to(folder).as_posix(): path.stat() for path in folder.rglob("*") if path.is_file()}
     files = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in sorted(found.items())}
-    replace_text(folder / MARK, json.dumps({"files": files}, indent=1) + "\n")
+    (folder / MARK).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
+    sync(folder / MARK)
+    sync(folder)
 
 
 def _read_mark(folder: Path) -> dict[str, Any]:

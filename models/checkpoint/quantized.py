@@ -81,9 +81,8 @@ def quantized_tensors(config: dict[str, Any], names: Iterable[str], where: objec
     if method == FP8:
         block = settings.get("weight_block_size")
         if not (isinstance(block, list) and len(block) == 2):
-            raise CheckpointError(
-                f"{where}: {QUANTIZATION}: fp8 without weight_block_size; expected a scale for each block"
-            )
+            what = "fp8 without weight_block_size; expected a scale for each block"
+            raise CheckpointError(f"{where}: {QUANTIZATION}: {what}")
         weights = [name.removesuffix(SCALE) for name in known if name.endswith(SCALE)]
         return {name: Quantized(name, name + SCALE, dtype, (block[0], block[1])) for name in weights if name in known}
     if method == MXFP4:

@@ -79,10 +79,8 @@ def check(input_path: str | Path) -> dict[str, list[str]]:
     adapted = _older_tokenizer(dict(settings), template)
     older = [name for name in _older_fields(spec) if name not in spec.raw]
     older += [name for name in adapted if adapted[name] != settings.get(name)]
-    special = [
-        f"config.json or tokenizer_config.json without {', '.join(older)} that it knows; export it with --compat"
-    ]
-    found = {server: general + special * (is_older and bool(older)) for server, is_older in SERVERS.items()}
+    special = f"config.json or tokenizer_config.json without {', '.join(older)} that it knows; export it with --compat"
+    found = {server: general + [special] * (is_older and bool(older)) for server, is_older in SERVERS.items()}
     for (server, family), (refused, why) in REFUSALS.items():
         if spec.family.name == family and refused(spec):
             found[server] = [*found[server], why]

@@ -68,13 +68,7 @@ class PipelineSource:
 
 
 class HuggingFaceSource:
-    """A HuggingFace folder: a layer's tensors are found through the index, in however many shards they lie.
-
-    Attributes:
-        files: file name -> the names of its tensors, those on disk but for quantized ones.
-        names: all of these.
-        weight_map: the family's naming table in this folder's spelling.
-    """
+    """A HuggingFace folder: a layer's tensors are found through the index, in however many shards they lie."""
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.folder = folder
@@ -83,11 +77,12 @@ class HuggingFaceSource:
         stored = self._list_files()
         self._file_of = {name: file for file, names in stored.items() for name in names}
         self._quantized = quantized_tensors(spec.raw, self._file_of, folder)
+        # The names of each file's tensors: those on disk but for quantized ones.
         self.files = {file: without_parts(names, self._quantized) for file, names in stored.items()}
         for name, each in self._quantized.items():
             self._file_of[name] = self._file_of[each.numbers]
         self.names = {name for names in self.files.values() for name in names}
-        self.weight_map = spec.weight_map.for_names(self.names)
+        self.weight_map = spec.weight_map.for_names(self.names)  # in this folder's spelling
         layers = range(spec.n_layers)
         expected = {name for layer in layers for each in self._bindings(layer, tied=False) for name in each.disk}
         optional = {self.weight_map.tied_head} - self.names if spec.tied else set()
@@ -183,10 +178,8 @@ class HuggingFaceSource:
             for path in weight_files(self.folder):
                 self._open[path.name] = _open_tensors(path)
                 for name in self._open[path.name]:
-                    if where.setdefault(name, path.name) != path.name:
-                        raise CheckpointError(
-                            f"{path}: {name} lies in {where[name]} too, and no index says which counts"
-                        )
+                    if (other := where.setdefault(name, path.name)) != path.name:
+                        raise CheckpointError(f"{path}: {name} lies in {other} too, and no index says which counts")
             return {file: list(opened) for file, opened in self._open.items()}
         files: dict[str, list[str]] = {}
         for name, file in index.items():

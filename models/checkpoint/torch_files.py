@@ -44,9 +44,8 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         self._state = load_archive(path)
-        if not isinstance(self._state, dict) or not all(
-            isinstance(name, str) and isinstance(value, Tensor) for name, value in self._state.items()
-        ):
+        pairs = self._state.items() if isinstance(self._state, dict) else [(None, None)]
+        if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in pairs):
             raise CheckpointError(f"{path}: expected a dict of names and tensors")
         for name, tensor in self._state.items():
             has_numbers = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta

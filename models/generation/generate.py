@@ -29,16 +29,11 @@ ROWS = 8  # texts under way at once, for each group
 
 
 class Request:
-    """A prompt, of at least one token, and what follows it: at least one, up to one of `stop`.
-
-    Attributes:
-        text: the prompt and the answer so far.
-        done: the answer is complete; whoever reads it may say so too.
-    """
+    """A prompt, of at least one token, and what follows it: at least one, up to one of `stop`."""
 
     def __init__(self, prompt: list[int], max_new_tokens: int, stop: set[int], sampling: Sampling = GREEDY) -> None:
-        self.text = list(prompt)
-        self.done = False
+        self.text = list(prompt)  # and the answer so far
+        self.done = False  # or the answer is complete; whoever reads it may say so too
         self._most = len(prompt) + max_new_tokens
         self._stop = stop
         self._sampling = sampling
