@@ -71,8 +71,7 @@ def work_of(
             fake.run_backward(output)
         blocks = compiled and isinstance(fake.module, Block)
     noted = [*forward.noted, *backward.noted]
-    passes = [_fused(each, noted) if blocks else each for each in (forward.noted, backward.noted)]
-    return LayerWork(tuple(passes[0]), tuple(passes[1]))
+    return LayerWork(*(tuple(_fused(each.noted, noted) if blocks else each.noted) for each in (forward, backward)))
 
 
 def _fused(operations: Sequence[Operation], everything: Sequence[Operation]) -> list[Operation]:

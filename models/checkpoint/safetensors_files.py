@@ -39,10 +39,6 @@ class TensorInfo:
     dtype: torch.dtype
     shape: torch.Size
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorInfo:
-        return cls(tensor.dtype, tensor.shape)
-
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize

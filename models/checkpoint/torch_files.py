@@ -59,7 +59,7 @@ class MappedFile:
         return iter(self._state)
 
     def info(self, name: str) -> TensorInfo:
-        return TensorInfo.of(self._state[name])
+        return TensorInfo(self._state[name].dtype, self._state[name].shape)
 
     def read(self, name: str) -> Tensor:
         return self._state[name]

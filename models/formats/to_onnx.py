@@ -101,8 +101,7 @@ class GivenCache(KeyValueCache):
 
     def update(self, keys: Tensor, values: Tensor, block: int, *_: Any) -> tuple[Tensor, Tensor]:
         if self._past:
-            held = self._past[block]
-            keys, values = torch.cat([held[0], keys], dim=2), torch.cat([held[1], values], dim=2)
+            keys, values = (torch.cat(both, dim=2) for both in zip(self._past[block], (keys, values), strict=True))
         self.present.append((keys, values))
         return keys, values
 
