@@ -29,7 +29,7 @@ class DocumentRotary(nn.Module):
         super().__init__()
         self.rotary: Any = rotary
         turning = turning_length(config)
-        # The length of pretraining, up to which the angles are the same, and that from which they are the same again.
+        # Up to the length of pretraining the angles are the same, and from `longest` on; None: each length has its own.
         self.length = int(config.max_position_embeddings) if turning is None else turning
         self.longest = None if turning is None else turning + 1
         self._table = torch.empty(0, device="cpu")

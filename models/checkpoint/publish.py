@@ -173,7 +173,7 @@ def _try_renaming(target: Path, old: Path) -> None:
 
 @contextmanager
 def workplace(target: Path) -> Iterator[Path]:
-    """An empty folder, in a hidden one beside the target, that is removed in the end unless it was renamed."""
+    """An empty folder in a hidden one beside the target, removed in the end unless it was renamed; or an OSError."""
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
     try:
         with open(work / UNLOCKED, "w", encoding="utf-8") as mark:
