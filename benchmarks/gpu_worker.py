@@ -28,8 +28,8 @@ from benchmarks.turns import Straight
 from models.attention import CUDNN, FLASH, FLASH_3, TORCH, choose_attention
 from models.flex_attention import FLEX
 from models.loading import SeededStates
+from models.packed_attention import VARLEN
 from models.spec import ModelSpec
-from models.varlen_attention import VARLEN
 from training.config.deepspeed_config import training_dtype
 from training.data_setup import build_loader
 from training.distributed.processes import free_port, gather

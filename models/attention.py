@@ -1,17 +1,13 @@
 """Which attention kernel a run uses, and why.
 
 transformers calls the kernels; all of them are exact and keep packed documents apart. The usual one is torch's own
-scaled_dot_product_attention, document by document (`models.document_attention`), or for some families the layer's own
+scaled_dot_product_attention, document by document (`models.packed_attention`), or for some families the layer's own
 arithmetic. Others never hold the scores and take all documents in one launch. They need a GPU from Ampere on and 16-bit
 weights (on older ones Triton, which flex attention is made of, is no longer supported either). `use_flash_attn: true`
-takes the first of them that can run, in this order:
-
-    flash-attn       where its package is installed; the most tuned one
-    varlen_attn      the same algorithm inside torch (`models.varlen_attention`); nothing to install
-    flex_attention   compiled by torch for whatever is done to the scores (`models.flex_attention`): soft caps, ALiBi
-
-`auto` takes the fastest of these, of torch's usual kernel, of cuDNN's and of flash-attn 3 (`training.plan.kernels`). A
-family declares which of them compute its attention exactly. Where none can run, the usual kernel does.
+takes the first of them that can run: flash-attn, where its package is installed; the same algorithm inside torch; flex
+attention (`models.flex_attention`), compiled for whatever is done to the scores. `auto` takes the fastest of these, of
+torch's usual kernel, of cuDNN's and of flash-attn 3 (`training.plan.kernels`). A family declares which of them compute
+its attention exactly. Where none can run, the usual kernel does.
 """
 
 from __future__ import annotations
@@ -22,10 +18,9 @@ from typing import NamedTuple
 import torch
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from models.document_attention import BY_CUDNN, BY_DOCUMENT
 from models.flex_attention import FLEX
 from models.lean_loss import AMPERE
-from models.varlen_attention import VARLEN
+from models.packed_attention import BY_CUDNN, BY_DOCUMENT, VARLEN
 
 TORCH, CUDNN, FLASH, FLASH_3, EAGER = BY_DOCUMENT, BY_CUDNN, "flash_attention_2", "flash_attention_3", "eager"
 ALL = (TORCH, CUDNN, FLASH, FLASH_3, VARLEN, FLEX)  # what computes plain attention and sliding windows
@@ -49,26 +44,19 @@ class AttentionChoice(NamedTuple):
 
 
 def choose_attention(use_flash_attn: bool, dtype: torch.dtype, exact: tuple[str, ...] = ALL) -> AttentionChoice:
-    """The kernel for a run in `dtype` on this machine.
-
-    Args:
-        exact: the kernels that compute a model's attention exactly, the usual one first.
-    """
+    """The kernel for a run in `dtype` on this machine, of the `exact` ones, of which the usual one is the first."""
     usual = exact[0]
     if not use_flash_attn:
         return AttentionChoice(usual, NAMES[usual])
-    obstacle = _device_obstacle(dtype)
-    if obstacle:
+    if obstacle := _device_obstacle(dtype):
         return AttentionChoice(usual, f"{NAMES[usual]}: use_flash_attn is set, but {obstacle}")
-    passed_over: list[str] = []
-    for kernel, missing in ((FLASH, _flash_missing), (VARLEN, None), (FLEX, _flex_missing)):
-        obstacle = missing() if missing else None
-        if kernel not in exact:
-            obstacle = f"{NAMES[kernel]} does not compute this model's attention"
+    passed_over = ""
+    for kernel, missing in ((FLASH, _flash_missing()), (VARLEN, None), (FLEX, _flex_missing())):
+        obstacle = missing if kernel in exact else f"{NAMES[kernel]} does not compute this model's attention"
         if obstacle is None:
-            return AttentionChoice(kernel, ": ".join([NAMES[kernel], *filter(None, ["; ".join(passed_over)])]))
-        passed_over.append(obstacle)
-    return AttentionChoice(usual, f"{NAMES[usual]}: use_flash_attn is set, but {'; '.join(passed_over)}")
+            return AttentionChoice(kernel, NAMES[kernel] + (passed_over and f": {passed_over}"))
+        passed_over += f"; {obstacle}" if passed_over else obstacle
+    return AttentionChoice(usual, f"{NAMES[usual]}: use_flash_attn is set, but {passed_over}")
 
 
 def candidates(dtype: torch.dtype, exact: tuple[str, ...] = ALL) -> list[str]:

@@ -1,13 +1,4 @@
-"""How the blocks of a run are computed: recomputed, offloaded, compiled, in fp8. Only the last changes numbers.
-
-* Recomputation: a block keeps its input, one hidden state, instead of some thirty, and is computed a second time in the
-  backward pass, which makes a third more arithmetic.
-* Offloading: what a block keeps waits in host memory (`models.offload`).
-* Compilation: torch.compile fuses the small operations between the matrix products. All lengths share one program, and
-  blocks of one kind another's; it is made at the first steps, for some seconds up to a minute. Attention document by
-  document stays outside of it: which documents there are changes with every micro-batch.
-* fp8: the factors of linear layers' products are rounded to 8 bits (`models.fp8`).
-"""
+"""How the blocks of a run are computed: recomputed, offloaded, compiled, in fp8. Only the last changes numbers."""
 
 from __future__ import annotations
 
@@ -20,19 +11,17 @@ from models.offload import Returns
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """What is done with the blocks.
+    """What is done with the blocks."""
 
-    Attributes:
-        recompute: the numbers of the layers that recompute.
-        offload: whether activations wait in host memory.
-        compile: whether blocks are compiled.
-        fp8: whether their linear layers multiply in fp8.
-    """
-
+    # The numbers of the layers that keep their input, one hidden state, instead of some thirty, and are computed a
+    # second time in the backward pass, which makes a third more arithmetic.
     recompute: frozenset[int] = frozenset()
-    offload: bool = False
+    offload: bool = False  # what a block keeps waits in host memory (`models.offload`)
+    # torch.compile fuses the small operations between the matrix products. All lengths share one program, and blocks of
+    # one kind another's; it is made at the first steps, for some seconds up to a minute. Attention document by document
+    # stays outside of it: the documents change with every micro-batch.
     compile: bool = False
-    fp8: bool = False
+    fp8: bool = False  # the factors of linear layers' products are rounded to 8 bits (`models.fp8`)
 
     def apply(self, number: int, block: Block, returns: Returns) -> None:
         """Prepare layer `number`; the layers of a chunk share `returns`."""

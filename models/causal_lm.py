@@ -21,15 +21,7 @@ from models.spec import ModelSpec
 
 
 class CausalLM(nn.Module):
-    """Embedding, blocks and head as one module.
-
-    Args:
-        part: which layers to hold; all where absent.
-
-    Attributes:
-        spec: the architecture.
-        layers: N+2 layers, numbered as in the pipeline; parameter names are `layers.<layer>.<name>`.
-    """
+    """Embedding, blocks and head as one module, or `part` of them; parameter names are `layers.<layer>.<name>`."""
 
     def __init__(
         self,
@@ -72,8 +64,7 @@ class CausalLM(nn.Module):
                 document of a packed row, which keeps the documents apart.
             cache: keys and values of the tokens before, extended in place; for generation.
         """
-        logits = self.head(self.stream(input_ids, position_ids, cache))
-        assert isinstance(logits, Tensor)
+        logits: Tensor = self.head(self.stream(input_ids, position_ids, cache))
         return logits
 
     def stream(self, inputs: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None) -> Stream:

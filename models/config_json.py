@@ -47,6 +47,11 @@ def model_fields(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return raw, {name: value for name, value in part.items() if name != QUANTIZATION}
 
 
+def write_json(path: Path, value: object, sort_keys: bool = False) -> None:
+    """A JSON file for people to read."""
+    path.write_text(json.dumps(value, indent=2, sort_keys=sort_keys, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file.
 

@@ -16,11 +16,7 @@ from torch import Tensor
 
 
 class Documents:
-    """The lengths of the documents in each row of a micro-batch.
-
-    Attributes:
-        rows: the lengths, row by row; each row sums to the same.
-    """
+    """The lengths of the documents in each row of a micro-batch; each row sums to the same."""
 
     def __init__(self, rows: Iterable[Iterable[int]]) -> None:
         self.rows = tuple(tuple(row) for row in rows)
@@ -40,7 +36,8 @@ class Documents:
 
         Padding goes on counting behind a single sample, and is a document of its own behind several.
         """
-        return cls(_filled(row, length) for row in rows)
+        filled = ([*row, length - sum(row)] if len(row) > 1 else [length] for row in rows)
+        return cls(filter(None, row) for row in filled)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -58,17 +55,5 @@ class Documents:
         # From pinned memory, so that the host does not wait for the copy.
         cumulative = torch.tensor(ends, dtype=torch.int32, pin_memory=device.type == "cuda")
         cumulative = cumulative.to(device, non_blocking=True)
-        longest = max(chain.from_iterable(self.rows))
-        return {
-            "cu_seq_lens_q": cumulative,
-            "cu_seq_lens_k": cumulative,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
-
-
-def _filled(row: Sequence[int], length: int) -> tuple[int, ...]:
-    if len(row) < 2:
-        return (length,)
-    padding = length - sum(row)
-    return (*row, padding) if padding else tuple(row)
+        ends_told: dict[str, Any] = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), cumulative)
+        return ends_told | dict.fromkeys(("max_length_q", "max_length_k"), max(chain.from_iterable(self.rows)))

@@ -29,5 +29,4 @@ def reading(path: Path) -> Iterator[None]:
     except GONE:
         raise
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise CheckpointError(f"{path}: cannot be read: {reason}; nothing was changed") from None
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}; nothing was changed") from None

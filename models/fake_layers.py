@@ -2,27 +2,33 @@
 
 So nothing is derived by hand, and every family is right by construction. Masks and angles are made for a short row and
 enlarged to the length asked for. Experts share the tokens evenly. Costs 0.1 s a kind of layer and no memory.
+
+What autograd keeps is counted here, each tensor by its storage, residuals in fp32 included; `models.layer_work` counts
+what is done.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, local_torch_dtype
 
 from models.layers import Block, Embedding, Head
 from models.spec import ModelSpec
+from models.weight_gradients import linear_layers
 
 SHORT = 23  # the length of the row that masks and angles are made for: no other dimension of a model is a prime like it
 EXPERTS = "planned"  # what transformers knows `_even_experts` by
@@ -31,14 +37,10 @@ SCORELESS = "planned_attention"  # and `_scoreless`
 
 @dataclass(frozen=True)
 class FakeLayer:
-    """A layer and what it is called with.
-
-    Attributes:
-        arguments: masks and angles, which the blocks of a stage share.
-    """
+    """A layer and what it is called with."""
 
     module: Embedding | Block | Head
-    arguments: dict[str, Any]
+    arguments: dict[str, Any]  # masks and angles, which the blocks of a stage share
     _hidden: Tensor
     _ids: Tensor
 
@@ -66,7 +68,10 @@ def fake_layer(
     Args:
         flash: attention without scores in memory, whatever the family's usual kernel does.
     """
-    spec = _apart(spec, flash)
+    config = copy.deepcopy(spec.config)
+    config._experts_implementation = EXPERTS
+    spec = replace(spec, config=config, _shapes={})
+    spec.set_attention(SCORELESS if flash else spec.attention[0])
     positions = spec.positions()
     short = torch.zeros(rows, SHORT, spec.config.hidden_size)
     kinds = positions.arguments(short, torch.arange(SHORT).repeat(rows, 1), None)
@@ -74,28 +79,58 @@ def fake_layer(
         module = spec.build(layer, positions)
         hidden = torch.empty(rows, length, spec.config.hidden_size, requires_grad=True)
         ids = torch.empty(rows, length, dtype=torch.int64)
-        arguments = _resized(kinds[module.kind], length, dtype) if isinstance(module, Block) else {}
+        short_arguments = kinds[module.kind] if isinstance(module, Block) else {}
+        arguments: dict[str, Any] = tree_map_only(Tensor, partial(_resized, length, dtype), short_arguments)
         yield FakeLayer(module, arguments, hidden, ids)
 
 
-def _apart(spec: ModelSpec, flash: bool) -> ModelSpec:
-    """The same spec with a config of its own, whose kernels run on fake tensors."""
-    config = copy.deepcopy(spec.config)
-    config._experts_implementation = EXPERTS
-    apart = ModelSpec(spec.family, config, spec.raw, spec.fields)
-    apart.set_attention(SCORELESS if flash else spec.attention[0])
-    return apart
+@dataclass(frozen=True)
+class Saved:
+    """Bytes for one micro-batch."""
+
+    inside: int  # saved by the layer, its input included where it is saved
+    arguments: int  # masks and angles, which the blocks of a stage share
+    largest: int  # of the tensors
+    # What the gradients of weights are made of, where they wait, as those of embedding and head do not: the linear
+    # layers' inputs and the gradients of their outputs.
+    waiting: int
 
 
-def _resized(arguments: dict[str, Any], length: int, dtype: torch.dtype) -> dict[str, Any]:
+def saved_by(spec: ModelSpec, layer: int, rows: int, length: int, dtype: torch.dtype, flash: bool = False) -> Saved:
+    """What autograd keeps of a layer for a micro-batch until its backward pass; see `fake_layer`."""
+    kept: list[Tensor] = []
+    ends: list[tuple[Tensor, Tensor]] = []  # inputs and outputs of linear layers
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with fake_layer(spec, layer, rows, length, dtype, flash) as fake:
+        for linear in linear_layers(fake.module):
+            linear.register_forward_hook(lambda _, inputs, output: ends.append((inputs[0], output)))
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            fake.run()
+        given = _storages(tree_leaves(fake.arguments))
+        there = given | _storages(fake.module.state_dict(keep_vars=True).values())
+        inside = [size for storage, size in _storages(kept).items() if storage not in there]
+    return Saved(
+        inside=sum(inside),
+        arguments=sum(given.values()),
+        largest=max(inside, default=0),
+        waiting=sum(_storages(inputs for inputs, _ in ends).values()) + sum(output.nbytes for _, output in ends),
+    )
+
+
+def _storages(values: Iterable[Any]) -> dict[int, int]:
+    """Bytes of what lies under the tensors among some values, each storage once."""
+    storages = [value.untyped_storage() for value in values if isinstance(value, Tensor)]
+    return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+def _resized(length: int, dtype: torch.dtype, tensor: Tensor) -> Tensor:
     """The same for rows of another length."""
-
-    def resized(tensor: Tensor) -> Tensor:
-        shape = [length if size == SHORT else size for size in tensor.shape]
-        return torch.empty(shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
-
-    made: dict[str, Any] = tree_map_only(Tensor, resized, arguments)
-    return made
+    shape = [length if size == SHORT else size for size in tensor.shape]
+    return torch.empty(shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
 
 
 def _scoreless(

@@ -1,9 +1,8 @@
 """torch's flex attention: one kernel, compiled for what a family does to its scores and for who sees whom.
 
 It takes the families that flash attention leaves out or that cap their scores: ALiBi biases (Bloom, Baichuan2-13B), the
-tanh of Gemma 2, sliding windows. Scores live in the kernel only, and blocks of 128 x 128 of which no token sees any are
-skipped, so a packed row costs about what its documents cost. The biases are made where they are used, in fp32, instead
-of a mask of heads x S x S numbers.
+tanh of Gemma 2, sliding windows. Scores live in the kernel only, biases are made where they are used, in fp32, and
+blocks of 128 x 128 of which no token sees any are skipped, so a packed row costs about what its documents cost.
 
 The blocks are found once per micro-batch and kind of attention, on the device and without waiting for it, at the price
 of some S x S booleans a row. Compiling takes a minute at the first steps. On a CPU torch has a plain form of it without
@@ -23,19 +22,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 FLEX = "torch_flex"  # what transformers knows `attend` by
 
-ScoreChange = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-
 
 class Scope(NamedTuple):
-    """What stands in the place of a mask: who sees whom, and by how much distance counts.
-
-    Attributes:
-        blocks: of tokens that see each other.
-        slopes: of ALiBi, [heads] fp32; None for models without it.
-    """
+    """What stands in the place of a mask: who sees whom, and by how much distance counts."""
 
     blocks: BlockMask
-    slopes: Tensor | None
+    slopes: Tensor | None  # of ALiBi, [heads] fp32
 
 
 def scope(position_ids: Tensor, window: int | None = None, slopes: Tensor | None = None) -> Scope:
@@ -44,7 +36,6 @@ def scope(position_ids: Tensor, window: int | None = None, slopes: Tensor | None
     Args:
         position_ids: [B, S], restarting with each document.
         window: how many tokens each one sees at most, itself included.
-        slopes: of ALiBi, [heads] fp32.
     """
     rows, length = position_ids.shape
     number = nn.functional.pad((position_ids.diff(dim=1) != 1).cumsum(dim=1), (1, 0))
@@ -76,9 +67,7 @@ def attend(
     as_it_is = query.device.type == "cpu" or torch.compiler.is_compiling()  # a block that is compiled compiles it too
     kernel: Any = flex_attention if as_it_is else _compiled()
     output: Tensor = kernel(
-        query,
-        key,
-        value,
+        *(query, key, value),
         score_mod=_score_change(softcap, attention_mask.slopes),
         block_mask=attention_mask.blocks,
         scale=scaling,
@@ -87,7 +76,7 @@ def attend(
     return output.transpose(1, 2), None
 
 
-def _score_change(softcap: float | None, slopes: Tensor | None) -> ScoreChange | None:
+def _score_change(softcap: float | None, slopes: Tensor | None) -> Callable[..., Tensor] | None:
     if softcap is None and slopes is None:
         return None
 
@@ -102,9 +91,8 @@ def _score_change(softcap: float | None, slopes: Tensor | None) -> ScoreChange |
 
 
 @cache
-def _compiled() -> Callable[..., Tensor]:
-    compiled: Callable[..., Tensor] = torch.compile(flex_attention)
-    return compiled
+def _compiled() -> Any:
+    return torch.compile(flex_attention)
 
 
 ALL_ATTENTION_FUNCTIONS.register(FLEX, attend)

@@ -31,10 +31,9 @@ class ModelFlops:
         self._windows = [windows.get(kind, math.inf) for kind in kinds]
 
     def by_layer(self, lengths: Collection[float], supervised: float) -> list[float]:
-        """FLOPs of each layer for samples of these lengths; nothing for the embedding.
+        """FLOPs of each layer for samples of these lengths, without padding; nothing for the embedding.
 
         Args:
-            lengths: in tokens, without padding.
             supervised: tokens that bear loss, over all samples.
         """
         tokens = sum(lengths)

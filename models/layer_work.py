@@ -32,22 +32,14 @@ Sizes = dict[int, int]  # bytes by storage
 
 @dataclass(frozen=True)
 class Operation:
-    """One kernel.
+    """One kernel."""
 
-    Attributes:
-        kind: `products`, `attention` or `traffic`.
-        reads, writes: bytes by storage.
-        flops: of a product or of attention, whose causal half that a kernel may skip is included.
-        shape: (products at a time, rows, columns) of the result of a product.
-        fp8: whether a product's factors are of 8 bits.
-    """
-
-    kind: str
+    kind: str  # `products`, `attention` or `traffic`
     reads: Sizes
     writes: Sizes
-    flops: float = 0.0
-    shape: tuple[int, int, int] = (1, 1, 1)
-    fp8: bool = False
+    flops: float = 0.0  # of a product or of attention, whose causal half that a kernel may skip is included
+    shape: tuple[int, int, int] = (1, 1, 1)  # of a product's result: products at a time, rows, columns
+    fp8: bool = False  # whether a product's factors are of 8 bits
 
     @property
     def bytes(self) -> int:
@@ -79,16 +71,11 @@ def work_of(
             fake.run_backward(output)
         blocks = compiled and isinstance(fake.module, Block)
     noted = [*forward.noted, *backward.noted]
-    passes = [_fused(each, noted) if blocks else each for each in (forward.noted, backward.noted)]
-    return LayerWork(tuple(passes[0]), tuple(passes[1]))
+    return LayerWork(*(tuple(_fused(each.noted, noted) if blocks else each.noted) for each in (forward, backward)))
 
 
 def _fused(operations: Sequence[Operation], everything: Sequence[Operation]) -> list[Operation]:
-    """The operations of a pass with what only moves data joined.
-
-    Args:
-        everything: the operations of both passes, one of which may use what another one writes.
-    """
+    """The operations of a pass with what only moves data joined; `everything` is those of both passes."""
     fused: list[Operation] = []
     for kind, group in groupby(operations, lambda operation: operation.kind):
         joined = list(group)

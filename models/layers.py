@@ -54,13 +54,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Layers 1..N: one decoder layer of transformers.
-
-    Attributes:
-        recompute: drop the activations inside the block after the forward pass and compute them again in the backward
-            pass (`models.block_options`).
-        offload: where what has to be kept for the backward pass waits in host memory, if it does (`models.offload`).
-    """
+    """Layers 1..N: one decoder layer of transformers."""
 
     def __init__(self, family: Family, config: PreTrainedConfig, index: int, positions: Positions | None) -> None:
         super().__init__()
@@ -68,13 +62,13 @@ class Block(nn.Module):
         for name in family.frozen:
             make_buffer(self.block, name)
         self.kind = attention_kind(config, index)
-        self.recompute = False
-        self.offload: Returns | None = None
+        self.recompute = False  # what it computes, in the backward pass again
+        self.offload: Returns | None = None  # where what is kept until then waits in host memory, if it does
         self.index = index
         self._positions = positions
-        self._recorder: RouterRecorder | None = None
-        if family.router and _has_submodule(self.block, family.router):  # some blocks of a family may be dense
-            self._recorder = RouterRecorder(self.block.get_submodule(family.router), top_k(config))
+        # None in the dense blocks that a family may have.
+        routers = (module for name, module in self.block.named_modules() if name == family.router)
+        self._recorder = next((RouterRecorder(router, top_k(config)) for router in routers), None)
 
     def forward(self, stream: Stream, cache: KeyValueCache | None = None) -> Stream:
         hidden, position_ids, *sums = stream
@@ -107,14 +101,10 @@ class Head(nn.Module):
 
     Inside a pipeline (`project_in_loss`) it returns the stream with normalised hidden states and leaves the projection
     to the loss, which never holds the logits of all tokens.
-
-    Attributes:
-        cap: logits are squeezed between -cap and cap by a tanh; None in most families.
-        scale: what hidden states are multiplied with before they are projected; 1 in most families.
     """
 
-    cap: float | None = None
-    scale = 1.0
+    cap: float | None = None  # logits are squeezed between -cap and cap by a tanh, in some families
+    scale = 1.0  # what hidden states are multiplied with before they are projected
 
     def __init__(self, family: Family, config: PreTrainedConfig) -> None:
         super().__init__()
@@ -126,8 +116,7 @@ class Head(nn.Module):
     def forward(self, stream: Stream, loss: Callable[[Stream], Tensor] | None = None) -> Tensor | Stream:
         """Logits [B, S, V], or what is made of the normalised stream in their place.
 
-        Args:
-            loss: called with that stream while this module runs: ZeRO holds the weight together for so long.
+        ZeRO holds the weight together while this module runs, so a `loss` is called inside.
         """
         hidden: Tensor = self.norm(stream[0])
         normalised = (hidden, *stream[1:])
@@ -139,19 +128,13 @@ class Head(nn.Module):
         """What normalised hidden states are multiplied with, [V, H]."""
         return self.lm_head.weight
 
-    @property
-    def bias(self) -> Tensor | None:
-        """What is added to the logits, [V]."""
-        bias: Tensor | None = self.lm_head.bias
-        return bias
-
     def scaled(self, hidden: Tensor) -> Tensor:
         """Normalised hidden states as they are multiplied with it."""
         return hidden if self.scale == 1 else hidden * self.scale
 
     def project(self, hidden: Tensor) -> Tensor:
         """Normalised hidden states [..., H] -> logits [..., V]."""
-        logits = F.linear(self.scaled(hidden), self.projection(), self.bias)
+        logits = F.linear(self.scaled(hidden), self.projection(), self.lm_head.bias)
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 
@@ -166,15 +149,7 @@ class SoftCappedHead(Head):
 def make_buffer(block: nn.Module, name: str) -> None:
     """Turn a weight, where the block has it, into a buffer, which no optimizer knows."""
     owner, _, leaf = name.rpartition(".")
-    if _has_submodule(block, owner) and leaf in (module := block.get_submodule(owner))._parameters:
-        weight = module.get_parameter(leaf)
-        delattr(module, leaf)
-        module.register_buffer(leaf, weight.detach())
-
-
-def _has_submodule(module: nn.Module, name: str) -> bool:
-    try:
-        module.get_submodule(name)
-    except AttributeError:
-        return False
-    return True
+    for place, module in block.named_modules():
+        if place == owner and isinstance(weight := getattr(module, leaf, None), nn.Parameter):
+            delattr(module, leaf)
+            module.register_buffer(leaf, weight.detach())

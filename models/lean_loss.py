@@ -61,10 +61,8 @@ def chunk_tokens(words: int, on_cpu: bool) -> int:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        context: Any, hidden: Tensor, weight: Tensor, targets: Tensor, cap: float | None, z_loss_weight: float
-    ) -> Tensor:
-        context.sums = _Sums(hidden, weight, targets, cap, z_loss_weight, *context.needs_input_grad[:2])
+    def forward(context: Any, hidden: Tensor, *others: Any) -> Tensor:
+        context.sums = _Sums(hidden, *others, *context.needs_input_grad[:2])
         context.dtype = hidden.dtype
         return context.sums.loss
 
@@ -78,13 +76,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Sums:
-    """What the chunks give together, in fp32.
-
-    Attributes:
-        loss: a scalar.
-        hidden_gradient: [T, H], where it is wanted, `scale` times too large.
-        weight_gradient: [V, H], likewise.
-    """
+    """What the chunks give together, in fp32: the loss, and the gradients that are wanted, `scale` times too large."""
 
     def __init__(
         self,

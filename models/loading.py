@@ -6,12 +6,13 @@ moved one by one. So a process holds its own layers once, in the dtype they trai
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from models.checkpoint.source import warn_of_nan
+from models.checkpoint.verify import warn_of_nan
 from models.positions import Positions
 from models.spec import ModelSpec
 
@@ -67,9 +68,9 @@ def build_layer(
         module = spec.build(layer, positions)
     frozen = [f"block.{name}" for name in spec.family.frozen]  # computed with as with weights that are trained
     fixed = {name: buffer.dtype for name, buffer in module.named_buffers() if name not in frozen}  # not to be rounded
-    state = {}
-    for name, tensor in states.read_layer(layer).items():
-        warn_of_nan(states.describe(layer, name), tensor)
+    read, state = states.read_layer(layer), {}
+    warn_of_nan(read, partial(states.describe, layer))
+    for name, tensor in read.items():
         kept = fixed.get(name, dtype if tensor.is_floating_point() else tensor.dtype)
         state[name] = tensor.to(device=device, dtype=kept, copy=True)
     module.load_state_dict(state, strict=True, assign=True)
@@ -87,7 +88,6 @@ def _initialise(module: nn.Module, std: float) -> None:
     for parameter in module.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=std)
-    for child in module.modules():
-        bias = getattr(child, "bias", None)
-        if isinstance(bias, nn.Parameter):
-            nn.init.zeros_(bias)
+    for name, parameter in module.named_parameters():
+        if name.rpartition(".")[2] == "bias":
+            nn.init.zeros_(parameter)

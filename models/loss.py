@@ -2,24 +2,33 @@
 
 The loss of a step is the mean cross-entropy over the supervised tokens of the GLOBAL batch, however that is cut into
 micro-batches and spread over replicas. No stage sees that batch, so a micro-batch contributes its sum times a scale
-that the data loader, which does see it, sends along.
-Only supervised positions are projected to the vocabulary, chunk by chunk (`models.lean_loss`): on instruction data that
-saves most of the head's work, and nobody ever holds the logits of a whole micro-batch.
+that the data loader, which does see it, sends along. Only supervised positions are projected to the vocabulary, chunk
+by chunk (`models.lean_loss`): on instruction data that saves most of the head's work.
+
+A user's own loss may take the place of the cross-entropy: of each token by itself, so that no cut of a batch changes
+it. It costs the head's product twice, as logits are made again in the backward pass, and autograd's copies of a chunk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from models.layers import Head, Stream
-from models.lean_loss import linear_cross_entropy
-from models.own_loss import TokenLoss, summed
+from models.lean_loss import chunk_tokens, linear_cross_entropy
 from models.router import router_loss, top_k
 
 ALIGNED = 8  # columns of a matrix: products of 16-bit numbers are fast for whole multiples
 IGNORED = -100  # the label of a token without loss, as in transformers and torch
+
+# A user's loss: logits [T, V] in fp32 and what each token should have been, [T] -> the loss of each, [T].
+TokenLoss = Callable[[Tensor, Tensor], Tensor]
+# `micro_batch_loss` with what it adds up and by which weights.
+MicroBatchLoss = Callable[[Head, Stream, tuple[Tensor, ...]], Tensor]
 
 
 def supervised_positions(labels: Tensor) -> Tensor:
@@ -45,7 +54,6 @@ def token_loss(
     Args:
         hidden: normalised hidden states [B, S, H].
         labels: [B, S], aligned with the inputs (not shifted); `IGNORED` where there is no loss.
-        head: how the family projects them to the vocabulary.
         z_loss_weight: weight of (max log-softmax)^2, summed as the cross-entropy is. A relative of the max-z loss of
             Baichuan 2 (arXiv:2309.10305), which squares the largest logit itself.
         supervised: the `supervised_positions`, found here where absent.
@@ -59,11 +67,22 @@ def token_loss(
     rows = hidden.flatten(0, 1).index_select(0, supervised)
     targets = _targets(labels).index_select(0, supervised)
     if own:
-        return summed(own, rows, targets, head)
+        return _own_loss(own, rows, targets, head)
     rows, projection = head.scaled(rows), head.projection()
-    if head.bias is not None:
-        rows, projection = _with_bias(rows, projection, head.bias)
+    if (bias := head.lm_head.bias) is not None:
+        rows, projection = _with_bias(rows, projection, bias)
     return linear_cross_entropy(rows, projection, targets, head.cap, z_loss_weight)
+
+
+def _own_loss(own: TokenLoss, hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
+    """The sum of a user's loss over tokens [T, H]; their logits are made in the dtype to train in, fp32 after that."""
+
+    def part(hidden: Tensor, targets: Tensor) -> Tensor:
+        return own(head.project(hidden).float(), targets).sum()
+
+    size = chunk_tokens(len(head.projection()), hidden.is_cpu)
+    parts = zip(hidden.split(size), targets.split(size), strict=True)
+    return torch.stack([checkpoint(part, *each, use_reentrant=False) for each in parts]).sum()
 
 
 def _with_bias(rows: Tensor, projection: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,17 +109,14 @@ def micro_batch_loss(
     `share` of the global batch's tokens. A model in evaluation mode has the cross-entropy only.
 
     Args:
-        head: projects hidden states to the vocabulary.
         stream: what the head gave: normalised hidden states [B, S, H], position ids, router sums.
         labels: labels [B, S], scale [], share [] and, where they are known, the `supervised_positions` [T].
-        z_loss_weight: see `token_loss`.
+        z_loss_weight, own: see `token_loss`.
         router_loss_weight: weight of the load-balancing loss of mixture-of-experts (`models.router`).
-        own: see `token_loss`.
     """
-    targets, scale, share, *supervised = labels
+    targets, scale, share, *known = labels
     z_loss_weight, own = (z_loss_weight, own) if head.training else (0.0, None)
-    known = supervised[0] if supervised else None
-    loss = token_loss(stream[0], targets, head, z_loss_weight, known, own) * scale
+    loss = token_loss(stream[0], targets, head, z_loss_weight, known[0] if known else None, own) * scale
     if router_loss_weight and head.training:
         loss = loss + router_loss_weight * router_loss(stream[2], top_k(head.config)) * share
     return loss

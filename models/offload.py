@@ -1,13 +1,12 @@
 """Activations that wait for the backward pass in host memory instead of the device's.
 
 A block's activations, or only its input where the block recomputes the rest, are copied to pinned memory while the next
-block computes, and copied back when the backward pass asks for them. Values do not change. Weights, masks and rotary
-angles stay where they are, as they are needed anyway, and so do small tensors. What several operations keep, as the
-products for queries, keys and values keep one input, goes and comes once.
+block computes, and copied back when the backward pass asks for them. Values do not change. Weights, masks, rotary
+angles and small tensors stay. What several operations keep, as the products for queries, keys and values do, goes and
+comes once.
 
-When the backward pass of a block begins, what the next one needs starts to come back, on a stream of its own: it may
-arrive until then. The next one is the block before it, and at a chunk's first block the last one, of the micro-batch
-whose turn it is next, if that has been there already. The memory is taken and freed in the order of the computation, so
+When the backward pass of a block begins, what the next one needs starts to come back, on a stream of its own. The next
+one is the block before it, and at a chunk's first block the last one, of the micro-batch whose turn it is next. So
 beside the block in its backward pass there is one more in the device's memory, for each chunk.
 
 Cost: two copies over the bus of all that is moved (a GPU's PCIe carries some 25 GB/s each way), and as much memory on
@@ -31,14 +30,10 @@ LEAST = 1 << 20  # bytes; what is smaller costs more time than it frees memory
 
 
 class HostCopy:
-    """A tensor's numbers in host memory; the tensor itself may go.
-
-    Attributes:
-        asked: how often it will be asked for; until the last time it stays on its device once it is back.
-    """
+    """A tensor's numbers in host memory; the tensor itself may go."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.asked = 1
+        self.asked = 1  # how often it will be asked for; until the last time it stays on its device once it is back
         self._returned: Tensor | None = None
         tensor = tensor.detach()
         self._device = tensor.device
@@ -83,11 +78,7 @@ class HostCopy:
 
 
 class Trip:
-    """What a block keeps of one micro-batch.
-
-    Attributes:
-        block: its number.
-    """
+    """What the block of some number keeps of one micro-batch."""
 
     def __init__(self, returns: Returns, block: int) -> None:
         self.block = block

@@ -8,8 +8,6 @@
 * A tied model is an embedding and a head that each own a copy of the weight; where both ends lie in one process they
   share one parameter. DeepSpeed's own TiedLayerSpec builds one module a key, so a head that also has a norm loses it
   when both ends share a rank, and the head writes no layer file of its own.
-
-`VScheduleModel` is the same for the schedule DualPipeV: a V of twice as many chunks, of which each stage holds two.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -30,9 +29,8 @@ from torch import Tensor, nn
 from models.block_options import PLAIN, BlockOptions
 from models.layers import Block, Head, Stream
 from models.loading import LayerStates, build_layer, tie_weights
-from models.loss import micro_batch_loss
+from models.loss import MicroBatchLoss, micro_batch_loss
 from models.offload import Returns
-from models.own_loss import TokenLoss
 from models.router import n_experts
 from models.spec import ModelSpec
 from models.weight_gradients import WeightGradients
@@ -44,37 +42,27 @@ class LaterLayer(LayerSpec):
     """A layer that a function makes when its stage asks for it."""
 
     def __init__(self, make: Callable[..., nn.Module], *arguments: Any) -> None:
-        super().__init__(nn.Module, make, *arguments)
+        super().__init__(nn.Module)
+        self._make = partial(make, *arguments)
 
     def build(self, log: bool = False) -> nn.Module:
-        make, *arguments = self.module_args
-        made: nn.Module = make(*arguments)
-        return made
+        return self._make()
 
 
 class PipelineModel(PipelineModule):
     """One stage's share of a model, and the loss on the last stage.
 
     Args:
-        spec: the architecture.
-        states: where the weights come from.
         topology: the grid of processes, with the axes `pipe` and `data`.
         parts: layers per stage; one entry a stage (for a `VScheduleModel` two), summing to `spec.n_layers`.
         dtype: the dtype to train in.
-        blocks: how the blocks are computed.
-        z_loss_weight: see `models.loss.token_loss`.
-        router_loss_weight: weight of the load-balancing loss of mixture-of-experts (`models.router`).
+        micro_batch_loss: of head, stream and labels: `models.loss.micro_batch_loss` with the weights of its parts.
 
     A micro-batch is `((input_ids, position_ids), (labels, scale, share))`.
-
-    Attributes:
-        own_loss: what trains in place of the cross-entropy, if anything.
 
     Raises:
         CheckpointError: the weights are not those of the layers that this stage builds.
     """
-
-    own_loss: TokenLoss | None = None
 
     def __init__(
         self,
@@ -84,14 +72,12 @@ class PipelineModel(PipelineModule):
         parts: list[int],
         dtype: torch.dtype,
         blocks: BlockOptions = PLAIN,
-        z_loss_weight: float = 0.0,
-        router_loss_weight: float = 0.0,
+        micro_batch_loss: MicroBatchLoss = micro_batch_loss,
     ) -> None:
         self.spec = spec
         self._bounds = [0, *accumulate(parts)]
         self._dtype = dtype
-        self._z_loss_weight = z_loss_weight
-        self._router_loss_weight = router_loss_weight
+        self.micro_batch_loss = micro_batch_loss
         self.positions = [spec.positions() for _ in parts]  # of a chunk's layers, which see the micro-batches in order
         device = torch.device(get_accelerator().current_device_name())
         chunks = [chunk for chunk, size in enumerate(parts) for _ in range(size)]
@@ -109,9 +95,8 @@ class PipelineModel(PipelineModule):
                 layer.project_in_loss = True
 
     def loss(self, stream: Stream, labels: tuple[Tensor, ...]) -> Tensor:
-        """The loss of one micro-batch (`models.loss.micro_batch_loss`); DeepSpeed calls it on the last stage."""
-        head = self._layer(self.spec.n_layers - 1)
-        return micro_batch_loss(head, stream, labels, self._z_loss_weight, self._router_loss_weight, self.own_loss)
+        """The loss of one micro-batch; DeepSpeed calls it on the last stage."""
+        return self.micro_batch_loss(self._layer(self.spec.n_layers - 1), stream, labels)
 
     def stream_like(self, rows: int, length: int) -> Stream:
         """What flows from one stage to the next for a micro-batch [rows, length], as tensors on the meta device."""
@@ -140,17 +125,12 @@ class PipelineModel(PipelineModule):
         super()._synchronize_tied_weights()
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
-        if not self.spec.tied:
-            return {}
         first, last = self.stage_owner(0), self.stage_owner(self.spec.n_layers - 1)
-        if first == last:
-            if self.stage_id == first:
-                tie_weights(self.spec, self._layer(0), self._layer(self.spec.n_layers - 1))
-            return {}
-        return self._join_tied_ends(first, last)
-
-    def _join_tied_ends(self, first: int, last: int) -> dict[str, dict[str, Any]]:
         tied: dict[str, dict[str, Any]] = {}
+        if not self.spec.tied or first == last:
+            if self.spec.tied and self.stage_id == first:
+                tie_weights(self.spec, self._layer(0), self._layer(self.spec.n_layers - 1))
+            return tied
         for replica in range(self._grid.data_parallel_size):
             ranks = [self._grid.stage_to_global(stage_id=stage, data=replica) for stage in (first, last)]
             group = comm.new_group(ranks=ranks)  # every process makes every group, in the same order
@@ -163,13 +143,8 @@ class PipelineModel(PipelineModule):
             weight.ds_pipe_replicated = not holds_embedding  # so that the gradient norm counts it once
             owner = nn.Module()
             owner.register_parameter("weight", weight)
-            tied[TIE_KEY] = {
-                "ranks": ranks,
-                "group": group,
-                "weight": weight,
-                "weight_attr": ["weight"],
-                "module": owner,
-            }
+            told = {"ranks": ranks, "group": group, "weight": weight, "weight_attr": ["weight"], "module": owner}
+            tied[TIE_KEY] = told
         return tied
 
 
@@ -178,13 +153,11 @@ class VScheduleModel(DualPipeVModule, PipelineModel):
 
     So embedding and head lie on the first stage, and the ends of a tied model share one parameter. DeepSpeed runs one
     chunk or the other as this module's forward pass; the loss belongs to the second.
-
-    Attributes:
-        weight_gradients: of each chunk, what backward passes leave for later.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        # Of each chunk, what backward passes leave for later.
         self.weight_gradients = [WeightGradients() for _ in self.phase_funcs]
         for later, layers in zip(self.weight_gradients, self.phase_funcs, strict=True):
             for layer in layers:

@@ -6,7 +6,7 @@ stands on the right, where no real token attends to it, and is treated like any 
 masks and biases, so that a padded row still needs no mask.
 
 Where documents begin is a question to the device, unless whoever lays out the micro-batches answers it ahead
-(`Positions.expect`); then nothing here makes the host wait.
+(`Positions.expect`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from models.attention import CUDNN, FLASH, FLASH_3, TORCH
 from models.documents import Documents
 from models.flex_attention import FLEX
 from models.generation.cache import KeyValueCache
+from models.packed_attention import VARLEN
 from models.position_ids import unmarked
 from models.rope import DocumentRotary, depends_on_length
-from models.varlen_attention import VARLEN
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
@@ -56,13 +56,10 @@ class Positions:
 
     It remembers the last micro-batch only: the blocks of a stage run one after the other on the same position ids. It
     is no nn.Module on purpose: the rotary frequencies stay fp32 when the model is cast to bf16.
-
-    Attributes:
-        slopes: of ALiBi, [heads] fp32, where they were last asked for; None in families without it.
     """
 
     cache_argument = "past_key_values"
-    slopes: Tensor | None = None
+    slopes: Tensor | None = None  # of ALiBi, [heads] fp32, where they were last asked for
 
     def __init__(self, family: Family, config: PreTrainedConfig) -> None:
         self.config = config
@@ -76,9 +73,9 @@ class Positions:
         self._documents: tuple[Tensor, int | None, Documents] | None = None
 
     def expect(self, documents: Iterable[Documents]) -> None:
-        """Tell what the coming micro-batches hold, in the order of their forward passes.
+        """Tell what the coming micro-batches hold, in the order of their forward passes, in place of what was told.
 
-        What was told before is forgotten. Micro-batches that nobody told about are looked at.
+        Micro-batches that nobody told about are looked at.
         """
         self._expected = deque(documents)
 
@@ -125,17 +122,15 @@ class Positions:
     def scope(
         self, kind: str, hidden: Tensor, positions: Tensor, cache: KeyValueCache | None, documents: Documents | None
     ) -> Arguments:
-        """Who may see whom, in the form that the attention kernel takes.
-
-        Args:
-            documents: None with a cache.
-        """
+        """Who may see whom, in the form that the attention kernel takes; `documents` are None with a cache."""
         kernel = self.config._attn_implementation
         if kind == LINEAR:  # by its nature no token sees what follows
             return {"attention_mask": None} | ({} if cache is not None else {"documents": documents})
         window = self.config.sliding_window if kind == SLIDING else None
         if cache is not None:
-            plain = kernel in (TORCH, CUDNN) and _is_causal(positions, cache, window)
+            length = positions.shape[1]
+            causal = cache.level and (length == 1 or not cache.longest)  # which these kernels do without a mask
+            plain = causal and kernel in (TORCH, CUDNN) and (window is None or cache.longest + length <= window)
             return {"attention_mask": None if plain else cached_mask(positions, cache, window, hidden.dtype)}
         assert documents is not None
         if kernel == FLEX:
@@ -190,12 +185,6 @@ def cached_mask(positions: Tensor, cache: KeyValueCache, window: int | None, dty
     keys = torch.arange(cache.longest + positions.shape[1], device=positions.device)
     queries = positions[..., None]
     return _numbers(keys <= queries if window is None else (keys <= queries) & (keys > queries - window), dtype)
-
-
-def _is_causal(positions: Tensor, cache: KeyValueCache, window: int | None) -> bool:
-    """Whether plain causal attention says the same as `cached_mask`."""
-    length = positions.shape[1]
-    return cache.level and (length == 1 or not cache.longest) and (window is None or cache.longest + length <= window)
 
 
 def _numbers(seen: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,16 +1,12 @@
 """Rotary angles that depend on how long a text is: longrope (arXiv:2402.13753) and dynamic NTK scaling.
 
 Both stretch the angles of texts beyond the length of pretraining. transformers decides by the largest position in a
-micro-batch (and dynamic scaling remembers the one before), so a short document would be computed otherwise beside a
-long one than alone, and its loss would depend on its neighbours. Here each document has the angles that transformers
-gives it when it stands alone.
+micro-batch (and dynamic scaling remembers the one before), so a document's loss would depend on its neighbours. Here
+each has the angles that transformers gives it when it stands alone: the frequencies of each length are asked of
+transformers once and lie in a table on the device, so that the host need not know the lengths.
 
-The frequencies of each length are asked of transformers once and lie in a table on the device, from which each token
-takes those of its document's length, so that the host need not know the lengths.
-
-Cost: nothing for other kinds of rope. For longrope a table of two rows; for dynamic scaling a row for each length from
-pretraining's to the longest so far, made when a micro-batch first is that long: some 0.1 ms and half a head's fp32
-numbers each. A micro-batch takes half a head's fp32 numbers for each token.
+Cost: for longrope a table of two rows; for dynamic scaling a row for each length from pretraining's to the longest so
+far: some 0.1 ms and half a head's fp32 numbers each. A micro-batch takes half a head's fp32 numbers for each token.
 """
 
 from __future__ import annotations
@@ -27,22 +23,15 @@ LONGROPE, DYNAMIC = "longrope", "dynamic"
 
 
 class DocumentRotary(nn.Module):
-    """transformers' rotary embedding, with the frequencies of each document's own length.
-
-    Attributes:
-        length: the length of pretraining, up to which the angles are the same.
-        longest: beyond it they do not change any more; None where each length has its own.
-    """
+    """transformers' rotary embedding, with the frequencies of each document's own length."""
 
     def __init__(self, rotary: nn.Module, config: PreTrainedConfig) -> None:
         super().__init__()
         self.rotary: Any = rotary
-        if config.rope_parameters["rope_type"] == LONGROPE:
-            self.length = int(config.rope_parameters["original_max_position_embeddings"])
-            self.longest: int | None = self.length + 1
-        else:
-            self.length = int(config.max_position_embeddings)
-            self.longest = None
+        turning = turning_length(config)
+        # Up to the length of pretraining the angles are the same, and from `longest` on; None: each length has its own.
+        self.length = int(config.max_position_embeddings) if turning is None else turning
+        self.longest = None if turning is None else turning + 1
         self._table = torch.empty(0, device="cpu")
 
     def forward(self, hidden: Tensor, position_ids: Tensor, longest: int) -> tuple[Tensor, Tensor]:

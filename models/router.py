@@ -35,12 +35,7 @@ def first_of(config: PreTrainedConfig, names: tuple[str, ...]) -> int:
 
 
 class RouterRecorder:
-    """Keeps what the router of one block computed in the last forward pass.
-
-    Args:
-        router: the module of transformers that gives (logits [T, E], scores, indices).
-        top_k: how many experts a token is sent to.
-    """
+    """Keeps what the router of one block, which gives (logits [T, E], scores, indices), computed in the last pass."""
 
     def __init__(self, router: nn.Module, top_k: int) -> None:
         self.top_k = top_k
@@ -51,11 +46,7 @@ class RouterRecorder:
         self._logits = outputs[0]
 
     def statistics(self, real: Tensor) -> Tensor:
-        """Tokens sent to each expert and their summed probabilities: [2, E] fp32.
-
-        Args:
-            real: [B, S], False for padding.
-        """
+        """Tokens sent to each expert and their summed probabilities, [2, E] fp32, of `real` tokens [B, S] alone."""
         assert self._logits is not None
         probabilities = torch.softmax(self._logits.float(), dim=-1)
         self._logits = None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from models.block_options import PLAIN, BlockOptions
 from models.layers import Block, Head, Stream
 from models.loading import LayerStates, build_layer, tie_weights
-from models.loss import micro_batch_loss
+from models.loss import MicroBatchLoss, micro_batch_loss
 from models.offload import Returns
 from models.spec import ModelSpec
 
@@ -26,13 +26,11 @@ class ShardedModel(nn.ModuleList):
     """Embedding, blocks and head with their loss; parameters are named `<layer>.<name>`, as in the pipeline.
 
     Args:
-        spec: the architecture.
         states: where the weights come from; every process reads them all, layer by layer.
         dtype: the dtype to train in.
         shards: DeepSpeed's config of a stage-3 run, by which each layer is sharded as soon as it is built; None where
             each process holds the whole model.
-        blocks: how the blocks are computed.
-        z_loss_weight, router_loss_weight: see `models.loss.micro_batch_loss`.
+        micro_batch_loss: as in `models.pipeline`.
 
     Raises:
         CheckpointError: the weights are not those of the layers.
@@ -45,12 +43,10 @@ class ShardedModel(nn.ModuleList):
         dtype: torch.dtype,
         shards: dict[str, Any] | None,
         blocks: BlockOptions = PLAIN,
-        z_loss_weight: float = 0.0,
-        router_loss_weight: float = 0.0,
+        micro_batch_loss: MicroBatchLoss = micro_batch_loss,
     ) -> None:
         super().__init__()
-        self._z_loss_weight = z_loss_weight
-        self._router_loss_weight = router_loss_weight
+        self._micro_batch_loss = micro_batch_loss
         positions, returns = spec.positions(), Returns()
         self.positions = [positions]
         device = torch.device(get_accelerator().current_device_name())
@@ -68,14 +64,11 @@ class ShardedModel(nn.ModuleList):
         """The loss of one micro-batch `((input_ids, position_ids), (labels, scale, share))`."""
         *layers, head = self
         assert isinstance(head, Head)
-
-        def loss_of(stream: Stream) -> Tensor:
-            return micro_batch_loss(head, stream, labels, self._z_loss_weight, self._router_loss_weight)
-
         stream = inputs
         for layer in layers:
             stream = layer(stream)
-        loss: Tensor = head(stream, loss=loss_of)  # by name: ZeRO's hooks warn of positional arguments they do not know
+        # By name, as ZeRO's hooks warn of positional arguments that they do not know.
+        loss: Tensor = head(stream, loss=lambda stream: self._micro_batch_loss(head, stream, labels))
         return loss
 
     def _shard(self, layer: nn.Module, config: dict[str, Any]) -> None:

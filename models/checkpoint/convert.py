@@ -6,32 +6,21 @@ folder back (division into files, dtypes, tensors without a layer) is written be
 
 from __future__ import annotations
 
-import json
 import logging
+import os
 import shutil
+from functools import partial
 from pathlib import Path
 
-from models.checkpoint.layer_files import save_state_dict
-from models.checkpoint.layout import (
-    CARRIED,
-    Layout,
-    Manifest,
-    check_link,
-    has_huggingface_weights,
-    layer_file,
-    layout_of,
-    resolve,
-    side_files,
-    side_names,
-)
-from models.checkpoint.parallel import in_parallel, write_behind
-from models.checkpoint.progress import byte_bar
+from models.checkpoint import layout
+from models.checkpoint.layout import CARRIED, Manifest, layer_file, side_files
+from models.checkpoint.parallel import byte_bar, write_behind
 from models.checkpoint.publish import publish_folder
 from models.checkpoint.safetensors_files import DTYPE_NAMES, SafetensorsWriter
-from models.checkpoint.source import HuggingFaceSource, PipelineSource, tell_of_nan
-from models.checkpoint.tensor_files import has_nan
-from models.checkpoint.verify import compare, forget_cached
-from models.config_json import QUANTIZATION, read_json
+from models.checkpoint.source import HuggingFaceSource, PipelineSource
+from models.checkpoint.torch_files import save_state_dict
+from models.checkpoint.verify import compare, forget_cached, warn_of_nan
+from models.config_json import QUANTIZATION, read_json, write_json
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 
@@ -48,13 +37,13 @@ def hg_to_pp(input_path: str | Path, save_path: str | Path, overwrite: bool = Fa
     Raises:
         CheckpointError: the input is damaged or unknown, or the target cannot be written.
     """
-    folder = resolve(input_path)
-    if layout_of(folder) is not Layout.HUGGINGFACE:
+    folder = layout.resolve(input_path)
+    if layout.layout_of(folder) is not layout.Layout.HUGGINGFACE:
         raise CheckpointError(f"{folder}: already in the pipeline layout; hg_to_pp expects a HuggingFace folder")
     spec = ModelSpec.from_folder(folder)
     source = HuggingFaceSource(folder, spec)
     with publish_folder(Path(save_path), overwrite, [folder]) as target:
-        with byte_bar("hg_to_pp", _size(source)) as bar:
+        with byte_bar("hg_to_pp", source.size()) as bar:
             for layer in range(spec.n_layers):
                 bar.update(_write_layer(source, layer, target))
                 for recent in range(max(0, layer - 1), layer + 1):
@@ -65,91 +54,76 @@ def hg_to_pp(input_path: str | Path, save_path: str | Path, overwrite: bool = Fa
 
 
 def copy_files(source: Path, target: Path, names: list[str]) -> None:
-    """Copy files byte for byte.
+    """Copy files byte for byte; the links of HuggingFace's cache, from snapshots/<revision>/ to blobs/, are its own.
 
     Raises:
-        CheckpointError: one is missing, or a link to somewhere else.
+        CheckpointError: one is missing, or a link to somewhere else on this machine.
     """
-    for name in names:
-        check_link(source / name)
+    folder = Path(os.path.realpath(source))
+    cache = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+    for path in (source / name for name in names):
+        if path.is_symlink() and Path(os.path.realpath(path)).parent not in (folder, cache):
+            raise CheckpointError(f"{path}: a link that leads out of the folder; expected the file itself")
         try:
-            shutil.copyfile(source / name, target / name)
+            shutil.copyfile(path, target / path.name)
         except FileNotFoundError:
-            raise CheckpointError(f"{source / name}: not found; the folder is incomplete") from None
+            raise CheckpointError(f"{path}: not found; the folder is incomplete") from None
 
 
 def copy_side_files(source: Path, target: Path) -> None:
     """Make a folder of layer files a complete pipeline folder: config, tokenizer, manifest, carried tensors.
 
     Args:
-        source: the folder, of either layout, that the layers or the training came from; from scratch it needs no
-            weights.
-        target: the folder of the layer files.
+        source: of either layout: what the layers or the training came from; from scratch it needs no weights.
+        target: of the layer files.
     """
     manifest = Manifest.read(source)
-    if manifest is None and has_huggingface_weights(source):
-        weights = HuggingFaceSource(source, ModelSpec.from_folder(source))
-        _write_carried(weights, target)
-        manifest = _manifest_of(weights)
+    if manifest is None and layout.has_huggingface_weights(source):
+        manifest = _write_carried(HuggingFaceSource(source, ModelSpec.from_folder(source)), target)
     elif (source / CARRIED).is_file():
         copy_files(source, target, [CARRIED])
-    copy_files(source, target, side_names(source, manifest))
-    unquantize(target / "config.json")
+    copy_files(source, target, side_files(source))
+    path = target / "config.json"
+    if path.is_file() and QUANTIZATION in (config := read_json(path)):  # the weights beside it no longer are
+        logger.info("%s: quantized weights are read as what they stand for, and written in 16 or 32 bits", target)
+        write_json(path, {name: value for name, value in config.items() if name != QUANTIZATION})
     if manifest:
         manifest.write(target)
 
 
-def unquantize(path: Path) -> None:
-    """Let a config.json say nothing of quantized weights, as those beside it no longer are."""
-    if path.is_file() and QUANTIZATION in (config := read_json(path)):
-        logger.info("%s: quantized weights are read as what they stand for, and written in 16 or 32 bits", path.parent)
-        text = json.dumps({name: value for name, value in config.items() if name != QUANTIZATION}, indent=2)
-        path.write_text(text + "\n", encoding="utf-8")
-
-
 def _write_layer(source: HuggingFaceSource, layer: int, target: Path) -> int:
     state = source.read_layer(layer)
-    for name, found in zip(state, in_parallel(has_nan, state.values()), strict=True):
-        if found:
-            tell_of_nan(source.describe(layer, name))
+    warn_of_nan(state, partial(source.describe, layer))
     save_state_dict(state, target / layer_file(layer))
     return sum(tensor.nbytes for tensor in state.values())
 
 
 def _verify(source: HuggingFaceSource, target: Path) -> None:
     written = PipelineSource(target, source.spec)
-    with byte_bar("verify", _size(source)) as bar:
+    with byte_bar("verify", source.size()) as bar:
         for layer in range(source.spec.n_layers):
             path = target / layer_file(layer)
             forget_cached(path)
             bar.update(compare(path, source.read_layer(layer), written.read_layer(layer)))
 
 
-def _size(source: HuggingFaceSource) -> int:
-    return sum(source.layer_bytes(layer) for layer in range(source.spec.n_layers))
-
-
-def _manifest_of(source: HuggingFaceSource) -> Manifest:
+def _write_carried(source: HuggingFaceSource, target: Path) -> Manifest:
+    """Write the tensors that belong to no layer; gives what else an export needs."""
+    if carried := source.carried():
+        infos = {name: source.info(name) for name in carried}
+        with SafetensorsWriter(target, {CARRIED: carried}, infos) as writer:
+            for name in carried:
+                writer.write(name, source.read(name))
     names = [name for names in source.files.values() for name in names]
     return Manifest(
         files={_safetensors_name(file): names for file, names in source.files.items()},
         dtypes={name: DTYPE_NAMES[source.info(name).dtype] for name in names},
-        side_files=[path.name for path in side_files(source.folder)],
+        side_files=side_files(source.folder),
     )
-
-
-def _write_carried(source: HuggingFaceSource, target: Path) -> None:
-    names = source.carried()
-    if not names:
-        return
-    infos = {name: source.info(name) for name in names}
-    with SafetensorsWriter(target, {CARRIED: names}, infos) as writer:
-        for name in names:
-            writer.write(name, source.read(name))
 
 
 def _safetensors_name(file: str) -> str:
     """pytorch_model-00001-of-00002.bin -> model-00001-of-00002.safetensors."""
-    if file.endswith(".safetensors"):
-        return file
-    return file.removeprefix("pytorch_").removesuffix(".bin") + ".safetensors"
+    return (
+        file if file.endswith(".safetensors") else f"{file.removeprefix('pytorch_').removesuffix('.bin')}.safetensors"
+    )

@@ -12,26 +12,25 @@ would share one it is cut between them, which is the only way in which the resul
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from models.architectures import Native
-from models.checkpoint.compat import write_compat
 from models.checkpoint.convert import copy_files
-from models.checkpoint.export_plan import SINGLE_FILE, Files, cast, cut_between, divide, native_infos, original_infos
-from models.checkpoint.layout import CARRIED, Layout, Manifest, layout_of, resolve, side_names
-from models.checkpoint.parallel import in_parallel
-from models.checkpoint.progress import byte_bar
+from models.checkpoint.export_plan import SINGLE_FILE, cast, cut_between, divide, native_infos, original_infos
+from models.checkpoint.layout import CARRIED, Layout, Manifest, layout_of, resolve, side_files
+from models.checkpoint.parallel import byte_bar, in_parallel
 from models.checkpoint.publish import publish_folder
 from models.checkpoint.safetensors_files import SafetensorsFile, SafetensorsWriter
-from models.checkpoint.source import PipelineSource, warn_of_nan
-from models.checkpoint.verify import compare, forget_cached
+from models.checkpoint.servers import write_compat
+from models.checkpoint.source import PipelineSource
+from models.checkpoint.verify import compare, forget_cached, warn_of_nan
+from models.config_json import write_json
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 
@@ -46,24 +45,16 @@ ExportLayout = Literal["original", "native"]
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How an export differs from the folder that the layers came from.
-
-    Attributes:
-        layout: "original", or "native" for one that needs no remote code.
-        dtype: cast every weight to it; as in the original where absent.
-        max_shard_bytes: divide the weights anew into files of at most this size; as in the original where absent, or
-            into files of 5 GB where there is none.
-        verify: read every tensor back and compare it before the folder appears.
-        compat: let transformers 4 read config and tokenizer too (`compat.py`); a native layout always does.
-        add_tokenizer: called with (source folder, folder to be) for a native layout that replaces the original's.
-        add_card: called with the same when everything else is there.
-    """
+    """How an export differs from the folder that the layers came from."""
 
     layout: ExportLayout = "original"
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = None  # to cast every weight to; as in the original where absent
+    # Of files, into which the weights are divided anew; as in the original where absent, or 5 GB where there is none.
     max_shard_bytes: int | None = None
-    verify: bool = False
-    compat: bool = False
+    verify: bool = False  # read every tensor back and compare it before the folder appears
+    compat: bool = False  # let transformers 4 read config and tokenizer too (`servers.py`); a native layout always does
+    # Called with (source folder, folder to be): for a native layout's tokenizer in place of the original's, and for a
+    # card when everything else is there.
     add_tokenizer: Callable[[Path, Path], None] | None = None
     add_card: Callable[[Path, Path], None] | None = None
 
@@ -74,8 +65,7 @@ def pp_to_hg(
     """Write the HuggingFace folder of a pipeline-layout folder or of a run's checkpoint.
 
     Raises:
-        CheckpointError: the input is damaged or unknown, the family has no native layout, or the target cannot be
-            written.
+        CheckpointError: as `Export`, or the target cannot be written.
     """
     folder = resolve(input_path)
     if layout_of(folder) is not Layout.PIPELINE:
@@ -89,10 +79,9 @@ def pp_to_hg(
 
 
 class Export:
-    """One export; what every file will hold is settled before the first byte is written.
+    """One export of a pipeline folder; what every file will hold is settled before the first byte is written.
 
     Args:
-        folder: in the pipeline layout.
         writers: the layers of each writer, where there are several; each layer has one.
 
     Raises:
@@ -103,7 +92,12 @@ class Export:
         self.folder = folder
         self.options = options
         self.spec = ModelSpec.from_folder(folder)
-        self.native = _native(folder, self.spec) if options.layout == "native" else None
+        self.native = self.spec.family.native if options.layout == "native" else None
+        if options.layout == "native" and self.spec.family.translate and not self.native:
+            raise CheckpointError(
+                f"{folder}: {self.spec.family.name} has no layout without remote code, as transformers has no such "
+                "model; expected --layout original"
+            )
         self.source = PipelineSource(folder, self.spec)
         self.manifest = Manifest.read(folder)
         self.carried = SafetensorsFile(folder / CARRIED) if (folder / CARRIED).is_file() else None
@@ -117,13 +111,16 @@ class Export:
             self.infos = cast(self.infos, options.dtype, carried)
         self.writers = writers or [range(self.spec.n_layers)]
         self.writer_of = self._assign()
-        self.files = self._divide()
+        if self.manifest and not self.native and not options.max_shard_bytes:  # as the original was divided
+            files = self.manifest.files
+        else:
+            files = divide(self.infos, options.max_shard_bytes or MAX_SHARD_BYTES)
+        self.files = files if len(self.writers) == 1 else cut_between(files, self.writer_of)
 
     def write_weights(self, target: Path, writer: int = 0) -> None:
         """The weight files of one writer; the first one shows its progress."""
-        files = {
-            file: names for file, names in self.files.items() if all(self.writer_of[name] == writer for name in names)
-        }
+        own = {name for name, its_writer in self.writer_of.items() if its_writer == writer}
+        files = {file: names for file, names in self.files.items() if own.issuperset(names)}
         total = sum(self.infos[name].nbytes for names in files.values() for name in names)
         with byte_bar("pp_to_hg", total, shown=writer == 0) as bar, SafetensorsWriter(target, files, self.infos) as out:
             for tensors in self._layers(writer):
@@ -138,7 +135,7 @@ class Export:
             total = sum(info.nbytes for info in self.infos.values())
             weight_map = {name: file for file, names in self.files.items() for name in names}
             write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}, sort_keys=True)
-        names = side_names(self.folder, self.manifest)
+        names = side_files(self.folder)
         if self.native:
             replaced = REMOTE_CODE if "tokenizer.json" in names else (*REMOTE_CODE, *TOKENIZER)
             names = [name for name in names if not any(Path(name).match(pattern) for pattern in replaced)]
@@ -153,11 +150,7 @@ class Export:
             self.options.add_card(self.folder, target)
 
     def verify(self, target: Path) -> None:
-        """Read every tensor back from the disk.
-
-        Raises:
-            CheckpointError: one differs from what the layers hold.
-        """
+        """Read every tensor back from the disk; a CheckpointError where one differs from what the layers hold."""
         written: dict[str, SafetensorsFile] = {}
         for file in self.files:
             forget_cached(target / file)
@@ -179,14 +172,6 @@ class Export:
                     assigned |= dict.fromkeys(binding.disk, writer)
         return assigned
 
-    def _divide(self) -> Files:
-        """As the original was divided, where that can be."""
-        if self.manifest and not self.native and not self.options.max_shard_bytes:
-            files = self.manifest.files
-        else:
-            files = divide(self.infos, self.options.max_shard_bytes or MAX_SHARD_BYTES)
-        return files if len(self.writers) == 1 else cut_between(files, self.writer_of)
-
     def _layers(self, writer: int) -> Iterator[dict[str, Tensor]]:
         """Every tensor of a writer that belongs on disk, under its name there, layer by layer."""
         for layer in self.writers[writer]:
@@ -196,8 +181,7 @@ class Export:
 
     def _layer(self, layer: int) -> dict[str, Tensor]:
         state = self.source.read_layer(layer)
-        for name, tensor in state.items():
-            warn_of_nan(self.source.describe(layer, name), tensor)
+        warn_of_nan(state, partial(self.source.describe, layer))
         if self.native and layer == self.weight_map.head_layer:
             state |= {name: change(state[name]) for name, change in self.native.changes.items()}
         found = self.weight_map.on_disk(layer, state)
@@ -205,30 +189,14 @@ class Export:
 
     def _config(self) -> dict[str, Any]:
         """config.json for other weights than the original's."""
-        config = dict(self.spec.raw)
+        config = raw = self.spec.raw
         if self.native:
-            config = {"architectures": [self.native.architecture], **self.spec.fields}
-            config["torch_dtype"] = self.spec.raw.get("torch_dtype")
-        if self.options.dtype:
-            config = with_dtype(config, self.options.dtype)
-        return config
-
-
-def _native(folder: Path, spec: ModelSpec) -> Native | None:
-    """The native layout of a family; None where the original is one already."""
-    if spec.family.translate and not spec.family.native:
-        raise CheckpointError(
-            f"{folder}: {spec.family.name} has no layout without remote code, as transformers has no such model; "
-            "expected --layout original"
-        )
-    return spec.family.native
+            named = {"architectures": [self.native.architecture]}
+            config = named | self.spec.fields | {"torch_dtype": raw.get("torch_dtype")}
+        return with_dtype(config, self.options.dtype) if self.options.dtype else config
 
 
 def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """A config.json that says this dtype of the weights."""
     keys = config.keys() & {"dtype", "torch_dtype"} or {"torch_dtype"}  # transformers 5's name, the one before
     return config | dict.fromkeys(sorted(keys), str(dtype).removeprefix("torch."))
-
-
-def write_json(path: Path, value: object, sort_keys: bool = False) -> None:
-    path.write_text(json.dumps(value, indent=2, sort_keys=sort_keys, ensure_ascii=False) + "\n", encoding="utf-8")

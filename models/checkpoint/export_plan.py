@@ -93,17 +93,11 @@ def divide(infos: Infos, max_shard_bytes: int) -> Files:
 
 
 def cut_between(files: Files, writers: Mapping[str, int]) -> Files:
-    """The same division, but a file that several writers would share is cut into one for each.
-
-    Args:
-        writers: the number of each tensor's writer.
-    """
-    pieces: list[list[str]] = []
+    """The same division, but a file that several of the tensors' writers would share is cut into one for each."""
+    pieces = []
     for names in files.values():
-        by_writer: dict[int, list[str]] = {}
-        for name in names:
-            by_writer.setdefault(writers[name], []).append(name)
-        pieces += [by_writer[writer] for writer in sorted(by_writer)]
+        its_writers = sorted({writers[name] for name in names})
+        pieces += [[name for name in names if writers[name] == writer] for writer in its_writers]
     return files if pieces == list(files.values()) else _numbered(pieces)
 
 

@@ -9,7 +9,6 @@ original was laid out so that an export can give it back, and `carried.safetenso
 from __future__ import annotations
 
 import json
-import os
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
@@ -95,9 +94,8 @@ def layout_of(folder: Path) -> Layout:
         return Layout.PIPELINE
     if has_huggingface_weights(folder):
         return Layout.HUGGINGFACE
-    raise CheckpointError(
-        f"{folder}: no weights; expected *.safetensors, pytorch_model*.bin or layer_*-model_states.pt"
-    )
+    expected = "*.safetensors, pytorch_model*.bin or layer_*-model_states.pt"
+    raise CheckpointError(f"{folder}: no weights; expected {expected}")
 
 
 def has_huggingface_weights(folder: Path) -> bool:
@@ -136,49 +134,14 @@ def weight_files(folder: Path, suffixes: tuple[str, ...] = (".safetensors", ".bi
     return []
 
 
-def check_link(path: Path) -> None:
-    """See that a file which is copied by content is no link to somewhere else on this machine.
-
-    The links of HuggingFace's cache, from snapshots/<revision>/ to blobs/, are its own.
-
-    Raises:
-        CheckpointError: it leads out of its folder.
-    """
-    folder, place = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path)).parent
-    cache = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
-    if path.is_symlink() and place not in (folder, cache):
-        raise CheckpointError(f"{path}: a link that leads out of the folder; expected the file itself")
-
-
-def side_files(folder: Path) -> list[Path]:
-    """Everything in a HuggingFace folder that is not weights: config, tokenizer, chat template, licence.
-
-    Raises:
-        CheckpointError: one is a link that leads out of the folder.
-    """
-    found = []
-    for path in sorted(folder.iterdir()):
-        own = path.name in (*_INDEXES, MANIFEST, LATEST) or path.name.startswith(".")
-        if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES and not own:
-            check_link(path)
-            found.append(path)
-    return found
-
-
 class Manifest(BaseModel):
-    """How the HuggingFace folder was laid out that a pipeline folder came from.
-
-    Attributes:
-        files: the folder's weight files in order, each with its tensors' names on disk in order.
-        dtypes: the dtype of each tensor, under its name on disk, as safetensors spells it ("BF16").
-        side_files: the names of the files that were copied byte for byte.
-    """
+    """How the HuggingFace folder was laid out that a pipeline folder came from."""
 
     model_config = ConfigDict(extra="forbid")
 
-    files: dict[FileName, list[str]]
-    dtypes: dict[str, str]
-    side_files: list[FileName]
+    files: dict[FileName, list[str]]  # weight files in order, each with its tensors' names on disk in order
+    dtypes: dict[str, str]  # of each tensor, under its name on disk, as safetensors spells it ("BF16")
+    side_files: list[FileName]  # that were copied byte for byte
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
@@ -196,6 +159,12 @@ class Manifest(BaseModel):
         (folder / MANIFEST).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
-def side_names(folder: Path, manifest: Manifest | None) -> list[str]:
-    """What is copied byte for byte beside the weights: as the manifest says, else what `side_files` finds."""
-    return manifest.side_files if manifest else [path.name for path in side_files(folder)]
+def side_files(folder: Path) -> list[str]:
+    """The names of what is copied byte for byte: of a HuggingFace folder everything that is not weights (config,
+    tokenizer, chat template, licence), of a pipeline folder what its manifest lists.
+    """
+    if manifest := Manifest.read(folder):
+        return manifest.side_files
+    own = (*_INDEXES, MANIFEST, LATEST)
+    found = (path for path in sorted(folder.iterdir()) if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES)
+    return [path.name for path in found if path.name not in own and not path.name.startswith(".")]

@@ -1,4 +1,4 @@
-"""Bytes to files: from several threads, and on to the disk.
+"""Bytes to files: from several threads, on to the disk, and with a bar that tells how many.
 
 A copy from memory into the system's cache keeps a core busy at about a gigabyte a second, which is less than most disks
 take. Threads do it side by side: Python lets go of its lock in each call.
@@ -11,11 +11,17 @@ and pushes nothing else out of memory (`python -m benchmarks.convert` against cp
 from __future__ import annotations
 
 import os
+import sys
+import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from common.whole_files import sync
 
@@ -38,12 +44,20 @@ def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> list[R
         return list(pool.map(work, items))
 
 
-def write_at(descriptor: int, place: int, tensor: Tensor) -> None:
-    """Write a tensor's bytes to a place in a file.
+@contextmanager
+def byte_bar(what: str, total: int, shown: bool = True) -> Iterator[tqdm[NoReturn]]:
+    """A bar that counts to `total` bytes, with its rate and warnings above it; in a log one line at the end."""
+    bar = tqdm(desc=what, total=total, unit="B", unit_scale=True, smoothing=0.05, disable=None if shown else True)
+    begin = time.monotonic()
+    with logging_redirect_tqdm(), bar:
+        yield bar
+    if shown and bar.disable:
+        size = tqdm.format_sizeof(total, "B")
+        print(f"{what}: {size} in {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
 
-    Raises:
-        OSError: the disk is full or cannot be written.
-    """
+
+def write_at(descriptor: int, place: int, tensor: Tensor) -> None:
+    """Write a tensor's bytes to a place in a file; an OSError where the disk is full or cannot be written."""
     rest = _bytes_of(tensor)
     while rest:
         written = os.pwrite(descriptor, rest[:PIECE], place)
@@ -61,11 +75,7 @@ def write_behind(path: Path) -> None:
 
 
 def sync_files(folder: Path) -> None:
-    """Wait until everything in a folder is on the disk.
-
-    Raises:
-        OSError: as `sync`.
-    """
+    """Wait until everything in a folder is on the disk; raises as `sync`."""
     found = sorted(folder.rglob("*"))
     in_parallel(sync, [path for path in found if path.is_file()])
     in_parallel(sync, [folder, *(path for path in found if path.is_dir())])

@@ -8,9 +8,9 @@ since, belongs to a user. It is renamed away first, looked at again there, where
 removed last.
 
 The hidden folder carries a mark too, on which its writer holds a lock that the kernel drops when the writer is gone.
-The next writer of the same target removes what nobody has a lock on; a lock says nothing about writers under another
-kernel, whose folders have to be untouched for a day. The mark is the first thing in a hidden folder and the last: one
-without it, of a writer that was killed at either moment, is empty, and goes after a minute.
+The next writer of the same target removes what nobody has a lock on; what writers under another kernel left has to be
+untouched for a day. A hidden folder without a mark, of a writer that was killed at its first moment or its last, is
+empty, and goes after a minute.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def publish_folder(target: Path, overwrite: bool = False, kept: Iterable[Path] =
 
 @contextmanager
 def writing(target: Path) -> Iterator[None]:
-    """Work on a folder that `publish_folder` is to publish, here or in another process.
+    """Work on what is to be published, here or in another process.
 
     Raises:
         CheckpointError: in one line, what the system says of a full or read-only disk.
@@ -82,11 +82,7 @@ def writing(target: Path) -> Iterator[None]:
 
 
 def try_publishing(target: Path, kept: Iterable[Path]) -> None:
-    """See whether `publish_folder` would overwrite a target, before work is put into it.
-
-    Raises:
-        CheckpointError: in one line, why not.
-    """
+    """See whether `publish_folder` would overwrite a target, before work is put into it; raises as it does."""
     with suppress(_Tried), publish_folder(target, True, kept):
         raise _Tried
 
@@ -177,11 +173,7 @@ def _try_renaming(target: Path, old: Path) -> None:
 
 @contextmanager
 def workplace(target: Path) -> Iterator[Path]:
-    """An empty folder, in a hidden one beside the target, that is removed in the end unless it was renamed.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """An empty folder in a hidden one beside the target, removed in the end unless it was renamed; or an OSError."""
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
     try:
         with open(work / UNLOCKED, "w", encoding="utf-8") as mark:
@@ -199,21 +191,15 @@ def workplace(target: Path) -> Iterator[Path]:
 def sweep(found: Iterable[Path]) -> None:
     """Remove those of some hidden folders whose writers are no more."""
     for work in found:
-        if _is_unmarked(work):
-            shutil.rmtree(work, ignore_errors=True)
+        with suppress(OSError):
+            is_empty = {path.name for path in work.iterdir()} <= {UNLOCKED}
+            if is_empty and time.time() - work.stat().st_mtime > UNMARKED:
+                shutil.rmtree(work, ignore_errors=True)
         with suppress(OSError), open(work / MARK, "r+", encoding="utf-8") as mark:
             fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
             newest = max(path.lstat().st_mtime for path in (work, *work.rglob("*")))
             if _read_mark(work).get("kernel") == kernel_name() or time.time() - newest > ABANDONED:
                 _clear(work)
-
-
-def _is_unmarked(work: Path) -> bool:
-    """Whether a hidden folder has had no mark for a minute, and holds nothing."""
-    with suppress(OSError):
-        empty = {path.name for path in work.iterdir()} <= {UNLOCKED}
-        return empty and time.time() - work.stat().st_mtime > UNMARKED
-    return False
 
 
 def _clear(work: Path) -> None:

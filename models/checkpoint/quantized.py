@@ -30,18 +30,12 @@ Read = Callable[[str], Tensor]
 
 
 class Quantized(NamedTuple):
-    """A tensor that two tensors on disk make up.
-
-    Attributes:
-        numbers, scales: their names.
-        dtype: what it is read as.
-        block: rows and columns that share a scale, of fp8.
-    """
+    """A tensor that two tensors on disk, of these names, make up."""
 
     numbers: str
     scales: str
-    dtype: torch.dtype
-    block: tuple[int, int] | None
+    dtype: torch.dtype  # it is read as
+    block: tuple[int, int] | None  # rows and columns that share a scale, of fp8
 
     def info(self, numbers: TensorInfo) -> TensorInfo:
         """What it looks like when it is read."""
@@ -73,11 +67,7 @@ class Quantized(NamedTuple):
 
 
 def quantized_tensors(config: dict[str, Any], names: Iterable[str], where: object) -> dict[str, Quantized]:
-    """The tensors of a checkpoint that are made up of two, by the names that they are read under.
-
-    Args:
-        config: config.json.
-        names: of everything on disk.
+    """The tensors of a checkpoint that are made up of two, of all `names` on disk, by those that they are read under.
 
     Raises:
         CheckpointError: the weights are quantized in another way.
@@ -91,9 +81,8 @@ def quantized_tensors(config: dict[str, Any], names: Iterable[str], where: objec
     if method == FP8:
         block = settings.get("weight_block_size")
         if not (isinstance(block, list) and len(block) == 2):
-            raise CheckpointError(
-                f"{where}: {QUANTIZATION}: fp8 without weight_block_size; expected a scale for each block"
-            )
+            what = "fp8 without weight_block_size; expected a scale for each block"
+            raise CheckpointError(f"{where}: {QUANTIZATION}: {what}")
         weights = [name.removesuffix(SCALE) for name in known if name.endswith(SCALE)]
         return {name: Quantized(name, name + SCALE, dtype, (block[0], block[1])) for name in weights if name in known}
     if method == MXFP4:

@@ -14,6 +14,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 from typing import BinaryIO
@@ -22,26 +23,13 @@ from weakref import finalize
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers.modeling_utils import str_to_torch_dtype
 
 from models.checkpoint.parallel import write_at, write_behind
 from models.errors import CheckpointError
 
-DTYPE_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e8m0fnu: "F8_E8M0",
-}
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+DTYPES: dict[str, torch.dtype] = {**str_to_torch_dtype, "F8_E8M0": torch.float8_e8m0fnu}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -50,10 +38,6 @@ class TensorInfo:
 
     dtype: torch.dtype
     shape: torch.Size
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorInfo:
-        return cls(tensor.dtype, tensor.shape)
 
     @property
     def nbytes(self) -> int:
@@ -93,34 +77,27 @@ class SafetensorsFile:
         return iter(self._infos)
 
     def info(self, name: str) -> TensorInfo:
-        """Dtype and shape of a tensor; KeyError where the file has none of this name."""
+        """Dtype and shape of a tensor; KeyError where there is none of this name."""
         return self._infos[name]
 
     def read(self, name: str) -> Tensor:
         """A tensor; its bytes are read from the disk when they are used, and a change of them stays in memory.
 
-        Raises:
-            KeyError: the file has none of this name.
+        Raises KeyError as `info`.
         """
         info = self._infos[name]
         if not info.nbytes:
             return torch.empty(info.shape, dtype=info.dtype)
         begin = self._places[name]
-        aligned = begin - begin % mmap.ALLOCATIONGRANULARITY
-        mapped = mmap.mmap(self._file, begin + info.nbytes - aligned, offset=aligned, access=mmap.ACCESS_COPY)
+        before = begin % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(self._file, before + info.nbytes, offset=begin - before, access=mmap.ACCESS_COPY)
         mapped.madvise(mmap.MADV_WILLNEED)
-        return torch.frombuffer(mapped, dtype=info.dtype, count=prod(info.shape), offset=begin - aligned).reshape(
-            info.shape
-        )
+        return torch.frombuffer(mapped, dtype=info.dtype, offset=before).reshape(info.shape)
 
 
 class SafetensorsWriter:
-    """Writes a set of safetensors files whose contents are announced up front.
-
-    Args:
-        folder: where the files go.
-        files: file name -> names of its tensors, in order.
-        infos: tensor name -> dtype and shape.
+    """Writes a set of safetensors files whose contents are announced up front: the names of each file's tensors, in
+    order, and each tensor's dtype and shape.
     """
 
     def __init__(self, folder: Path, files: dict[str, list[str]], infos: dict[str, TensorInfo]) -> None:
@@ -128,9 +105,8 @@ class SafetensorsWriter:
         self._handles: list[BinaryIO] = []
         self._places: dict[str, tuple[int, int]] = {}
         for file, names in files.items():
-            handle = open(folder / file, "wb", buffering=0)
-            self._handles.append(handle)
-            self._announce(handle, names)
+            self._handles.append(open(folder / file, "wb", buffering=0))
+            self._announce(self._handles[-1], names)
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Put a tensor in its place, cast to the announced dtype; threads may do so side by side."""
@@ -152,19 +128,12 @@ class SafetensorsWriter:
 
     def _announce(self, handle: BinaryIO, names: list[str]) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        offsets: dict[str, int] = {}
-        end = 0
-        for name in names:
-            info = self.infos[name]
-            offsets[name] = end
-            end += info.nbytes
-            header[name] = {
-                "dtype": DTYPE_NAMES[info.dtype],
-                "shape": list(info.shape),
-                "data_offsets": [offsets[name], end],
-            }
+        infos = [self.infos[name] for name in names]
+        offsets = [0, *accumulate(info.nbytes for info in infos)]
+        for name, info, place in zip(names, infos, pairwise(offsets), strict=True):
+            header[name] = {"dtype": DTYPE_NAMES[info.dtype], "shape": list(info.shape), "data_offsets": place}
         encoded = json.dumps(header, separators=(",", ":")).encode()
         encoded += b" " * (-len(encoded) % 8)  # tensors begin at a multiple of eight bytes, as the format asks
         handle.write(len(encoded).to_bytes(8, "little") + encoded)
-        for name, offset in offsets.items():
+        for name, offset in zip(names, offsets, strict=False):
             self._places[name] = (handle.fileno(), 8 + len(encoded) + offset)

@@ -1,19 +1,25 @@
-"""What each program that serves models still misses in a HuggingFace folder.
+"""What each program that serves models still misses in a HuggingFace folder, and settings as older ones read them.
 
 Nothing is loaded: names and shapes of the weights are compared with config.json by the files' headers, and settings are
 read as files. Which architectures a server takes is known of vLLM 0.32.0 and SGLang 0.5.23; docs/serving.md says what
 was tried.
+
+transformers 5 keeps the rotary base in `rope_parameters` and names its tokenizer class `TokenizersBackend`.
+transformers 4, and every server that pins it, looks for `rope_theta` and `rope_scaling`, takes the default base
+*silently* where they are absent, and refuses the class. What `write_compat` adds says the same as today's keys, which
+stay, so that both compute the same logits. What saving a loaded model leaves behind, the path and the options of that
+loading, is taken out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from models.checkpoint.compat import older_fields, older_tokenizer
 from models.checkpoint.layout import Layout, layout_of, resolve
 from models.checkpoint.source import HuggingFaceSource
-from models.config_json import read_json
+from models.config_json import read_json, write_json
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 
@@ -40,6 +46,10 @@ REFUSALS: dict[tuple[str, str], tuple[Callable[[ModelSpec], bool], str]] = {
     ),
 }
 
+LEFTOVERS = (
+    "_name_or_path _model_name_or_path name_or_path is_local local_files_only _attn_implementation_autoset".split()
+)
+
 
 def check(input_path: str | Path) -> dict[str, list[str]]:
     """By server, what a folder lacks; nothing where it is complete.
@@ -53,20 +63,24 @@ def check(input_path: str | Path) -> dict[str, list[str]]:
     spec = ModelSpec.from_folder(folder)
     path, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     settings = read_json(path) if path.is_file() else {}
-    general = _wrong_weights(folder, spec)
+    general = []
+    try:
+        source = HuggingFaceSource(folder, spec)
+        for layer in range(spec.n_layers):
+            source.check_layer(layer)
+    except CheckpointError as error:
+        general.append(str(error))
     if code := foreign_code(spec):
         general.append(code)
     if not (folder / "tokenizer.json").is_file():
         general.append("no tokenizer.json")
     if not template.is_file() and "chat_template" not in settings:
         general.append("no chat template, so that it takes raw prompts alone")
-    adapted = older_tokenizer(dict(settings), template)
-    older = [name for name in older_fields(spec.raw, spec.config) if name not in spec.raw]
+    adapted = _older_tokenizer(dict(settings), template)
+    older = [name for name in _older_fields(spec) if name not in spec.raw]
     older += [name for name in adapted if adapted[name] != settings.get(name)]
-    special = [
-        f"config.json or tokenizer_config.json without {', '.join(older)} that it knows; export it with --compat"
-    ]
-    found = {server: general + special * (is_older and bool(older)) for server, is_older in SERVERS.items()}
+    special = f"config.json or tokenizer_config.json without {', '.join(older)} that it knows; export it with --compat"
+    found = {server: general + [special] * (is_older and bool(older)) for server, is_older in SERVERS.items()}
     for (server, family), (refused, why) in REFUSALS.items():
         if spec.family.name == family and refused(spec):
             found[server] = [*found[server], why]
@@ -81,11 +95,48 @@ def foreign_code(spec: ModelSpec) -> str | None:
     return f"config.json asks for the publisher's Python files; {remedy}"
 
 
-def _wrong_weights(folder: Path, spec: ModelSpec) -> list[str]:
-    try:
-        source = HuggingFaceSource(folder, spec)
-        for layer in range(spec.n_layers):
-            source.check_layer(layer)
-    except CheckpointError as error:
-        return [str(error)]
-    return []
+def write_compat(folder: Path) -> None:
+    """Rewrite config.json and tokenizer_config.json of a HuggingFace folder in place.
+
+    Raises:
+        CheckpointError: one of them is no JSON object.
+    """
+    spec = ModelSpec.from_folder(folder)
+    rewritten = {folder / "config.json": _older_fields(spec) | spec.raw}
+    tokenizer = folder / "tokenizer_config.json"
+    if tokenizer.is_file():
+        rewritten[tokenizer] = _older_tokenizer(read_json(tokenizer), folder / "chat_template.jinja")
+    for path, settings in rewritten.items():
+        write_json(path, {key: value for key, value in settings.items() if key not in LEFTOVERS})
+
+
+def _older_fields(spec: ModelSpec) -> dict[str, Any]:
+    """What transformers 4 looks for and a config.json of transformers 5 says under other names."""
+    raw = spec.raw
+    older = {"torch_dtype": raw["dtype"]} if "dtype" in raw else {}
+    if "rope_parameters" in raw:
+        if "num_local_experts" in raw:
+            older["num_experts"] = raw["num_local_experts"]  # as Qwen3-MoE had it
+        rope = spec.config.rope_parameters
+        angles = rope.get("full_attention", rope)  # Gemma 3 has one base for these layers, another for the rest
+        scaling = {key: value for key, value in angles.items() if key not in ("rope_theta", "partial_rotary_factor")}
+        older |= {key: value for key, value in angles.items() if key not in scaling}
+        if "sliding_attention" in rope:
+            older["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        if scaling["rope_type"] == "longrope":  # of which Phi-3's class takes three keys, with the name before this one
+            scaling["type"] = scaling.pop("rope_type")
+            older["original_max_position_embeddings"] = scaling.pop("original_max_position_embeddings")
+        if scaling.get("rope_type") != "default":
+            older["rope_scaling"] = scaling
+    return older
+
+
+def _older_tokenizer(settings: dict[str, Any], template: Path) -> dict[str, Any]:
+    """tokenizer_config.json with class, special tokens and chat template where transformers 4 looks for them."""
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    if template.is_file():
+        settings.setdefault("chat_template", template.read_text(encoding="utf-8"))
+    return settings

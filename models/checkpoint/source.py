@@ -6,7 +6,6 @@ training rank reads only its own. `open_source` picks the source by what lies in
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,12 +16,13 @@ from models.architectures import Binding, cut
 from models.checkpoint.layout import Layout, layer_file, layout_of, weight_files, weight_index
 from models.checkpoint.quantized import quantized_tensors, without_parts
 from models.checkpoint.safetensors_files import SafetensorsFile, TensorInfo
-from models.checkpoint.tensor_files import MappedFile, TensorFile, has_nan, open_tensors
+from models.checkpoint.torch_files import MappedFile
+from models.checkpoint.verify import same_bytes
 from models.config_json import QUANTIZATION
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 
-logger = logging.getLogger("pipetune")
+TensorFile = SafetensorsFile | MappedFile  # of named tensors, read when they are asked for; KeyError for other names
 
 
 class PipelineSource:
@@ -38,15 +38,11 @@ class PipelineSource:
         Raises:
             CheckpointError: a tensor is missing, unexpected or of another shape, or its file is damaged.
         """
-        self.infos(layer)
+        self._open(layer)
 
     def read_layer(self, layer: int) -> dict[str, Tensor]:
-        """The complete state dict of a layer, checked; tensors on the CPU, read when they are used.
-
-        Raises:
-            CheckpointError: as `check_layer`.
-        """
-        _, file = self._open(layer)
+        """The complete state dict of a layer, checked as by `check_layer`; tensors are read when they are used."""
+        file = self._open(layer)
         return {name: file.read(name) for name in self.spec.shapes(layer)}
 
     def describe(self, layer: int, name: str) -> str:
@@ -55,34 +51,24 @@ class PipelineSource:
 
     def infos(self, layer: int) -> dict[str, TensorInfo]:
         """Dtype and shape of each of a layer's tensors as they are stored."""
-        _, file = self._open(layer)
+        file = self._open(layer)
         return {name: file.info(name) for name in self.spec.shapes(layer)}
 
     def dtype(self) -> torch.dtype:
         """The dtype of the embedding as it is stored."""
         return next(iter(self.infos(0).values())).dtype
 
-    def _open(self, layer: int) -> tuple[Path, MappedFile]:
-        path = self.folder / layer_file(layer)
+    def _open(self, layer: int) -> MappedFile:
+        path, shapes = self.folder / layer_file(layer), self.spec.shapes(layer)
         file = MappedFile(path)
-        shapes = self.spec.shapes(layer)
-        if missing := shapes.keys() - set(file):
-            raise CheckpointError(f"{path}: missing weights: {listed(sorted(missing))}")
-        if unexpected := set(file) - shapes.keys():
-            raise CheckpointError(f"{path}: unexpected weights in layer {layer}: {listed(sorted(unexpected))}")
+        _check_names(path, set(file), set(shapes), f"in layer {layer}")
         for name, shape in shapes.items():
             _check_shape(path, name, file.info(name).shape, shape)
-        return path, file
+        return file
 
 
 class HuggingFaceSource:
-    """A HuggingFace folder: a layer's tensors are found through the index, in however many shards they lie.
-
-    Attributes:
-        files: file name -> the names of its tensors, those on disk but for quantized ones.
-        names: all of these.
-        weight_map: the family's naming table in this folder's spelling.
-    """
+    """A HuggingFace folder: a layer's tensors are found through the index, in however many shards they lie."""
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.folder = folder
@@ -91,12 +77,16 @@ class HuggingFaceSource:
         stored = self._list_files()
         self._file_of = {name: file for file, names in stored.items() for name in names}
         self._quantized = quantized_tensors(spec.raw, self._file_of, folder)
+        # The names of each file's tensors: those on disk but for quantized ones.
         self.files = {file: without_parts(names, self._quantized) for file, names in stored.items()}
         for name, each in self._quantized.items():
             self._file_of[name] = self._file_of[each.numbers]
         self.names = {name for names in self.files.values() for name in names}
-        self.weight_map = spec.weight_map.for_names(self.names)
-        self._check_names()
+        self.weight_map = spec.weight_map.for_names(self.names)  # in this folder's spelling
+        layers = range(spec.n_layers)
+        expected = {name for layer in layers for each in self._bindings(layer, tied=False) for name in each.disk}
+        optional = {self.weight_map.tied_head} - self.names if spec.tied else set()
+        _check_names(folder, self.names - set(self.carried()), expected - optional, f"for {spec.family.name}")
 
     def check_layer(self, layer: int) -> None:
         self._check_shapes(layer)
@@ -118,9 +108,10 @@ class HuggingFaceSource:
     def describe(self, layer: int, name: str) -> str:
         return f"{self.folder}: {listed(self.weight_map.binding_of(layer, name).disk, most=1)}"
 
-    def layer_bytes(self, layer: int) -> int:
-        """The size of a layer's weights as they are stored."""
-        return sum(self.info(name).nbytes for binding in self._bindings(layer) for name in binding.disk)
+    def size(self) -> int:
+        """Bytes of all layers' weights as they are stored."""
+        bindings = (binding for layer in range(self.spec.n_layers) for binding in self._bindings(layer))
+        return sum(self.info(name).nbytes for binding in bindings for name in binding.disk)
 
     def info(self, disk_name: str) -> TensorInfo:
         """Dtype and shape of a tensor by its name on disk; of a quantized one as it is read."""
@@ -141,13 +132,12 @@ class HuggingFaceSource:
         """Names on disk of the tensors that belong to no layer but have to come back."""
         return [name for name in self.names if self.weight_map.is_carried(name)]
 
-    def _bindings(self, layer: int) -> list[Binding]:
-        """The bindings of a layer; a tied head reads the embedding, which is the one that counts."""
+    def _bindings(self, layer: int, tied: bool = True) -> list[Binding]:
+        """The bindings of a layer; where `tied` counts, a tied head reads the embedding."""
         bindings = self.weight_map.bindings(layer, self.spec.shapes(layer))
-        if not (self.spec.tied and layer == self.weight_map.head_layer):
+        if not (tied and self.spec.tied and layer == self.weight_map.head_layer):
             return bindings
-        own = (self.weight_map.tied_head,)
-        shared = (self.weight_map.tied_embedding,)
+        own, shared = (self.weight_map.tied_head,), (self.weight_map.tied_embedding,)
         return [binding._replace(disk=shared) if binding.disk == own else binding for binding in bindings]
 
     def _check_shapes(self, layer: int) -> None:
@@ -161,7 +151,7 @@ class HuggingFaceSource:
     def _find(self, disk_name: str) -> TensorFile:
         file = self._file_of[disk_name]
         if file not in self._open:
-            self._open[file] = open_tensors(self.folder / file)
+            self._open[file] = _open_tensors(self.folder / file)
         try:
             self._open[file].info(disk_name)
         except KeyError:
@@ -186,12 +176,10 @@ class HuggingFaceSource:
         if index is None:
             where: dict[str, str] = {}
             for path in weight_files(self.folder):
-                self._open[path.name] = open_tensors(path)
+                self._open[path.name] = _open_tensors(path)
                 for name in self._open[path.name]:
-                    if where.setdefault(name, path.name) != path.name:
-                        raise CheckpointError(
-                            f"{path}: {name} lies in {where[name]} too, and no index says which counts"
-                        )
+                    if (other := where.setdefault(name, path.name)) != path.name:
+                        raise CheckpointError(f"{path}: {name} lies in {other} too, and no index says which counts")
             return {file: list(opened) for file, opened in self._open.items()}
         files: dict[str, list[str]] = {}
         for name, file in index.items():
@@ -201,22 +189,6 @@ class HuggingFaceSource:
                 raise CheckpointError(f"{self.folder / file}: not found, but the index lists it; a shard is missing")
         return dict(sorted(files.items()))
 
-    def _check_names(self) -> None:
-        """Every tensor of the model is there, and no other."""
-        expected = {
-            name
-            for layer in range(self.spec.n_layers)
-            for binding in self.weight_map.bindings(layer, self.spec.shapes(layer))
-            for name in binding.disk
-        }
-        optional = {self.weight_map.tied_head} if self.spec.tied else set()
-        found = {name for name in self.names if not self.weight_map.is_carried(name)}
-        if unexpected := found - expected:
-            family = self.spec.family.name
-            raise CheckpointError(f"{self.folder}: unexpected weights for {family}: {listed(sorted(unexpected))}")
-        if missing := expected - found - optional:
-            raise CheckpointError(f"{self.folder}: missing weights: {listed(sorted(missing))}")
-
 
 def open_source(folder: Path, spec: ModelSpec) -> PipelineSource | HuggingFaceSource:
     """The source for a resolved folder of either layout."""
@@ -225,11 +197,10 @@ def open_source(folder: Path, spec: ModelSpec) -> PipelineSource | HuggingFaceSo
     return HuggingFaceSource(folder, spec)
 
 
-def same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same dtype and bits: NaN equals NaN here, and -0.0 differs from 0.0."""
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(
-        one.reshape(-1).contiguous().view(torch.uint8), other.reshape(-1).contiguous().view(torch.uint8)
-    )
+def _open_tensors(path: Path) -> TensorFile:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: not found; the folder is incomplete")
+    return SafetensorsFile(path) if path.suffix == ".safetensors" else MappedFile(path)
 
 
 def listed(names: Iterable[str], most: int = 5) -> str:
@@ -239,16 +210,14 @@ def listed(names: Iterable[str], most: int = 5) -> str:
     return ", ".join(shown[:most]) + more
 
 
+def _check_names(where: Path, found: set[str], expected: set[str], what: str) -> None:
+    """Every tensor of the model is there, and no other."""
+    if unexpected := found - expected:
+        raise CheckpointError(f"{where}: unexpected weights {what}: {listed(sorted(unexpected))}")
+    if missing := expected - found:
+        raise CheckpointError(f"{where}: missing weights: {listed(sorted(missing))}")
+
+
 def _check_shape(where: Path, name: str, found: torch.Size, expected: torch.Size) -> None:
     if found != expected:
         raise CheckpointError(f"{where}: {name} has shape {list(found)}, but config.json makes it {list(expected)}")
-
-
-def warn_of_nan(place: str, tensor: Tensor) -> None:
-    """Say so where a weight is no number; the conversion or the run goes on."""
-    if has_nan(tensor):
-        tell_of_nan(place)
-
-
-def tell_of_nan(place: str) -> None:
-    logger.warning("warning: %s holds NaN: every loss of a model with this weight would be NaN", place)

@@ -3,6 +3,11 @@
 torch's exporter traces the layers that demo.py runs, under the names that optimum gives inputs and outputs. onnxruntime
 has to find the model's own logits and tokens in the file before the folder appears.
 
+What differs from the passes of `CausalLM`: the key-value cache goes in and comes out, keys and values are joined to the
+given ones instead of being written into a buffer, attention is plain arithmetic under a mask, and padding is told by a
+mask from outside. A token's position is its place in the row, padding counted: rotary angles and ALiBi biases know
+distances only.
+
 Everything is in fp32, which holds each bf16 and fp16 number as it is. Cost: 4 bytes a parameter on the disk, up to five
 times that of memory, and a few seconds a block.
 """
@@ -16,17 +21,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from tqdm import tqdm
 
+from models.attention import EAGER
 from models.causal_lm import CausalLM
 from models.checkpoint.convert import copy_files
-from models.checkpoint.export import with_dtype, write_json
-from models.checkpoint.layout import Manifest, resolve, side_names
+from models.checkpoint.export import with_dtype
+from models.checkpoint.layout import resolve, side_files
 from models.checkpoint.publish import publish_folder
 from models.checkpoint.servers import foreign_code
 from models.checkpoint.source import open_source
+from models.config_json import write_json
 from models.errors import CheckpointError
-from models.formats.traced import TracedModel
+from models.generation.cache import KeyValueCache
 from models.rope import depends_on_length
 from models.spec import ModelSpec
 
@@ -34,6 +42,8 @@ PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 ROW, PAST = "batch_size", "past_sequence_length"
 PROMPT, PADDING, ANSWER = 24, 5, 8  # tokens of the check; its second row begins with padding
 TOLERANCE = 1e-4  # of logits; as a share of the largest where that is above 1
+
+Past = list[tuple[Tensor, Tensor]]  # for each block keys and values [B, heads, tokens, width]
 
 
 def hg_to_onnx(input_path: str | Path, save_path: str | Path, overwrite: bool = False) -> str:
@@ -61,7 +71,7 @@ def hg_to_onnx(input_path: str | Path, save_path: str | Path, overwrite: bool = 
         bar.set_description_str("hg_to_onnx: writing")
         program.save(target / "model.onnx")
         del program
-        copy_files(folder, target, side_names(folder, Manifest.read(folder)))
+        copy_files(folder, target, side_files(folder))
         write_json(target / "config.json", with_dtype(spec.raw, torch.float32))
         bar.set_description_str("hg_to_onnx: asking onnxruntime")
         found = _compare(model, target / "model.onnx", save_path)
@@ -77,6 +87,52 @@ def _obstacle(spec: ModelSpec) -> str | None:
         rope = spec.config.rope_parameters["rope_type"]
         return f"rope_type {rope}, where angles depend on a text's length, which one graph cannot do"
     return foreign_code(spec)
+
+
+class GivenCache(KeyValueCache):
+    """Keys and values from outside, none before the first pass; `present` has those of this pass behind them."""
+
+    def __init__(self, past: Past) -> None:
+        super().__init__()
+        self.present: Past = []
+        self._past = past
+        if past:
+            self.lengths = [past[0][0].shape[2]]
+
+    def update(self, keys: Tensor, values: Tensor, block: int, *_: Any) -> tuple[Tensor, Tensor]:
+        if self._past:
+            keys, values = (torch.cat(both, dim=2) for both in zip(self._past[block], (keys, values), strict=True))
+        self.present.append((keys, values))
+        return keys, values
+
+
+class TracedModel(nn.Module):
+    """A model as the function that is traced; from now on it computes its attention without a kernel."""
+
+    def __init__(self, model: CausalLM) -> None:
+        super().__init__()
+        model.spec.set_attention(EAGER)
+        self.model = model
+        self.positions = model.spec.positions()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, past: Past) -> tuple[Tensor, Past]:
+        """Logits [B, S, V] for `input_ids` [B, S], and the keys and values of all tokens so far.
+
+        Args:
+            attention_mask: [B, tokens in `past` + S]; 0 for padding, which stands on the left.
+            past: what the pass before gave; in the first pass tensors without tokens, or none.
+        """
+        cache = GivenCache(past)
+        places = cache.longest + torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        hidden: Tensor = self.model.embedding((input_ids, places))[0]
+        arguments = self.positions.arguments(hidden, places, cache)
+        padding = attention_mask[:, None, None] == 0
+        for each in arguments.values():
+            mask = each["attention_mask"].masked_fill(padding, torch.finfo(hidden.dtype).min)
+            each |= {"attention_mask": mask, self.positions.cache_argument: cache, "use_cache": True}
+        for block in self.model.blocks:
+            hidden, _ = block._run(hidden, places, arguments[block.kind])
+        return self.model.head.project(self.model.head.norm(hidden)), cache.present
 
 
 def _trace(model: CausalLM) -> Any:

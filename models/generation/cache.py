@@ -10,27 +10,27 @@ sliding window no longer sees. Taking rows out, or in, copies the others.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.cache_utils import LinearAttentionLayer
+from transformers.cache_utils import Cache, LinearAttentionLayer
 
 LEAST = 128  # tokens for which there is room at first
 
 
 class KeyValueCache:
-    """What the blocks of a process remember; transformers' layers call `update`.
+    """What the blocks of a process remember; transformers' layers call `update`."""
 
-    Attributes:
-        lengths: how many tokens each row holds.
-    """
+    # By which blocks of linear attention add to what `layers` holds of them.
+    update_conv_state, update_recurrent_state = Cache.update_conv_state, Cache.update_recurrent_state
 
     def __init__(self, rows: int = 1) -> None:
-        self.lengths = [0] * rows
+        self.lengths = [0] * rows  # how many tokens each row holds
         self._blocks: dict[int, tuple[Tensor, Tensor]] = {}  # [rows, heads, room, width] each
-        self._states: dict[int, LinearAttentionLayer] = {}
+        self.layers: defaultdict[int, LinearAttentionLayer] = defaultdict(LinearAttentionLayer)  # of linear attention
         self._positions: Tensor | None = None
 
     @property
@@ -71,22 +71,11 @@ class KeyValueCache:
 
     def get_conv_state(self, block: int, state_idx: int = 0) -> Tensor | None:
         """What the convolution of a block of linear attention remembers; None before its first token."""
-        return self._states[block].conv_states[state_idx] if block in self._states else None
-
-    def update_conv_state(self, states: Tensor, block: int, state_idx: int = 0, **options: Any) -> Tensor:
-        """Add the inputs of the next tokens, [rows, channels, count]; gives them behind what is remembered."""
-        layer = self._states.setdefault(block, LinearAttentionLayer())
-        updated: Tensor = layer.update_conv_state(states, state_idx, **options)
-        return updated
+        return self.layers[block].conv_states[state_idx]
 
     def get_recurrent_state(self, block: int, state_idx: int = 0) -> Tensor | None:
         """What a block of linear attention remembers of all tokens; None before the first."""
-        return self._states[block].recurrent_states[state_idx] if block in self._states else None
-
-    def update_recurrent_state(self, states: Tensor, block: int, state_idx: int = 0, **options: Any) -> None:
-        """Replace it."""
-        layer = self._states.setdefault(block, LinearAttentionLayer())
-        layer.update_recurrent_state(states, state_idx, **options)
+        return self.layers[block].recurrent_states[state_idx]
 
     def is_recording_past(self, block: int) -> bool:
         """Whether tokens may be taken back, which is for transformers' assisted generation."""
@@ -103,7 +92,10 @@ class KeyValueCache:
             return
         self.lengths = [self.lengths[row] for row in rows]
         self._blocks = {block: (held[0][rows], held[1][rows]) for block, held in self._blocks.items() if rows}
-        self._states = {block: _rows_of([layer], rows) for block, layer in self._states.items() if rows}
+        if not rows:
+            self.layers.clear()
+        for layer in self.layers.values():
+            layer.reorder_cache(torch.tensor(rows))
         self._positions = None
 
     def append(self, other: KeyValueCache) -> None:
@@ -115,23 +107,15 @@ class KeyValueCache:
                 torch.cat([_with_room(old, room), _with_room(new, room)]) for old, new in zip(mine, theirs, strict=True)
             )
             self._blocks[block] = keys, values
-        for block, layer in other._states.items():
-            together = [self._states[block], layer] if block in self._states else [layer]
-            self._states[block] = _rows_of(together)
+        for block, layer in other.layers.items():
+            if block not in self.layers:
+                self.layers[block] = layer
+                continue
+            for held in ("conv_states", "recurrent_states"):
+                old, new = getattr(self.layers[block], held), getattr(layer, held)
+                old |= {number: torch.cat([old[number], new[number]]) for number in old if new[number] is not None}
         self.lengths = self.lengths + other.lengths
         self._positions = None
-
-
-def _rows_of(layers: list[LinearAttentionLayer], rows: list[int] | None = None) -> LinearAttentionLayer:
-    """What several layers remember, in one: all their rows, or some of them."""
-    made = LinearAttentionLayer()
-    vars(made).update(vars(layers[0]))
-    for name in ("conv_states", "recurrent_states"):
-        held = [next(iter(getattr(layer, name).values())) for layer in layers]
-        if held[0] is not None:
-            states = torch.cat(held)
-            setattr(made, name, {0: states if rows is None else states[rows]})
-    return made
 
 
 def _with_room(held: Tensor, room: int) -> Tensor:

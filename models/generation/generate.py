@@ -29,21 +29,11 @@ ROWS = 8  # texts under way at once, for each group
 
 
 class Request:
-    """A prompt and what follows it.
-
-    Args:
-        prompt: at least one token.
-        max_new_tokens: at least one.
-        stop: tokens that end the answer.
-
-    Attributes:
-        text: the prompt and the answer so far.
-        done: the answer is complete; whoever reads it may say so too.
-    """
+    """A prompt, of at least one token, and what follows it: at least one, up to one of `stop`."""
 
     def __init__(self, prompt: list[int], max_new_tokens: int, stop: set[int], sampling: Sampling = GREEDY) -> None:
-        self.text = list(prompt)
-        self.done = False
+        self.text = list(prompt)  # and the answer so far
+        self.done = False  # or the answer is complete; whoever reads it may say so too
         self._most = len(prompt) + max_new_tokens
         self._stop = stop
         self._sampling = sampling
@@ -129,7 +119,6 @@ def stop_ids(folder: Path) -> set[int]:
         return set()
     try:
         ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        found = {operator.index(each) for each in (ids if isinstance(ids, list) else [] if ids is None else [ids])}
+        return {operator.index(each) for each in (ids if isinstance(ids, list) else [] if ids is None else [ids])}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path}: damaged; expected a JSON object with numbers as eos_token_id") from None
-    return found

@@ -19,26 +19,16 @@ from models.generation.cache import KeyValueCache
 
 
 class Pass(NamedTuple):
-    """A forward pass of some rows of a group.
-
-    Attributes:
-        kept: the rows of the group that stay, in this order, before anything else.
-        texts: a piece of text for each row, equally long.
-        arriving: the piece is a row of its own, which joins the others; else it follows what the rows have.
-    """
+    """A forward pass of some rows of a group."""
 
     group: int
-    kept: list[int]
-    texts: list[list[int]]
-    arriving: bool
+    kept: list[int]  # the rows of the group that stay, in this order, before anything else
+    texts: list[list[int]]  # a piece of text for each row, equally long
+    arriving: bool  # the piece is a row of its own, which joins the others; else it follows what the rows have
 
 
 class Passes:
-    """What a model computes for groups of rows, with the keys and values of each.
-
-    Args:
-        model: with the head.
-        groups: of rows, whose passes may be under way at the same time.
+    """What a model with a head computes for groups of rows, whose passes may be under way at the same time.
 
     Raises:
         CheckpointError: the family cannot.

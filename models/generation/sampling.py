@@ -16,22 +16,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """The wishes of a request, taken in this order: penalty, temperature, top_k, top_p.
+    """The wishes of a request, taken in this order: penalty, temperature, top_k, top_p."""
 
-    Attributes:
-        temperature: 0 takes the likeliest token each time (greedy).
-        top_p: sample from the smallest set of tokens that holds this much of the probability (arXiv:1904.09751).
-        top_k: sample from the likeliest so many tokens; from all where absent.
-        repetition_penalty: divides the logits of tokens that the text has already, and multiplies those below zero
-            (arXiv:1909.05858); 1 is none.
-        seed: of the request's own random numbers; torch's common ones where absent.
-    """
-
-    temperature: float = 0.7
-    top_p: float = 0.9
-    top_k: int | None = None
+    temperature: float = 0.7  # 0 takes the likeliest token each time (greedy)
+    top_p: float = (
+        0.9  # sample from the smallest set of tokens that holds so much of the probability (arXiv:1904.09751)
+    )
+    top_k: int | None = None  # sample from the likeliest so many tokens; from all where absent
+    # Divides the logits of tokens that the text has already, and multiplies those below zero (arXiv:1909.05858).
     repetition_penalty: float = 1.0
-    seed: int | None = None
+    seed: int | None = None  # of the request's own random numbers; torch's common ones where absent
 
     def generator(self, device: torch.device) -> torch.Generator | None:
         """The random numbers of a request."""
@@ -44,12 +38,7 @@ GREEDY = Sampling(temperature=0.0)
 def choose(
     logits: Tensor, sampling: Sampling, text: list[int] | None = None, generator: torch.Generator | None = None
 ) -> int:
-    """The next token from logits [V].
-
-    Args:
-        text: the tokens so far, for the penalty.
-        generator: of the request, see `Sampling.generator`.
-    """
+    """The next token from logits [V]; `text` is the tokens so far, for the penalty."""
     if sampling.repetition_penalty != 1.0 and text:
         used = torch.tensor(sorted(set(text)), device=logits.device)
         scores = logits[used]

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import models.loss
-import models.own_loss
 from models.layers import Head
 from models.loss import IGNORED, micro_batch_loss, token_loss
 
@@ -20,10 +19,9 @@ ROWS, LENGTH, WIDTH, WORDS = 3, 7, 8, 11
 class Bare(Head):
     """A head that multiplies with a given matrix."""
 
-    bias = None
-
     def __init__(self, weight: Tensor) -> None:
         torch.nn.Module.__init__(self)
+        self.lm_head = torch.nn.Linear(WIDTH, WORDS, bias=False)
         self.weight = weight
 
     def projection(self) -> Tensor:
@@ -122,7 +120,7 @@ def test_a_loss_of_ones_own_takes_the_place_of_the_cross_entropy(
     hidden: Tensor, labels: Tensor, head: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the cross-entropy itself as that loss, all is as before; its tokens come a few at a time."""
-    monkeypatch.setattr(models.own_loss, "chunk_tokens", lambda words, on_cpu: 4)
+    monkeypatch.setattr(models.loss, "chunk_tokens", lambda words, on_cpu: 4)
     seen: list[list[int]] = []
 
     def own(logits: Tensor, targets: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from models.fake_layers import saved_by
 from models.layers import Block, Head
-from models.saved_activations import saved_by
 from models.spec import ModelSpec
 from models.weight_gradients import WeightGradients
 from tests.conftest import BAICHUAN, CHATGLM, TINY

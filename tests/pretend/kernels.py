@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import models.flex_attention
-import models.varlen_attention
+import models.packed_attention
 from tests.pretend.watch import Watch
 
 
 def install(watch: Watch) -> None:
-    setattr(models.varlen_attention, "varlen_attn", partial(varlen_attention, watch))  # noqa: B010
+    setattr(models.packed_attention, "varlen_attn", partial(varlen_attention, watch))  # noqa: B010
     setattr(models.flex_attention, "flex_attention", dense_attention)  # noqa: B010
 
 

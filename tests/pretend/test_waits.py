@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from models.flex_attention import FLEX
-from models.varlen_attention import VARLEN
+from models.packed_attention import VARLEN
 from tests.conftest import FAQ
 from tests.launching import topology
 from tests.models.cases import CASES

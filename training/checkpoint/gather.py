@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from models.checkpoint.layout import RECORD
-from models.checkpoint.progress import byte_bar
+from models.checkpoint.parallel import byte_bar
 from models.checkpoint.publish import publish_folder
 from models.errors import CheckpointError
 from training.checkpoint.folder import CheckpointRecord, FileRecord

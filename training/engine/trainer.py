@@ -10,6 +10,7 @@ import contextlib
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from models.block_options import BlockOptions
 from models.checkpoint.source import open_source
 from models.documents import Documents
 from models.loading import LayerStates, SeededStates
+from models.loss import micro_batch_loss
 from models.spec import ModelSpec
 from training.config.deepspeed_config import check_device, deepspeed_config, router_loss_weight, training_dtype
 from training.config.gpu import check_gpu
@@ -125,8 +127,9 @@ def build_engine(
         states=states,
         dtype=training_dtype(config),
         blocks=BlockOptions(recompute, config.offload_activations, config.compile is True, config.fp8.enabled),
-        z_loss_weight=config.aux_max_z_loss.weight,
-        router_loss_weight=router_weight,
+        micro_batch_loss=partial(
+            micro_batch_loss, z_loss_weight=config.aux_max_z_loss.weight, router_loss_weight=router_weight
+        ),
     )
     return wrap(model, config, spec.tied_names)
 

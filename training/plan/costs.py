@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
+from models.fake_layers import Saved, saved_by
 from models.layer_work import LayerWork, Operation, product, work_of
 from models.lean_loss import chunk_tokens
 from models.positions import SLIDING, attention_kind
-from models.saved_activations import Saved, saved_by
 from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig

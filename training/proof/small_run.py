@@ -13,7 +13,7 @@ from rich.console import Console
 from data.tokenized.dataset import check_vocabulary
 from data.tokenized.tokenize import IGNORED, Sample
 from models.checkpoint.convert import copy_files
-from models.checkpoint.layout import Manifest, resolve, side_files
+from models.checkpoint.layout import resolve, side_files
 from models.derived.shrink import is_dropout, shrunk_fields
 from models.spec import ModelSpec
 from training.config.deepspeed_config import router_loss_weight
@@ -62,8 +62,7 @@ class SmallRun:
         samples, evaluated = _samples(config, small, source, whole, log)
         model = folder / MODEL
         model.mkdir()
-        manifest = Manifest.read(source)
-        copy_files(source, model, manifest.side_files if manifest else [path.name for path in side_files(source)])
+        copy_files(source, model, side_files(source))
         fields = shrunk_fields(whole.config, whole.raw, small_depth(config, topo, whole.n_layers) - 2)
         (model / "config.json").write_text(json.dumps(fields), encoding="utf-8")
         spec = ModelSpec.from_folder(model)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.saved_activations import saved_by
+from models.fake_layers import saved_by
 from models.spec import ModelSpec
 from tests.conftest import FAQ, TINY
 from tests.launching import error_lines, run

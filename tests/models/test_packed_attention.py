@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.nn.attention import _cur_sdpa_kernel_backends as backends
 
-from models import document_attention
-from models.document_attention import attend, attend_by_cudnn
+from models import packed_attention
 from models.documents import Documents
+from models.packed_attention import by_cudnn, by_document
 
 ROWS = [[5, 1, 9, 3], [18]]
 
@@ -25,13 +25,15 @@ class Grouped(nn.Module):
     is_causal = True
 
 
-@pytest.mark.parametrize("attend", [attend, attend_by_cudnn])  # on a CPU, where cuDNN is not, the next kernel follows
+@pytest.mark.parametrize(
+    "by_document", [by_document, by_cudnn]
+)  # on a CPU, where cuDNN is not, the next kernel follows
 @pytest.mark.parametrize("window", [None, 4, 100])
-def test_equals_a_mask_over_the_row(window: int | None, attend: Callable[..., tuple[Tensor, None]]) -> None:
+def test_equals_a_mask_over_the_row(window: int | None, by_document: Callable[..., tuple[Tensor, None]]) -> None:
     torch.manual_seed(0)
     positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in ROWS])
     query, key, value = (torch.randn(2, heads, 18, 8, requires_grad=True) for heads in (4, 2, 2))
-    found, _ = attend(Grouped(), query, key, value, None, documents=Documents(ROWS), document_window=window)
+    found, _ = by_document(Grouped(), query, key, value, None, documents=Documents(ROWS), document_window=window)
 
     number = (positions == 0).cumsum(dim=1)
     distance = positions[:, :, None] - positions[:, None, :]
@@ -50,8 +52,8 @@ def test_equals_a_mask_over_the_row(window: int | None, attend: Callable[..., tu
 
 def test_cudnn_is_asked_first_and_only_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[SDPBackend]] = []
-    monkeypatch.setattr(document_attention, "attend", lambda *_, **__: seen.append(backends(with_priority=True)))
+    monkeypatch.setattr(packed_attention, "by_document", lambda *_, **__: seen.append(backends(with_priority=True)))
     before = backends(with_priority=True)
-    document_attention.attend_by_cudnn()
+    packed_attention.by_cudnn()
     assert seen[0][0] == SDPBackend.CUDNN_ATTENTION and len(seen[0]) == 4
     assert backends(with_priority=True) == before

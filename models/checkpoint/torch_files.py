@@ -1,4 +1,7 @@
-"""Writing a layer's state dict as DeepSpeed does, a torch archive, but with several threads.
+"""torch's archives (.bin and layer files): read lazily and without ever running what is inside, written by threads.
+
+An archive is mapped into memory and unpickled with `weights_only=True`, which knows tensors and containers and refuses
+everything else.
 
 `torch.save` puts one tensor after the other and computes their checksums on one core, which is slower than most disks.
 Here it writes the frame of the archive alone (a zip file whose entries are stored as they are), and threads fill in the
@@ -9,15 +12,21 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from common.terminal import reason_of
+from models.checkpoint.layout import not_found
 from models.checkpoint.parallel import checksum, in_parallel, write_at
+from models.checkpoint.safetensors_files import DTYPE_NAMES, TensorInfo
+from models.errors import GONE, CheckpointError, reading
 
 # The zip format: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, sections 4.3.7 to 4.3.12.
 LOCAL = struct.Struct("<26xHH")  # lengths of the name and the extra field, which stand between it and the bytes
@@ -26,12 +35,60 @@ CENTRAL = struct.Struct("<16xL8xHHH12x")  # checksum; lengths of the name, the e
 CENTRAL_CHECKSUM = 16  # where it stands in its entry
 
 
-def save_state_dict(state: Mapping[str, Tensor], path: Path) -> None:
-    """Write a layer.
+class MappedFile:
+    """A torch archive, mapped into memory: what was touched counts as memory until the last tensor is gone.
 
     Raises:
-        OSError: the disk is full or cannot be written; torch itself hides that behind a RuntimeError.
+        CheckpointError: as `load_archive`, or not a dict of plain tensors.
     """
+
+    def __init__(self, path: Path) -> None:
+        self._state = load_archive(path)
+        pairs = self._state.items() if isinstance(self._state, dict) else [(None, None)]
+        if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in pairs):
+            raise CheckpointError(f"{path}: expected a dict of names and tensors")
+        for name, tensor in self._state.items():
+            has_numbers = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+            if not has_numbers or tensor.dtype not in DTYPE_NAMES:
+                kind = f"{tensor.dtype}, {'nested' if tensor.is_nested else tensor.layout}, on {tensor.device}"
+                raise CheckpointError(
+                    f"{path}: {name} is no plain tensor ({kind}); expected dense numbers that it holds"
+                )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def info(self, name: str) -> TensorInfo:
+        return TensorInfo(self._state[name].dtype, self._state[name].shape)
+
+    def read(self, name: str) -> Tensor:
+        return self._state[name]
+
+
+def load_archive(path: Path) -> Any:
+    """What is in a torch archive, memory-mapped: tensors, containers, and what the caller has declared safe.
+
+    Raises:
+        CheckpointError: missing, damaged, refused or not readable.
+    """
+    try:
+        with reading(path):
+            mapped = zipfile.is_zipfile(path)  # archives from before torch 1.6 cannot be mapped
+            return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+    except GONE:
+        raise not_found(path) from None
+    except pickle.UnpicklingError:
+        raise CheckpointError(
+            f"{path}: refused, the pickle holds more than tensors and could run code; expected a plain state dict"
+        ) from None
+    except CheckpointError:
+        raise
+    except Exception as error:  # the unpickler meets broken bytes with errors of many kinds
+        raise CheckpointError(f"{path}: damaged or not a weight file: {reason_of(error)}") from None
+
+
+def save_state_dict(state: Mapping[str, Tensor], path: Path) -> None:
+    """Write a layer; an OSError where the disk is full or cannot be written, which torch hides in a RuntimeError."""
     # A tensor that is a part of a larger one would drag the whole of it into the file.
     own = {
         name: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -1,0 +1,131 @@
+"""Attention over packed rows without a mask, which would have S x S entries, most of them false.
+
+* Document by document: each is a call of torch's scaled_dot_product_attention of its own: the same numbers, and the
+  flash kernels that torch has for plain causal attention. A row of 2,048 tokens in 16 documents takes a fifth of the
+  time on a CPU. The price is one kernel launch a document. Of torch's kernels cuDNN's, which is made for Hopper, is
+  taken where it is asked for.
+* All documents in one launch: the rows are laid end to end for torch's own varlen_attn, the algorithm of the flash-attn
+  package, which need not be installed. It runs on GPUs from Ampere on, in bf16 and fp16.
+
+All are called as transformers calls attention, with [B, heads, S, D], and give [B, S, heads, D].
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from models.documents import Documents
+
+# What transformers knows these by.
+BY_DOCUMENT, BY_CUDNN, VARLEN = "sdpa_by_document", "cudnn_by_document", "torch_varlen"
+# Where cuDNN cannot, as with some masks, the others follow.
+_CUDNN_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+# torch 2.11 does not know grouped queries yet: keys and values are repeated.
+_SHARES_KEYS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+@torch.compiler.disable  # compiled, it would be another program for every way to divide a row
+def by_document(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    documents: Documents | None = None,
+    document_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention document by document.
+
+    Args:
+        attention_mask: used where no row is packed.
+        documents: None with a cache of keys.
+        document_window: how many tokens each one sees at most, itself included.
+    """
+    if documents is None or not documents.packed:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    rows = []
+    for row, lengths in enumerate(documents.rows):
+        pieces = [tensor[row : row + 1].split(lengths, dim=2) for tensor in (query, key, value)]
+        outputs = [
+            sdpa_attention_forward(module, *piece, _window_mask(piece[0], document_window), **options)[0]
+            for piece in zip(*pieces, strict=True)
+        ]
+        rows.append(torch.cat(outputs, dim=1))
+    return torch.cat(rows), None
+
+
+@torch.compiler.disable
+def by_cudnn(*arguments: Any, **options: Any) -> tuple[Tensor, None]:
+    """`by_document` by cuDNN's kernels."""
+    with sdpa_kernel(_CUDNN_FIRST, set_priority=True):
+        output: tuple[Tensor, None] = by_document(*arguments, **options)
+        return output
+
+
+def _window_mask(query: Tensor, window: int | None) -> Tensor | None:
+    """Who sees whom in a document [1, heads, L, D]: [1, 1, L, L]; None where plain causal attention says it."""
+    length = query.shape[2]
+    if window is None or length <= window:
+        return None
+    distance = torch.arange(length, device=query.device)[:, None] - torch.arange(length, device=query.device)
+    return ((distance >= 0) & (distance < window))[None, None]
+
+
+def in_one_launch(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
+    document_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention of all documents by varlen_attn.
+
+    Args:
+        attention_mask: used where `cu_seq_lens_q` is absent, with a cache of keys.
+        cu_seq_lens_q: where each document ends when the rows are laid end to end: [documents + 1] int32, from 0.
+        max_length_q: tokens in the longest document.
+        document_window: as in `by_document`.
+    """
+    if cu_seq_lens_q is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    grouped: dict[str, bool] = {}
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and _SHARES_KEYS:
+        grouped = {"enable_gqa": True}
+    elif groups > 1:
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    kernel: Any = varlen_attn  # its signature differs between the versions of torch
+    output: Tensor = kernel(
+        *(tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)),
+        *(cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q),
+        scale=scaling,
+        # The kernel counts what is to the left of a token, without the token itself.
+        window_size=(-1 if document_window is None else document_window - 1, 0),
+        **grouped,
+    )
+    return output.unflatten(0, (query.shape[0], query.shape[2])), None
+
+
+for name, function in ((BY_DOCUMENT, by_document), (BY_CUDNN, by_cudnn), (VARLEN, in_one_launch)):
+    ALL_ATTENTION_FUNCTIONS.register(name, function)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, sdpa_mask)
