@@ -33,7 +33,7 @@ class Choices:
     def __init__(self, words: list[str]) -> None:
         self._words = words
         self._chosen: dict[str, tuple[Any, str]] = {}
-        self._own = {key for key, _ in leaves(self._raw())}
+        self.own = dict(leaves(self._raw()))  # what the user has chosen
 
     def add(self, key: str, value: Any, reason: str) -> None:
         """Choose a value, which the user's own goes before."""
@@ -41,7 +41,7 @@ class Choices:
 
     def is_own(self, key: str) -> bool:
         """Whether the user has chosen a key, or something in that section."""
-        return any(f"{own}.".startswith(f"{key}.") for own in self._own)
+        return any(f"{own}.".startswith(f"{key}.") for own in self.own)
 
     def config(self, **missing: Any) -> TrainConfig:
         """The config that they make.
@@ -85,6 +85,6 @@ class Choices:
                 lines.append(f"{indent}{name}:")
                 self._write(value, f"{key}.", lines)
                 continue
-            _, reason = (None, YOURS) if key in self._own else self._chosen.get(key, (None, YOURS))
+            _, reason = (None, YOURS) if key in self.own else self._chosen.get(key, (None, YOURS))
             text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=math.inf)
             lines.append(f"{indent}{name}: {text.splitlines()[0]}  # {safe_line(reason)}")

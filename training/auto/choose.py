@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -21,7 +23,8 @@ from training.plan.alternatives import SIZES
 from training.plan.plan import Plan
 from training.plan.rendering import GB, search_table
 
-SEARCHED = "model_topo train_micro_batch_size_per_gpu schedule use_grad_ckpt offload_activations max_seq_len".split()
+ANY_BATCH = 720_720  # until one is chosen: a multiple of all numbers up to 16
+SEARCHED = "train_micro_batch_size_per_gpu schedule use_grad_ckpt offload_activations max_seq_len".split()
 OFFLOAD = "zero_optimization.offload_optimizer"
 DIMS = "model_topo.process_topology.dims"
 
@@ -32,7 +35,8 @@ def choose(choices: Choices, machine: Machine, log: Console) -> tuple[list[str],
     Raises:
         ConfigError, CheckpointError, DataError: there is no model, no record, or no room for the run.
     """
-    config = choices.config(train_batch_size=1)
+    _add_dims(choices, machine)
+    config = choices.config(train_batch_size=ANY_BATCH)
     folder = resolve(config.model_path)
     spec = ModelSpec.from_folder(folder)
     if not config.from_scratch:
@@ -40,7 +44,7 @@ def choose(choices: Choices, machine: Machine, log: Console) -> tuple[list[str],
     if config.stream_gb:
         raise ConfigError("stream_gb: --auto looks at all records before it chooses; expected --config for a stream")
     choices.add("max_seq_len", *rules.longest_sample(spec))
-    config = choices.config(train_batch_size=1)
+    config = choices.config(train_batch_size=ANY_BATCH)
     reader = RecordReader(config, folder, log)
     data = reader.read("data", config.data_path)
     check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), data)
@@ -50,13 +54,32 @@ def choose(choices: Choices, machine: Machine, log: Console) -> tuple[list[str],
     kind, why = precision(machine.kind)
     if not choices.is_own("bf16") and not choices.is_own("fp16"):
         choices.add(f"{kind or 'bf16'}.enabled", kind is not None, why)
-    rules.fill(choices, data, spec, machine.counts)
-    plan = _spread(choices, machine, spec, folder, log)
+    if "model_topo" in (fixed := _fixed(choices)):
+        machine = replace(machine, counts=(config.model_topo.processes,))
+    rules.fill(choices, data, spec, config.train_micro_batch_size_per_gpu * math.lcm(*machine.counts))
+    plan = _spread(choices, machine, spec, folder, fixed, log)
     what = [f"machine: {machine.name}", f"model: {spec.family.name}, {spec.n_layers} layers"]
     return [*what, *summary.facts(data, config.max_seq_len)], plan
 
 
-def _spread(choices: Choices, machine: Machine, spec: ModelSpec, folder: Path, log: Console) -> Plan:
+def _add_dims(choices: Choices, machine: Machine) -> None:
+    """Where the user says only which parts, as many stages as there are."""
+    parts = choices.own.get("model_topo.parts")
+    if isinstance(parts, list) and not choices.is_own(DIMS):
+        stages = max(1, len(parts) // (2 if choices.own.get("schedule") == "dualpipev" else 1))
+        choices.add(DIMS, [stages, max(1, machine.counts[-1] // stages)], "as many stages as your parts")
+
+
+def _fixed(choices: Choices) -> frozenset[str]:
+    """What the search leaves as the user has it."""
+    fixed = {key for key in SEARCHED if choices.is_own(key)}
+    fixed |= {"model_topo"} if choices.is_own(DIMS) or isinstance(choices.own.get("model_topo.parts"), list) else set()
+    return frozenset(fixed | ({"zero_optimization"} if choices.is_own(OFFLOAD) else set()))
+
+
+def _spread(
+    choices: Choices, machine: Machine, spec: ModelSpec, folder: Path, fixed: frozenset[str], log: Console
+) -> Plan:
     """Choose how the run is spread, and what it does to fit."""
     datasets: dict[int, Dataset] = {}
 
@@ -68,10 +91,7 @@ def _spread(choices: Choices, machine: Machine, spec: ModelSpec, folder: Path, l
         return datasets[config.max_seq_len]
 
     config = choices.config()
-    own = [key for key in (*SEARCHED, OFFLOAD) if choices.is_own(key)]
-    fixed = frozenset(key.removesuffix(".offload_optimizer") for key in own)
-    counts = (config.model_topo.processes,) if "model_topo" in fixed else machine.counts
-    search = Search(machine, counts, spec, read, fixed, log)
+    search = Search(machine, spec, read, fixed, log)
     plan = search.best(config)
     log.print(search_table(search.ranking))
     if plan.basis.calibration:

@@ -8,6 +8,7 @@ for some ten seconds or, of a large model, minutes.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from pathlib import Path
@@ -68,9 +69,13 @@ def configure(arguments: argparse.Namespace, hosts: Hosts | None) -> Path:
 
 
 def _check_same(path: Path, model: str, arguments: argparse.Namespace) -> None:
-    """See that an earlier start's config is one for this model and these data."""
+    """See that an earlier start's config is one for this model, these data and this folder."""
     config = load_config(path)
-    for name, given, known in (("model", [model], [config.model_path]), ("data", arguments.data, config.data_path)):
-        if given != known:
+    for name, given, known in (
+        ("model", [model], [config.model_path]),
+        ("data", arguments.data, config.data_path),
+        ("save", [arguments.save], [config.save_path]),
+    ):
+        if list(map(os.path.normpath, given)) != [os.path.normpath(str(each)) for each in known]:
             told = f"{', '.join(given)}, but {path} has {', '.join(map(str, known))}"
             raise ConfigError(f"--{name}: {told}; expected the same, or another --save")

@@ -6,7 +6,6 @@ Each is a starting point that its reason states in full, so that a user can disa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy
 
@@ -41,18 +40,18 @@ def length_of_texts(data: Dataset, limit: int) -> tuple[int, str] | None:
     return length, f"texts are split into pieces of so many tokens, at least {TEXT:,}; dialogues fit as well as can be"
 
 
-def fill(choices: Choices, data: Dataset, spec: ModelSpec, counts: Sequence[int]) -> None:
+def fill(choices: Choices, data: Dataset, spec: ModelSpec, unit: int) -> None:
     """Choose all that the model's size and the number of samples decide.
 
     Args:
-        counts: the numbers of processes that may be started, each of which a batch has to be divisible by.
+        unit: samples, of which a batch has to be a multiple.
     """
     weights = sum(shape.numel() for layer in range(spec.n_layers) for shape in spec.shapes(layer).values())
     if spec.tied:
         weights -= spec.shapes(0)[spec.family.tie.embedding].numel()
-    samples, unit = len(data), math.lcm(*counts)
+    samples = len(data)
     batch = 2 ** round(math.log2(min(max(samples / STEPS, SMALLEST), LARGEST)))
-    why = f"some {STEPS} steps an epoch, {SMALLEST} to {LARGEST} samples, to be divided by {unit} processes"
+    why = f"some {STEPS} steps an epoch, {SMALLEST} to {LARGEST} samples, a multiple of {unit} for the processes"
     choices.add("train_batch_size", unit * math.ceil(batch / unit), why)
     texts = set(data.types) == {SPLIT_KIND}
     epochs = 1 if texts else next((epochs for fewer, epochs in EPOCHS if samples < fewer), 1)

@@ -62,13 +62,11 @@ class Search:
     """Looks for the fastest run of a model on a machine.
 
     Attributes:
-        counts: the numbers of processes that are tried.
         fixed: keys that stay as the config has them.
         ranking: the best plans, the fastest first.
     """
 
     machine: Machine
-    counts: Sequence[int]
     spec: ModelSpec
     read: Read
     fixed: frozenset[str]
@@ -86,11 +84,11 @@ class Search:
         """
         for changed in self._ladder(config):
             feed = feed_of(self.read(changed), self.spec)
-            bases = [self._basis(changed, count, feed) for count in self.counts]
+            bases = [self._basis(changed, count, feed) for count in self.machine.counts]
             if not bases[0].device.known and not self._calibrations:
                 self._calibrate(bases)
-                bases = [self._basis(changed, count, feed) for count in self.counts]
-            found = (self._search(basis, count, feed) for basis, count in zip(bases, self.counts, strict=True))
+                bases = [self._basis(changed, count, feed) for count in self.machine.counts]
+            found = (self._search(basis, count, feed) for basis, count in zip(bases, self.machine.counts, strict=True))
             fitting = [plan for plans in found for plan in plans if self._in_main_memory(plan)]
             self.ranking = sorted(fitting, key=lambda plan: (round(plan.seconds, 9), plan.peak))
             if fitting:
@@ -115,10 +113,10 @@ class Search:
 
     def _calibrate(self, bases: Sequence[Basis]) -> None:
         """Time the layers for each number of processes; in turn, since other programs come and go."""
-        told = ", ".join(str(count) for count in self.counts)
+        told = ", ".join(str(count) for count in self.machine.counts)
         self.log.print(f"timing a layer of each kind, as one of {told} processes")
         for _ in range(ROUNDS):
-            for basis, count in zip(bases, self.counts, strict=True):
+            for basis, count in zip(bases, self.machine.counts, strict=True):
                 work = basis.workload
                 length = min(math.ceil(work.length), TIMED)
                 short = replace(work, rows=1, length=length, attended=min(work.attended, length))

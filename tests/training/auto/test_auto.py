@@ -62,10 +62,22 @@ def test_what_the_user_says_stays_and_the_rest_is_chosen_around_it(model: Path, 
     assert reason(path, "parts") != "yours"
 
 
-def test_the_users_parts_are_planned_with(model: Path, tmp_path: Path) -> None:
-    words = ["model_topo.process_topology.dims=[2, 1]", "model_topo.parts=[4, 1]"]
-    path = auto(model, tmp_path / "run", *words)
-    assert load_config(path).model_topo.parts == [4, 1] and reason(path, "parts") == "yours"
+@pytest.mark.parametrize(
+    ("words", "dims", "parts"),
+    [
+        (["model_topo.process_topology.dims=[2, 1]", "model_topo.parts=[4, 1]"], [2, 1], [4, 1]),
+        (["model_topo.parts=[4, 1]"], [2, 2], [4, 1]),
+        (["model_topo.parts=[2, 1, 1, 1]", "schedule=dualpipev"], [2, 2], [2, 1, 1, 1]),
+        (["model_topo.process_topology.dims=[1, 4]", "train_micro_batch_size_per_gpu=3"], [1, 4], [5]),
+    ],
+)
+def test_the_users_grid_is_planned_with(
+    words: list[str], dims: list[int], parts: list[int], model: Path, tmp_path: Path
+) -> None:
+    config = load_config(auto(model, tmp_path / "run", *words, devices="4xA100-40G"))
+    assert (config.model_topo.process_topology.dims, config.model_topo.parts) == (dims, parts)
+    rows = config.train_micro_batch_size_per_gpu * config.model_topo.replicas
+    assert config.train_batch_size % rows == 0
 
 
 def test_it_is_never_written_anew(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,6 +95,10 @@ def test_it_is_never_written_anew(model: Path, tmp_path: Path, capsys: pytest.Ca
         auto(model, tmp_path / "run", data="other.json")
     with pytest.raises(ConfigError, match=r"^--model: other, but .*auto.yml has "):
         auto("other", tmp_path / "run")
+    assert auto(f"{model}/", tmp_path / "run") == path
+    (tmp_path / "run").rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match=r"^--save: .*moved, but .*auto.yml has .*run; expected the same"):
+        auto(model, tmp_path / "moved")
 
 
 @pytest.mark.parametrize("left", ["config.yml", "latest"])
