@@ -1,7 +1,7 @@
 """`--auto` against configs by hand: a part of `python -m benchmarks.throughput`.
 
 A llama of SmolLM2-135M's width with 6 blocks and 32,000 words is to be trained on worked maths problems and tool
-dialogues of `../shared/data` (else the shipped records), 32 samples a step. `train_ds.py --auto --dry-run` chooses how;
+dialogues of `../shared/data` (else the shipped records), 16 samples of up to 512 tokens a step. `train_ds.py --auto --dry-run` chooses how;
 `HAND_MADE` has ten configs that somebody might write for two cores. All of them take the same samples. Their processes
 wait beside each other, a few configs and what `--auto` chose at a time, and take their steps in turn
 (`benchmarks.turns`); each is compared with the steps of `--auto` that ran beside its own.
@@ -28,8 +28,8 @@ from benchmarks.ranks import ROOT, environment
 from benchmarks.tokenizing import SAMPLES, SHARED, make_tokenizer
 from benchmarks.turns import Turn, Turns
 
-ROUNDS = 3
-TOGETHER = 5  # configs by hand that wait beside what --auto chose: more would take more memory than there is
+ROUNDS = 5
+TOGETHER = 3  # configs by hand that wait beside what --auto chose: more would take more memory than there is
 AUTO = "auto"
 MODEL: dict[str, Any] = {
     "model_type": "llama",
@@ -42,11 +42,10 @@ MODEL: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }
-GIVEN = ("from_scratch=true", "template_fallback=rewrite", "train_batch_size=32")
+GIVEN = ("from_scratch=true", "template_fallback=rewrite", "train_batch_size=16", "max_seq_len=512")
 ALIKE = "model_path data_path save_path cache_dir from_scratch template_fallback train_batch_size max_seq_len".split()
 ALIKE += ["eval_share"]
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
-COMPILED, DUALPIPEV, PADDED = {"compile": True}, {"schedule": "dualpipev"}, {"packing": False}
 
 
 def of(stages: int, replicas: int, rows: int = 1, **keys: Any) -> dict[str, Any]:
@@ -62,9 +61,9 @@ HAND_MADE: dict[str, dict[str, Any]] = {
     "one process, 4 rows": of(1, 1, rows=4),
     "two stages, 2 rows": of(2, 1, rows=2),
     "two replicas, 4 rows": of(1, 2, rows=4),
-    "one process, 4 rows, padded": of(1, 1, rows=4, **PADDED),
-    "two stages, dualpipev": of(2, 1, **DUALPIPEV),
-    "one process, compiled": of(1, 1, **COMPILED),
+    "one process, 4 rows, padded": of(1, 1, rows=4, packing=False),
+    "two stages, dualpipev": of(2, 1, schedule="dualpipev"),
+    "one process, compiled": of(1, 1, compile=True),
     "two replicas, fp32": of(1, 2, bf16={}),
 }
 

@@ -124,6 +124,8 @@ def test_what_is_given_up_so_that_a_model_fits_is_said(tmp_path: Path) -> None:
     folder = outline(tmp_path / "model")
     enough = load_config(auto(folder, tmp_path / "eight", UNTRAINED, devices="8xA100-80G"))
     assert not enough.zero_optimization.offloads and enough.max_seq_len == 2048
+    assert enough.optimizer.params["lr"] == 2e-5
+    assert (enough.train_batch_size, enough.n_epoches, enough.eval_share) == (8, 3, 0.0)  # of 102 samples
     path = auto(folder, tmp_path / "two", UNTRAINED, devices="2xA100-40G")
     config = load_config(path)
     assert config.zero_optimization.offloads and reason(path, "device").startswith("the optimizer's states do not fit")
@@ -141,7 +143,7 @@ def test_records_are_cut_only_where_nothing_else_helps(tmp_path: Path) -> None:
     records.append({"type": "instruct", "instruct": "Count.", "output": " ".join(map(str, range(9000)))})
     data = tmp_path / "d.json"
     data.write_text(json.dumps(records), encoding="utf-8")
-    path = auto(folder, tmp_path / "run", UNTRAINED, data=data, devices="8xV100-32G")
+    path = auto(folder, tmp_path / "run", UNTRAINED, data=data, devices="4xV100-32G")
     assert 512 <= load_config(path).max_seq_len < 32_768
     assert reason(path, "max_seq_len") == "longer samples are cut, as rows of 32768 tokens do not fit"
 
