@@ -1,10 +1,11 @@
 """`--auto` against configs by hand: a part of `python -m benchmarks.throughput`.
 
 A llama of SmolLM2-135M's width with 6 blocks and 32,000 words is to be trained on worked maths problems and tool
-dialogues of `../shared/data` (else the shipped records), 16 samples of up to 512 tokens a step. `train_ds.py --auto --dry-run` chooses how;
-`HAND_MADE` has ten configs that somebody might write for two cores. All of them take the same samples. Their processes
-wait beside each other, a few configs and what `--auto` chose at a time, and take their steps in turn
-(`benchmarks.turns`); each is compared with the steps of `--auto` that ran beside its own.
+dialogues of `../shared/data` (else the shipped records), 16 samples of up to 512 tokens a step. `train_ds.py --auto
+--dry-run` chooses how; `HAND_MADE` has ten configs that somebody might write for two cores. All of them take the same
+samples. Their processes wait beside each other, a few configs and what `--auto` chose at a time, and take their steps
+in turn (`benchmarks.turns`); each is compared with the steps of `--auto` that ran beside its own. It takes six minutes
+and 10 GB of memory.
 
 - `auto_vs_best_hand`: how many times as fast the choice is as the best by hand; 0.9 is the least it should be.
 - `auto_tokens_per_s`: its speed.
