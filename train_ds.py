@@ -4,6 +4,7 @@ deepspeed --num_gpus 2 train_ds.py --config configs/quickstart.yml [key.sub=valu
 deepspeed --hostfile ./hostfile train_ds.py --config configs/ds_config_pp.yml
 python train_ds.py --config FILE          starts its own launcher
 python train_ds.py --config FILE --hostfile ./hostfile
+python train_ds.py --auto --model DIR --data FILE --save DIR [--dry-run] [key.sub=value ...]
 python train_ds.py --config FILE --inspect 3
 python train_ds.py --config FILE --plan [--devices 8xA100-40G] [--search] [--calibrate]
 python train_ds.py --config FILE --prove
@@ -15,12 +16,14 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from training.command_line import open_door, parse_arguments
 from training.config.keys import TrainConfig
 from training.config.yaml_file import load_config
 from training.distributed.processes import Place
+from training.launch.start import Hosts, name_accelerator
 
 if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor
@@ -34,7 +37,7 @@ def main() -> None:
         config.check_door(in_stages=True)
         return config
 
-    open_door(arguments, load, partial(run, arguments), plan, prove)
+    open_door(arguments, load, partial(run, arguments), plan, prove, auto)
 
 
 def plan(config: TrainConfig, arguments: Namespace) -> None:
@@ -42,6 +45,14 @@ def plan(config: TrainConfig, arguments: Namespace) -> None:
     from training.plan.command import plan_run
 
     plan_run(config, arguments)
+
+
+def auto(arguments: Namespace, hosts: Hosts | None) -> Path:
+    """The config file that suits machine, model and data."""
+    name_accelerator()
+    from training.auto.command import configure
+
+    return configure(arguments, hosts)
 
 
 def prove(config: TrainConfig) -> None:

@@ -6,12 +6,24 @@
 stages. `checkpoints` (`benchmarks.checkpoints`): saving, verifying, bookkeeping. `gradient_sum`
 (`benchmarks.gradient_sum`): 16-bit gradients into fp32 sums. `step` (`benchmarks.optimizer_step`): bytes and time of
 a step beyond its passes. `replicas` (`benchmarks.replicas`): sums over replicas that begin during the last backward
-pass. All of them take an hour on two cores, and want a machine that does nothing else.
+pass. `auto` (`benchmarks.auto`): what `--auto` chooses against ten configs by hand. All of them take an hour on two
+cores, and want a machine that does nothing else.
 """
 
 from __future__ import annotations
 
-from benchmarks import checkpoints, division, gradient_sum, ideal, optimizer_step, peers, replicas, schedules, simulated
+from benchmarks import (
+    auto,
+    checkpoints,
+    division,
+    gradient_sum,
+    ideal,
+    optimizer_step,
+    peers,
+    replicas,
+    schedules,
+    simulated,
+)
 from benchmarks.parts import run_parts
 
 PARTS = {
@@ -24,6 +36,7 @@ PARTS = {
     "gradient_sum": gradient_sum,
     "step": optimizer_step,
     "replicas": replicas,
+    "auto": auto,
 }
 
 if __name__ == "__main__":

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from training.config.keys import TrainConfig
+from training.config.keys import ALIASES, TrainConfig
 from training.distributed import processes
 from training.distributed.processes import Place
 from training.distributed.script import in_processes
 from training.errors import ConfigError, keep_tracebacks_in, one_line_at_the_end
 from training.launch.agent import RUN
 from training.launch.hosts import read_hostfile
-from training.launch.start import launch, name_accelerator
+from training.launch.start import Hosts, launch, name_accelerator
 
 if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor
@@ -28,14 +29,21 @@ if TYPE_CHECKING:
 def parse_arguments(description: str) -> argparse.Namespace:
     """The words after the door's name."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--config", required=True, help="YAML file of the run")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--config", help="YAML file of the run")
+    which.add_argument("--auto", action="store_true", help="choose a config for --model and --data, and train by it")
+    parser.add_argument("--model", metavar="DIR", help="with --auto: the model's folder, or its name on the hub")
+    parser.add_argument("--data", metavar="FILE", nargs="+", help="with --auto: files, folders or globs of records")
+    parser.add_argument("--save", metavar="DIR", help="with --auto: the run's folder; again to go on with it")
+    parser.add_argument("--dry-run", action="store_true", help="with --auto: write the config, show it, and leave")
     parser.add_argument("--hostfile", metavar="FILE", help="train on several machines: lines such as node1 slots=8")
     parser.add_argument("--include", default="", metavar="node1@node2:0,1", help="of the hostfile only these")
     parser.add_argument("--exclude", default="", metavar="node1@node2:0,1", help="of the hostfile all but these")
     parser.add_argument("--inspect", type=int, default=0, metavar="N", help="print the first N samples and leave")
     parser.add_argument("--html", metavar="FILE", help="with --inspect: write them as a page instead")
     parser.add_argument("--plan", action="store_true", help="say what the run will take in memory and time, and leave")
-    parser.add_argument("--devices", metavar="8xA100-40G", help="with --plan: the devices; this machine's otherwise")
+    told = "with --plan or --dry-run: the devices; this machine's otherwise"
+    parser.add_argument("--devices", metavar="8xA100-40G", help=told)
     parser.add_argument("--search", action="store_true", help="with --plan: propose dims, parts, micro-batch, schedule")
     parser.add_argument("--calibrate", action="store_true", help="with --plan: measure the layers here first")
     parser.add_argument("--prove", action="store_true", help="show by a small run that it trains right here, and leave")
@@ -44,15 +52,32 @@ def parse_arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="override keys of the config")
     arguments = parser.parse_intermixed_args()
+    if arguments.data:  # which takes all words up to the next option
+        arguments.overrides += filter(_is_override, arguments.data)
+        arguments.data = [word for word in arguments.data if not _is_override(word)]
     if sum(map(bool, (arguments.inspect, arguments.plan, arguments.prove, arguments.check))) > 1:
         parser.error("--inspect, --plan, --prove and --check: expected one of them")
+    if {bool(arguments.model), bool(arguments.data), bool(arguments.save)} != {arguments.auto}:
+        parser.error("--auto, --model, --data and --save: expected all of them, or --config")
+    if arguments.dry_run and not arguments.auto:
+        parser.error("--dry-run needs --auto")
+    if arguments.auto and (arguments.inspect or arguments.plan or arguments.prove or arguments.check):
+        parser.error("--inspect, --plan, --prove and --check need --config")
     if (arguments.include or arguments.exclude) and not arguments.hostfile:
         parser.error("--include and --exclude need --hostfile")
     if arguments.html and not arguments.inspect:
         parser.error("--html needs --inspect N")
-    if (arguments.devices or arguments.search or arguments.calibrate) and not arguments.plan:
-        parser.error("--devices, --search and --calibrate need --plan")
+    if (arguments.search or arguments.calibrate) and not arguments.plan:
+        parser.error("--search and --calibrate need --plan")
+    if arguments.devices and not (arguments.plan or arguments.dry_run):
+        parser.error("--devices needs --plan or --dry-run")
     return arguments
+
+
+def _is_override(word: str) -> bool:
+    """Whether it is `key.sub=value` of a key that there is."""
+    key, equals, _ = word.partition("=")
+    return bool(equals) and key.split(".")[0] in (*TrainConfig.model_fields, *ALIASES)
 
 
 def open_door(
@@ -61,8 +86,9 @@ def open_door(
     run: Callable[[TrainConfig, Place, RankMonitor], bool],
     plan: Callable[[TrainConfig, argparse.Namespace], None] | None = None,
     prove: Callable[[TrainConfig], None] | None = None,
+    auto: Callable[[argparse.Namespace, Hosts | None], Path] | None = None,
 ) -> None:
-    """Inspect the data, plan, prove, start the launcher, or be one rank of a run.
+    """Choose a config, inspect the data, plan, prove, start the launcher, or be one rank of a run.
 
     Args:
         arguments: see `parse_arguments`.
@@ -70,6 +96,7 @@ def open_door(
         run: the whole job of one rank; whether to start over.
         plan: what `--plan` does, where the door can.
         prove: what `--prove` does, the same.
+        auto: gives the file of the config that `--auto` has chosen, now or at an earlier start.
     """
 
     def with_override(word: str) -> TrainConfig:
@@ -85,9 +112,10 @@ def open_door(
     with one_line_at_the_end(place.rank if place else None):
         hosts = None
         if arguments.hostfile and RUN not in os.environ:
-            if place is not None:
-                raise ConfigError(f"--hostfile: starts the processes itself; expected python {Path(sys.argv[0]).name}")
+            _check_alone("--hostfile", place)
             hosts = read_hostfile(arguments.hostfile, arguments.include, arguments.exclude)
+        if arguments.auto:
+            _configure(arguments, auto, place, hosts)
         config = load(Place(0, sum(map(len, hosts.values())), 0, 1) if hosts else place)
         keep_tracebacks_in(config.save_path)
         if arguments.plan:
@@ -108,6 +136,29 @@ def open_door(
             launch(config, hosts, with_override)
         else:
             in_processes(config, place, run)
+
+
+def _configure(
+    arguments: argparse.Namespace,
+    auto: Callable[[argparse.Namespace, Hosts | None], Path] | None,
+    place: Place | None,
+    hosts: Hosts | None,
+) -> None:
+    """From here on it is as if the file that `--auto` gives had been named by `--config`."""
+    if auto is None:
+        raise ConfigError("--auto: configures pipelines; expected train_ds.py")
+    _check_alone("--auto", place)
+    keep_tracebacks_in(arguments.save)
+    arguments.config = str(auto(arguments, hosts))
+    sys.argv[1:] = ["--config", arguments.config, *arguments.overrides]  # of each process of the run
+    if arguments.dry_run:
+        print(f"dry run: nothing is trained; {shlex.join(['python', *sys.argv])} trains")
+        sys.exit()
+
+
+def _check_alone(option: str, place: Place | None) -> None:
+    if place is not None:
+        raise ConfigError(f"{option}: starts the processes itself; expected python {Path(sys.argv[0]).name}")
 
 
 def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:

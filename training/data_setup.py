@@ -13,6 +13,7 @@ import numpy
 from rich.console import Console
 
 from data.chat.prompts import Prompts, format_of
+from data.errors import DataError
 from data.loader import PAD_MULTIPLE, Loader
 from data.packing import choose_row_length
 from data.paths import expanded
@@ -53,6 +54,21 @@ class RecordReader:
         self._log.print(f"{what}: {len(dataset):,} samples, cached in {dataset.folder}, which can be removed any time")
         return dataset
 
+    def sets(self) -> tuple[Dataset | Stream, Dataset | None]:
+        """The records to train on, a stream of them not started yet, and those to evaluate on, if any.
+
+        Raises:
+            DataError: `eval_share` leaves nothing to train on.
+        """
+        config = self._config
+        if config.stream_gb:
+            data: Dataset | Stream = self.stream()
+        else:
+            data = self.read("data", config.data_path)
+            if config.eval_share:
+                return hold_out(data, config.eval_share, config.seed)
+        return data, self.read("evaluation data", config.eval_data_path) if config.eval_data_path else None
+
     def stream(self) -> Stream:
         """The records to train on, to be tokenized while training."""
         config = self._config
@@ -61,6 +77,23 @@ class RecordReader:
         folder = (expanded(config.cache_dir) if config.cache_dir else default_folder()) / "streams" / run
         what_to_make = config.data_path, self._folder, config.max_seq_len, self.prompts
         return open_stream(*what_to_make, gigabytes=config.stream_gb, folder=folder, **self._how)
+
+
+def hold_out(data: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
+    """A set in two: what is trained on, and the share that is drawn to be evaluated on, at least one sample.
+
+    Equal samples stay together, so that none is both; one that an epoch has several times is evaluated on once.
+
+    Raises:
+        DataError: nothing is left to train on.
+    """
+    digests, first = numpy.unique(data.digests, return_index=True)
+    count = max(1, round(share * len(digests)))
+    if count == len(digests):
+        raise DataError(f"eval_share: {share:g} of {len(digests):,} different samples leaves none to train on")
+    drawn = numpy.random.default_rng(seed).choice(len(digests), count, replace=False)
+    trained = numpy.flatnonzero(~numpy.isin(data.digests, digests[drawn]))
+    return data.select(trained), data.select(numpy.sort(first[drawn]))
 
 
 def build_loader(

@@ -87,13 +87,13 @@ class Inputs:
         config.parts_for(spec.n_layers)  # checked before the data are read, which takes longer
         check_fp8(config, spec)
         reader = RecordReader(config, folder, log)
-        dataset = reader.stream() if config.stream_gb else reader.read("data", config.data_path)
+        dataset, held_out = reader.sets()
         router_loss = router_loss_weight(config, spec) > 0
         loader = build_loader(dataset, config, config.dataloader_drop_last, router_loss=router_loss)
-        evaluation, sets = None, [dataset]
-        if config.eval_data_path:
-            sets.append(records := reader.read("evaluation data", config.eval_data_path))
-            evaluation = Evaluation.on(records, config, loader.steps_per_epoch, active=not log.quiet)
+        evaluation = None
+        if held_out is not None:
+            evaluation = Evaluation.on(held_out, config, loader.steps_per_epoch, active=not log.quiet)
+        sets = [dataset] if held_out is None else [dataset, held_out]
         check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), *sets)
         side_files = read_side_files(folder) if disk.keeps else {}
         return cls(folder, spec, dataset, loader, evaluation, side_files, disk)

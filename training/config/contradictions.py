@@ -24,9 +24,7 @@ def contradictions(config: Any) -> Iterator[str]:
         yield "packing: dataset packs whole epochs, which no stream knows; expected batch or false"
     if config.compile is True and config.zero_optimization.stage == 3:
         yield "compile: ZeRO stage 3 gathers weights inside of the blocks; expected false or stage <= 2"
-    evaluates = config.eval_interval or config.eval_at_start
-    if evaluates and config.data_path and not config.eval_data_path:  # what a Pipeline trains on stands in no config
-        yield "eval_data_path: expected records to evaluate on, or neither eval_interval nor eval_at_start"
+    yield from _of_evaluation(config)
     if config.export_hf and config.storage == "local":
         yield (
             "export_hf: with storage: local no host has all layers; expected false, and convert_model.py gather, then "
@@ -56,6 +54,17 @@ def _of_precision(config: Any) -> Iterator[str]:
         )
     if config.zero_optimization.stage == 3:
         yield "fp8.enabled: ZeRO stage 3 gathers weights inside of the blocks; expected false or stage <= 2"
+
+
+def _of_evaluation(config: Any) -> Iterator[str]:
+    evaluates = config.eval_interval or config.eval_at_start
+    held_out = config.eval_data_path or config.eval_share
+    if evaluates and config.data_path and not held_out:  # what a Pipeline trains on stands in no config
+        yield "eval_data_path: expected records to evaluate on, or neither eval_interval nor eval_at_start"
+    if config.eval_share and config.eval_data_path:
+        yield "eval_share: eval_data_path has the records to evaluate on; expected only one of them"
+    if config.eval_share and config.stream_gb:
+        yield "eval_share: nobody knows all samples of a stream; expected eval_data_path"
 
 
 def _of_batches_and_parts(config: Any) -> Iterator[str]:

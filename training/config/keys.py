@@ -145,8 +145,10 @@ class TrainConfig(Section):
     # Write the trained model as a HuggingFace folder at the end, to save_path/hf.
     export_hf: bool = False
 
-    # Records to measure the loss on, as in data_path; no evaluation where absent.
+    # Records to measure the loss on, as in data_path.
     eval_data_path: DataPath = []
+    # Or the share of data_path's samples that is measured on instead of trained on, drawn by the seed; 0: none.
+    eval_share: float = Field(default=0.0, ge=0, lt=1)
     # Evaluate every so many optimizer steps; at the end of each epoch where absent, and of a streamed run.
     eval_interval: int | None = Field(default=None, ge=1)
     # Evaluate before the first step too.

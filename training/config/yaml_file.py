@@ -39,7 +39,7 @@ def load_config_of(kind: type[Config], path: str | Path, overrides: list[str] | 
     """The same for a config with keys of its own."""
     raw = _read_yaml(Path(path))
     for word in overrides or []:
-        _override(raw, word)
+        override(raw, word)
     return checked(kind, raw, f"{path}: ")
 
 
@@ -134,7 +134,12 @@ def _parse_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)  # a SafeLoader: builds plain values only
 
 
-def _override(raw: dict[str, Any], word: str) -> None:
+def override(raw: dict[str, Any], word: str) -> None:
+    """Put what a `key.sub=value` word says into the keys and values of a config.
+
+    Raises:
+        ConfigError: it is none.
+    """
     key, equals, text = word.partition("=")
     if not equals or not key:
         raise ConfigError(f"command line: {word!r}: expected key.sub=value")

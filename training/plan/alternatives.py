@@ -5,13 +5,16 @@ What to change comes the cheapest first: nothing lost, then time, then another t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
+from training.config.keys import TrainConfig
 from training.config.sections import OptimizerOffload
 from training.plan.basis import Basis
 from training.plan.plan import Plan, fitting_parts
+from training.plan.workload import Workload
 
 SHORTEST = 128  # tokens in a row that are advised
 OFFLOAD = OptimizerOffload(device="cpu")
@@ -46,7 +49,7 @@ def advise(basis: Basis) -> list[Advice]:
         advice.append(Advice(change, Plan.make(changed), Plan.make(together)))
         if advice[-1].together.fits:
             return advice
-    return [*advice, *_more_stages(basis)]
+    return [*advice, *more_stages(basis)]
 
 
 def next_change(plan: Plan, stage: int) -> tuple[str, int] | None:
@@ -97,7 +100,7 @@ def _shorter(basis: Basis, length: int) -> Basis:
     return replace(basis, config=basis.config.model_copy(update={"max_seq_len": length}), workload=workload)
 
 
-def _more_stages(basis: Basis) -> list[Advice]:
+def more_stages(basis: Basis) -> list[Advice]:
     """The fewest stages with which the run fits as it is, if there are such."""
     topo = basis.config.model_topo
     for stages in range(topo.stages + 1, basis.spec.n_layers // (2 if basis.config.v_schedule else 1) + 1):
@@ -109,30 +112,44 @@ def _more_stages(basis: Basis) -> list[Advice]:
     return []
 
 
-def search(basis: Basis, devices: int) -> list[Plan]:
-    """The fastest dims, parts, micro-batch and schedule that fit; of equally fast ones those that need less memory."""
-    divided = ((candidate, fitting_parts(candidate)) for candidate in _candidates(basis, devices))
-    plans = [Plan(candidate, parts) for candidate, parts in divided if parts]
-    return sorted(plans, key=lambda plan: (round(plan.seconds, 9), plan.peak))[:SHOWN]
+def search(
+    basis: Basis, devices: int, feed: Callable[[TrainConfig], Workload] | None = None, fixed: Container[str] = ()
+) -> list[Plan]:
+    """The fastest dims, parts, micro-batch and schedule that fit; of equally fast ones those that need less memory.
+
+    Args:
+        feed: what a step has with another config; as many rows of the same length where absent.
+        fixed: keys that stay as the config has them.
+    """
+    plans = []
+    for candidate in _candidates(basis, devices, fixed):
+        fed = replace(candidate, workload=feed(candidate.config)) if feed else candidate
+        if fed.workload.micro_batches < fed.config.least_micro_batches:
+            continue
+        if parts := fed.config.model_topo.parts or fitting_parts(fed):
+            plans.append(Plan(fed, parts))
+    return sorted(filter(lambda plan: plan.fits, plans), key=lambda plan: (round(plan.seconds, 9), plan.peak))[:SHOWN]
 
 
-def _candidates(basis: Basis, devices: int) -> Iterator[Basis]:
+def _candidates(basis: Basis, devices: int, fixed: Container[str]) -> Iterator[Basis]:
     """Every sensible combination."""
     config = basis.config
-    divisors = [number for number in range(1, devices + 1) if devices % number == 0]
-    for stages, rows, schedule, recompute in product(divisors, SIZES, ("1f1b", "dualpipev"), (False, True)):
-        replicas = devices // stages
-        if config.train_batch_size % (rows * replicas):
+    divisors = (number for number in range(1, devices + 1) if devices % number == 0)
+    tried: dict[str, Iterable[Any]] = {
+        "model_topo": [config.model_topo.spread(stages, devices // stages) for stages in divisors],
+        "train_micro_batch_size_per_gpu": SIZES,
+        "schedule": ("1f1b", "dualpipev"),
+        "use_grad_ckpt": (False, True),
+    }
+    for values in product(*([getattr(config, key)] if key in fixed else tried[key] for key in tried)):
+        candidate = basis.changed(**dict(zip(tried, values, strict=True)))
+        changed, topo = candidate.config, candidate.config.model_topo
+        if changed.train_batch_size % (changed.train_micro_batch_size_per_gpu * topo.replicas):
             continue
-        candidate = basis.changed(
-            model_topo=config.model_topo.spread(stages, replicas),
-            train_micro_batch_size_per_gpu=rows,
-            schedule=schedule,
-            use_grad_ckpt=recompute,
-        )
-        if config.fp8.enabled and schedule == "dualpipev":  # which the config would refuse
+        if changed.fp8.enabled and changed.schedule == "dualpipev":  # which the config would refuse
             continue
-        if candidate.schedule != schedule or candidate.config.chunks > basis.spec.n_layers:
+        if topo.parts and len(topo.parts) != changed.chunks:
             continue
-        if candidate.workload.micro_batches >= candidate.config.least_micro_batches:
+        idle = changed.schedule != candidate.schedule and "schedule" not in fixed  # one stage has nothing to wait for
+        if not idle and changed.chunks <= basis.spec.n_layers:
             yield candidate

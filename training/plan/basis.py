@@ -66,6 +66,14 @@ class Calibration(BaseModel):
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         return cls(device=device, dtype=str(training_dtype(config)), model=digest, layers=layers, update=update)
 
+    def least(self, other: Calibration) -> Calibration:
+        """Of two of the same, as what else the machine does can only add."""
+        layers = {
+            kind: (min(forward, other.layers[kind][0]), min(backward, other.layers[kind][1]))
+            for kind, (forward, backward) in self.layers.items()
+        }
+        return self.model_copy(update={"layers": layers, "update": min(self.update, other.update)})
+
     @classmethod
     def read(cls, folder: Path, config: TrainConfig, spec: ModelSpec) -> Calibration | None:
         """What an earlier `--calibrate` left in the run's folder, where it fits this run and this kind of device."""

@@ -1,18 +1,22 @@
 """How long the layers really take on this machine: `--plan --calibrate`.
 
 One layer of each kind is built with random weights and run on the run's own shapes, in its dtype and on the device and
-the threads that a rank has; forward and backward pass are timed apart, gradients are added up as the run adds them, and
-the optimizer takes a step; the least of five times counts, as what else the machine does can only add. It costs seven
-passes of a micro-batch through one block, the embedding and the head.
+the threads that a rank has; on a CPU the other ranks' cores work meanwhile, since they share its memory and its clock.
+Forward and backward pass are timed apart, gradients are added up as the run adds them, and the optimizer takes a step;
+the least of five times counts, as what else the machine does can only add. It costs seven passes of a micro-batch
+through one block, the embedding and the head.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
+from threading import Event
 from typing import Any
 
 import torch
@@ -37,14 +41,25 @@ from training.plan.optimizer_memory import StateBytes
 from training.plan.workload import Workload
 
 WARM_UP, REPEATS = 2, 5
+ROWS = 512  # that are multiplied on the other cores
 
 
 def calibrate(config: TrainConfig, spec: ModelSpec, workload: Workload) -> Calibration:
     """Measure one layer of each kind, and the optimizer."""
     set_numerics(config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu":
-        torch.set_num_threads(max(1, torch.get_num_threads() // config.model_topo.processes))
+    if device.type == "cuda":
+        return _calibrate(config, spec, workload, device)
+    threads, others = torch.get_num_threads(), config.model_topo.processes - 1
+    torch.set_num_threads(max(1, threads // (others + 1)))
+    try:
+        with _at_work(min(others, threads - 1), spec.config.hidden_size, training_dtype(config)):
+            return _calibrate(config, spec, workload, device)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _calibrate(config: TrainConfig, spec: ModelSpec, workload: Workload, device: torch.device) -> Calibration:
     torch.manual_seed(config.seed)
     as_run = {"compile": False, "use_flash_attn": False, "fp8": FP8(), "schedule": "1f1b"}  # below
     plain = config.model_copy(update=as_run)
@@ -55,6 +70,26 @@ def calibrate(config: TrainConfig, spec: ModelSpec, workload: Workload) -> Calib
         layers[str(kind)] = (forward / estimates[kind].forward.total, backward / estimates[kind].backward.total)
     update = _time_update(config, spec, device) / update_time(config, this_device())
     return Calibration.of(config, spec, layers, update)
+
+
+@contextmanager
+def _at_work(ranks: int, hidden: int, dtype: torch.dtype) -> Iterator[None]:
+    """As many ranks at work, in threads of this process."""
+    done, threads = Event(), torch.get_num_threads()
+
+    def multiply() -> None:
+        torch.set_num_threads(threads)  # which counts for this thread
+        rows, weights = torch.ones(ROWS, hidden, dtype=dtype), torch.ones(hidden, 4 * hidden, dtype=dtype)
+        while not done.is_set():
+            torch.nn.functional.silu(rows @ weights)
+
+    with ThreadPoolExecutor(max(1, ranks)) as pool:
+        for _ in range(ranks):
+            pool.submit(multiply)
+        try:
+            yield
+        finally:
+            done.set()
 
 
 def time_layer(

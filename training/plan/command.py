@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from rich.console import Console
 from common.log import Log
 from common.terminal import reason_of
 from data.errors import DataError
+from data.tokenized.dataset import Dataset
 from models.checkpoint.layout import resolve
 from models.errors import CheckpointError
 from models.spec import ModelSpec
@@ -46,22 +48,22 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     count, device = parse_devices(arguments.devices) if arguments.devices else (None, this_device())
     check_fp8(config, spec)
     config = _on(config, count, arguments.search)
-    workload = _workload(config, spec, folder, log)
+    feed = _feed(config, spec, folder, log)
     save_path = Path(config.save_path)
     if arguments.calibrate:
         if arguments.devices and not torch.cuda.is_available():
             raise ConfigError("--calibrate: this machine has no GPU to measure; expected no --devices")
-        log.print(f"calibrated: {calibrate(config, spec, workload).write(save_path)}")
+        log.print(f"calibrated: {calibrate(config, spec, feed(config)).write(save_path)}")
     # What was measured here says nothing about other devices, unless somebody says that they are the same.
     counts = arguments.calibrate or not arguments.devices
-    basis, told = Basis.of_run(config, spec, workload, device, calibrated=counts)
+    basis, told = Basis.of_run(config, spec, feed(config), device, calibrated=counts)
     processes = count or config.model_topo.processes
     on = f"{processes} x {device.name}" if device.memory else f"{processes} processes on a {device.name}"
     log.print(f"model: {spec.family.name}, {spec.n_layers} layers; {on}")
     for line in told:
         log.print(line)
     if arguments.search:
-        best = search(basis, processes)
+        best = search(basis, processes, feed)
         if not best:
             log.print("nothing fits, whatever the dims and the micro-batch")
             sys.exit(DOES_NOT_FIT)
@@ -69,16 +71,21 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
         plan = best[0]
     else:
         plan = Plan.make(basis)
+    show(plan, log)
+    if not plan.fits:
+        log.print(advice_table(advise(basis), plan))
+        sys.exit(DOES_NOT_FIT)
+
+
+def show(plan: Plan, log: Console) -> None:
+    """Print a plan, and draw it into the run's folder."""
     log.print(stages_table(plan))
     log.print(times_table(plan))
     for line in facts(plan):
         log.print(line)
-    if not plan.fits:
-        log.print(advice_table(advise(basis), plan))
+    save_path = Path(plan.basis.config.save_path)
     save_path.mkdir(parents=True, exist_ok=True)
     log.print(f"drawn: {draw(plan, save_path / PICTURE)}")
-    if not plan.fits:
-        sys.exit(DOES_NOT_FIT)
 
 
 def _on(config: TrainConfig, count: int | None, searches: bool) -> TrainConfig:
@@ -94,15 +101,27 @@ def _on(config: TrainConfig, count: int | None, searches: bool) -> TrainConfig:
     return config.model_copy(update={"model_topo": topo.spread(count, 1)})
 
 
-def _workload(config: TrainConfig, spec: ModelSpec, folder: Path, log: Console) -> Workload:
-    """As the records are, where they can be read; else assumed."""
+def _feed(config: TrainConfig, spec: ModelSpec, folder: Path, log: Console) -> Callable[[TrainConfig], Workload]:
+    """What a step has with such a config: as the records are, where they can be read; else assumed."""
     if config.stream_gb:
-        return Workload.assumed(config)
-    router_loss = router_loss_weight(config, spec) > 0
+        return Workload.assumed
     try:
-        dataset = RecordReader(config, folder, Console(quiet=True)).read("data", config.data_path)
-        loader = build_loader(dataset, config, config.dataloader_drop_last, router_loss=router_loss)
-        return Workload.measured(loader, config)
+        dataset, _ = RecordReader(config, folder, Console(quiet=True)).sets()
+        assert isinstance(dataset, Dataset)
+        feed = feed_of(dataset, spec)
+        feed(config)  # which may complain
+        return feed
     except (DataError, CheckpointError, OSError, ValueError) as error:
         log.print(f"data_path is not used: {reason_of(error)}")
-        return Workload.assumed(config)
+        return Workload.assumed
+
+
+def feed_of(dataset: Dataset, spec: ModelSpec) -> Callable[[TrainConfig], Workload]:
+    """What a step on these records has, with any config."""
+
+    def feed(config: TrainConfig) -> Workload:
+        router_loss = router_loss_weight(config, spec) > 0
+        loader = build_loader(dataset, config, config.dataloader_drop_last, router_loss=router_loss)
+        return Workload.measured(loader, config)
+
+    return feed

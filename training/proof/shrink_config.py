@@ -28,7 +28,7 @@ WARM_UP = 2  # steps at most
 # What the samples do not need any more, and what would only take time.
 NOT_TAKEN = (
     "stream_gb pack_len gradient_accumulation_steps profile_steps rebalance storage save_minutes template_args "
-    "template_fallback max_restarts ports".split()
+    "template_fallback max_restarts ports eval_share".split()
 )
 LOSS_SCALE = 8  # the power of two that fp16 starts with: none of so few steps may be left out
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
+from data.streaming.stream import Stream
 from data.tokenized.dataset import check_vocabulary
 from data.tokenized.tokenize import IGNORED, Sample
 from models.checkpoint.convert import copy_files
@@ -92,7 +93,8 @@ def _samples(
 ) -> tuple[list[Sample], list[Sample]]:
     """As the user's own run would read them: the first to train on, and some to evaluate on."""
     reader = RecordReader(config, folder, log)
-    data = reader.stream().windows.peek() if config.stream_gb else reader.read("data", config.data_path)
+    data, held_out = reader.sets()
+    data = data.windows.peek() if isinstance(data, Stream) else data
     check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), data)
     router_loss = router_loss_weight(config, spec) > 0
     loader = build_loader(data, config, config.dataloader_drop_last, router_loss=router_loss)
@@ -101,9 +103,9 @@ def _samples(
     for step in range(loader.steps_per_epoch):
         if len(chosen) < count:
             chosen |= dict.fromkeys(loader.batch(step).samples)
-    held_out = reader.read("evaluation data", config.eval_data_path) if config.eval_data_path else data
     first = [data.samples[number] for number in list(chosen)[:count]]
-    return first, [held_out.samples[number] for number in range(min(EVALUATED, len(held_out)))]
+    evaluated = data if held_out is None else held_out
+    return first, [evaluated.samples[number] for number in range(min(EVALUATED, len(evaluated)))]
 
 
 def shortened(sample: Sample, words: int) -> Sample:

@@ -301,6 +301,9 @@ def test_the_type_of_a_schedule_says_which_params_there_are(line: str, params: W
         ("train_micro_batch_size_per_gpu: 3", "train_batch_size: 8 is not a multiple of 3 "),
         ("eval_interval: 5", "eval_data_path: expected records to evaluate on, or neither eval_interval nor"),
         ("eval_at_start: true", "eval_data_path: expected records to evaluate on, or neither eval_interval nor"),
+        ("eval_share: 1", "eval_share: expected less than 1, found 1"),
+        ("eval_share: 0.1\neval_data_path: [e.json]", "eval_share: eval_data_path has the records to evaluate on; "),
+        ("eval_share: 0.1\nstream_gb: 1\nmax_steps: 5", "eval_share: nobody knows all samples of a stream; expected "),
         ("gradient_accumulation_steps: 4", "gradient_accumulation_steps: 4 contradicts train_batch_size 8; expected 8"),
         ("model_topo: {process_topology: {dims: [1, 3]}}", "train_batch_size: 8 is not a multiple of 3 "),
         (

@@ -16,6 +16,7 @@ from models.spec import ModelSpec
 from tests.conftest import FAQ, TINY
 from tests.launching import error_lines, run
 from tests.training.plan.helpers import basis_of, config_of, llama, spec_of
+from training.config.keys import TrainConfig
 from training.errors import ConfigError
 from training.metrics.devices import GIB, USABLE, parse_devices, this_device
 from training.plan.alternatives import advise, search
@@ -222,6 +223,30 @@ def test_devices_that_are_not_known_are_refused(text: str) -> None:
         parse_devices(text)
 
 
+def test_a_search_keeps_what_is_fixed(tmp_path: Path) -> None:
+    topo = {"process_topology": {"dims": [4, 2]}, "parts": [10, 8, 8, 8]}
+    config = config_of(tmp_path, 4, 2, model_topo=topo, train_micro_batch_size_per_gpu=2)
+    basis = basis_of(llama(tmp_path), config, "H200")
+    best = search(basis, 8, fixed=("model_topo", "train_micro_batch_size_per_gpu"))
+    assert {(plan.basis.config.use_grad_ckpt, plan.basis.config.schedule) for plan in best} == {
+        (True, "1f1b"),
+        (False, "1f1b"),
+    }  # with dualpipev there would be eight parts
+    assert all(plan.parts == [10, 8, 8, 8] for plan in best)
+    assert all(plan.basis.config.train_micro_batch_size_per_gpu == 2 for plan in best)
+
+
+def test_a_search_feeds_each_candidate_what_its_steps_would_have(tmp_path: Path) -> None:
+    basis = basis_of(llama(tmp_path), config_of(tmp_path, 2), "H200")
+
+    def feed(config: TrainConfig) -> Workload:
+        rows = config.train_micro_batch_size_per_gpu
+        return replace(Workload.assumed(config), length=64.0 if rows == 2 else 2048.0)  # as if two rows had no padding
+
+    best = search(basis, 2, feed, fixed=("schedule", "use_grad_ckpt"))
+    assert best[0].basis.config.train_micro_batch_size_per_gpu == 2 and best[0].basis.workload.length == 64.0
+
+
 def test_devices() -> None:
     count, device = parse_devices("8xa100-80g")
     assert (count, device.name, device.memory) == (8, "A100-80G", int(80 * GIB * USABLE))
@@ -241,7 +266,12 @@ def test_measured_times_replace_estimates(tmp_path: Path) -> None:
     spec = tiny(tmp_path, num_hidden_layers=6)
     config = config_of(tmp_path, 2, fp16={"enabled": False}, max_seq_len=64, train_batch_size=4)
     workload = Workload.assumed(config)
+    threads = torch.get_num_threads()
     found = calibrate(config, spec, workload)
+    assert torch.get_num_threads() == threads
+    slower = found.model_copy(update={"update": 2 * found.update, "layers": found.layers | {"1": (1e-9, 1e9)}})
+    least = found.least(slower)
+    assert (least.update, least.layers["1"]) == (found.update, (1e-9, found.layers["1"][1]))
     assert set(found.layers) == {"0", "1", "7"}
     assert found.update > 0 and all(factor > 0 for pair in found.layers.values() for factor in pair)
     found.layers["7"] = (1e6, 1e6)  # a very slow head

@@ -1,0 +1,232 @@
+"""`--auto`: the file that it writes, what it keeps of a user's wishes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data.errors import DataError
+from models.errors import CheckpointError
+from tests.conftest import FAQ
+from tests.launching import DEEPSPEED, error_lines, run
+from tests.training.auto.helpers import UNTRAINED, auto, outline, texts
+from training.auto.search import precision
+from training.config.yaml_file import load_config
+from training.errors import ConfigError
+from training.metrics.devices import parse_devices, this_device
+
+
+@pytest.fixture(scope="module")
+def model(make_checkpoint: Callable[..., Path]) -> Path:
+    return make_checkpoint("llama")
+
+
+def reason(path: Path, name: str) -> str:
+    """The comment beside a value."""
+    found = re.search(rf"^ *{name}: .*?  # (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert found, f"no {name} in {path.read_text(encoding='utf-8')}"
+    return found[1]
+
+
+def test_it_writes_a_config_with_a_reason_beside_each_value_and_draws_the_plan(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = auto(model, tmp_path / "run")
+    config = load_config(path)
+    assert (config.model_path, config.data_path, config.save_path) == (str(model), [str(FAQ)], str(tmp_path / "run"))
+    assert config.model_topo.processes == 2 and sum(config.model_topo.parts or []) == 5
+    assert config.bf16.enabled and config.max_seq_len == 256 and config.scheduler
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    values = [line for line in lines if not line.endswith(":")]
+    assert len(values) > 20 and all(re.search(r"\S: .*\S  # \S", line) for line in values)
+    assert (tmp_path / "run" / "plan.png").is_file()
+    told = capsys.readouterr().out
+    assert all(line in told for line in lines) and "the whole run: " in told and "fastest first" in told
+
+
+def test_what_the_user_says_stays_and_the_rest_is_chosen_around_it(model: Path, tmp_path: Path) -> None:
+    words = ["model_topo.process_topology.dims=[2, 1]", "train_micro_batch_size_per_gpu=2", "use_grad_ckpt=true"]
+    words += ["optimizer.type=SGD", "scheduler.type=constant", "max_seq_len=128", "train_batch_size=16"]
+    path = auto(model, tmp_path / "run", *words, "schedule=1f1b", devices="8xA100-40G")
+    config = load_config(path)
+    assert config.model_topo.process_topology.dims == [2, 1] and len(config.model_topo.parts or []) == 2
+    assert (config.train_micro_batch_size_per_gpu, config.use_grad_ckpt, config.schedule) == (2, True, "1f1b")
+    assert (config.max_seq_len, config.train_batch_size, config.optimizer.type) == (128, 16, "SGD")
+    for name in "dims train_micro_batch_size_per_gpu use_grad_ckpt max_seq_len train_batch_size schedule".split():
+        assert reason(path, name) == "yours"
+    assert reason(path, "parts") != "yours"
+
+
+@pytest.mark.parametrize(
+    ("words", "dims", "parts"),
+    [
+        (["model_topo.process_topology.dims=[2, 1]", "model_topo.parts=[4, 1]"], [2, 1], [4, 1]),
+        (["model_topo.parts=[4, 1]"], [2, 2], [4, 1]),
+        (["model_topo.parts=[2, 1, 1, 1]", "schedule=dualpipev"], [2, 2], [2, 1, 1, 1]),
+        (["model_topo.process_topology.dims=[1, 4]", "train_micro_batch_size_per_gpu=3"], [1, 4], [5]),
+    ],
+)
+def test_the_users_grid_is_planned_with(
+    words: list[str], dims: list[int], parts: list[int], model: Path, tmp_path: Path
+) -> None:
+    config = load_config(auto(model, tmp_path / "run", *words, devices="4xA100-40G"))
+    assert (config.model_topo.process_topology.dims, config.model_topo.parts) == (dims, parts)
+    rows = config.train_micro_batch_size_per_gpu * config.model_topo.replicas
+    assert config.train_batch_size % rows == 0
+
+
+def test_it_is_never_written_anew(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = auto(model, tmp_path / "run")
+    mine = path.read_text(encoding="utf-8").replace("n_epoches: 3", "n_epoches: 5")
+    path.write_text(mine, encoding="utf-8")
+    capsys.readouterr()
+    assert auto(model, tmp_path / "run", "train_batch_size=64") == path
+    assert path.read_text(encoding="utf-8") == mine
+    assert (
+        capsys.readouterr().out
+        == f"auto: {path} is there, so the run goes on with it as it stands; remove it to choose anew\n"
+    )
+    with pytest.raises(ConfigError, match=r"^--data: .*other.json, but .*auto.yml has .*faq.json; expected the same"):
+        auto(model, tmp_path / "run", data="other.json")
+    with pytest.raises(ConfigError, match=r"^--model: other, but .*auto.yml has "):
+        auto("other", tmp_path / "run")
+    assert auto(f"{model}/", tmp_path / "run") == path
+    (tmp_path / "run").rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match=r"^--save: .*moved, but .*auto.yml has .*run; expected the same"):
+        auto(model, tmp_path / "moved")
+
+
+@pytest.mark.parametrize("left", ["config.yml", "latest"])
+def test_the_folder_of_another_run_is_left_alone(left: str, model: Path, tmp_path: Path) -> None:
+    (tmp_path / left).write_text("x", encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"^--save: .* holds a run that --auto did not begin \({left}\)"):
+        auto(model, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [left]
+
+
+def test_a_model_that_fits_nowhere_is_refused_with_what_would_be_enough(tmp_path: Path) -> None:
+    folder = outline(tmp_path / "model", "llama-13b")
+    with pytest.raises(ConfigError) as caught:
+        auto(folder, tmp_path / "run", UNTRAINED, "optimizer.type=AdamW", devices="1xV100-16G")
+    told = r"--model: fits nowhere on 1 x V100-16G, as --devices says: with all blocks recomputed and max_seq_len \d+ "
+    told += r"in 1 stages a process needs [\d.]+ GB, and has 16.5 GB; expected \d+ such processes, or a smaller model"
+    assert re.fullmatch(told, str(caught.value))
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_given_up_so_that_a_model_fits_is_said(tmp_path: Path) -> None:
+    """Weights, gradients and states of a 7B are 16 x 7 GB: too much for two A100s, but for main memory."""
+    folder = outline(tmp_path / "model")
+    enough = load_config(auto(folder, tmp_path / "eight", UNTRAINED, devices="8xA100-80G"))
+    assert not enough.zero_optimization.offloads and enough.max_seq_len == 2048
+    assert enough.optimizer.params["lr"] == 2e-5
+    assert (enough.train_batch_size, enough.n_epoches, enough.eval_share) == (8, 3, 0.0)  # of 102 samples
+    path = auto(folder, tmp_path / "two", UNTRAINED, devices="2xA100-40G")
+    config = load_config(path)
+    assert config.zero_optimization.offloads and reason(path, "device").startswith("the optimizer's states do not fit")
+
+
+def test_texts_are_read_once(tmp_path: Path) -> None:
+    path = auto(outline(tmp_path / "model"), tmp_path / "run", UNTRAINED, data=texts(tmp_path / "t.json", 3, 300))
+    assert load_config(path).n_epoches == 1 and reason(path, "n_epoches").startswith("texts")
+
+
+def test_records_are_cut_only_where_nothing_else_helps(tmp_path: Path) -> None:
+    """Without flash attention, the scores of one long dialogue are what does not fit."""
+    folder = outline(tmp_path / "model", max_position_embeddings=32_768)
+    records = json.loads(FAQ.read_text(encoding="utf-8"))
+    records.append({"type": "instruct", "instruct": "Count.", "output": " ".join(map(str, range(9000)))})
+    data = tmp_path / "d.json"
+    data.write_text(json.dumps(records), encoding="utf-8")
+    path = auto(folder, tmp_path / "run", UNTRAINED, data=data, devices="4xV100-32G")
+    assert 512 <= load_config(path).max_seq_len < 32_768
+    assert reason(path, "max_seq_len") == "longer samples are cut, as rows of 32768 tokens do not fit"
+
+
+def test_long_texts_become_pieces_and_dialogues_stay_whole(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = make_checkpoint("llama", max_position_embeddings=8192)
+    path = auto(folder, tmp_path / "run", data=texts(tmp_path / "t.json", 2, 6000))
+    assert load_config(path).max_seq_len == 2048 and reason(path, "max_seq_len").startswith("texts are split")
+    assert load_config(auto(folder, tmp_path / "dialogues")).max_seq_len == 8192
+
+
+def test_a_precision_that_the_device_has(tmp_path: Path) -> None:
+    assert precision(parse_devices("V100-32G")[1])[0] == "fp16"
+    assert precision(parse_devices("A100-40G")[1])[0] == "bf16"
+    kind, why = precision(this_device())
+    assert kind in ("bf16", None) and why
+
+
+@pytest.mark.parametrize(
+    ("remove", "told"),
+    [
+        ("config.json", "no config.json; expected a HuggingFace or a pipeline-layout folder|config.json"),
+        ("model.safetensors", "no weights; expected"),
+        ("tokenizer.json", "no usable tokenizer: expected"),
+    ],
+)
+def test_a_folder_that_is_no_checkpoint_is_refused(
+    remove: str, told: str, make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = make_checkpoint("llama")
+    (folder / remove).unlink()
+    with pytest.raises((CheckpointError, DataError), match=told) as caught:
+        auto(folder, tmp_path / "run")
+    assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("content", ["[]", '[{"type": "instruct", "instruct": "a", "output": 3}]', "{"])
+def test_data_without_a_record_are_refused(content: str, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "d.json").write_text(content, encoding="utf-8")
+    with pytest.raises(DataError) as caught:
+        auto(model, tmp_path / "run", data=tmp_path / "d.json")
+    assert "d.json" in str(caught.value) and not (tmp_path / "run").exists()
+
+
+def test_a_name_of_the_hub_that_cannot_be_fetched_is_told(tmp_path: Path) -> None:
+    words = ("--auto", "--model", "nobody/no-such-model", "--data", FAQ, "--save", tmp_path / "run", "--dry-run")
+    result = run(sys.executable, "train_ds.py", *words, HF_HUB_OFFLINE="1")
+    assert result.returncode == 2
+    (line,) = error_lines(result)
+    assert line.startswith("error: --model: nobody/no-such-model: no such folder, nor on the HuggingFace hub: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--auto", "--model", "m", "--data", "d"], "--auto, --model, --data and --save: expected all of them, or"),
+        (["--config", "c", "--save", "s"], "--auto, --model, --data and --save: expected all of them, or --config"),
+        (["--config", "c", "--dry-run"], "--dry-run needs --auto"),
+        (["--auto", "--model", "m", "--data", "d", "--save", "s", "--plan"], "--inspect, --plan, --prove and --check"),
+        (["--auto", "--config", "c"], "argument --config: not allowed with argument --auto"),
+    ],
+)
+def test_options_that_make_no_sense_together_are_refused(words: list[str], told: str) -> None:
+    result = run(sys.executable, "train_ds.py", *words)
+    assert result.returncode == 2 and told in result.stderr
+
+
+def test_only_the_pipelines_door_chooses_and_no_launcher_does(model: Path, tmp_path: Path) -> None:
+    words = ("--auto", "--model", model, "--data", FAQ, "--save", tmp_path / "run")
+    result = run(sys.executable, "train_ds_zero.py", *words)
+    assert error_lines(result) == ["error: --auto: configures pipelines; expected train_ds.py"]
+    result = run(*DEEPSPEED, "--num_gpus", "1", "train_ds.py", *words)
+    assert error_lines(result) == ["error: --auto: starts the processes itself; expected python train_ds.py"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_words_that_follow_the_data_are_overrides_where_there_is_such_a_key(model: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "a=b.json"
+    odd.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:4]), encoding="utf-8")
+    words = ("--auto", "--model", model, "--save", tmp_path / "run", "--dry-run", "--devices", "A100-40G", "--data")
+    result = run(sys.executable, "train_ds.py", *words, FAQ, odd, "seed=7", "n_epochs=2")
+    assert result.returncode == 0, result.stderr
+    config = load_config(tmp_path / "run" / "auto.yml")
+    assert (config.data_path, config.seed, config.n_epoches) == ([str(FAQ), str(odd)], 7, 2)

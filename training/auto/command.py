@@ -1,0 +1,81 @@
+"""`train_ds.py --auto --model DIR --data FILE --save DIR`: a config for them, written with its reasons, and its plan.
+
+The file is `auto.yml` in the run's folder. It is never written anew: a second start goes on with it as it stands, its
+user's own changes included. Cost: the records are tokenized, which the run then need not do; on a CPU layers are timed,
+for some ten seconds or, of a large model, minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+
+from common.log import Log
+from common.whole_files import replace_text
+from models.checkpoint.download import download
+from models.errors import CheckpointError
+from training.auto.choices import Choices
+from training.auto.choose import choose
+from training.auto.machine import Machine
+from training.config.yaml_file import load_config
+from training.errors import ConfigError
+from training.launch.start import Hosts
+from training.plan.command import WIDTH, show
+from training.plan.rendering import facts
+
+FILE = "auto.yml"
+OF_A_RUN = ("config.yml", "latest")  # what a run leaves in its folder
+BASE = "base"  # where a model of the hub is put, in the run's folder
+HUB = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def configure(arguments: argparse.Namespace, hosts: Hosts | None) -> Path:
+    """The config file of a run: that of an earlier start, or a new one.
+
+    Raises:
+        ConfigError, CheckpointError, DataError: there is no model, no record, or no room for the run.
+    """
+    log = Log(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    save, model = Path(arguments.save), arguments.model
+    path = save / FILE
+    is_name = HUB.fullmatch(model) and not Path(model).exists()
+    folder = str(save / BASE) if is_name else model
+    if path.exists():
+        _check_same(path, folder, arguments)
+        log.print(f"auto: {path} is there, so the run goes on with it as it stands; remove it to choose anew")
+        return path
+    if found := [name for name in OF_A_RUN if (save / name).exists()]:
+        raise ConfigError(f"--save: {save} holds a run that --auto did not begin ({found[0]}); expected another folder")
+    if is_name:
+        log.print(f"auto: {model} is no folder here; fetching it from the HuggingFace hub into {folder}")
+        try:
+            download(model, Path(folder))
+        except CheckpointError as error:
+            reason = str(error).removeprefix(f"{model}: ")
+            raise CheckpointError(f"--model: {model}: no such folder, nor on the HuggingFace hub: {reason}") from None
+    choices = Choices(arguments.overrides)
+    choices.add("model_path", folder, "--model")
+    choices.add("data_path", arguments.data, "--data")
+    choices.add("save_path", str(save), "--save")
+    lines, plan = choose(choices, Machine.find(hosts, arguments.devices), log)
+    text = choices.as_yaml(["Chosen by train_ds.py --auto; beside each value why.", *lines, *facts(plan)])
+    show(plan, log)
+    replace_text(path, text)
+    log.print(f"{path}:\n{text}")
+    return path
+
+
+def _check_same(path: Path, model: str, arguments: argparse.Namespace) -> None:
+    """See that an earlier start's config is one for this model, these data and this folder."""
+    config = load_config(path)
+    for name, given, known in (
+        ("model", [model], [config.model_path]),
+        ("data", arguments.data, config.data_path),
+        ("save", [arguments.save], [config.save_path]),
+    ):
+        if list(map(os.path.normpath, given)) != [os.path.normpath(str(each)) for each in known]:
+            told = f"{', '.join(given)}, but {path} has {', '.join(map(str, known))}"
+            raise ConfigError(f"--{name}: {told}; expected the same, or another --save")
