@@ -6,6 +6,7 @@ Other programs are known here by name, and their block says what it needs (tests
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import re
 import shlex
@@ -41,6 +42,7 @@ MODULES_ELSEWHERE = {"sglang.launch_server", "vllm.entrypoints.openai.api_server
 
 def parsed(monkeypatch: pytest.MonkeyPatch, door: str, words: list[str]) -> Callable[[], object]:
     monkeypatch.setattr(sys, "argv", [door, *words])
+    monkeypatch.setattr(argparse.ArgumentParser, "_get_option_tuples", lambda *_: [])  # no beginnings of options
     if door in (PIPELINE, ZERO):
         return lambda: parse_arguments("")
     return convert_model.parse_arguments if door == "convert_model.py" else demo.parse_arguments

@@ -47,7 +47,7 @@ def test_the_steps_word_for_word(page: str, make_checkpoint: Callable[..., Path]
     models = tmp_path / "llm" / "smollm2"
     models.mkdir(parents=True)
     shutil.copytree(make_checkpoint("llama"), models / "base")
-    environment = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    path_of_programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = []
     for block in steps(page):
         named = re.findall(r"`(\.\./llm/[\w./]+)`", block.before)
@@ -57,7 +57,7 @@ def test_the_steps_word_for_word(page: str, make_checkpoint: Callable[..., Path]
         for command in commands(block.text):
             if block.needs == "server" or " download " in command or not command.startswith(("python ", "deepspeed ")):
                 continue
-            finished = run("bash", "-c", f"cd {home} && {command}", environment=environment)
+            finished = run("bash", "-c", f"cd {home} && {command}", PATH=path_of_programs)
             assert finished.returncode == 0, f"{command}\n{finished.stdout[-3000:]}{finished.stderr[-3000:]}"
             done.append(command)
     assert len(done) == 8
