@@ -15,6 +15,8 @@ help:
 	@echo "make test-slow    the long tests"
 	@echo "make test-all     everything: those two, and the tests that take longest"
 	@echo "make lint         ruff, mypy and the rules of imports alone"
+	@echo "make format       reformat the code"
+	@echo "make clean        remove the environment, the caches and the runs of the quickstart"
 
 quickstart: $(VENV)/installed
 	$(BIN)/python -m quickstart
@@ -38,8 +40,10 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# What make itself made: not the runs of a user.
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache
+	find . -path './$(VENV)' -prune -o -name __pycache__ -prune -exec rm -rf {} +
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis *.egg-info runs/quickstart
 
 $(VENV)/installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Pipetune needs Python 3.10 or newer")'

@@ -40,18 +40,25 @@ MOST_PLACES = 100_000  # files and folders that a glob may lead through
 class Source(BaseModel):
     """One entry of `data_path`."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    path: str | list[str] = Field(min_length=1)  # a file, a glob or a folder, or a list of them
-    # How often an epoch holds each record; fractions are allowed.
+    path: str | list[str] = Field(min_length=1)
+    """A file, a folder or a glob, or a list of them."""
+
     repeat: float = Field(default=1, gt=0, le=10_000, allow_inf_nan=False)
-    # The share of the epoch, relative to the weights of the other entries; then every entry needs one.
+    """How often an epoch holds each record; fractions are allowed."""
+
     weight: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    # Of the records (`data.records.formats.FORMATS`), or `text_file`: each file is one text. Recognised where absent.
+    """The share of the epoch, relative to the weights of the other entries, which then need one each; not together with
+    `repeat`."""
+
     format: str | None = None
-    # What the records call a format's fields, `{prompt: my_question}`; of messages also what their `role` and `content`
-    # are called, and who speaks as `user`, `assistant`, `system` and `tool`.
+    """The format of the records (docs/data.md#records), or `text_file`: a whole file is one text. Recognised without
+    the key."""
+
     columns: dict[str, str] = {}
+    """What the records call a format's fields, `{prompt: my_question}`; of messages also what their `role` and
+    `content` are called, and who speaks as `user`, `assistant`, `system` and `tool`."""
 
     @field_validator("format", mode="after")
     @classmethod

@@ -50,138 +50,221 @@ ALIASES = {"n_epochs": "n_epoches"}  # other spellings of our own keys
 class TrainConfig(Section):
     """A whole run."""
 
-    # Folder of the model to start from, in either layout.
     model_path: str
-    # Files of records: paths, globs or folders, or sources with a share of their own (data/records/sources.py).
-    data_path: Annotated[DataPath, Field(min_length=1)]
-    # Folder for the run: config.yml, metrics.jsonl, checkpoints.
-    save_path: str
-    # Start from random weights of model_path's architecture instead of its weights.
-    from_scratch: bool = False
+    """The folder of the model to start from, in either layout; the `save_path` of a run stands for its newest
+    checkpoint."""
 
-    # Samples in one forward pass of one replica.
+    data_path: Annotated[DataPath, Field(min_length=1)]
+    """The records to train on: a file, a folder, a glob, or a list of them; an entry may be an object with the keys of
+    docs/configuration.md#entries-of-data_path."""
+
+    save_path: str
+    """The folder of the run: config.yml, metrics.jsonl, checkpoints. It is made where it does not exist."""
+
+    from_scratch: bool = False
+    """Start from random weights of `model_path`'s architecture instead of its weights; config.json and the tokenizer
+    are enough then."""
+
     train_micro_batch_size_per_gpu: int = Field(default=1, ge=1)
-    # Samples in one optimizer step, over all replicas.
+    """Rows in one forward pass of one replica. A row is a sample, or several where they are packed."""
+
     train_batch_size: int = Field(ge=1)
-    # Passes over the data; n_epochs is the same key.
+    """Samples in one optimizer step, over all replicas; a multiple of micro-batch x replicas."""
+
     n_epoches: int = Field(default=1, ge=1)
-    # Steps of the run, however many epochs that is; n_epoches does not count then.
+    """Passes over the data; `n_epochs` is the same key."""
+
     max_steps: int | None = Field(default=None, ge=1)
-    # Tokenize while training, with so many GB of samples on the disk at any time: for data that are larger than that.
+    """Steps of the run, however many epochs that is; `n_epoches` does not count then."""
+
     stream_gb: float | None = Field(default=None, gt=0)
-    # Longer samples are cut, counted and reported.
+    """Tokenize while training, with at most so many GB of tokenized records in `cache_dir`
+    (docs/data.md#data-larger-than-the-disk); needs `max_steps`. Without the key everything is tokenized before
+    training."""
+
     max_seq_len: int = Field(default=2048, ge=2, le=LONGEST)
-    # How a dialogue is cut: behind its last turns that fit (turns), by its oldest turns (oldest), or not (refuse).
+    """Tokens of the longest sample. Longer dialogues are cut, at the end of a turn where possible, and longer texts are
+    split; both are counted and reported. Samples left without supervised tokens are left out and counted too."""
+
     truncate: Truncate = "turns"
-    # Put several samples into one row: batch packs those of each global batch, which changes nothing but the time;
-    # dataset packs the whole epoch, and train_batch_size then counts rows; false pads each sample to its neighbours.
+    """How a dialogue is cut that is longer than `max_seq_len`: it loses its last turns (`turns`) or its oldest
+    (`oldest`: the last answer and the system message stay), or is refused (`refuse`)."""
+
     packing: Packing = "batch"
-    # Tokens in a packed row; for batch a length that keeps the pipeline busy, for dataset max_seq_len, where absent.
+    """Put several samples into one row. `batch` puts the samples of each global batch into as few rows as it can, which
+    changes nothing but the time; `dataset` packs the whole shuffled epoch, and `train_batch_size` then counts rows;
+    `false` gives each sample a row of its own."""
+
     pack_len: int | None = Field(default=None, ge=8, le=LONGEST)
-    # Leave out the samples that do not fill an epoch's last batch.
+    """Tokens in a packed row. Without the key it is chosen: for `batch` a length that gives each stage at least four
+    micro-batches, with a router loss that of the longest sample; for `dataset` `max_seq_len`."""
+
     dataloader_drop_last: bool = False
-    # chat_template, plain, or a Jinja file; the tokenizer's chat template when it ships one, where absent.
+    """Leave out the samples that do not fill an epoch's last batch; otherwise that batch is smaller."""
+
     prompt_format: PromptFormat | None = None
-    # What a chat template gets beside the messages, such as enable_thinking: true.
+    """`chat_template`, `plain`, or a Jinja file with a chat template of your own (docs/chat-templates.md). Without the
+    key the tokenizer's chat template where it has one, else `plain`."""
+
     template_args: TemplateArguments = {}
-    # Say in another way what a chat template does not take, or refuse the record; see `data.chat.fallbacks`.
+    """What the chat template gets beside the messages, such as `{enable_thinking: true}`."""
+
     template_fallback: Fallback | None = None
-    # Which tokens bear loss: all of the assistant's messages, those after the last question (last_turn), or all.
+    """What becomes of what the chat template does not take: `rewrite` says it in another way, `refuse` refuses the
+    record. Without the key some things are rewritten and others refused (docs/chat-templates.md)."""
+
     mask: Mask = "assistant"
-    # Refuse to start because of records that something is wrong with, or leave them out and count them.
+    """Which tokens bear loss: all of the assistant's messages (`assistant`), those after the last question
+    (`last_turn`), or all tokens (`all`)."""
+
     on_bad_record: OnBadRecord = "stop"
-    # Folder for tokenized records; the user's cache folder where absent.
+    """`stop` refuses to start and shows up to 20 bad records; `skip` leaves them out and counts them."""
+
     cache_dir: str | None = None
-    # Of the data order, of fresh weights and of dropout.
+    """The folder for tokenized records; it can be removed at any time. Without the key the one that the environment
+    variable `PIPETUNE_CACHE` names, else `~/.cache/pipetune`."""
+
     seed: int = Field(default=42, ge=0)
+    """Of the data order, of fresh weights and of dropout."""
 
     optimizer: Optimizer = Optimizer()
-    # A constant learning rate where absent.
     scheduler: Scheduler | None = None
-    # The largest norm of the whole gradient; 0 turns clipping off.
+    """The learning rate over the run; constant without the key."""
+
     gradient_clipping: float = Field(default=1.0, ge=0)
+    """The largest norm of the whole gradient, over all stages; 0 turns clipping off."""
+
     aux_max_z_loss: ZLoss = ZLoss()
     aux_router_loss: RouterLoss = RouterLoss()
 
     bf16: BF16 = BF16()
     fp16: FP16 = FP16()
-    # In a bf16 run, the products of the blocks' linear layers in fp8: on GPUs from Ada and Hopper on, with torchao.
     fp8: FP8 = FP8()
     zero_optimization: Zero = Zero()
-    # DeepSpeed's consent to optimizers it did not test with ZeRO; given for all that Pipetune offers.
     zero_allow_untested_optimizer: bool = True
-    # Under offload, take DeepSpeed's own CPU optimizers, faster than torch's once they are compiled.
+    """DeepSpeed's consent to optimizers that it did not test with ZeRO; given for all that Pipetune offers."""
+
     zero_force_ds_cpu_optimizer: bool = True
+    """With `offload_optimizer`: DeepSpeed's own CPU AdamW or Lion, compiled at first use (about a minute); `false`
+    keeps the optimizer that `optimizer.type` names."""
 
-    # DeepSpeed's own, passed on as they are (deepspeed.ai/docs/config-json).
     communication_data_type: str | None = None
+    """DeepSpeed's own, passed on: the dtype in which gradients are sent."""
+
     data_types: dict[str, Any] | None = None
-    # Computed; where it is given it must agree with the batch sizes.
+    """DeepSpeed's own, passed on: `grad_accum_dtype` is the dtype in which gradients are summed."""
+
     gradient_accumulation_steps: int | None = None
+    """Computed; where it is given it must agree with the batch sizes."""
 
-    # Continue from the newest whole checkpoint in save_path (auto), from the one in this folder, or start anew (none);
-    # dims, parts and the ZeRO stage may be others than it was saved with.
     resume: str = "auto"
-    # Save every so many optimizer steps, and whenever so many minutes have passed; always at the end.
+    """`auto` goes on from the newest whole checkpoint in `save_path`, if there is one; a folder goes on from that
+    checkpoint; `none` starts anew, in a `save_path` without checkpoints. What of the config may have changed meanwhile:
+    docs/resuming.md."""
+
     save_interval: int | None = Field(default=None, ge=1)
+    """Save a checkpoint every so many steps; there is always one at the end."""
+
     save_minutes: float | None = Field(default=None, gt=0)
-    # Whether all hosts share save_path (shared), or each has its own disk there (local).
+    """Save a checkpoint whenever so many minutes have passed."""
+
     storage: Literal["shared", "local"] = "shared"
-    # How many checkpoints stay; the best one by evaluation stays besides.
+    """`shared`: all machines see the same `save_path`; `local`: each has its own disk there
+    (docs/resuming.md#each-machine-its-own-disk)."""
+
     keep_last: int = Field(default=2, ge=1)
-    # What a run does when a checkpoint cannot be written, such as on a full disk.
+    """How many checkpoints stay; the best one by evaluation stays besides."""
+
     on_save_error: Literal["continue", "stop"] = "continue"
-    # End the run when nothing moved for so many minutes: a step, an evaluation's batch and a save must take less.
+    """What a run does when a checkpoint cannot be written, such as on a full disk: `continue` with a warning, or
+    `stop`. The ones before it stay whole."""
+
     timeout_minutes: float = Field(default=30, gt=0, le=YEAR)
-    # Start the run so many times again after a fault, on the hosts that are left; where python train_ds.py started it.
+    """End the run when nothing moved for so long, and name the rank that holds the others up; a step, an evaluation's
+    batch and a save must take less."""
+
     max_restarts: int = Field(default=0, ge=0)
-    # End the run after so many steps in a row whose loss or gradient is not finite; such a step changes no weight.
+    """Start the run so many times again after a fault, from the newest checkpoint, also on fewer machines
+    (docs/cluster.md#when-a-host-is-lost); needs `save_interval` or `save_minutes`, and `python train_ds.py` as the
+    launcher."""
+
     max_bad_steps: int = Field(default=3, ge=1)
-    # Signals by which a cluster says that it takes the machines away: the run saves after the step under way and ends,
-    # and a job of Slurm is requeued.
+    """End the run after so many steps in a row whose loss or gradient is NaN or infinite, and name the records that
+    make it so; such a step changes no weight."""
+
     preemption_signals: list[Literal["SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGXCPU", "SIGPWR"]] = ["SIGUSR1"]
-    # On rank 0's host, to be open for the other hosts of the run.
+    """Signals by which a cluster says that it takes the machines away: the run saves after the step under way and ends,
+    and a job of Slurm is requeued. SIGUSR1, SIGUSR2, SIGHUP, SIGQUIT, SIGXCPU, SIGPWR."""
+
     ports: Ports = Ports()
-    # Write the trained model as a HuggingFace folder at the end, to save_path/hf.
     export_hf: bool = False
+    """Write the trained model as a HuggingFace folder at the end, to `save_path/hf`, with a model card."""
 
-    # Records to measure the loss on, as in data_path.
     eval_data_path: DataPath = []
-    # Or the share of data_path's samples that is measured on instead of trained on, drawn by the seed; 0: none.
-    eval_share: float = Field(default=0.0, ge=0, lt=1)
-    # Evaluate every so many optimizer steps; at the end of each epoch where absent, and of a streamed run.
-    eval_interval: int | None = Field(default=None, ge=1)
-    # Evaluate before the first step too.
-    eval_at_start: bool = False
+    """Records to measure the loss on, as in `data_path`; no evaluation without this key and `eval_share`."""
 
-    # Curves of the metrics, besides metrics.jsonl.
+    eval_share: float = Field(default=0.0, ge=0, lt=1)
+    """Or the share of the samples of `data_path` that is measured on instead of trained on, drawn by the seed; equal
+    samples stay on one side."""
+
+    eval_interval: int | None = Field(default=None, ge=1)
+    """Evaluate every so many steps, and after the last one; needs `eval_data_path` or `eval_share`. Without the key at the end of each
+    epoch, and of a streamed run."""
+
+    eval_at_start: bool = False
+    """Evaluate before the first step too; needs `eval_data_path` or `eval_share`."""
+
     tensorboard: TensorBoard = TensorBoard()
     wandb: WandB = WandB()
 
     model_topo: ModelTopo = ModelTopo()
-    # Go on in the parts that the first steps showed to be faster, from the next checkpoint on.
     rebalance: bool = False
-    # In which order a stage works: one forward, one backward; or DualPipeV, where each stage holds two chunks of the
-    # layers and waits less when a step has few micro-batches.
-    schedule: Schedule = "1f1b"
-    # Recompute activations in the backward pass, less memory for a third more arithmetic: of all blocks (true), of
-    # every n-th one ({every: n}), or of as many as the device's memory asks for (auto; on a CPU none).
-    use_grad_ckpt: bool | Literal["auto"] | EveryNth = False
-    # Keep activations in the host's memory until the backward pass needs them: a GPU's memory for time on the bus.
-    offload_activations: bool = False
-    # Flash attention on GPUs that have it (not V100); auto tries all exact kernels at the start, and takes the fastest.
-    use_flash_attn: bool | Literal["auto"] = "auto"
-    # Compile each block with torch.compile; auto does where it is known to help: on GPUs from Ampere on.
-    compile: bool | Literal["auto"] = "auto"
-    # Only kernels whose sums have the same order each time: on a GPU without it no two runs are equal to the last bit.
-    deterministic: bool = False
-    # Take the products of an fp32 run to tensor cores, with 10 bits of each factor (a GPU from Ampere on).
-    tf32: bool = False
+    """With `parts: auto`: where the first steps show that other parts would make a step at least 3 % faster, and they
+    fit, all processes start anew in them after the next checkpoint (docs/parallelism.md#plan-before-you-train); needs
+    `save_interval` or `save_minutes`."""
 
-    # Record these steps on every rank, from the first to the last: a timeline of what each did and when it waited.
+    schedule: Schedule = "1f1b"
+    """In which order a stage works: `1f1b`, one forward, one backward; or `dualpipev`, which gives each stage two
+    chunks of the layers, so that stages wait less where a step has few micro-batches
+    (docs/parallelism.md#dims-and-parts)."""
+
+    use_grad_ckpt: bool | Literal["auto"] | EveryNth = False
+    """Recompute activations in the backward pass: less memory for about a third more arithmetic. `true`: of all blocks;
+    `{every: 2}`: of every second one; `auto`: of as many as the GPU's memory asks for, by the planner's account (on a
+    CPU none), and the log says how many of each stage."""
+
+    offload_activations: bool = False
+    """What is kept for the backward pass waits in the host's memory: with `use_grad_ckpt` the inputs of blocks, else
+    their activations. They come back one block ahead. It saves memory on a GPU only."""
+
+    use_flash_attn: bool | Literal["auto"] = "auto"
+    """Which attention kernel. `auto` runs each exact one of the GPU on one block and rows like the run's, which takes a
+    second or two, takes the fastest, says the times in the log and keeps the choice in `kernels.json` beside the run.
+    `true`: flash attention without a trial: the flash-attn package where it is installed, else torch's own kernel for
+    packed rows (torch 2.11 and newer), or its flex attention where a family has biases or caps. `false`: the family's
+    usual kernel, which every device has; so do CPUs, fp32 runs and GPUs before Ampere (V100, T4), and the log says why.
+    """
+
+    compile: bool | Literal["auto"] = "auto"
+    """Compile the blocks with torch.compile: once, for rows of all lengths. The first steps take up to some minutes
+    more. `auto` does on GPUs from Ampere on where a block that is tried at the start compiles, but with experts or ZeRO
+    stage 3; `true` does on any device, and ZeRO stage 3 refuses it."""
+
+    deterministic: bool = False
+    """Only kernels whose sums have the same order each time. Without it no two runs on GPUs are equal to the last bit;
+    with it a resumed run is. It makes attention's backward pass slower, and an operation that has no such kernel is
+    refused by its name. Runs on CPUs are always equal."""
+
+    tf32: bool = False
+    """Take the products of an fp32 run to tensor cores (GPUs from Ampere on), with 10 bits of each factor; the log of
+    an fp32 run says how much faster they are. Angles of positions stay exact."""
+
     profile_steps: tuple[int, int] | None = None
-    # A line of metrics is printed every so many steps where no progress bar can be shown.
+    """`[a, b]`: draw a timeline of steps a to b, counted from 1 (docs/memory-and-speed.md#see-where-the-time-goes)."""
+
     steps_per_print: int = Field(default=1, ge=1)
+    """A line of metrics every so many steps, where no progress bar can be shown because the output is not a terminal.
+    """
 
     @field_validator("use_grad_ckpt", mode="before")
     @classmethod

@@ -28,7 +28,7 @@ from data.records.sources import Source
 class Section(BaseModel):
     """Keys that belong together; others are refused."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
@@ -54,10 +54,15 @@ class Optimizer(Section):
     """`optimizer`: the update rule."""
 
     type: Literal["AdamW", "Adam", "Lion", "Adafactor", "SGD"] = "AdamW"
-    # Passed to the optimizer's constructor: lr, betas, eps, weight_decay, ...
+    """`AdamW`, `Adam`, `Lion`, `Adafactor` or `SGD`. `Adafactor` keeps next to nothing, but needs fp32 and stage 0
+    (docs/memory-and-speed.md#when-memory-is-short)."""
+
     params: dict[str, Any] = {}
-    # Regular expressions; parameters whose name matches one get no weight decay.
+    """Passed to the optimizer: `lr`, `betas`, `eps`, `weight_decay`, ... Write `lr`: without it the optimizer's own
+    default counts, 1e-3 for AdamW, Adam and SGD, which is too much for most fine-tuning."""
+
     no_wd_kws: list[re.Pattern[str]] = []
+    """Regular expressions; parameters whose names match one get no weight decay."""
 
     @model_validator(mode="after")
     def _check(self) -> Optimizer:
@@ -74,26 +79,29 @@ class Optimizer(Section):
 class WarmUp(Section):
     """The warm-up that every schedule begins with; ratios are of the optimizer's lr."""
 
-    # Steps until the full learning rate.
     warmup_num_steps: int = Field(default=0, ge=0)
-    # Where the warm-up starts.
+    """Steps until the full learning rate."""
+
     warmup_min_ratio: float = Field(default=0.0, ge=0, le=1)
-    # How the warm-up rises: linearly, or with the logarithm of the step as DeepSpeed does by default.
+    """Where the warm-up starts, as a share of `lr`."""
+
     warmup_type: Literal["log", "linear"] = "log"
+    """How the warm-up rises: in a straight line (`linear`), or with the logarithm of the step (`log`), as DeepSpeed
+    does by default."""
 
 
 class WarmupCosineParams(WarmUp):
     """`scheduler.params` of WarmupCosineLR."""
 
-    # Where the cosine ends.
     cos_min_ratio: float = Field(default=0.0001, ge=0, le=1)
+    """`WarmupCosineLR`: where the cosine ends, as a share of `lr`."""
 
 
 class LinearParams(WarmUp):
     """`scheduler.params` of linear."""
 
-    # Where the line ends.
     min_ratio: float = Field(default=0.0001, ge=0, le=1)
+    """`linear` and `WSD`: where the fall ends, as a share of `lr`."""
 
 
 class ConstantParams(WarmUp):
@@ -103,10 +111,11 @@ class ConstantParams(WarmUp):
 class WSDParams(WarmUp):
     """`scheduler.params` of WSD."""
 
-    # Where the decay ends.
     min_ratio: float = Field(default=0.0001, ge=0, le=1)
-    # The share of all steps that the decay takes, at the end.
+    """`linear` and `WSD`: where the fall ends, as a share of `lr`."""
+
     decay_ratio: float = Field(default=0.1, gt=0, le=1)
+    """`WSD`: the share of all steps that the decay takes, at the end."""
 
 
 _SCHEDULER_PARAMS: dict[str, type[WarmUp]] = {
@@ -121,7 +130,10 @@ class Scheduler(Section):
     """`scheduler`: the learning rate over the run; total_num_steps is computed from the data."""
 
     type: Literal["WarmupCosineLR", "linear", "constant", "WSD"] = "WarmupCosineLR"
-    # Those of the type.
+    """After the warm-up, `WarmupCosineLR` falls along half a cosine, `linear` along a straight line, `constant` stays,
+    and `WSD` (warm-up, stable, decay) stays and falls at the end, by 1 - √ of the decay's progress. `total_num_steps`
+    is computed from the data."""
+
     params: WarmupCosineParams | LinearParams | ConstantParams | WSDParams = Field(
         default_factory=dict, validate_default=True
     )
@@ -144,44 +156,79 @@ class BF16(Section):
     """`bf16`, passed to DeepSpeed, which decides what is absent."""
 
     enabled: bool = False
+    """Compute in bf16 and keep fp32 copies of the weights; at most one of bf16 and fp16. With neither the run is in
+    fp32."""
+
     immediate_grad_update: bool | None = None
+    """DeepSpeed's own; always on in a pipeline."""
+
     check_grad_overflow: bool | None = None
+    """DeepSpeed's own: look for infinite gradients."""
+
     bf16_master_weights_and_grads: bool | None = None
+    """DeepSpeed's own: keep the weights of the optimizer in bf16 too."""
+
     bf16_optimizer_states: bool | None = None
+    """DeepSpeed's own: keep the states of the optimizer in bf16 too."""
 
 
 class FP16(Section):
     """`fp16`, passed to DeepSpeed, which decides what is absent."""
 
     enabled: bool = False
+    """Compute in fp16 and keep fp32 copies of the weights; for GPUs without bf16, such as V100 and T4."""
+
     auto_cast: bool | None = None
+    """DeepSpeed's own: convert the inputs to fp16."""
+
     loss_scale: float | None = None
+    """DeepSpeed's own: a fixed loss scale; 0, or without the key, a dynamic one."""
+
     initial_scale_power: int | None = None
+    """DeepSpeed's own: the dynamic loss scale begins at two to the power of this."""
+
     loss_scale_window: int | None = None
+    """DeepSpeed's own: after so many steps without an overflow the loss scale is doubled."""
+
     hysteresis: int | None = None
+    """DeepSpeed's own: after so many overflows the loss scale is halved."""
+
     consecutive_hysteresis: bool | None = None
+    """DeepSpeed's own: a step without an overflow starts that count anew."""
+
     min_loss_scale: int | None = None
+    """DeepSpeed's own: where the loss scale stops falling."""
+
     fp16_master_weights_and_grads: bool | None = None
+    """DeepSpeed's own: keep the weights of the optimizer in fp16 too."""
 
 
 class FP8(Section):
     """`fp8`: products of the blocks' linear layers in 8 bits (`models.fp8`)."""
 
     enabled: bool = False
+    """In a bf16 run: the products of the blocks' linear layers in fp8, by torchao (`pip install torchao==0.18.0`), on
+    GPUs from Ada and Hopper on. Faster where blocks are compiled and layers are wide (docs/performance.md#fp8);
+    coarser: 3 bits after the leading one, 2 for gradients, while sums, weights, checkpoints and exports stay those of a
+    bf16 run. Not with experts, ZeRO stage 3, `dualpipev`, or layers whose sizes are no multiples of 16."""
 
 
 class OptimizerOffload(BaseModel):
     """Where the optimizer's states lie. Those on a disk (`nvme`) could not be taken up from a checkpoint."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
     device: Literal["none", "cpu"] = "none"
+    """`cpu` keeps the optimizer's states in the CPU's memory. A disk (`nvme`) is refused, as no checkpoint of it could
+    be taken up."""
 
 
 class Zero(BaseModel):
     """`zero_optimization`: passed to DeepSpeed; stage 1 shards the optimizer over the replicas of a stage."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
     stage: int = Field(default=1, ge=0, le=3)
+    """`0` or `1` in a pipeline; stage 1 shards the optimizer over the replicas. 2 and 3 are for `train_ds_zero.py`."""
+
     offload_optimizer: OptimizerOffload | None = None
 
     @property
@@ -193,28 +240,36 @@ class ZLoss(Section):
     """`aux_max_z_loss`: adds weight * mean of (max log-softmax)^2, which keeps logits from drifting."""
 
     weight: float = Field(default=0.0, ge=0)
+    """Adds weight x mean of (max log-softmax)² to the loss, which keeps logits from drifting."""
 
 
 class RouterLoss(Section):
     """`aux_router_loss`: the load-balancing loss of mixture-of-experts models."""
 
-    # As transformers would with the model's config.json where absent: its router_aux_loss_coef if it says
-    # output_router_logits, else none.
     weight: float | None = Field(default=None, ge=0)
+    """Mixture of experts only: the weight of the router loss (docs/models.md#the-router-loss). Without the key it is
+    `router_aux_loss_coef` where config.json says `output_router_logits`, else there is none; `0.0` turns it off in any
+    case."""
 
 
 class TensorBoard(Section):
     """`tensorboard`: curves in save_path/tensorboard."""
 
     enabled: bool = True
+    """Curves in `save_path/tensorboard`."""
 
 
 class WandB(Section):
     """`wandb`: curves on Weights & Biases, where its package is installed and a key is set."""
 
     enabled: bool = False
+    """Curves on Weights & Biases; needs `pip install wandb` and a key of yours there."""
+
     project: str = "pipetune"
+    """The project that the run appears in."""
+
     name: str | None = None
+    """The run's name there."""
 
 
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -223,10 +278,11 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 class Ports(Section):
     """`ports`: where rank 0's host listens to the others."""
 
-    # Where the ranks meet; the launcher's choice where absent.
     meeting: Port | None = None
-    # Where each rank is connected to the failure detector; any free one where absent.
+    """On rank 0's host: where the ranks meet, for firewalls. Without the key the launcher's choice."""
+
     failure_detector: Port | None = None
+    """On rank 0's host: where they notice that one is lost. Without the key any free one."""
 
     @model_validator(mode="after")
     def _check(self) -> Ports:
@@ -244,10 +300,13 @@ class EveryNth(Section):
 class ProcessTopology(Section):
     """`model_topo.process_topology`: the grid of processes."""
 
-    # What neighbouring processes are: the last axis. Over several hosts, where absent, what crosses them least.
     axes: list[Literal["pipe", "data"]] = ["pipe", "data"]
-    # One size per axis: [8, 2] is 16 processes, two replicas of an 8-stage pipeline.
+    """What the numbers in `dims` mean, in this order; neighbours along the last one are neighbouring processes. Over
+    several machines, without the key, the order that crosses them least (docs/cluster.md#placement)."""
+
     dims: list[PositiveInt] = Field(default=[1, 1], min_length=2, max_length=2)
+    """Stages and replicas; the product is the number of processes. `[8, 2]` is 16 processes, two replicas of an 8-stage
+    pipeline."""
 
     @model_validator(mode="after")
     def _check(self) -> ProcessTopology:
@@ -260,8 +319,9 @@ class ModelTopo(Section):
     """`model_topo`: how the model is spread."""
 
     process_topology: ProcessTopology = ProcessTopology()
-    # Layers per stage (embedding + blocks + head); where absent or `auto`, what makes the slowest stage fastest.
     parts: list[PositiveInt] | None = None
+    """Layers of each stage: one entry a stage, which sum to blocks + 2. `auto`, or no key, finds the parts whose
+    slowest stage is fastest (docs/parallelism.md#plan-before-you-train)."""
 
     @field_validator("parts", mode="before")
     @classmethod

@@ -1,0 +1,91 @@
+"""What the documentation shows of configs, records and Python is what the program takes.
+
+docs/api.md has a test of its own, which runs its scripts.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from data.records.formats import FORMATS, convert
+from tests.docs.pages import PAGES, Block, blocks, text_of
+from training.config.keys import TrainConfig
+from training.config.reference import BEGIN, END, written
+from training.config.yaml_file import load_config
+
+REQUIRED = {"model_path": "model", "data_path": "records.json", "save_path": "run", "train_batch_size": 64}
+LANGUAGES = {"", "text", "bash", "json", "yaml", "python"}
+FRAGMENTS = "docs/adding-a-model.md"  # shows parts of files, which names of the rest
+OTHERS = {"onnxruntime"}  # packages that not every environment has
+
+
+def records_of(text: str) -> list[dict[str, Any]]:
+    """The objects of a block: a list, or one after the other."""
+    if text.lstrip().startswith("["):
+        return list(json.loads(text))
+    decoder, found, rest = json.JSONDecoder(), [], text.strip()
+    while rest:
+        value, end = decoder.raw_decode(rest)
+        found.append(value)
+        rest = rest[end:].lstrip()
+    return found
+
+
+def test_every_block_has_a_known_language() -> None:
+    assert [each.place for each in blocks() if each.language not in LANGUAGES] == []
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=lambda block: block.place)
+def test_a_config_is_taken(block: Block, tmp_path: Path) -> None:
+    keys = yaml.safe_load(block.text)
+    path = tmp_path / "config.yml"
+    path.write_text(block.text)
+    load_config(path, [f"{key}={REQUIRED[key]}" for key in REQUIRED.keys() - keys.keys()])
+
+
+@pytest.mark.parametrize(
+    "block", [each for each in blocks("json") if each.page != "docs/demo.md"], ids=lambda block: block.place
+)
+def test_a_record_is_taken(block: Block) -> None:
+    for record in records_of(block.text):
+        converted = convert(record)
+        assert converted.records and not converted.unused
+
+
+def test_every_format_of_records_is_told() -> None:
+    page = text_of("docs/data.md")
+    assert [name for name in FORMATS if f"| `{name}` |" not in page] == []
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.place)
+def test_python_is_valid_and_imports_what_is_there(block: Block) -> None:
+    fragment = block.page == FRAGMENTS
+    try:
+        tree = ast.parse(block.text)
+    except SyntaxError:  # one line of a dictionary
+        tree = ast.parse("{" + block.text + "}")
+        assert fragment, block.place
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] not in OTHERS:
+            module = importlib.import_module(node.module)
+            assert [each.name for each in node.names if not hasattr(module, each.name)] == []
+
+
+def test_the_page_of_keys_is_that_of_the_config() -> None:
+    page = text_of("docs/configuration.md")
+    there = page.partition(BEGIN)[2].partition(END)[0]
+    assert there == written(), "expected: python -m training.config.reference --write"
+    for name in TrainConfig.model_fields:
+        assert f"| `{name}` |" in there or f"| `{name}." in there, name
+
+
+def test_every_page_is_looked_at() -> None:
+    assert {each.page for each in blocks("bash")} > {"README.md", "README_CN.md", "docs/serving.md"}
+    assert len(PAGES) > 20
