@@ -16,73 +16,28 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
-from rich.console import Console
 from rich.markup import escape
 
 from common.whole_files import replace_text
 from quickstart import own
 from quickstart.answers import comparison
 from quickstart.arithmetic import CORES, same_everywhere
-from quickstart.base_model import ABOUT, make_base
-from quickstart.questions import Question, sample_of, shipped
-from training.distributed.processes import free_port
+from quickstart.base_model import ABOUT, NAME, make_base
+from quickstart.job import PIPELINE, RUN, Job, ask, console, is_known, say, train
+from quickstart.questions import sample_of, shipped
 from training.errors import ConfigError, one_line_at_the_end
 
 ROOT = Path("runs/quickstart")
 CONFIG, RECORDS = Path("configs/quickstart.yml"), Path("data/samples/faq.json")
-MODEL, PIPELINE, RUN, TUNED = "base", "base_pp", "checkpoints", "tuned"
-MOST_TOKENS = 64  # of an answer
-
-console = Console(highlight=False, soft_wrap=True)
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is done to which model.
-
-    Attributes:
-        folder: where everything lies.
-        base: the model as a HuggingFace folder.
-        config: of the run.
-        overrides: what follows the config on the command line.
-        fingerprint: of all that the results depend on.
-        environment: of the commands, on top of this process's own.
-        threads: of the process that answers; None for torch's choice.
-    """
-
-    folder: Path
-    base: Path
-    config: Path
-    questions: list[Question]
-    overrides: Sequence[str]
-    fingerprint: str
-    environment: Mapping[str, str]
-    threads: int | None = None
-
-    @property
-    def pipeline(self) -> Path:
-        return self.folder / PIPELINE
-
-    @property
-    def run_folder(self) -> Path:
-        return self.folder / RUN
-
-    @property
-    def tuned(self) -> Path:
-        return self.folder / TUNED
+MODEL = "base"
 
 
 def main() -> int:
@@ -119,7 +74,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def shipped_job(folder: Path) -> Job:
     """The shipped records on SmolLM2; what other records or other code made is removed."""
-    say(1, ABOUT)
+    say(1, f"the base model: {NAME}")
+    console.print(ABOUT)
     if not (folder / MODEL).exists():
         make_base(folder / MODEL, folder / "download")
     fixed = {} if torch.cuda.is_available() else same_everywhere()
@@ -154,7 +110,8 @@ def own_job(arguments: argparse.Namespace) -> Job:
     say(1, f"the base model: {model}")
     fingerprint = own.fingerprint(arguments.model, arguments.data, arguments.overrides)
     config = folder / "config.yml"
-    job = Job(folder, model, config, sample_of(arguments.data), arguments.overrides, fingerprint, {})
+    questions = sample_of(arguments.data, "on_bad_record=skip" in arguments.overrides)
+    job = Job(folder, model, config, questions, arguments.overrides, fingerprint, {})
     if not is_known(job):
         if folder.exists() and any(folder.iterdir()):
             raise ConfigError(
@@ -162,64 +119,6 @@ def own_job(arguments: argparse.Namespace) -> Job:
             )
         own.write_config(config, arguments.model, job.pipeline, arguments.data, job.run_folder)
     return job
-
-
-def is_known(job: Job) -> bool:
-    """Whether what lies in the job's folder is this job's."""
-    path = job.folder / "fingerprint"
-    return path.is_file() and path.read_text(encoding="utf-8") == job.fingerprint
-
-
-def train(job: Job) -> None:
-    """From the base model to the tuned one, as far as it is not done yet."""
-    if job.tuned.exists():
-        console.print(f"{job.tuned} is still valid; remove {job.folder} to start over")
-        return
-    say(3, "to the pipeline layout, one file per layer")
-    if not job.pipeline.exists():
-        run(job, sys.executable, "convert_model.py", "hg_to_pp", "--input-path", job.base, "--save-path", job.pipeline)
-    say(4, "fine-tune every weight in a pipeline")
-    run(job, sys.executable, "-m", "deepspeed.launcher.runner", *training_arguments(job))
-    say(5, "back to the HuggingFace layout")
-    run(job, sys.executable, "convert_model.py", "pp_to_hg", "--input-path", job.run_folder, "--save-path", job.tuned)
-
-
-def training_arguments(job: Job) -> list[str]:
-    """What follows `deepspeed` on the command line: a process for each stage."""
-    config = yaml.safe_load(job.config.read_text(encoding="utf-8"))
-    given = value_of(job, "model_topo.process_topology.dims")
-    stages, replicas = given or config["model_topo"]["process_topology"]["dims"]
-    arguments = ["--num_gpus", str(stages * replicas), "--master_port", str(free_port())]
-    return [*arguments, "train_ds.py", "--config", str(job.config), *job.overrides]
-
-
-def value_of(job: Job, key: str) -> Any:
-    """What an override gives a key; None where none does."""
-    words = (word.partition("=") for word in job.overrides)
-    return next((yaml.safe_load(value) for name, _, value in words if name == key), None)
-
-
-def ask(job: Job, model: Path, name: str) -> list[str]:
-    """The model's answers, each in a dialogue of its own; texts to go on with are another file of prompts."""
-    answers: dict[int, str] = {}
-    for raw in (False, True):
-        asked = [number for number, question in enumerate(job.questions) if question.raw == raw]
-        if not asked:
-            continue
-        kind = "texts" if raw else "questions"
-        prompts, target = job.folder / f"{kind}.jsonl", job.folder / f"{kind}-{name}.jsonl"
-        lines = [json.dumps(job.questions[number].line, ensure_ascii=False) for number in asked]
-        replace_text(prompts, "\n".join(lines) + "\n")
-        target.unlink(missing_ok=True)  # they are asked again each time
-        words: list[str | Path] = ["--model", model, "--prompts-file", prompts, "--output", target, "--greedy"]
-        words += ["--max-new-tokens", str(MOST_TOKENS), *(["--raw"] if raw else [])]
-        words += ["--dtype", "fp32", "--threads", str(job.threads)] if job.threads else []
-        prompt_format = value_of(job, "prompt_format")
-        words += ["--prompt-format", prompt_format] if prompt_format and not raw else []
-        run(job, sys.executable, "demo.py", *words)
-        told = target.read_text(encoding="utf-8").splitlines()
-        answers |= {number: json.loads(line)["answer"] for number, line in zip(asked, told, strict=True)}
-    return [answers[number] for number in range(len(job.questions))]
 
 
 def finish(job: Job, is_own: bool) -> None:
@@ -238,22 +137,6 @@ def finish(job: Job, is_own: bool) -> None:
         following[2] = f"{python} convert_model.py check --input-path {job.tuned}", "see which servers can serve it"
     for command, what in following:
         console.print(f"next: {escape(command)}   # {what}")
-
-
-def run(job: Job, *command: str | Path) -> None:
-    """Run a command and show it; leave where it fails, as it has said why."""
-    words = [str(word) for word in command]
-    shown = " ".join(words).replace(f"{sys.executable} -m deepspeed.launcher.runner", "deepspeed")
-    console.print(f"[bold]$ {escape(shown.replace(sys.executable, 'python'))}[/]")
-    environment = os.environ | dict(job.environment)
-    if not torch.cuda.is_available():
-        environment["DS_ACCELERATOR"] = "cpu"
-    if code := subprocess.run(words, check=False, env=environment).returncode:
-        sys.exit(code if code > 0 else 1)
-
-
-def say(number: int, text: str) -> None:
-    console.rule(f"[bold]{number}/6[/] {escape(text)}", align="left")
 
 
 if __name__ == "__main__":

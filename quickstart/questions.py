@@ -64,13 +64,16 @@ def shipped(records: Path) -> list[Question]:
     ]
 
 
-def sample_of(data: str) -> list[Question]:
+def sample_of(data: str, skip_bad: bool = False) -> list[Question]:
     """Questions of the user's own records, evenly spread over the first ones.
+
+    Args:
+        skip_bad: pass over bad records, as the run does with `on_bad_record: skip`.
 
     Raises:
         DataError: the records cannot be read, or none of the first ones can be asked.
     """
-    found = [question for record in islice(_records_in(data), LOOKED_AT) if (question := question_of(record))]
+    found = [question for record in islice(_records_in(data, skip_bad), LOOKED_AT) if (question := question_of(record))]
     if not found:
         raise DataError(
             f"{data}: none of the first {LOOKED_AT} records can be asked alone; expected some of instruct, "
@@ -104,12 +107,14 @@ def question_of(record: Record) -> Question | None:
     return Question(line, said[place - 1].text, "\n".join([answer.text, *called]).strip())
 
 
-def _records_in(data: str) -> Iterator[Record]:
+def _records_in(data: str, skip_bad: bool) -> Iterator[Record]:
     for file in files_of(Source(path=data)):
         for raw in read_file(file):
             try:
                 yield from parse(raw).records
             except DataError as error:
+                if skip_bad:
+                    continue
                 raise DataError(f"{file}: record {raw.number}: {error}") from None
 
 

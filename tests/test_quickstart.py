@@ -72,7 +72,8 @@ def test_a_sample_is_spread_over_the_records(tmp_path: Path) -> None:
     assert called.line["messages"] == CHAT["messages"][:2] and called.line["tools"][0]["function"]["name"] == "look"
     assert json.loads(called.answer) == {"name": "look", "arguments": {"up": "a"}}
     with pytest.raises(DataError, match=r"bad\.json: record 1: .*output"):
-        sample_of(str(write_records(tmp_path / "bad.json", [{"type": "instruct", "instruct": "?"}])))
+        sample_of(str(write_records(tmp_path / "bad.json", [{"type": "instruct", "instruct": "?"}, CHAT])))
+    assert len(sample_of(str(tmp_path / "bad.json"), skip_bad=True)) == 1
     rests = {"type": "ref_qa", "reference": "x", "rounds": [["ask", "a"], ["ans", "b"]]}
     with pytest.raises(DataError, match="none of the first"):
         sample_of(str(write_records(tmp_path / "rests.json", [rests])))

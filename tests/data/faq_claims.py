@@ -7,43 +7,36 @@ and their values, overrides, commands and options, families, record types, recor
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
-import inspect
-import io
 import json
 import re
 import shlex
-import sys
-import typing
 from collections.abc import Callable, Iterator
-from functools import cache
-from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import yaml
-from deepspeed.launcher import runner
 from lion_pytorch import Lion
-from pydantic import BaseModel, ValidationError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-import convert_model
-from data.chat.prompts import CHAT_TEMPLATE
 from data.errors import DataError
-from data.records.formats import COLUMNS, FORMATS
+from data.records.formats import FORMATS
 from data.records.record import KINDS, parse_record
 from data.records.sources import DATA_SUFFIXES
 from models.architectures import FAMILIES
-from models.checkpoint.layout import LATEST, MANIFEST, layer_file
 from tests.conftest import ROOT
-from training.command_line import parse_arguments as of_training
-from training.config.keys import TrainConfig
+from tests.data.program import (
+    OPTION,
+    config_keys,
+    known_files,
+    known_names,
+    known_options,
+    states_of,
+    takes,
+    understood,
+)
 from training.config.yaml_file import load_config
-from training.demo.command_line import parse_arguments as of_demo
 from training.errors import ConfigError
-from training.metrics.reporter import METRICS_FILE, StepMetrics
 
 Claims = Callable[["Texts"], Iterator[str]]
 
@@ -56,7 +49,6 @@ FILE = re.compile(r"(?<![\w/.-])[\w.-]+\.(?:yml|yaml|jsonl?|pt|png)\b")
 VALUE = r"(?:\{(?:[^{}]|\{[^{}]*\})*\}|\[[^\]]*\]|[\w.+-]*\w)"
 SETTING = re.compile(rf"(?<![\w\"])([a-z_]+(?:\.(?!py\b)[a-z_]+)*): ({VALUE})")
 OVERRIDE = re.compile(r"(?<![\w/])(?!key\.sub=value)[a-z_]+(?:\.[a-z_]+)+=[\w.+-]*\w")
-OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 COMMAND = re.compile(r"`((?:python|deepspeed) [^`]+)`")
 TARGET = re.compile(r"\bmake ([a-z-]+)\b")
 EQUATION = re.compile(r"([\d(][\d ()*/+-]*) = (\d+)")
@@ -307,97 +299,3 @@ def value_of(expression: str) -> float:
     """Of numbers, brackets and operators."""
     assert re.fullmatch(r"[\d ()*/+-]+", expression)
     return float(eval(compile(ast.parse(expression, mode="eval"), "faq.json", "eval"), {}))
-
-
-def states_of(kind: Callable[..., torch.optim.Optimizer]) -> int:
-    """How many tensors of a weight's size an optimizer keeps of it."""
-    weight = torch.nn.Parameter(torch.ones(3, 5))
-    weight.grad = torch.ones_like(weight)
-    optimizer = kind([weight])
-    optimizer.step()
-    kept = optimizer.state[weight].values()
-    return sum(isinstance(each, torch.Tensor) and each.shape == weight.shape for each in kept)
-
-
-@cache
-def config_keys() -> dict[str, list[type[BaseModel]]]:
-    """The sections that have a key of this name."""
-    found: dict[str, list[type[BaseModel]]] = {}
-    waiting: list[type[BaseModel]] = [TrainConfig]
-    while waiting:
-        section = waiting.pop()
-        for name, field in section.model_fields.items():
-            found.setdefault(name, []).append(section)
-            waiting += [kind for kind in kinds_in(field.annotation) if section not in found[name][:-1]]
-    return found
-
-
-def kinds_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for part in typing.get_args(annotation):
-        yield from kinds_in(part)
-
-
-def takes(section: type[BaseModel], name: str, value: Any) -> bool:
-    needed = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 1}
-    given = (needed if section is TrainConfig else {}) | {name: value}
-    try:
-        section.model_validate(given)
-        return True
-    except ValidationError:
-        return False
-
-
-@cache
-def known_names() -> frozenset[str]:
-    of_records = [name for kind in KINDS.values() for name in kind.model_fields]
-    parameters = ["total_num_steps", CHAT_TEMPLATE]  # the first is that of DeepSpeed's schedules
-    parameters += [each for made in (torch.optim.AdamW, torch.load) for each in inspect.signature(made).parameters]
-    of_steps = [field.name for field in dataclasses.fields(StepMetrics)]
-    with patch.object(sys, "argv", ["convert_model.py", "--help"]):
-        converting = re.findall(r"\w+", printed_by(convert_model.parse_arguments))
-    return frozenset([*config_keys(), *KINDS, *of_records, *COLUMNS, *FORMATS, *parameters, *of_steps, *converting])
-
-
-@cache
-def known_files() -> frozenset[str]:
-    of_configs = [path.name for path in (ROOT / "configs").iterdir()]
-    of_models = ["config.json", MANIFEST, layer_file(0), LATEST]
-    return frozenset([*of_configs, *of_models, METRICS_FILE, "config.yml"])
-
-
-@cache
-def known_options() -> frozenset[str]:
-    doors: list[tuple[Callable[[], Any], list[str]]] = [(lambda: of_training(""), []), (of_demo, [])]
-    doors += [(lambda: runner.parse_args(["--help"]), [])]
-    doors += [(convert_model.parse_arguments, [name]) for name in ("hg_to_pp", "pp_to_hg", "download", "check")]
-    found: list[str] = []
-    for parse, words in doors:
-        with patch.object(sys, "argv", ["door", *words, "--help"]):
-            found += OPTION.findall(printed_by(parse))
-    return frozenset(found)
-
-
-def printed_by(parse: Callable[[], Any]) -> str:
-    """What a parser that leaves the process prints before."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-        parse()
-    return out.getvalue()
-
-
-def understood(words: list[str]) -> bool:
-    """The launcher, where there is one, and the door take these words."""
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            if words[0] == "deepspeed":
-                arguments = runner.parse_args(words[1:])
-                words = ["python", arguments.user_script, *arguments.user_args]
-            door = Path(words[1]).stem
-            parse = {"demo": of_demo, "convert_model": convert_model.parse_arguments}.get(door, lambda: of_training(""))
-            with patch.object(sys, "argv", words[1:]):
-                given = parse()
-    except SystemExit:
-        return False
-    return (ROOT / words[1]).is_file() and Path(getattr(given, "config", ROOT / "Makefile")).suffix in (".yml", "")

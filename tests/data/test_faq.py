@@ -103,5 +103,7 @@ def test_a_falsehood_would_be_found(true: str, false: str, complaint: str) -> No
     "question", json.loads((ROOT / "quickstart" / "questions.json").read_text(encoding="utf-8")), ids=lambda q: q["ask"]
 )
 def test_the_quickstart_asks_what_the_records_answer(question: dict[str, str]) -> None:
+    """In the same words, or in others; then some record has the answer."""
     answers = dict(questions_and_answers())
-    assert question["expect"] in answers[question["ask"]]
+    known = [answers[question["ask"]]] if question["ask"] in answers else answers.values()
+    assert any(question["expect"] in answer for answer in known)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.data.faq_claims import understood
+from tests.data.program import understood
 from tests.launching import Launch
 from training.config.yaml_file import load_config
 
