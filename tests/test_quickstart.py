@@ -108,6 +108,22 @@ def test_processors_on_cores_of_their_own_come_first(tmp_path: Path) -> None:
     assert distinct_cores({3}, tmp_path) == {3}
 
 
+def test_every_machine_computes_with_the_same_threads_and_instructions() -> None:
+    """Of all that this process starts: it is a process of its own, as what it gives up does not come back."""
+    script = (
+        "import os, subprocess, sys\n"
+        "from quickstart.arithmetic import CORES, same_everywhere\n"
+        "environment = same_everywhere()\n"
+        "child = 'import os, torch; print(len(os.sched_getaffinity(0)), torch.backends.cpu.get_cpu_capability())'\n"
+        "words = [sys.executable, '-c', child]\n"
+        "told = subprocess.run(words, env=os.environ | dict(environment), capture_output=True, text=True, check=True)\n"
+        "cores, instructions = told.stdout.split()\n"
+        "assert int(cores) <= CORES and (instructions == 'AVX2' or not environment), told.stdout\n"
+    )
+    done = run(sys.executable, "-c", script)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(("words", "complaint"), [(["--model", "m"], "expected both or none"), (["a=1"], "keys: ")])
 def test_words_that_make_no_sense_are_refused(words: list[str], complaint: str) -> None:
     done = run(*PIPETUNE, *words)

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 FOLDER = "runs/tiny-qwen3"
@@ -28,7 +28,8 @@ def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else FOLDER)
     texts = [*HERE.parent.glob("*/*.json*"), *HERE.parent.glob("*/*/*.jsonl")]
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    characters = pre_tokenizers.Split(Regex(r"[\u3000-\u9fff\uff00-\uffef]"), "isolated")  # or sentences become tokens
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([characters, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
