@@ -12,6 +12,7 @@ from common.terminal import safe_line
 from quickstart.questions import Question
 
 AS_TRAINED, OTHERWISE = "as in training", "in other words"
+HOLDS = "✓: holds the words that count; a model this small may say nonsense beside them"
 
 
 def comparison(
@@ -29,6 +30,7 @@ def comparison(
 
 def _judged(questions: Sequence[Question], before: Sequence[str], after: Sequence[str]) -> tuple[Table, str, bool]:
     table = _table("question", "asked", "before", "after")
+    table.caption = HOLDS
     for question, *answers in zip(questions, before, after, strict=True):
         cells = [("[green]✓[/] " if question.holds(each) else "[red]✗[/] ") + _short(each) for each in answers]
         table.add_row(_short(question.shown), AS_TRAINED if question.trained else OTHERWISE, *cells)
