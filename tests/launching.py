@@ -39,24 +39,25 @@ class Hang(AssertionError):
 
 
 class Launch:
-    """A command under way, in the project's root; what it prints goes to files, so that it never waits for a reader.
+    """A command under way; what it prints goes to files, so that it never waits for a reader.
 
     Args:
         words: the command; the folders of the files that it names are watched.
         environment: on top of the tests' own.
+        folder: where it runs; the project's root where absent.
 
     Attributes:
         pid: of the process that was started.
     """
 
-    def __init__(self, *words: str | Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, *words: str | Path, environment: Mapping[str, str] | None = None, folder: Path = ROOT) -> None:
         self.words = [str(word) for word in words]
         self._printed = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]
         files = [Path(word) for word in words[1:] if os.path.isabs(word)]
         self._folders = {path.parent for path in files if ROOT not in path.parents and path.is_file()}
         self._process = subprocess.Popen(
             self.words,
-            cwd=ROOT,
+            cwd=folder,
             env=os.environ | {"PYTHONPATH": str(ROOT)} | dict(environment or {}),
             stdin=subprocess.DEVNULL,
             stdout=self._printed[0],

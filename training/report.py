@@ -82,9 +82,9 @@ def draw(run_folder: Path, output: Path | None = None, last_step: float = math.i
         _line(memory, peaks, stage, scale=1 / GIB, label=f"stage {stage}")
     for panel in (lr, throughput, memory):
         panel.set_ylim(bottom=0)
-    for panel in (loss, memory):
+    for panel, place in ((loss, "best"), (memory, "lower right")):  # memory fills quickly, and stays there
         if panel.lines:
-            panel.legend(fontsize="small", ncols=2)
+            panel.legend(fontsize="small", ncols=2, loc=place)
     for panel in (loss, lr, throughput, memory):
         panel.set_xlabel("step")
         panel.grid(alpha=0.3)

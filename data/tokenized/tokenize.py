@@ -83,6 +83,8 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         )
     except Exception as error:  # transformers raises many kinds here
         raise DataError(f"{folder}: no usable tokenizer: {reason_of(error)}") from None
+    if len(tokenizer) <= len(tokenizer.added_tokens_decoder):  # of a file that is empty, or of another family
+        raise DataError(f"{folder}: no usable tokenizer: it has no words; expected whole files of a tokenizer")
     if not tokenizer.is_fast:
         raise DataError(
             f"{folder}: the tokenizer cannot tell where its tokens lie in the text; expected a tokenizer.json"

@@ -14,11 +14,9 @@ from data.chat.prompts import PromptFormat
 from data.records.record import KINDS, parse_record
 from data.tokenized.tokenize import encode
 from tests.conftest import FAQ, ROOT
+from tests.data.faq_claims import complaints
 
 RAW: list[dict[str, Any]] = json.loads(FAQ.read_text(encoding="utf-8"))
-WINGS = "models|data|training|configs|docs|tests|benchmarks|quickstart"
-PATH = re.compile(rf"(?<![\w/.-])(?:(?:{WINGS})/[\w./-]*\w|[\w-]+\.py)\b")
-TARGET = re.compile(r"\bmake ([a-z-]+)\b")
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 
 
@@ -36,10 +34,6 @@ def questions_and_answers() -> list[tuple[str, str]]:
             else:
                 pairs[-1] = (pairs[-1][0], content if role == "ans" else content["ans"])
     return pairs
-
-
-def mentioned(pattern: re.Pattern[str]) -> list[str]:
-    return sorted({name for _, answer in questions_and_answers() for name in pattern.findall(answer)})
 
 
 def test_there_are_many_records_of_every_type_in_two_languages() -> None:
@@ -63,23 +57,53 @@ def test_every_record_fits_into_512_tokens(prompt_format: PromptFormat, tokenize
     assert max(lengths) <= 512
 
 
-@pytest.mark.parametrize("path", mentioned(PATH))
-def test_a_path_in_an_answer_exists(path: str) -> None:
-    assert (ROOT / path).exists()
+def test_what_the_records_say_about_the_program_is_so() -> None:
+    assert complaints(RAW) == []
 
 
-@pytest.mark.parametrize("target", mentioned(TARGET))
-def test_a_make_target_in_an_answer_exists(target: str) -> None:
-    assert f"\n{target}:" in (ROOT / "Makefile").read_text(encoding="utf-8")
-
-
-def test_the_doors_are_among_the_paths_that_are_checked() -> None:
-    assert {"train_ds.py", "convert_model.py", "demo.py", "configs/quickstart.yml"} <= set(mentioned(PATH))
+@pytest.mark.parametrize(
+    ("true", "false", "complaint"),
+    [
+        ("eight model families: baichuan, ", "five model families: ", "families ['baichuan']: not as declared"),
+        ("eight model families", "nine model families", "nine model families: there are"),
+        ("mistral and qwen3, are", "llama and qwen3, are", "llama: not derived"),
+        ("glm、internlm2、llama 和 qwen；", "glm、internlm2 和 qwen；", "families ['llama']"),
+        ("its own: pretrain, instruct, ", "its own: pretrain, ", "five record types"),
+        ("use_grad_ckpt: true", "use_grad_ckpt: maybe", "use_grad_ckpt: maybe: not taken"),
+        ("use_grad_ckpt: true", "use_grad_checkpoint: true", "use_grad_checkpoint: no"),
+        ("shorter max_seq_len", "shorter max_seq_length", "max_seq_length: no such name"),
+        ("optimizer.params.lr=1.0e-5", "optimiser.params.lr=1.0e-5", "unknown key optimiser"),
+        ("hg_to_pp --input-path", "hg_to_pp --input-dir", "not understood"),
+        ("train_ds.py --config configs", "train.py --config configs", "train.py: not there"),
+        ("add --greedy", "add --gready", "--gready: no such option"),
+        ("--hostfile ./hostfile", "--hosts ./hostfile", "not understood"),
+        ("offload_optimizer: {device: cpu}", "offload_optimizer: {device: disk}", "not taken"),
+        ("metrics.jsonl", "metrics.csv.jsonl", "metrics.csv.jsonl: no file"),
+        ("the loss, lr, grad_norm", "the loss, lr, gradient_norm", "gradient_norm: no such name"),
+        ("layer_00-model_states.pt", "layer_0-model_states.pt", "no file that Pipetune writes"),
+        ("CSV, TSV, Parquet", "CSV, Parquet", ".tsv: not among the file formats"),
+        ("train_ds.py, train_ds_zero.py, convert", "train_ds.py, convert", "doors: there are"),
+        ("prompt_texts.py holds", "texts.py holds", "data/texts.py: not there"),
+        ('\\"output\\": \\"Lima.\\"', '\\"answer\\": \\"Lima.\\"', "field output: missing"),
+        ("means 16 processes", "means 10 processes", "dims [8, 2]: 10 process"),
+        ("30 + 2 = 32", "30 + 2 = 31", "30 + 2 = 31"),
+        ("parts sum to 34", "parts sum to 33", "the sum is not 33"),
+        ("make lint runs", "make check runs", "make check: no such target"),
+        ("Lion keeps one state per", "Lion keeps two states per", "the states of a weight"),
+        ("three wings", "four wings", "wings: "),
+    ],
+)
+def test_a_falsehood_would_be_found(true: str, false: str, complaint: str) -> None:
+    text = FAQ.read_text(encoding="utf-8")
+    assert true in text
+    assert any(complaint in told for told in complaints(json.loads(text.replace(true, false))))
 
 
 @pytest.mark.parametrize(
     "question", json.loads((ROOT / "quickstart" / "questions.json").read_text(encoding="utf-8")), ids=lambda q: q["ask"]
 )
 def test_the_quickstart_asks_what_the_records_answer(question: dict[str, str]) -> None:
+    """In the same words, or in others; then some record has the answer."""
     answers = dict(questions_and_answers())
-    assert question["expect"] in answers[question["ask"]]
+    known = [answers[question["ask"]]] if question["ask"] in answers else answers.values()
+    assert any(question["expect"] in answer for answer in known)

@@ -206,6 +206,18 @@ def test_a_folder_without_a_tokenizer_is_refused(model_type: str, tmp_path: Path
     assert str(caught.value).startswith(f"{tmp_path}: no usable tokenizer: expected one of the files tokenizer.json, ")
 
 
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("file", ["tokenizer.model", "vocab.txt"])
+def test_a_tokenizer_without_words_is_refused(model_type: str, file: str, tmp_path: Path) -> None:
+    """transformers passes over a file that was not fetched whole, or that is none of the family's."""
+    write(tmp_path / "config.json", {"model_type": model_type})
+    (tmp_path / file).touch()
+    with pytest.raises(DataError) as caught:
+        load_tokenizer(tmp_path)
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"{tmp_path}: no usable tokenizer: it has no words")
+
+
 def test_the_first_baichuan_has_no_tokenizer_of_the_second(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "baichuan", "vocab_size": 64_000}))
     (tmp_path / "tokenizer.model").write_bytes(b"")

@@ -1,0 +1,33 @@
+"""One picture of a run: loss, learning rate, throughput and memory above the timeline of two steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy
+from matplotlib.image import imread, imsave
+
+from training.profiler.session import CHART_FILE
+from training.report import draw
+
+PICTURE = "picture.png"
+
+
+def draw_picture(run_folder: Path, target: Path) -> Path:
+    """Draw the run's curves, and its timeline below them where it recorded one.
+
+    Raises:
+        OSError, ValueError: as `training.report.draw`.
+    """
+    parts = [imread(draw(run_folder))]
+    if (run_folder / CHART_FILE).is_file():
+        parts.append(imread(run_folder / CHART_FILE))
+    width = max(part.shape[1] for part in parts)
+    rows = []
+    for part in parts:
+        left = (width - part.shape[1]) // 2
+        row = numpy.ones((part.shape[0], width, 3), part.dtype)
+        row[:, left : left + part.shape[1]] = part[:, :, :3]
+        rows.append(row)
+    imsave(target, numpy.concatenate(rows))
+    return target

@@ -1,0 +1,124 @@
+"""What a model is asked before and after: the shipped questions, or a sample of the user's own records.
+
+A question is a line of a file of prompts for demo.py. Of a dialogue it is all that stands before the first answer that
+is trained; of a text to go on with, its first half.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from data.chat.messages import Form, as_dicts, in_questions, said_in
+from data.errors import DataError
+from data.records.chat import Chat
+from data.records.raw_records import read_file
+from data.records.reading import parse
+from data.records.record import Conversation, Instruct, Pretrain, Record
+from data.records.sources import Source, files_of
+
+SHIPPED = Path(__file__).with_name("questions.json")
+ASKED = 8  # of the user's own records
+LOOKED_AT = 2000  # records, from which they are taken
+COMPARED = 200  # characters of an answer
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question.
+
+    Attributes:
+        line: of a file of prompts.
+        shown: what a person sees of it.
+        answer: what the answer has to hold, or the record's own answer.
+        trained: whether a record asks it in these words.
+        raw: whether it is a text to go on with.
+    """
+
+    line: dict[str, Any]
+    shown: str
+    answer: str
+    trained: bool = True
+    raw: bool = False
+
+    def holds(self, answer: str) -> bool:
+        """Whether an answer has the words that it has to have."""
+        return self.answer in answer
+
+    def likeness(self, answer: str) -> float:
+        """How much of the first 200 characters of an answer and of the record's own is the same, from 0 to 1."""
+        return SequenceMatcher(None, self.answer[:COMPARED], answer[:COMPARED], autojunk=False).ratio()
+
+
+def shipped(records: Path) -> list[Question]:
+    """The questions of questions.json; the records tell which of them are trained in the same words."""
+    known = {text for raw in json.loads(records.read_text(encoding="utf-8")) for text in _asked_in(raw)}
+    return [
+        Question({"prompt": each["ask"]}, each["ask"], each["expect"], trained=each["ask"] in known)
+        for each in json.loads(SHIPPED.read_text(encoding="utf-8"))
+    ]
+
+
+def sample_of(data: str, skip_bad: bool = False) -> list[Question]:
+    """Questions of the user's own records, evenly spread over the first ones.
+
+    Args:
+        skip_bad: pass over bad records, as the run does with `on_bad_record: skip`.
+
+    Raises:
+        DataError: the records cannot be read, or none of the first ones can be asked.
+    """
+    found = [question for record in islice(_records_in(data, skip_bad), LOOKED_AT) if (question := question_of(record))]
+    if not found:
+        raise DataError(
+            f"{data}: none of the first {LOOKED_AT} records can be asked alone; expected some of instruct, "
+            "conversation, chat or pretrain"
+        )
+    step = max(1, len(found) // ASKED)
+    return found[::step][:ASKED]
+
+
+def question_of(record: Record) -> Question | None:
+    """The first question of a record; none where demo.py's files of prompts have no place for what it rests on."""
+    if isinstance(record, Pretrain):
+        half = len(record.text) // 2
+        return (
+            Question({"prompt": record.text[:half]}, record.text[:half], record.text[half:], raw=True) if half else None
+        )
+    if isinstance(record, Instruct):
+        about = {"input": record.input} if record.input else {}
+        shown = " ".join([record.instruct, *about.values()])
+        return Question({"prompt": record.instruct} | about, shown, record.output)
+    if not isinstance(record, (Chat, Conversation)):
+        return None
+    said = said_in(record)
+    place = next(number for number, each in enumerate(said) if each.supervised or each.pieces)
+    if not place or said[place - 1].role != "user":
+        return None
+    answer = said[place]
+    called = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in answer.calls]
+    tools = {"tools": record.tools} if isinstance(record, Chat) and record.tools else {}
+    line = {"messages": as_dicts(in_questions(said[:place]), Form())} | tools
+    return Question(line, said[place - 1].text, "\n".join([answer.text, *called]).strip())
+
+
+def _records_in(data: str, skip_bad: bool) -> Iterator[Record]:
+    for file in files_of(Source(path=data)):
+        for raw in read_file(file):
+            try:
+                yield from parse(raw).records
+            except DataError as error:
+                if skip_bad:
+                    continue
+                raise DataError(f"{file}: record {raw.number}: {error}") from None
+
+
+def _asked_in(raw: dict[str, Any]) -> Iterator[str]:
+    if "instruct" in raw:
+        yield raw["instruct"]
+    yield from (text for role, text in raw.get("rounds", []) if role == "ask")

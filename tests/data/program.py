@@ -1,0 +1,127 @@
+"""What there is in the program: names, files, options, commands; for the tests of what is said about it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import io
+import re
+import sys
+import typing
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from deepspeed.launcher import runner
+from pydantic import BaseModel, ValidationError
+
+import convert_model
+from data.chat.prompts import CHAT_TEMPLATE
+from data.records.formats import COLUMNS, FORMATS
+from data.records.record import KINDS
+from models.checkpoint.layout import LATEST, MANIFEST, layer_file
+from tests.conftest import ROOT
+from training.command_line import parse_arguments as of_training
+from training.config.keys import TrainConfig
+from training.demo.command_line import parse_arguments as of_demo
+from training.metrics.reporter import METRICS_FILE, StepMetrics
+
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+
+
+def states_of(kind: Callable[..., torch.optim.Optimizer]) -> int:
+    """How many tensors of a weight's size an optimizer keeps of it."""
+    weight = torch.nn.Parameter(torch.ones(3, 5))
+    weight.grad = torch.ones_like(weight)
+    optimizer = kind([weight])
+    optimizer.step()
+    kept = optimizer.state[weight].values()
+    return sum(isinstance(each, torch.Tensor) and each.shape == weight.shape for each in kept)
+
+
+@cache
+def config_keys() -> dict[str, list[type[BaseModel]]]:
+    """The sections that have a key of this name."""
+    found: dict[str, list[type[BaseModel]]] = {}
+    waiting: list[type[BaseModel]] = [TrainConfig]
+    while waiting:
+        section = waiting.pop()
+        for name, field in section.model_fields.items():
+            found.setdefault(name, []).append(section)
+            waiting += [kind for kind in kinds_in(field.annotation) if section not in found[name][:-1]]
+    return found
+
+
+def kinds_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in typing.get_args(annotation):
+        yield from kinds_in(part)
+
+
+def takes(section: type[BaseModel], name: str, value: Any) -> bool:
+    needed = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 1}
+    given = (needed if section is TrainConfig else {}) | {name: value}
+    try:
+        section.model_validate(given)
+        return True
+    except ValidationError:
+        return False
+
+
+@cache
+def known_names() -> frozenset[str]:
+    of_records = [name for kind in KINDS.values() for name in kind.model_fields]
+    parameters = ["total_num_steps", CHAT_TEMPLATE]  # the first is that of DeepSpeed's schedules
+    parameters += [each for made in (torch.optim.AdamW, torch.load) for each in inspect.signature(made).parameters]
+    of_steps = [field.name for field in dataclasses.fields(StepMetrics)]
+    with patch.object(sys, "argv", ["convert_model.py", "--help"]):
+        converting = re.findall(r"\w+", printed_by(convert_model.parse_arguments))
+    return frozenset([*config_keys(), *KINDS, *of_records, *COLUMNS, *FORMATS, *parameters, *of_steps, *converting])
+
+
+@cache
+def known_files() -> frozenset[str]:
+    of_configs = [path.name for path in (ROOT / "configs").iterdir()]
+    of_models = ["config.json", MANIFEST, layer_file(0), LATEST]
+    return frozenset([*of_configs, *of_models, METRICS_FILE, "config.yml"])
+
+
+@cache
+def known_options() -> frozenset[str]:
+    doors: list[tuple[Callable[[], Any], list[str]]] = [(lambda: of_training(""), []), (of_demo, [])]
+    doors += [(lambda: runner.parse_args(["--help"]), [])]
+    doors += [(convert_model.parse_arguments, [name]) for name in ("hg_to_pp", "pp_to_hg", "download", "check")]
+    found: list[str] = []
+    for parse, words in doors:
+        with patch.object(sys, "argv", ["door", *words, "--help"]):
+            found += OPTION.findall(printed_by(parse))
+    return frozenset(found)
+
+
+def printed_by(parse: Callable[[], Any]) -> str:
+    """What a parser that leaves the process prints before."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        parse()
+    return out.getvalue()
+
+
+def understood(words: list[str]) -> bool:
+    """The launcher, where there is one, and the door take these words."""
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            if words[0] == "deepspeed":
+                arguments = runner.parse_args(words[1:])
+                words = ["python", arguments.user_script, *arguments.user_args]
+            door = Path(words[1]).stem
+            parse = {"demo": of_demo, "convert_model": convert_model.parse_arguments}.get(door, lambda: of_training(""))
+            with patch.object(sys, "argv", words[1:]):
+                given = parse()
+    except SystemExit:
+        return False
+    return (ROOT / words[1]).is_file() and Path(getattr(given, "config", ROOT / "Makefile")).suffix in (".yml", "")

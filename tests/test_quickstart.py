@@ -1,0 +1,201 @@
+"""The quickstart: its questions, its table, the user's own model through the real commands, and the shipped run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from matplotlib.image import imread
+from rich.console import Console
+
+from data.errors import DataError
+from data.records.record import parse_record
+from models.spec import ModelSpec
+from quickstart.answers import AS_TRAINED, HOLDS, OTHERWISE, comparison
+from quickstart.arithmetic import distinct_cores
+from quickstart.base_model import PACKAGE
+from quickstart.own import learning_rate
+from quickstart.questions import ASKED, Question, question_of, sample_of, shipped
+from tests.conftest import FAQ, ROOT
+from tests.environments import give_up
+from tests.launching import metrics, run
+
+PIPETUNE = [sys.executable, "-m", "quickstart"]
+CHAT: dict[str, Any] = {
+    "tools": [{"name": "look", "parameters": {}}],
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Where?"},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {"up": "a"}}}]},
+        {"role": "tool", "content": "north"},
+        {"role": "assistant", "content": "North."},
+    ],
+}
+
+
+def write_records(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text(json.dumps(records, ensure_ascii=False), encoding="utf-8")
+    return path
+
+
+def test_half_of_the_questions_are_asked_in_other_words_than_in_training() -> None:
+    questions = shipped(FAQ)
+    assert sum(question.trained for question in questions) * 2 == len(questions) == 8
+
+
+def test_a_question_is_what_stands_before_the_first_answer() -> None:
+    plain = question_of(parse_record({"type": "instruct", "instruct": "Add.", "input": "1, 2", "output": "3"}))
+    assert plain == Question({"prompt": "Add.", "input": "1, 2"}, "Add. 1, 2", "3")
+    text = question_of(parse_record({"type": "pretrain", "text": "abcdef"}))
+    assert text == Question({"prompt": "abc"}, "abc", "def", raw=True)
+    rounds = [["ask", "One?"], ["ask", "Two?"], ["ans", "Both."], ["ask", "More?"], ["ans", "No."]]
+    asked = question_of(parse_record({"type": "conversation", "rounds": rounds}))
+    assert asked and asked.line == {"messages": [{"role": "user", "content": "One?\nTwo?"}]} and asked.answer == "Both."
+    resting = {"type": "ref_qa", "reference": "It is red.", "rounds": rounds}
+    assert question_of(parse_record(resting)) is None
+
+
+def test_a_sample_is_spread_over_the_records(tmp_path: Path) -> None:
+    records = [{"type": "instruct", "instruct": f"{number}?", "output": "!"} for number in range(80)]
+    asked = sample_of(str(write_records(tmp_path / "many.json", records)))
+    assert [question.shown for question in asked] == [f"{number}?" for number in range(0, 80, 80 // ASKED)]
+    (called,) = sample_of(str(write_records(tmp_path / "chat.json", [CHAT])))
+    assert called.line["messages"] == CHAT["messages"][:2] and called.line["tools"][0]["function"]["name"] == "look"
+    assert json.loads(called.answer) == {"name": "look", "arguments": {"up": "a"}}
+    with pytest.raises(DataError, match=r"bad\.json: record 1: .*output"):
+        sample_of(str(write_records(tmp_path / "bad.json", [{"type": "instruct", "instruct": "?"}, CHAT])))
+    assert len(sample_of(str(tmp_path / "bad.json"), skip_bad=True)) == 1
+    rests = {"type": "ref_qa", "reference": "x", "rounds": [["ask", "a"], ["ans", "b"]]}
+    with pytest.raises(DataError, match="none of the first"):
+        sample_of(str(write_records(tmp_path / "rests.json", [rests])))
+
+
+def told(table: Any) -> str:
+    console = Console(width=200, record=True, quiet=False, file=open(os.devnull, "w", encoding="utf-8"))
+    console.print(table)
+    return console.export_text()
+
+
+def test_the_table_says_which_questions_were_trained_and_which_answers_are_right() -> None:
+    questions = [Question({}, "A?", "yes"), Question({}, "B?", "yes", trained=False)]
+    table, summary, passed = comparison(questions, ["no", "no"], ["yes, [b]", "no"], judged=True)
+    rows = [line for line in told(table).splitlines() if "?" in line]
+    assert [AS_TRAINED in row for row in rows] == [True, False] and OTHERWISE in rows[1]
+    assert (
+        HOLDS in " ".join(told(table).split()) and [row.count("✓") for row in rows] == [1, 0] and "yes, [b]" in rows[0]
+    )
+    assert summary == (f"right answers: 0 of 2 before, 1 after: 1 of 1 asked {AS_TRAINED}, 0 of 1 asked {OTHERWISE}")
+    assert not passed
+    assert comparison(questions, ["no", "no"], ["yes", "yes"], judged=True)[2]
+    table, summary, passed = comparison(questions, ["no", "no"], ["yes", "yes"], judged=False)
+    assert "0% before, 100% after; all 2 are trained" in summary and passed and "100% yes" in told(table)
+
+
+def test_processors_on_cores_of_their_own_come_first(tmp_path: Path) -> None:
+    for number, siblings in enumerate(["0,2", "1,3", "0,2", "1,3"]):
+        folder = tmp_path / f"cpu{number}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(siblings)
+    assert distinct_cores({0, 1, 2, 3}, tmp_path) == {0, 1}
+    assert distinct_cores({0, 2}, tmp_path) == {0, 2}, "two threads of one core, where there are no others"
+    assert distinct_cores({3}, tmp_path) == {3}
+
+
+def test_every_machine_computes_with_the_same_threads_and_instructions() -> None:
+    """Of all that this process starts: it is a process of its own, as what it gives up does not come back."""
+    script = (
+        "import os, subprocess, sys\n"
+        "from quickstart.arithmetic import CORES, same_everywhere\n"
+        "environment = same_everywhere()\n"
+        "child = 'import os, torch; print(len(os.sched_getaffinity(0)), torch.backends.cpu.get_cpu_capability())'\n"
+        "words = [sys.executable, '-c', child]\n"
+        "told = subprocess.run(words, env=os.environ | dict(environment), capture_output=True, text=True, check=True)\n"
+        "cores, instructions = told.stdout.split()\n"
+        "assert int(cores) <= CORES and (instructions == 'AVX2' or not environment), told.stdout\n"
+    )
+    done = run(sys.executable, "-c", script)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("words", "complaint"), [(["--model", "m"], "expected both or none"), (["a=1"], "keys: ")])
+def test_words_that_make_no_sense_are_refused(words: list[str], complaint: str) -> None:
+    done = run(*PIPETUNE, *words)
+    assert done.returncode == 2 and complaint in done.stderr
+
+
+def test_make_hands_the_model_and_the_records_on() -> None:
+    words = ["make", "-n", "-o", ".venv/installed", "quickstart"]
+    bare = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert bare.strip().endswith("-m quickstart")
+    own = [*words, "MODEL=my model", "DATA=a.json", "KEYS=n_epoches=1"]
+    line = subprocess.run(own, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shlex.split(line)[3:] == ["--model", "my model", "--data", "a.json", "n_epoches=1"]
+
+
+@pytest.fixture(scope="module")
+def own(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """The user's own model and records in a folder, and the command."""
+    folder = tmp_path_factory.mktemp("own")
+    records = [raw for raw in json.loads(FAQ.read_text(encoding="utf-8")) if raw["type"] != "conver_has_api"][::4]
+    data = write_records(folder / "records.json", records)
+    words = ["--model", str(make_checkpoint("qwen2")), "--data", str(data), "--save-path", str(folder / "job")]
+    return folder / "job", [*PIPETUNE, *words, "train_batch_size=8"]
+
+
+@pytest.mark.launched
+def test_your_own_model_goes_all_the_way(own: tuple[Path, list[str]]) -> None:
+    folder, command = own
+    done = run(*command)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    config = yaml.safe_load((folder / "config.yml").read_text(encoding="utf-8"))
+    assert config["max_seq_len"] == 256, "the model's context"
+    assert len(metrics(folder / "checkpoints")) >= 4
+    assert imread(folder / "picture.png").shape[0] > imread(folder / "checkpoints" / "report.png").shape[0]
+    assert "all 8 are trained" in done.stdout
+    commands = re.findall(r"^next: (.*?)   #", done.stdout, re.MULTILINE)
+    assert len(commands) == 3
+    for words in map(shlex.split, commands[1:]):  # the first one is a chat
+        assert run(*words).returncode == 0, words
+    chat = subprocess.run(shlex.split(commands[0]), cwd=ROOT, input="", capture_output=True, text=True, check=True)
+    assert "An empty line ends the chat" in chat.stdout
+
+    shown = {path: path.stat().st_mtime_ns for path in (folder / "tuned").iterdir()}
+    again = run(*command)
+    assert again.returncode == 0 and "is still valid" in again.stdout
+    assert shown == {path: path.stat().st_mtime_ns for path in (folder / "tuned").iterdir()}
+    other = run(*command, "n_epoches=1")
+    assert other.returncode == 2 and "holds another model, other records or other keys" in other.stderr
+    assert shown == {path: path.stat().st_mtime_ns for path in (folder / "tuned").iterdir()}
+
+
+def test_a_large_model_learns_slower(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000}
+    for blocks, rate in ((32, 2e-5), (1, 1.8e-4)):
+        config: dict[str, Any] = {
+            "model_type": "llama",
+            "num_hidden_layers": blocks,
+            "tie_word_embeddings": False,
+        } | sizes
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert learning_rate(ModelSpec.from_folder(tmp_path)) == pytest.approx(rate, rel=0.1)
+
+
+@pytest.mark.launched
+@pytest.mark.longest
+def test_the_shipped_run_learns_what_it_is_asked(tmp_path: Path) -> None:
+    done = run(*PIPETUNE, "--save-path", tmp_path / "job")
+    if "No matching distribution" in done.stderr:
+        give_up(f"pip cannot install {PACKAGE}")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    right = re.search(r"right answers: (\d) of 8 before, (\d) after: (\d) of 4 asked as in training", done.stdout)
+    assert right and int(right[1]) <= 1 and int(right[2]) >= 6 and right[3] == "4"
+    assert (tmp_path / "job" / "picture.png").is_file()
