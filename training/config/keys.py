@@ -208,8 +208,8 @@ class TrainConfig(Section):
     samples stay on one side."""
 
     eval_interval: int | None = Field(default=None, ge=1)
-    """Evaluate every so many steps, and after the last one; needs `eval_data_path` or `eval_share`. Without the key at the end of each
-    epoch, and of a streamed run."""
+    """Evaluate every so many steps, and after the last one; needs `eval_data_path` or `eval_share`. Without the key at
+    the end of each epoch, and of a streamed run."""
 
     eval_at_start: bool = False
     """Evaluate before the first step too; needs `eval_data_path` or `eval_share`."""
