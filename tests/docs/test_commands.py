@@ -40,7 +40,7 @@ TARGETS = re.findall(r"^([^\s:#=]+):", (ROOT / "Makefile").read_text(encoding="u
 MODULES_ELSEWHERE = {"sglang.launch_server", "vllm.entrypoints.openai.api_server"}
 
 
-def parsed(monkeypatch: pytest.MonkeyPatch, door: str, words: list[str]) -> Callable[[], object]:
+def parsed(monkeypatch: pytest.MonkeyPatch, door: str, words: list[str]) -> Callable[[], argparse.Namespace]:
     monkeypatch.setattr(sys, "argv", [door, *words])
     monkeypatch.setattr(argparse.ArgumentParser, "_get_option_tuples", lambda *_: [])  # no beginnings of options
     if door in (PIPELINE, ZERO):
