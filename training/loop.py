@@ -27,8 +27,9 @@ from training.distributed.signals import StopRequest
 from training.engine.trainer import Trainer
 from training.evaluation import Evaluation
 from training.metrics.peak_memory import peak_memory_by_stage
-from training.metrics.reporter import Reporter, StepMetrics
+from training.metrics.reporter import Reporter
 from training.metrics.run_info import write_run_info
+from training.metrics.step_metrics import StepMetrics
 from training.metrics.tracking import open_trackers
 from training.optimizer.lr_schedules import LearningRate
 from training.plan.feedback import Feedback

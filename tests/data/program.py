@@ -28,7 +28,8 @@ from tests.conftest import ROOT
 from training.command_line import parse_arguments as of_training
 from training.config.keys import TrainConfig
 from training.demo.command_line import parse_arguments as of_demo
-from training.metrics.reporter import METRICS_FILE, StepMetrics
+from training.metrics.reporter import METRICS_FILE
+from training.metrics.step_metrics import StepMetrics
 
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 

@@ -28,7 +28,8 @@ from training.distributed.processes import Place
 from training.distributed.rank_monitor import RankMonitor
 from training.errors import USER_ERRORS, RunRefused
 from training.job import run_job
-from training.metrics.reporter import Reporter, StepMetrics
+from training.metrics.reporter import Reporter
+from training.metrics.step_metrics import StepMetrics
 from training.optimizer.lr_schedules import LearningRate
 
 

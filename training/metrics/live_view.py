@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -20,8 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from training.metrics.reporter import StepMetrics
+from training.metrics.step_metrics import StepMetrics
 
 BETWEEN = 0.25  # seconds between two drawings, at least
 CURVE, BAR = 48, 24  # columns

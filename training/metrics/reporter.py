@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,42 +24,13 @@ from tqdm import tqdm
 
 from common.terminal import safe_line
 from common.whole_files import replacing
+from training.metrics.step_metrics import StepMetrics
 
 if TYPE_CHECKING:  # reading a run's metrics needs neither torch nor a config
     from training.metrics.live_view import LiveView
     from training.metrics.tracking import Tracker
 
 METRICS_FILE = "metrics.jsonl"
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """One step's line of metrics.jsonl.
-
-    Attributes:
-        step, epoch: from 1.
-        loss: mean over the supervised tokens of the global batch.
-        grad_norm: of the whole gradient, before clipping.
-        samples, tokens, supervised: of the global batch, padding not counted.
-        tokens_per_s, seconds: of all processes, over the step's wall time.
-        mfu: the share of the devices' peak arithmetic that the model itself needed; None where the peak is not known.
-        times: seconds of rank 0 by part since the line before, see `training.engine.timings`.
-        peak_memory: bytes that the largest process of each stage had at most so far.
-    """
-
-    step: int
-    epoch: int
-    loss: float
-    lr: float
-    grad_norm: float
-    samples: int
-    tokens: int
-    supervised: int
-    tokens_per_s: float
-    seconds: float
-    mfu: float | None = None
-    times: dict[str, float] = field(default_factory=dict)
-    peak_memory: list[int] = field(default_factory=list)
 
 
 @dataclass

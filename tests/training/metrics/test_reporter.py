@@ -23,7 +23,8 @@ import pytest
 from tests.conftest import ROOT
 from training.engine.timings import PARTS
 from training.metrics import reporter as module
-from training.metrics.reporter import METRICS_FILE, Reporter, StepMetrics, read_metrics
+from training.metrics.reporter import METRICS_FILE, Reporter, read_metrics
+from training.metrics.step_metrics import StepMetrics
 
 STEPS = 7
 
@@ -48,7 +49,8 @@ def metrics(step: int) -> StepMetrics:
 
 # What a process of its own needs of this file, without the libraries that importing it would bring in.
 LIGHT = (
-    "import sys; from pathlib import Path; from training.metrics.reporter import Reporter, StepMetrics\n"
+    "import sys; from pathlib import Path; from training.metrics.reporter import Reporter\n"
+    "from training.metrics.step_metrics import StepMetrics\n"
     "def metrics(step): return StepMetrics(step, 1, 2.5 / step, 1e-4, 0.75, 8, 1200, 400, 2400.0, 0.5,\n"
     "    peak_memory=[3 * 2**30, 2**31])\n"
 )
