@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -256,5 +257,6 @@ def metrics(run_folder: Path) -> list[dict[str, Any]]:
 
 
 def error_lines(result: subprocess.CompletedProcess[str]) -> list[str]:
-    """What a command printed as the user's mistake."""
-    return [line for line in (result.stdout + result.stderr).splitlines() if line.startswith("error: ")]
+    """What a command printed as the user's mistake, without the page that it ends with."""
+    lines = (result.stdout + result.stderr).splitlines()
+    return [re.sub(r" \(see docs/[\w-]+\.md\)$", "", line) for line in lines if line.startswith("error: ")]

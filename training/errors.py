@@ -1,7 +1,8 @@
 """How a program ends that cannot go on: in one line, whatever happened.
 
 A mistake that the user can mend is an error of the wings (`USER_ERRORS`): its text, and exit code 2. Whatever nobody
-foresaw is told with its type, and the traceback goes to a file that the line names: exit code 1. Ctrl-C: 130.
+foresaw is told with its type, and the traceback goes to a file that the line names: exit code 1. The line ends with the
+page that explains more. Ctrl-C: 130.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ class RunRefused(Exception):
     """Some rank cannot go on; every rank raises it with the same text, so that all leave together."""
 
 
-# Each argument of one is a line; several are for several bad records.
-USER_ERRORS = (ConfigError, DataError, CheckpointError)
+# Each argument of one is a line; several are for several bad records. With the page that explains more.
+PAGES = {ConfigError: "docs/configuration.md", DataError: "docs/data.md", CheckpointError: "docs/models.md"}
+USER_ERRORS = tuple(PAGES)
+OTHERWISE = "docs/troubleshooting.md"
 EXIT_CODE, INTERRUPTED = 2, 130
 RANK_0_SPEAKS = 20.0  # seconds for rank 0 to find the same mistake as another rank
 LEAVING = 2.0  # seconds for rank 0 to say what all know
@@ -83,6 +86,13 @@ def _written(report: str) -> str:
     return "its traceback is lost, as no file can be written"
 
 
+def _page(error: BaseException) -> str:
+    """The end of the line, with the page that explains more; nothing where nothing is wrong."""
+    if isinstance(error, KeyboardInterrupt):
+        return ""
+    return f" (see {next((page for kind, page in PAGES.items() if isinstance(error, kind)), OTHERWISE)})"
+
+
 def tell(line: str) -> None:
     """Print to where the launcher printed, which may be gone as well."""
     with suppress(OSError):
@@ -109,7 +119,7 @@ def one_line_at_the_end(rank: int | None = None, goes_on: bool = False) -> Itera
             # A launcher ends all ranks as soon as one has left: the one that speaks must be the first.
             time.sleep(LEAVING if isinstance(error, RunRefused) else RANK_0_SPEAKS)
         if not rank or not isinstance(error, (RunRefused, KeyboardInterrupt)):
-            print(f"error: {line}", file=sys.stderr, flush=True)
+            print(f"error: {line}{_page(error)}", file=sys.stderr, flush=True)
     except SystemExit as leaving:
         code = leaving.code
     if rank is not None and (code or not goes_on):

@@ -68,7 +68,7 @@ def test_a_mistake_in_the_config_is_told_before_anything_that_takes_long_is_impo
     path.write_text(path.read_text(encoding="utf-8") + mistake + "\n", encoding="utf-8")
     result = run(sys.executable, "-c", ASK, door, "--config", path)
     assert (result.returncode, result.stdout) == (2, "imported:\n")
-    assert re.fullmatch(rf"error: {re.escape(str(path))}: .*\n", result.stderr)
+    assert re.fullmatch(rf"error: {re.escape(str(path))}: .* \(see docs/configuration\.md\)\n", result.stderr)
 
 
 @pytest.mark.parametrize("door", DOORS)
