@@ -133,7 +133,7 @@ def file_size(text: str) -> int:
 
 def add_tokenizer(source: Path, target: Path) -> None:
     """Imported only where it is called: it takes a second, which matters beside small models."""
-    from data.chat.native_tokenizers import export_tokenizer
+    from data.chat.native.kinds import export_tokenizer
 
     export_tokenizer(source, target)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from data.chat.native_tokenizers import export_tokenizer
+from data.chat.native.kinds import export_tokenizer
 from data.tokenized.tokenize import load_tokenizer
 from models import load_model
 from models.checkpoint.convert import hg_to_pp
