@@ -95,7 +95,7 @@ def parse_arguments() -> argparse.Namespace:
         "--layout",
         choices=("original", "native"),
         default="original",
-        help="native: ChatGLM3 and Baichuan2-7B under transformers' own names, to load without remote code",
+        help="native: ChatGLM3, Baichuan 7B, InternLM2 and Qwen under transformers' own names, to load without remote code",
     )
     to_huggingface.add_argument(
         "--compat", action="store_true", help="add what transformers 4 looks for to config and tokenizer settings"

@@ -289,7 +289,7 @@ def test_lines_that_are_lost_at_the_end_are_told_by_the_end_of_sequence(tmp_path
         if fits:
             assert native_tokenizer(tmp_path) is not None
         else:
-            expected = f"ends no text with eos_token_id {stated} of generation_config.json; fetch both again"
+            expected = f"has other ids than generation_config.json (eos_token_id {stated}); fetch it again"
             assert told(tmp_path) == f"{each.vocabulary}: {expected}"
 
 

@@ -27,19 +27,17 @@ Settings = dict[str, Any]
 class Kind(NamedTuple):
     """The tokenizers of one `model_type`."""
 
-    classes: tuple[str, ...]  # what tokenizer_config.json calls them
     vocabulary: str  # the file that they are made of
     # Makes one of that file and tokenizer_config.json, with its special tokens and its template as published.
     build: Callable[[Path, Settings], tuple[Tokenizer, Settings]]
     fixed: bool = False  # these count, whatever the folder says
 
 
-KINDS = {
-    "chatglm": Kind(("ChatGLMTokenizer",), "tokenizer.model", chatglm3.build, fixed=True),
-    "baichuan": Kind(("BaiChuanTokenizer", "BaichuanTokenizer"), "tokenizer.model", baichuan.build),
-    "internlm2": Kind(("InternLM2Tokenizer", "InternLM2TokenizerFast"), "tokenizer.model", internlm2.build),
-    "qwen": Kind(("QWenTokenizer",), "qwen.tiktoken", qwen.build),
-}
+# By model_type, and by what tokenizer_config.json calls the class.
+KINDS = dict.fromkeys(("chatglm", "ChatGLMTokenizer"), Kind("tokenizer.model", chatglm3.build, fixed=True))
+KINDS |= dict.fromkeys(("baichuan", "BaiChuanTokenizer", "BaichuanTokenizer"), Kind("tokenizer.model", baichuan.build))
+KINDS |= dict.fromkeys(("internlm2", "InternLM2Tokenizer"), Kind("tokenizer.model", internlm2.build))
+KINDS |= dict.fromkeys(("qwen", "QWenTokenizer"), Kind("qwen.tiktoken", qwen.build))
 
 
 def native_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
@@ -63,15 +61,17 @@ def native_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
             clean_up_tokenization_spaces=False,
             **options if kind.fixed else options | _stated(folder, settings, options),
         )
+        stated = _read_json(folder / "generation_config.json").get("eos_token_id")
+        if stated is not None and end_tokens(tokenizer).isdisjoint(stated if isinstance(stated, list) else [stated]):
+            # Lines may be lost at the end of a vocabulary, so that what follows it has other ids.
+            raise DataError(
+                f"{path}: has other ids than generation_config.json (eos_token_id {stated}); fetch it again"
+            )
+        return tokenizer
     except DataError:
         raise
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:  # settings may hold anything
         raise DataError(f"{folder}: no usable tokenizer: {reason_of(error)}") from None
-    stated = _read_json(folder / "generation_config.json").get("eos_token_id")
-    if stated is not None and end_tokens(tokenizer).isdisjoint(stated if isinstance(stated, list) else [stated]):
-        # Lines may be lost at the end of a vocabulary, so that what follows it has other ids.
-        raise DataError(f"{path}: ends no text with eos_token_id {stated} of generation_config.json; fetch both again")
-    return tokenizer
 
 
 def export_tokenizer(source: Path, target: Path) -> None:
@@ -99,17 +99,16 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def _kind(folder: Path, settings: Settings) -> Kind | None:
-    if stated := settings.get("tokenizer_class"):
-        return next((kind for kind in KINDS.values() if stated in kind.classes), None)
-    return KINDS.get(str(_read_json(folder / "config.json").get("model_type")))
+    stated = settings.get("tokenizer_class") or _read_json(folder / "config.json").get("model_type")
+    return KINDS.get(str(stated).removesuffix("Fast"))
 
 
 def _stated(folder: Path, settings: Settings, options: Settings) -> Settings:
     """Those of the options that are special tokens or the template, as the folder has them."""
-    if (template := folder / "chat_template.jinja").is_file():
-        settings = settings | {"chat_template": template.read_text(encoding="utf-8")}
-    names = [name for name in options if name.endswith(("_token", "template")) and settings.get(name) is not None]
-    return {name: value["content"] if isinstance(value := settings[name], dict) else value for name in names}
+    template = folder / "chat_template.jinja"
+    found = settings | ({"chat_template": template.read_text(encoding="utf-8")} if template.is_file() else {})
+    names = [name for name in options if name.endswith(("_token", "template")) and found.get(name) is not None]
+    return {name: found[name]["content"] if isinstance(found[name], dict) else found[name] for name in names}
 
 
 def _read_json(path: Path) -> Settings:

@@ -65,15 +65,13 @@ def bpe(proto: ModelProto, names: list[str], bare: Sequence[str] = (), dropped: 
     cut = [name for name in names if name in user_defined]
     vocab = {name: number for number, name in enumerate(names)}
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=_merges(proto), byte_fallback=True))
-    blanks = normalizers.Replace(" ", "▁")
+    steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
     decoding = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if proto.normalizer_spec.add_dummy_prefix:
         without = "|".join([*map(re.escape, bare), *(re.escape(name) + r"\z" for name in cut), "(?!)"])
-        prefix = normalizers.Prepend("▁"), normalizers.Replace(Regex(rf"\A▁(?={without})"), "")
-        tokenizer.normalizer = normalizers.Sequence([*prefix, blanks])
+        steps = [normalizers.Prepend("▁"), normalizers.Replace(Regex(rf"\A▁(?={without})"), ""), *steps]
         decoding.append(decoders.Replace(Regex(dropped), ""))
-    else:
-        tokenizer.normalizer = blanks
+    tokenizer.normalizer = normalizers.Sequence(steps)
     tokenizer.decoder = decoders.Sequence(decoding)
     tokenizer.add_tokens([AddedToken(name, normalized=True) for name in cut])  # in a text, not between two
     return tokenizer

@@ -19,17 +19,12 @@ from data.errors import DataError
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{number}|>" for number in range(205))]
+END = "<|endoftext|>"
+SPECIALS = [END, "<|im_start|>", "<|im_end|>", *(f"<|extra_{number}|>" for number in range(205))]
 SYSTEM = (
     "{% if messages[0]['role'] != 'system' %}"
     "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
 )
-PUBLISHED = {
-    "eos_token": "<|endoftext|>",
-    "pad_token": "<|endoftext|>",
-    "chat_template": SYSTEM + CHATML,
-    "extra_special_tokens": CHATML_TOKENS,
-}
 
 
 def build(path: Path, settings: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
@@ -41,7 +36,8 @@ def build(path: Path, settings: dict[str, Any]) -> tuple[Tokenizer, dict[str, An
     converter.load_tiktoken_bpe = lambda _: ranks  # which would need another library
     tokenizer = converter.converted()
     tokenizer.normalizer = normalizers.NFC()
-    return tokenizer, dict(PUBLISHED)
+    options = {"chat_template": SYSTEM + CHATML, "extra_special_tokens": CHATML_TOKENS}
+    return tokenizer, options | {"eos_token": END, "pad_token": END}
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
