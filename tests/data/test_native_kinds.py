@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from sentencepiece import SentencePieceProcessor
@@ -61,8 +61,8 @@ ODD = [
 ]
 WORDS = ["we'll", "I'M", "'ſ", "don't", "12345", "３", "x=y;", "C++", "--help", "▁", "<s", "</td>", "[UNUSED_TOKEN_"]
 NAMES = ["<|im_end|>", "</s>", *EXTRAS[:4], *SPARE[4:8], *MARKUP[:6], *RESERVED[90:96], *RESERVED[190:196]]
-FRAGMENTS = st.sampled_from([*ODD, *WORDS, *NAMES, *FAQ.read_text(encoding="utf-8")[:900].split(" ")])
-TEXTS = st.lists(FRAGMENTS, max_size=12).map("".join) | st.text(max_size=12)
+FRAGMENTS = [*ODD, *WORDS, *NAMES, *FAQ.read_text(encoding="utf-8")[:900].split(" ")]
+TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join) | st.text(max_size=12)
 MESSAGES = [
     {"role": "user", "content": "What is [UNUSED_TOKEN_12], <reserved_5>?  两个 空格"},
     {"role": "assistant", "content": "A spare piece 🤗.\n\n\tNothing else."},
@@ -89,7 +89,6 @@ def test_ids_and_text_are_those_of_the_original(
     prefixed = dummy_prefix or (family == "baichuan" and dummy_prefix is None)
     pieces = {name for name in (*RESERVED, *SPARE) if len(name) > 1} if prefixed else set()
 
-    @given(TEXTS)
     def check(text: str) -> None:
         parts = [text] if family == "qwen" else text.replace("</s>", "<s>").replace("<|im_end|>", "<s>").split("<s>")
         if any(part in pieces or part.startswith(tuple(RESERVED[192:194])) for part in parts) and prefixed:
@@ -102,7 +101,10 @@ def test_ids_and_text_are_those_of_the_original(
         elif not any(name in text for name in (*CONTROLS, "<|im_end|>", *EXTRAS)):
             assert each.tokenizer.decode(ids, skip_special_tokens=True) == text.replace("▁", " ")
 
-    check()
+    for fragment in FRAGMENTS:
+        check(fragment)
+        check(f"a {fragment}\n{fragment}")
+    settings(max_examples=300)(given(TEXTS)(check))()
 
 
 def test_a_dummy_prefix_is_left_out_where_a_chat_begins(tmp_path: Path) -> None:
@@ -222,9 +224,9 @@ def test_no_vocabulary_no_export(published: Published, tmp_path: Path) -> None:
 
 def test_what_the_folder_says_counts(published: Published, tmp_path: Path) -> None:
     folder = made(published.family, tmp_path / "stated", chat_template="{{ 'a' }}", add_bos_token=True).folder
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    stated = json.loads((folder / "tokenizer_config.json").read_text())
     end = "<|im_end|>" if published.family != "baichuan" else "<unk>"
-    write(folder / "tokenizer_config.json", settings | {"eos_token": {"content": end}, "pad_token": None})
+    write(folder / "tokenizer_config.json", stated | {"eos_token": {"content": end}, "pad_token": None})
     tokenizer = load_tokenizer(folder)
     assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == "a"
     assert tokenizer.eos_token == end and tokenizer.pad_token == published.tokenizer.pad_token
@@ -294,7 +296,7 @@ def test_lines_that_are_lost_at_the_end_are_told_by_the_end_of_sequence(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("family", "settings", "expected"),
+    ("family", "stated", "expected"),
     [
         ("qwen", {"extra_vocab_file": "more.tiktoken"}, "extra_vocab_file (more.tiktoken) is not read"),
         ("qwen", {"eos_token": 5}, "no usable tokenizer: "),
@@ -309,8 +311,8 @@ def test_lines_that_are_lost_at_the_end_are_told_by_the_end_of_sequence(tmp_path
         ),
     ],
 )
-def test_settings_that_do_not_fit_are_told(family: str, settings: Any, expected: str, tmp_path: Path) -> None:
-    write(tmp_path / "tokenizer_config.json", {"tokenizer_class": CLASSES[family]} | settings)
+def test_settings_that_do_not_fit_are_told(family: str, stated: Any, expected: str, tmp_path: Path) -> None:
+    write(tmp_path / "tokenizer_config.json", {"tokenizer_class": CLASSES[family]} | stated)
     (tmp_path / "qwen.tiktoken").write_bytes(rank_file())
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model(*SPARE, add_dummy_prefix=False))
     assert expected in told(tmp_path)
