@@ -86,6 +86,8 @@ def measure(folder: Path) -> dict[str, Any]:
                 stages, replicas = keys["model_topo"]["process_topology"]["dims"]
                 turns.add(name, "benchmarks.auto", stages * replicas, "--config", str(path))
             turns.rounds(ROUNDS)
+        told = {name: f"{turns.ratio(AUTO, name):.2f}" for name in beside}
+        print(f"--auto, times as fast as: {told}", file=sys.stderr, flush=True)  # a long measurement may be cut short
         speeds[AUTO].append(turns.speed(AUTO))
         speeds |= {name: [turns.speed(name)] for name in beside}
         ratios |= {name: turns.ratio(AUTO, name) for name in beside}

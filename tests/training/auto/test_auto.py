@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -10,13 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from common.log import Log
 from data.errors import DataError
 from models.errors import CheckpointError
+from models.spec import ModelSpec
 from tests.conftest import FAQ
-from tests.launching import DEEPSPEED, error_lines, run
+from tests.launching import DEEPSPEED, error_lines, run, write_config
 from tests.training.auto.helpers import UNTRAINED, auto, outline, texts
-from training.auto.search import precision
+from training.auto.machine import Machine
+from training.auto.search import Search, precision
 from training.config.yaml_file import load_config
+from training.data_setup import RecordReader
 from training.errors import ConfigError
 from training.metrics.devices import parse_devices, this_device
 
@@ -136,16 +141,25 @@ def test_texts_are_read_once(tmp_path: Path) -> None:
     assert load_config(path).n_epoches == 1 and reason(path, "n_epoches").startswith("texts")
 
 
-def test_records_are_cut_only_where_nothing_else_helps(tmp_path: Path) -> None:
-    """Without flash attention, the scores of one long dialogue are what does not fit."""
-    folder = outline(tmp_path / "model", max_position_embeddings=32_768)
-    records = json.loads(FAQ.read_text(encoding="utf-8"))
-    records.append({"type": "instruct", "instruct": "Count.", "output": " ".join(map(str, range(9000)))})
-    data = tmp_path / "d.json"
-    data.write_text(json.dumps(records), encoding="utf-8")
-    path = auto(folder, tmp_path / "run", UNTRAINED, data=data, devices="4xV100-32G")
-    assert 512 <= load_config(path).max_seq_len < 32_768
-    assert reason(path, "max_seq_len") == "longer samples are cut, as rows of 32768 tokens do not fit"
+@pytest.mark.parametrize(
+    ("fixed", "lengths", "ways"),
+    [((), [1024, 512, 256], 3), (("max_seq_len",), [1024], 3), (("zero_optimization",), [1024, 512, 256], 1)],
+)
+def test_records_are_cut_last_and_only_a_few_of_them(
+    fixed: tuple[str, ...], lengths: list[int], ways: int, model: Path, tmp_path: Path
+) -> None:
+    """One of the records has more than 256 tokens, and a third of them more than 128."""
+    path = write_config(tmp_path / "run.yml", model_path=str(model), data_path=str(FAQ), max_seq_len=1024)
+    config, log = load_config(path), Log(quiet=True)
+    data = RecordReader(config, model, log).read("data", config.data_path)
+    machine = Machine(parse_devices("V100-16G")[1], (1,), math.inf, "one")
+    search = Search(machine, ModelSpec.from_folder(model), lambda _: data, frozenset(fixed), log)
+    tried = [
+        (changed.max_seq_len, changed.zero_optimization.offloads, changed.offload_activations)
+        for changed in search._ladder(config)
+    ]
+    given_up = [(False, False), (True, False), (True, True)][:ways]
+    assert tried == [(length, *each) for length in lengths for each in given_up]
 
 
 def test_long_texts_become_pieces_and_dialogues_stay_whole(
