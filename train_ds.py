@@ -42,6 +42,7 @@ def main() -> None:
 
 def plan(config: TrainConfig, arguments: Namespace) -> None:
     """What the run will take."""
+    name_accelerator()
     from training.plan.command import plan_run
 
     plan_run(config, arguments)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    arguments = parse_arguments("Fine-tune a model with ZeRO.")
+    arguments = parse_arguments("Fine-tune a model with ZeRO.", in_stages=False)
     open_door(
         arguments,
         lambda place: load_spread_config(arguments.config, arguments.overrides, place),

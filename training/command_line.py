@@ -26,27 +26,31 @@ if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor
 
 
-def parse_arguments(description: str) -> argparse.Namespace:
-    """The words after the door's name."""
+def parse_arguments(description: str, in_stages: bool = True) -> argparse.Namespace:
+    """The words after the door's name; one that has no pipeline does not offer what is for pipelines."""
+
+    def staged(text: str) -> str:
+        return text if in_stages else argparse.SUPPRESS
+
     parser = argparse.ArgumentParser(description=description)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--config", help="YAML file of the run")
-    which.add_argument("--auto", action="store_true", help="choose a config for --model and --data, and train by it")
-    parser.add_argument("--model", metavar="DIR", help="with --auto: the model's folder, or its name on the hub")
-    parser.add_argument("--data", metavar="FILE", nargs="+", help="with --auto: files, folders or globs of records")
-    parser.add_argument("--save", metavar="DIR", help="with --auto: the run's folder; again to go on with it")
-    parser.add_argument("--dry-run", action="store_true", help="with --auto: write the config, show it, and leave")
+    which.add_argument("--auto", action="store_true", help=staged("choose a config for --model and --data, and train"))
+    parser.add_argument("--model", metavar="DIR", help=staged("with --auto: the model's folder or hub name"))
+    parser.add_argument("--data", metavar="FILE", nargs="+", help=staged("with --auto: files or folders of records"))
+    parser.add_argument("--save", metavar="DIR", help=staged("with --auto: the run's folder; again to go on with it"))
+    parser.add_argument("--dry-run", action="store_true", help=staged("with --auto: write and show the config alone"))
     parser.add_argument("--hostfile", metavar="FILE", help="train on several machines: lines such as node1 slots=8")
     parser.add_argument("--include", default="", metavar="node1@node2:0,1", help="of the hostfile only these")
     parser.add_argument("--exclude", default="", metavar="node1@node2:0,1", help="of the hostfile all but these")
     parser.add_argument("--inspect", type=int, default=0, metavar="N", help="print the first N samples and leave")
     parser.add_argument("--html", metavar="FILE", help="with --inspect: write them as a page instead")
-    parser.add_argument("--plan", action="store_true", help="say what the run will take in memory and time, and leave")
+    parser.add_argument("--plan", action="store_true", help=staged("say what the run will take, and leave"))
     told = "with --plan or --dry-run: the devices; this machine's otherwise"
-    parser.add_argument("--devices", metavar="8xA100-40G", help=told)
-    parser.add_argument("--search", action="store_true", help="with --plan: propose dims, parts, micro-batch, schedule")
-    parser.add_argument("--calibrate", action="store_true", help="with --plan: measure the layers here first")
-    parser.add_argument("--prove", action="store_true", help="show by a small run that it trains right here, and leave")
+    parser.add_argument("--devices", metavar="8xA100-40G", help=staged(told))
+    parser.add_argument("--search", action="store_true", help=staged("with --plan: propose dims, micro-batch, ..."))
+    parser.add_argument("--calibrate", action="store_true", help=staged("with --plan: measure the layers here first"))
+    parser.add_argument("--prove", action="store_true", help=staged("show by a small run that it trains right"))
     parser.add_argument("--check", action="store_true", help="compare the hosts, measure their links, and leave")
     parser.add_argument("--record", metavar="FOLDER", help=argparse.SUPPRESS)  # where a rank of a proof notes its steps
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it

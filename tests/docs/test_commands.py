@@ -27,7 +27,13 @@ from training.config.yaml_file import load_config
 from training.demo import command_line as demo
 from training.metrics.devices import parse_devices
 
-MINIMAL = {"model_path": "model", "data_path": "records.json", "save_path": "run", "train_batch_size": 64}
+MINIMAL = {
+    "model_path": "model",
+    "data_path": "records.json",
+    "save_path": "run",
+    "train_batch_size": 64,
+    "optimizer": {"params": {"lr": 1e-5}},
+}
 PIPELINE, ZERO = "train_ds.py", "train_ds_zero.py"
 DOORS = (PIPELINE, ZERO, "convert_model.py", "demo.py")
 HERE = {"source", "tensorboard", "grep"}

@@ -335,11 +335,14 @@ class TrainConfig(Section):
         return self.model_topo.replicas > 1 and zero.stage == 1 and not deepspeeds
 
     def check_door(self, in_stages: bool) -> None:
-        """Refuse what only the other of the two training doors can do.
+        """Refuse what only the other of the two training doors can do, and a run without a learning rate of its own.
 
         Raises:
-            ConfigError: in a pipeline a stage of ZeRO that shards what it needs whole, or without one several stages.
+            ConfigError: no `lr`; in a pipeline a stage of ZeRO that shards what it needs whole; without one several
+                stages.
         """
+        if "lr" not in self.optimizer.params:  # torch's default, 1e-3, spoils a trained model without a word
+            raise ConfigError("optimizer.params.lr: missing; expected a learning rate, such as 1.0e-5 for a 7B model")
         if in_stages and self.zero_optimization.stage > 1:
             raise ConfigError(
                 f"zero_optimization.stage: {self.zero_optimization.stage} cannot be combined with a pipeline; "

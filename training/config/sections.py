@@ -58,8 +58,7 @@ class Optimizer(Section):
     (docs/memory-and-speed.md#when-memory-is-short)."""
 
     params: dict[str, Any] = {}
-    """Passed to the optimizer: `lr`, `betas`, `eps`, `weight_decay`, ... Write `lr`: without it the optimizer's own
-    default counts, 1e-3 for AdamW, Adam and SGD, which is too much for most fine-tuning."""
+    """Passed to the optimizer: `betas`, `eps`, `weight_decay`, ... and `lr`, which is required."""
 
     no_wd_kws: list[re.Pattern[str]] = []
     """Regular expressions; parameters whose names match one get no weight decay."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from tqdm import tqdm
+
 from training.config.keys import TrainConfig
 from training.config.sections import OptimizerOffload
 from training.plan.basis import Basis
@@ -122,7 +124,8 @@ def search(
         fixed: keys that stay as the config has them.
     """
     plans = []
-    for candidate in _candidates(basis, devices, fixed):
+    candidates = list(_candidates(basis, devices, fixed))
+    for candidate in tqdm(candidates, "search", disable=None, leave=False):  # None: only on a terminal
         fed = replace(candidate, workload=feed(candidate.config)) if feed else candidate
         if fed.workload.micro_batches < fed.config.least_micro_batches:
             continue

@@ -31,6 +31,7 @@ from training.config.yaml_file import load_config
 from training.errors import ConfigError
 
 REQUIRED = {"model_path": "model", "data_path": "records.json", "save_path": "run", "train_batch_size": "8"}
+LR = {"optimizer": {"params": {"lr": 1e-5}}}
 
 
 NINE = [f"[{', '.join([f'*a{level}'] * 9)}]" for level in range(9)]
@@ -353,9 +354,18 @@ def test_a_missing_key_is_named_and_so_is_a_file_without_keys(tmp_path: Path) ->
         assert refusal(special) == f"{special}: cannot be read: expected a regular file"
 
 
+@pytest.mark.parametrize("section", [{}, {"optimizer": {"type": "SGD"}}, {"optimizer": {"params": {"eps": 1e-6}}}])
+def test_a_run_has_a_learning_rate_of_its_own(section: dict[str, Any]) -> None:
+    """torch's default of 1e-3 would spoil a trained model without a word."""
+    config = TrainConfig.model_validate(REQUIRED | section)
+    for in_stages in (True, False):
+        with pytest.raises(ConfigError, match=r"^optimizer\.params\.lr: missing; expected a learning rate"):
+            config.check_door(in_stages=in_stages)
+
+
 def test_sharding_what_a_pipeline_needs_whole_is_refused() -> None:
-    TrainConfig.model_validate(REQUIRED | {"zero_optimization": {"stage": 1}}).check_door(in_stages=True)
-    config = TrainConfig.model_validate(REQUIRED | {"zero_optimization": {"stage": 2}})
+    TrainConfig.model_validate(REQUIRED | LR | {"zero_optimization": {"stage": 1}}).check_door(in_stages=True)
+    config = TrainConfig.model_validate(REQUIRED | LR | {"zero_optimization": {"stage": 2}})
     with pytest.raises(
         ConfigError, match=r"zero_optimization\.stage: 2 cannot be combined with a pipeline; expected 0"
     ):

@@ -224,7 +224,8 @@ def test_the_processes_are_the_replicas_unless_the_config_says_otherwise(tmp_pat
 
 def test_a_config_with_stages_is_refused() -> None:
     keys = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 8}
-    staged = TrainConfig.model_validate(keys | {"model_topo": topology((2, 1))})
+    optimizer = {"params": {"lr": 1e-5}}
+    staged = TrainConfig.model_validate(keys | {"model_topo": topology((2, 1)), "optimizer": optimizer})
     with pytest.raises(ConfigError, match=r"^model_topo.process_topology.dims: \[2, 1\] asks for 2 stages"):
         staged.check_door(in_stages=False)
 

@@ -14,7 +14,7 @@ import torch
 from models.fake_layers import saved_by
 from models.spec import ModelSpec
 from tests.conftest import FAQ, TINY
-from tests.launching import error_lines, run
+from tests.launching import error_lines, run, write_config
 from tests.training.plan.helpers import basis_of, config_of, llama, spec_of
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
@@ -325,7 +325,7 @@ def test_the_door_knows_the_records(tmp_path: Path, make_checkpoint: Any, capsys
 def test_zero_has_no_pipeline_to_plan(tmp_path: Path) -> None:
     llama(tmp_path)
     path = tmp_path / "config.yml"
-    path.write_text(f"{{model_path: {tmp_path}, data_path: x, save_path: {tmp_path}/run, train_batch_size: 8}}")
+    write_config(path, model_path=str(tmp_path), data_path="x")
     result = run(sys.executable, "train_ds_zero.py", "--config", path, "--plan")
     assert result.returncode == 2
     assert error_lines(result) == ["error: --plan: plans pipelines; expected train_ds.py"]
