@@ -15,6 +15,9 @@ from tests.conftest import ROOT
 
 READMES = ("README.md", "README_CN.md")
 PAGES = (*READMES, *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+PAIRS = tuple(  # of a page and its Chinese version
+    (page, chinese) for page in PAGES if (chinese := page.replace(".md", "_CN.md")) in PAGES
+)
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n]*)\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
 
 
