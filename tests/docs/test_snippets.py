@@ -22,7 +22,8 @@ from training.config.yaml_file import load_config
 
 REQUIRED = {"model_path": "model", "data_path": "records.json", "save_path": "run", "train_batch_size": 64}
 LANGUAGES = {"", "text", "bash", "json", "yaml", "python"}
-FRAGMENTS = ("docs/adding-a-model.md", "docs/adding-a-model_CN.md")  # show parts of files, which names of the rest
+# These show parts of files, which use names of the rest.
+FRAGMENTS = ("docs/adding-a-model.md", "docs/adding-a-model_CN.md")
 OTHERS = {"onnxruntime"}  # packages that not every environment has
 
 
