@@ -17,7 +17,7 @@ import yaml
 from data.records.formats import FORMATS, convert
 from tests.docs.pages import PAGES, Block, blocks, text_of
 from training.config.keys import TrainConfig
-from training.config.reference import BEGIN, END, written
+from training.config.reference import BEGIN, CHINESE, END, PAGE, translated, written
 from training.config.yaml_file import load_config
 
 REQUIRED = {"model_path": "model", "data_path": "records.json", "save_path": "run", "train_batch_size": 64}
@@ -79,12 +79,23 @@ def test_python_is_valid_and_imports_what_is_there(block: Block) -> None:
             assert [each.name for each in node.names if not hasattr(module, each.name)] == []
 
 
-def test_the_page_of_keys_is_that_of_the_config() -> None:
-    page = text_of("docs/configuration.md")
-    there = page.partition(BEGIN)[2].partition(END)[0]
-    assert there == written(), "expected: python -m training.config.reference --write"
+@pytest.mark.parametrize("page", [PAGE, CHINESE], ids=lambda page: page.name)
+def test_the_page_of_keys_is_that_of_the_config(page: Path) -> None:
+    there = text_of(f"docs/{page.name}").partition(BEGIN)[2].partition(END)[0]
+    assert there == written(page), "expected: python -m training.config.reference --write"
     for name in TrainConfig.model_fields:
         assert f"| `{name}` |" in there or f"| `{name}." in there, name
+
+
+def test_every_translated_key_is_there() -> None:
+    texts = yaml.safe_load(CHINESE.with_suffix(".yml").read_text(encoding="utf-8"))
+    assert [name for name in texts["keys"] if f"| `{name}` |" not in written()] == []
+
+
+@pytest.mark.parametrize("keys", [{}, {"seed": {"english": "00000000", "text": "随机种子"}}], ids=["missing", "stale"])
+def test_a_key_without_a_translation_is_named(keys: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"^seed: expected a translation"):
+        translated({"words": {}, "keys": keys}, "seed", "Of the data order.")
 
 
 def test_every_page_is_looked_at() -> None:

@@ -1,18 +1,23 @@
 """The keys of a config as Markdown: `python -m training.config.reference --write` puts them into docs/configuration.md.
 
 Names, defaults and order are those of the fields, the text is each field's docstring. A mention of another page, such
-as docs/data.md#records, becomes a link. The tests compare the page with what this makes.
+as docs/data.md#records, becomes a link. The Chinese page gets its texts from docs/configuration_CN.yml, which says of
+each the digest of the docstring that it translates: where that has changed, nothing is written. The tests compare both
+pages with what this makes.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -21,8 +26,9 @@ from training.config.keys import TrainConfig
 from training.config.sections import EveryNth
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+CHINESE = PAGE.with_name("configuration_CN.md")
 BEGIN, END = "<!-- keys: begin -->\n", "<!-- keys: end -->"
-HEADER = "| key | default | meaning |\n|---|---|---|\n"
+HEADER = ("key", "default", "meaning")
 GROUPS = {  # by the first key of each
     "model_path": "Model, data and run",
     "train_micro_batch_size_per_gpu": "Batches and samples",
@@ -36,18 +42,42 @@ GROUPS = {  # by the first key of each
 }
 ENTRIES = "Entries of data_path"
 VALUES = (EveryNth, Source)  # no sections: a form of the value, whose keys its own text tells
+Said = Callable[[str, str], str]  # a key and its docstring, or "" and a word of the page, to what the page says
 
 
-def written() -> str:
-    """The generated part of the page."""
+def written(page: Path = PAGE) -> str:
+    """The generated part of a page. ValueError where the Chinese one lacks the translation of a key's docstring."""
+    said: Said = _english
+    if page == CHINESE:
+        said = partial(translated, yaml.safe_load(page.with_suffix(".yml").read_text(encoding="utf-8")))
+    header = f"| {' | '.join(said('', word) for word in HEADER)} |\n|---|---|---|\n"
     parts = []
     for name, field in TrainConfig.model_fields.items():
         if name in GROUPS:
-            parts.append(f"\n### {GROUPS[name]}\n\n{HEADER}")
-        parts += [_row(*each) for each in _keys(name, field)]
-    parts.append(f"\n### {ENTRIES}\n\n{HEADER}")
-    parts += [_row(*each) for name, field in Source.model_fields.items() for each in _keys(name, field)]
+            parts.append(f"\n### {said('', GROUPS[name])}\n\n{header}")
+        parts += [_row(said, *each) for each in _keys(name, field)]
+    parts.append(f"\n### {said('', ENTRIES)}\n\n{header}")
+    parts += [_row(said, *each) for name, field in Source.model_fields.items() for each in _keys(name, field)]
     return "".join(parts) + "\n"
+
+
+def translated(texts: dict[str, dict[str, Any]], name: str, english: str) -> str:
+    """What docs/configuration_CN.yml says for a key's docstring. ValueError where it has none or that of another."""
+    if not name:
+        if english not in texts["words"]:
+            raise ValueError(f"words: expected a translation of {english!r} in docs/configuration_CN.yml, found none")
+        return str(texts["words"][english])
+    found, digest = texts["keys"].get(name, {}), hashlib.sha256(english.encode()).hexdigest()[:8]
+    if found.get("english") != digest:
+        there = "that of a docstring that has changed" if found else "none"
+        raise ValueError(
+            f'{name}: expected a translation with english: "{digest}" in docs/configuration_CN.yml, found {there}'
+        )
+    return str(found["text"])
+
+
+def _english(name: str, english: str) -> str:
+    return re.sub(r"docs/([\w-]+)\.md(#[\w-]+)?", _link, english) if name else english
 
 
 def _keys(name: str, field: FieldInfo) -> Iterator[tuple[str, FieldInfo]]:
@@ -67,11 +97,10 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
     return [model for part in get_args(annotation) for model in _models(part)]
 
 
-def _row(name: str, field: FieldInfo) -> str:
+def _row(said: Said, name: str, field: FieldInfo) -> str:
     if not field.description:
         raise ValueError(f"{name}: no docstring")
-    text = re.sub(r"docs/([\w-]+)\.md(#[\w-]+)?", _link, " ".join(field.description.split()))
-    return f"| `{name}` | {_default(field)} | {text} |\n"
+    return f"| `{name}` | {_default(said, field)} | {said(name, ' '.join(field.description.split()))} |\n"
 
 
 def _link(found: re.Match[str]) -> str:
@@ -80,23 +109,28 @@ def _link(found: re.Match[str]) -> str:
     return f"[{(anchor or page).lstrip('#').replace('-', ' ')}]({target})"
 
 
-def _default(field: FieldInfo) -> str:
+def _default(said: Said, field: FieldInfo) -> str:
     if field.is_required():
-        return "required"
+        return said("", "required")
     value = field.get_default(call_default_factory=True)
     if value is None or value == []:
-        return "none"
+        return said("", "none")
     return f"`{value}`" if isinstance(value, str) else f"`{json.dumps(value)}`".replace('"', "")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The keys of a config, as Markdown.")
-    parser.add_argument("--write", action="store_true", help=f"put them into {PAGE.name} instead of printing them")
+    parser.add_argument("--write", action="store_true", help="put them into both pages instead of printing them")
     if not parser.parse_args().write:
         print(written())
         return
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text(before + BEGIN + written() + END + rest.partition(END)[2], encoding="utf-8")
+    try:
+        made = {page: written(page) for page in (PAGE, CHINESE)}
+    except ValueError as error:
+        parser.error(str(error))
+    for page, keys in made.items():
+        before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+        page.write_text(before + BEGIN + keys + END + rest.partition(END)[2], encoding="utf-8")
 
 
 if __name__ == "__main__":
