@@ -95,7 +95,7 @@ def parse_arguments() -> argparse.Namespace:
         "--layout",
         choices=("original", "native"),
         default="original",
-        help="native: ChatGLM3 and Baichuan2-7B under transformers' own names, to load without remote code",
+        help="native: ChatGLM3, Baichuan 7B, InternLM2 and Qwen under transformers' own names, without remote code",
     )
     to_huggingface.add_argument(
         "--compat", action="store_true", help="add what transformers 4 looks for to config and tokenizer settings"
@@ -133,7 +133,7 @@ def file_size(text: str) -> int:
 
 def add_tokenizer(source: Path, target: Path) -> None:
     """Imported only where it is called: it takes a second, which matters beside small models."""
-    from data.chat.native_tokenizers import export_tokenizer
+    from data.chat.native.kinds import export_tokenizer
 
     export_tokenizer(source, target)
 

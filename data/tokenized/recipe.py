@@ -36,7 +36,7 @@ from data.errors import DataError
 from data.records.reading import OnBadRecord
 
 LAYOUT = 2  # of the cache's files
-TOKENIZER_FILES = "tokenizer* vocab* merges* *.model *.jinja chat_templates/* config.json".split()
+TOKENIZER_FILES = "tokenizer* vocab* merges* *.model *.tiktoken *.jinja chat_templates/* config.json".split()
 TOKENIZER_FILES += ["special_tokens_map.json", "added_tokens.json"]
 # Rooms and modules that no sample depends on: they carry samples and store them, or come later. Any other counts.
 CARRIERS = "tokenized/builder tokenized/opening tokenized/store tokenized/recipe"

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from common.terminal import reason_of
 from data.chat.chat_template import ChatTemplate, chat_template, end_of_sequence
 from data.chat.messages import JSON, Said, said_in, with_mask
-from data.chat.native_tokenizers import native_tokenizer
+from data.chat.native.kinds import native_tokenizer
 from data.chat.plain import write_plain
 from data.chat.prompts import PLAIN, AnyPrompts, Prompts, as_prompts, format_of
 from data.chat.sandbox import SlowTemplate
@@ -63,7 +63,7 @@ class Tokens(NamedTuple):
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a model folder: transformers' own, or Pipetune's for ChatGLM3 and Baichuan2.
+    """The tokenizer in a model folder: transformers' own, or Pipetune's where that is remote code.
 
     No code from the folder is run.
 

@@ -11,7 +11,8 @@ import pytest
 from sentencepiece import SentencePieceProcessor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from data.chat.native_tokenizers import MARK, native_tokenizer
+from data.chat.native.chatglm3 import MARK
+from data.chat.native.kinds import native_tokenizer
 from data.errors import DataError
 from data.tokenized.tokenize import IGNORED, encode, load_tokenizer
 
@@ -204,10 +205,3 @@ def test_a_folder_without_a_tokenizer_is_refused(model_type: str, tmp_path: Path
     with pytest.raises(DataError) as caught:
         load_tokenizer(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path}: no usable tokenizer: expected one of the files tokenizer.json, ")
-
-
-def test_the_first_baichuan_has_no_tokenizer_of_the_second(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "baichuan", "vocab_size": 64_000}))
-    (tmp_path / "tokenizer.model").write_bytes(b"")
-    with pytest.raises(DataError, match=r"the first Baichuan, whose chat is another; expected a tokenizer\.json"):
-        native_tokenizer(tmp_path)

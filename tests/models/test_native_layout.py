@@ -13,11 +13,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from data.chat.native_tokenizers import export_tokenizer
+from data.chat.native.kinds import export_tokenizer
 from data.tokenized.tokenize import load_tokenizer
 from models import load_model
 from models.checkpoint.convert import hg_to_pp
 from models.checkpoint.export import ExportOptions, pp_to_hg
+from tests.data.published_tokenizers import END_TOKENS as SMALL_END_TOKENS
+from tests.data.published_tokenizers import Published
 from tests.models.cases import CASES
 from tests.models.command_line import convert, refusal
 from tests.models.helpers import (
@@ -42,7 +44,8 @@ CLASSES = {  # by case
     "qwen": "Qwen2ForCausalLM",
 }
 TOKENIZERS = {"chatglm3": "ChatGLMTokenizer", "baichuan2": "BaichuanTokenizer"}
-END_TOKENS = {"chatglm3": [2, 64795, 64797], "baichuan2": [2]}  # </s>, <|user|>, <|observation|>
+CASE_OF = {"chatglm3": "chatglm3", "baichuan2": "baichuan2-7b", "baichuan": "baichuan-7b"}  # else as the family
+END_TOKENS = SMALL_END_TOKENS | {"chatglm3": [2, 64795, 64797], "baichuan2": [2]}  # </s>, <|user|>, <|observation|>
 CODE = "raise SystemExit('remote code was run')"
 NATIVE = ExportOptions(layout="native", add_tokenizer=export_tokenizer)
 TEXTS = ["", " Hello,  world!\n\n", "philosophy <|user|> [gMASK]sop </s>", "雪 🤗 <reserved_106> 8 GPUs\t三台", "▁a"]
@@ -157,14 +160,18 @@ def test_13b_has_no_native_layout(make_checkpoint: Make, tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == [tmp_path / "layers"]
 
 
-@pytest.fixture(params=TOKENIZERS)
-def published(request: pytest.FixtureRequest, shared: Path, make_checkpoint: Make) -> tuple[str, Path]:
-    """A family and a folder with its real tokenizer.model, as it is published."""
+@pytest.fixture(params=END_TOKENS)
+def published(request: pytest.FixtureRequest, make_checkpoint: Make) -> tuple[str, Path]:
+    """A family and a folder with its vocabulary, as it is published."""
     family: str = request.param
-    folder = original(make_checkpoint, {"chatglm3": "chatglm3", "baichuan2": "baichuan2-7b"}[family])
+    folder = original(make_checkpoint, CASE_OF.get(family, family))
     for name in ("tokenizer.json", "chat_template.jinja"):
         (folder / name).unlink()
-    shutil.copy(shared / "golden" / "tokenizers" / family / "tokenizer.model", folder)
+    if family not in TOKENIZERS:
+        Published(family, folder)
+        return family, folder
+    vocabularies = request.getfixturevalue("shared") / "golden" / "tokenizers"
+    shutil.copy(vocabularies / family / "tokenizer.model", folder)
     module = f"tokenization_{family}"
     stated = {"tokenizer_class": TOKENIZERS[family], "auto_map": {"AutoTokenizer": [f"{module}.X", None]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(stated))
@@ -174,13 +181,14 @@ def published(request: pytest.FixtureRequest, shared: Path, make_checkpoint: Mak
 
 def test_tokenizer_needs_no_code_and_gives_the_same_ids(published: tuple[str, Path], tmp_path: Path) -> None:
     family, folder = published
-    (folder / "generation_config.json").write_text('{"eos_token_id": 2, "top_k": 7, "user_token_id": 195}')
+    stated = {"eos_token_id": END_TOKENS[family][0], "top_k": 7, "user_token_id": 195}
+    (folder / "generation_config.json").write_text(json.dumps(stated))
     layers, native = tmp_path / "layers", tmp_path / "native"
     assert convert("hg_to_pp", folder, layers) == (0, [])
     assert convert("pp_to_hg", layers, native, "--layout", "native", "--verify") == (0, [])
 
     assert (native / "tokenizer.json").is_file()
-    assert not list(native.glob("*.py"))
+    assert not [*native.glob("*.py"), *native.glob("*.model"), *native.glob("*.tiktoken")]
     assert "auto_map" not in (native / "tokenizer_config.json").read_text()
     found, expected = AutoTokenizer.from_pretrained(native, trust_remote_code=False), load_tokenizer(folder)
     for text in TEXTS:
@@ -189,9 +197,10 @@ def test_tokenizer_needs_no_code_and_gives_the_same_ids(published: tuple[str, Pa
         assert ids == expected(text, add_special_tokens=False)["input_ids"]
         assert found.decode(ids) == expected.decode(ids)
     for length in (2, 4):
-        prompts = [each.apply_chat_template(CHAT[:length], add_generation_prompt=True) for each in (found, expected)]
+        chat = CHAT[family == "baichuan" : length]  # which knows no system message
+        prompts = [each.apply_chat_template(chat, add_generation_prompt=True) for each in (found, expected)]
         assert prompts[0]["input_ids"] == prompts[1]["input_ids"]
-        assert len(prompts[0]["input_ids"]) > 10
+        assert len(prompts[0]["input_ids"]) > 8
 
     settings = json.loads((native / "generation_config.json").read_text())
     assert settings == {"eos_token_id": END_TOKENS[family], "top_k": 7, "user_token_id": 195}
@@ -208,5 +217,6 @@ def test_end_tokens_are_listed_also_where_there_was_no_list(published: tuple[str
 def test_original_layout_keeps_the_original_tokenizer(published: tuple[str, Path], tmp_path: Path) -> None:
     _, folder = published
     back = assert_round_trip(folder, tmp_path)
-    assert (back / "tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
+    (vocabulary,) = [*folder.glob("*.model"), *folder.glob("*.tiktoken")]
+    assert (back / vocabulary.name).read_bytes() == vocabulary.read_bytes()
     assert not (back / "tokenizer.json").exists()

@@ -24,6 +24,7 @@ from data.tokenized.tokenize import encode, load_tokenizer
 from models.generation.generate import Request
 from models.generation.sampling import GREEDY
 from tests.conftest import save_original
+from tests.data.published_tokenizers import CLASSES, Published
 from tests.data.template_styles import STYLES
 from tests.data.test_native_tokenizers import Kit, flat
 from training.demo.answer import Answer
@@ -92,7 +93,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return found
 
 
-@pytest.fixture(params=["chatml", "llama3.1", "chatglm3", pytest.param("baichuan2", marks=pytest.mark.slow)])
+@pytest.fixture(params=["chatml", "llama3.1", "chatglm3", "qwen", pytest.param("baichuan2", marks=pytest.mark.slow)])
 def rendered(request: pytest.FixtureRequest, make_checkpoint: Make, tmp_path: Path) -> tuple[Path, Ids]:
     """A model, and the ids of a whole dialogue: as transformers renders it, or the classes that transformers lacks."""
     wide: dict[str, Any] = {"initializer_range": 0.3, "tie_word_embeddings": False}
@@ -101,11 +102,20 @@ def rendered(request: pytest.FixtureRequest, make_checkpoint: Make, tmp_path: Pa
         kit = Kit(request.param, request.getfixturevalue("shared"), tmp_path)
         save_original(tmp_path, model_type, {}, **wide, **sizes)
         return tmp_path, lambda messages: [*flat(kit.chat(messages))[0], asking]
+    if request.param in CLASSES:
+        published = Published(request.param, tmp_path)
+        save_original(tmp_path, request.param, {}, **wide, vocab_size=len(published.tokenizer))
+        return tmp_path, lambda messages: published.beginning + published.original(chatml(messages))
     folder = make_checkpoint("llama", vocab_size=560, **wide)
     if request.param in STYLES:
         STYLES[request.param].put_on(load_tokenizer(folder)).save_pretrained(folder)
     theirs = AutoTokenizer.from_pretrained(folder)
     return folder, lambda messages: theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+
+
+def chatml(messages: list[dict[str, str]]) -> str:
+    said = "".join(f"<|im_start|>{each['role']}\n{each['content']}<|im_end|>\n" for each in messages)
+    return said + "<|im_start|>assistant\n"
 
 
 def test_twenty_turns_are_asked_as_the_whole_dialogue_is_rendered(rendered: tuple[Path, Ids]) -> None:

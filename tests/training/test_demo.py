@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import demo
-from data.chat.native_tokenizers import export_tokenizer
+from data.chat.native.kinds import export_tokenizer
 from data.tokenized.tokenize import load_tokenizer
 from models.checkpoint.convert import hg_to_pp
 from models.checkpoint.export import ExportOptions, pp_to_hg

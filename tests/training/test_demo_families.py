@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data.chat.messages import Said
-from data.chat.native_tokenizers import export_tokenizer
+from data.chat.native.kinds import export_tokenizer
 from models.checkpoint.convert import hg_to_pp
 from models.checkpoint.export import ExportOptions, pp_to_hg
 from models.generation.generate import generate_many

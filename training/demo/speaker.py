@@ -14,7 +14,7 @@ import torch
 from data.chat.calls import CallForm
 from data.chat.chat_template import chat_template
 from data.chat.messages import JSON, Said
-from data.chat.native_tokenizers import end_tokens
+from data.chat.native.kinds import end_tokens
 from data.chat.prompts import PLAIN, PromptFormat, Prompts, format_of
 from data.errors import DataError
 from data.tokenized.tokenize import encode_beginning, encode_question, load_tokenizer

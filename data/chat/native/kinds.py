@@ -1,0 +1,119 @@
+"""The folders whose tokenizers are built here, and the export of these.
+
+Each kind ships a vocabulary and a tokenizer class of its own that must never run (and mostly no longer can). It is
+rebuilt as a `tokenizers` BPE with the ids of the original, which tells where its tokens lie in the text.
+
+Cost: a second for each 100 thousand tokens, once a process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from common.terminal import reason_of
+from data.chat.native import baichuan, chatglm3, internlm2, qwen
+from data.errors import DataError
+
+Settings = dict[str, Any]
+
+
+class Kind(NamedTuple):
+    """The tokenizers of one `model_type`."""
+
+    vocabulary: str  # the file that they are made of
+    # Makes one of that file and tokenizer_config.json, with its special tokens and its template as published.
+    build: Callable[[Path, Settings], tuple[Tokenizer, Settings]]
+    fixed: bool = False  # these count, whatever the folder says
+
+
+# By model_type, and by what tokenizer_config.json calls the class.
+KINDS = dict.fromkeys(("chatglm", "ChatGLMTokenizer"), Kind("tokenizer.model", chatglm3.build, fixed=True))
+KINDS |= dict.fromkeys(("baichuan", "BaiChuanTokenizer", "BaichuanTokenizer"), Kind("tokenizer.model", baichuan.build))
+KINDS |= dict.fromkeys(("internlm2", "InternLM2Tokenizer"), Kind("tokenizer.model", internlm2.build))
+KINDS |= dict.fromkeys(("qwen", "QWenTokenizer"), Kind("qwen.tiktoken", qwen.build))
+
+
+def native_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
+    """The tokenizer of a folder of these kinds; None for any other, and where there is a tokenizer.json.
+
+    Raises:
+        DataError: the folder's vocabulary is missing or damaged, or does not fit what tokenizer_config.json says.
+    """
+    settings = _read_json(folder / "tokenizer_config.json")
+    kind = _kind(folder, settings)
+    if kind is None or (folder / "tokenizer.json").is_file():
+        return None
+    path = folder / kind.vocabulary
+    if not path.is_file():
+        raise DataError(f"{path}: not found; expected the vocabulary that the checkpoint ships")
+    try:
+        backend, options = kind.build(path, settings)
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            model_input_names=["input_ids", "attention_mask"],
+            clean_up_tokenization_spaces=False,
+            **options if kind.fixed else options | _stated(folder, settings, options),
+        )
+        stated = _read_json(folder / "generation_config.json").get("eos_token_id")
+        if stated is not None and end_tokens(tokenizer).isdisjoint(stated if isinstance(stated, list) else [stated]):
+            # Lines may be lost at the end of a vocabulary, so that what follows it has other ids.
+            raise DataError(
+                f"{path}: has other ids than generation_config.json (eos_token_id {stated}); fetch it again"
+            )
+        return tokenizer
+    except DataError:
+        raise
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:  # settings may hold anything
+        raise DataError(f"{folder}: no usable tokenizer: {reason_of(error)}") from None
+
+
+def export_tokenizer(source: Path, target: Path) -> None:
+    """Write the tokenizer of a folder of these kinds as a tokenizer.json, which needs no code to load.
+
+    generation_config.json gets the tokens that end an answer. A folder without a tokenizer is left without one.
+
+    Raises:
+        DataError: as `native_tokenizer`.
+    """
+    kind = _kind(source, _read_json(source / "tokenizer_config.json"))
+    if kind is None or not (source / kind.vocabulary).is_file() or (tokenizer := native_tokenizer(source)) is None:
+        return
+    tokenizer.save_pretrained(target)
+    (target / kind.vocabulary).unlink(missing_ok=True)  # the copy of what nothing reads there
+    path = target / "generation_config.json"
+    settings = _read_json(path) | {"eos_token_id": sorted(end_tokens(tokenizer))}
+    path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The ids that end an answer: the end of sequence, ChatML's, and the roles that a ChatGLM3 hands over to."""
+    names = ("eos_token_id", "im_end_token_id", "user_token_id", "observation_token_id")
+    return {number for name in names if (number := getattr(tokenizer, name, None)) is not None}
+
+
+def _kind(folder: Path, settings: Settings) -> Kind | None:
+    stated = settings.get("tokenizer_class") or _read_json(folder / "config.json").get("model_type")
+    return KINDS.get(str(stated).removesuffix("Fast"))
+
+
+def _stated(folder: Path, settings: Settings, options: Settings) -> Settings:
+    """Those of the options that are special tokens or the template, as the folder has them."""
+    template = folder / "chat_template.jinja"
+    found = settings | ({"chat_template": template.read_text(encoding="utf-8")} if template.is_file() else {})
+    names = [name for name in options if name.endswith(("_token", "template")) and found.get(name) is not None]
+    return {name: found[name]["content"] if isinstance(found[name], dict) else found[name] for name in names}
+
+
+def _read_json(path: Path) -> Settings:
+    """A settings file's object; empty where there is none to read."""
+    with suppress(OSError, ValueError, RecursionError):
+        if path.is_file() and isinstance(settings := json.loads(path.read_text(encoding="utf-8")), dict):
+            return settings  # (from a pipe nothing would ever come)
+    return {}
