@@ -93,9 +93,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return found
 
 
-@pytest.fixture(
-    params=["chatml", "llama3.1", "chatglm3", "internlm2", "qwen", pytest.param("baichuan2", marks=pytest.mark.slow)]
-)
+@pytest.fixture(params=["chatml", "llama3.1", "chatglm3", "qwen", pytest.param("baichuan2", marks=pytest.mark.slow)])
 def rendered(request: pytest.FixtureRequest, make_checkpoint: Make, tmp_path: Path) -> tuple[Path, Ids]:
     """A model, and the ids of a whole dialogue: as transformers renders it, or the classes that transformers lacks."""
     wide: dict[str, Any] = {"initializer_range": 0.3, "tie_word_embeddings": False}
