@@ -26,7 +26,7 @@ GGUF_TYPES = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "q8_0": "q8_0"}  # t
 
 def main() -> None:
     arguments = parse_arguments()
-    with one_line_at_the_end():
+    with one_line_at_the_end(page="docs/conversion.md"):
         run(arguments)
 
 

@@ -21,7 +21,7 @@ def main() -> None:
     place = Place.from_environment()
     if place is not None:
         processes.end_with_launcher(place)
-    with one_line_at_the_end(place.rank if place else None):
+    with one_line_at_the_end(place.rank if place else None, page="docs/demo.md"):
         open_demo(arguments, place)
 
 

@@ -133,7 +133,7 @@ def test_words_that_make_no_sense_are_refused(words: list[str], complaint: str) 
 
 
 def test_make_hands_the_model_and_the_records_on() -> None:
-    words = ["make", "-n", "-o", ".venv/installed", "quickstart"]
+    words = ["make", "--no-print-directory", "-n", "-o", ".venv/installed", "quickstart"]
     bare = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert bare.strip().endswith("-m quickstart")
     own = [*words, "MODEL=my model", "DATA=a.json", "KEYS=n_epoches=1"]

@@ -29,10 +29,8 @@ class RunRefused(Exception):
     """Some rank cannot go on; every rank raises it with the same text, so that all leave together."""
 
 
-# Each argument of one is a line; several are for several bad records. With the page that explains more.
-PAGES = {ConfigError: "docs/configuration.md", DataError: "docs/data.md", CheckpointError: "docs/models.md"}
-USER_ERRORS = tuple(PAGES)
-OTHERWISE = "docs/troubleshooting.md"
+# Each argument of one is a line; several are for several bad records.
+USER_ERRORS = (ConfigError, DataError, CheckpointError)
 EXIT_CODE, INTERRUPTED = 2, 130
 RANK_0_SPEAKS = 20.0  # seconds for rank 0 to find the same mistake as another rank
 LEAVING = 2.0  # seconds for rank 0 to say what all know
@@ -86,11 +84,13 @@ def _written(report: str) -> str:
     return "its traceback is lost, as no file can be written"
 
 
-def _page(error: BaseException) -> str:
+def _page(error: BaseException, of_config: str) -> str:
     """The end of the line, with the page that explains more; nothing where nothing is wrong."""
     if isinstance(error, KeyboardInterrupt):
         return ""
-    return f" (see {next((page for kind, page in PAGES.items() if isinstance(error, kind)), OTHERWISE)})"
+    pages = {ConfigError: of_config, DataError: "docs/data.md", CheckpointError: "docs/models.md"}
+    found = (page for kind, page in pages.items() if isinstance(error, kind))
+    return f" (see {next(found, 'docs/troubleshooting.md')})"
 
 
 def tell(line: str) -> None:
@@ -100,7 +100,9 @@ def tell(line: str) -> None:
 
 
 @contextmanager
-def one_line_at_the_end(rank: int | None = None, goes_on: bool = False) -> Iterator[None]:
+def one_line_at_the_end(
+    rank: int | None = None, goes_on: bool = False, page: str = "docs/configuration.md"
+) -> Iterator[None]:
     """What a door does around everything: an error becomes one line on standard error, and the exit code.
 
     Args:
@@ -108,6 +110,7 @@ def one_line_at_the_end(rank: int | None = None, goes_on: bool = False) -> Itera
             Python's own teardown: threads of the process group may still be under way, and would now and then abort a
             run that is done ("terminate called without an active exception").
         goes_on: whether the program has more to do where all went well.
+        page: explains what the program is asked with.
     """
     code: Any = 0
     guard_logging()
@@ -119,7 +122,7 @@ def one_line_at_the_end(rank: int | None = None, goes_on: bool = False) -> Itera
             # A launcher ends all ranks as soon as one has left: the one that speaks must be the first.
             time.sleep(LEAVING if isinstance(error, RunRefused) else RANK_0_SPEAKS)
         if not rank or not isinstance(error, (RunRefused, KeyboardInterrupt)):
-            print(f"error: {line}{_page(error)}", file=sys.stderr, flush=True)
+            print(f"error: {line}{_page(error, page)}", file=sys.stderr, flush=True)
     except SystemExit as leaving:
         code = leaving.code
     if rank is not None and (code or not goes_on):

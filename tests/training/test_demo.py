@@ -74,7 +74,8 @@ def expected_answers(folder: Path, questions: list[str]) -> list[str]:
         messages.append({"role": "user", "content": question})
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
         ids = model.generate(prompt, max_new_tokens=5, do_sample=False)[0, prompt.shape[1] :]
-        messages.append({"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)})
+        content = tokenizer.decode(ids, skip_special_tokens=True).rstrip("\ufffd")  # of a character that was cut
+        messages.append({"role": "assistant", "content": content})
     return [message["content"] for message in messages[1::2]]
 
 
