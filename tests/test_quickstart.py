@@ -151,6 +151,7 @@ def own(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathF
     return folder / "job", [*PIPETUNE, *words, "train_batch_size=8"]
 
 
+@pytest.mark.slow
 @pytest.mark.launched
 def test_your_own_model_goes_all_the_way(own: tuple[Path, list[str]]) -> None:
     folder, command = own

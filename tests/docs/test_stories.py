@@ -72,6 +72,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.launched
 @pytest.mark.parametrize("story", STORIES)
 def test_a_story_goes_as_it_is_told(story: str, place: Path) -> None:
