@@ -54,6 +54,7 @@ def folder(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPa
     keys: dict[str, Any] = {"model_path": "model", "data_path": "records.json", "save_path": "run"}
     write_config(folder / "run.yml", **keys, model_topo=topology((2, 1), [2, 3]))
     own = {"save_path": "own", "train_batch_size": 16, "max_steps": 3, "model_topo": topology((2, 1))}
+    own["optimizer"] = {"params": {"lr": 1e-3}}
     (folder / "classifier.yml").write_text(json.dumps(own))
     return folder
 
