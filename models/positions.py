@@ -128,9 +128,8 @@ class Positions:
             return {"attention_mask": None} | ({} if cache is not None else {"documents": documents})
         window = self.config.sliding_window if kind == SLIDING else None
         if cache is not None:
-            length = positions.shape[1]
-            causal = cache.level and (length == 1 or not cache.longest)  # which these kernels do without a mask
-            plain = causal and kernel in (TORCH, CUDNN) and (window is None or cache.longest + length <= window)
+            # Without a mask these kernels do what is plainly causal. Of others nothing is asked: ONNX traces lengths.
+            plain = kernel in (TORCH, CUDNN) and _is_causal(positions, cache, window)
             return {"attention_mask": None if plain else cached_mask(positions, cache, window, hidden.dtype)}
         assert documents is not None
         if kernel == FLEX:
@@ -185,6 +184,12 @@ def cached_mask(positions: Tensor, cache: KeyValueCache, window: int | None, dty
     keys = torch.arange(cache.longest + positions.shape[1], device=positions.device)
     queries = positions[..., None]
     return _numbers(keys <= queries if window is None else (keys <= queries) & (keys > queries - window), dtype)
+
+
+def _is_causal(positions: Tensor, cache: KeyValueCache, window: int | None) -> bool:
+    """Whether plain causal attention says the same as `cached_mask`."""
+    length = positions.shape[1]
+    return cache.level and (length == 1 or not cache.longest) and (window is None or cache.longest + length <= window)
 
 
 def _numbers(seen: Tensor, dtype: torch.dtype) -> Tensor:
