@@ -48,15 +48,15 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     count, device = parse_devices(arguments.devices) if arguments.devices else (None, this_device())
     check_fp8(config, spec)
     config = _on(config, count, arguments.search)
-    feed = _feed(config, spec, folder, log)
+    workload, feed = _feed(config, spec, folder, log)
     save_path = Path(config.save_path)
     if arguments.calibrate:
         if arguments.devices and not torch.cuda.is_available():
             raise ConfigError("--calibrate: this machine has no GPU to measure; expected no --devices")
-        log.print(f"calibrated: {calibrate(config, spec, feed(config)).write(save_path)}")
+        log.print(f"calibrated: {calibrate(config, spec, workload).write(save_path)}")
     # What was measured here says nothing about other devices, unless somebody says that they are the same.
     counts = arguments.calibrate or not arguments.devices
-    basis, told = Basis.of_run(config, spec, feed(config), device, calibrated=counts)
+    basis, told = Basis.of_run(config, spec, workload, device, calibrated=counts)
     processes = count or config.model_topo.processes
     on = f"{processes} x {device.name}" if device.memory else f"{processes} processes on a {device.name}"
     log.print(f"model: {spec.family.name}, {spec.n_layers} layers; {on}")
@@ -101,19 +101,20 @@ def _on(config: TrainConfig, count: int | None, searches: bool) -> TrainConfig:
     return config.model_copy(update={"model_topo": topo.spread(count, 1)})
 
 
-def _feed(config: TrainConfig, spec: ModelSpec, folder: Path, log: Console) -> Callable[[TrainConfig], Workload]:
-    """What a step has with such a config: as the records are, where they can be read; else assumed."""
+def _feed(
+    config: TrainConfig, spec: ModelSpec, folder: Path, log: Console
+) -> tuple[Workload, Callable[[TrainConfig], Workload]]:
+    """What a step has with this config, and with others: as the records are, where they can be read; else assumed."""
     if config.stream_gb:
-        return Workload.assumed
+        return Workload.assumed(config), Workload.assumed
     try:
         dataset, _ = RecordReader(config, folder, Console(quiet=True)).sets()
         assert isinstance(dataset, Dataset)
         feed = feed_of(dataset, spec)
-        feed(config)  # which may complain
-        return feed
+        return feed(config), feed
     except (DataError, CheckpointError, OSError, ValueError) as error:
         log.print(f"data_path is not used: {reason_of(error)}")
-        return Workload.assumed
+        return Workload.assumed(config), Workload.assumed
 
 
 def feed_of(dataset: Dataset, spec: ModelSpec) -> Callable[[TrainConfig], Workload]:
