@@ -16,6 +16,8 @@ class Topology(BaseModel):
 
     Attributes:
         parts: layers per stage of a pipeline, or per chunk where each stage holds two; empty under plain ZeRO.
+        tensor: processes that share each layer.
+        sequence: replicas that share their rows. No file depends on it, but each rank's random numbers do.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -24,6 +26,8 @@ class Topology(BaseModel):
     replicas: int
     zero_stage: int
     parts: list[int]
+    tensor: int = 1
+    sequence: int = 1
 
     @property
     def v_schedule(self) -> bool:
@@ -50,7 +54,9 @@ class Topology(BaseModel):
     def full_description(self) -> str:
         """For the log, where two of them are compared."""
         zero = f", ZeRO stage {self.zero_stage}" if self.parts else ""
-        return f"{self.description}{zero}, {self.replicas} {'replica' if self.replicas == 1 else 'replicas'}"
+        wide = f", {self.tensor} processes to a layer" if self.tensor > 1 else ""
+        wide += f", {self.sequence} to a row" if self.sequence > 1 else ""
+        return f"{self.description}{zero}, {self.replicas} {'replica' if self.replicas == 1 else 'replicas'}{wide}"
 
 
 @dataclass(frozen=True)

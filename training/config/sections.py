@@ -299,18 +299,21 @@ class EveryNth(Section):
 class ProcessTopology(Section):
     """`model_topo.process_topology`: the grid of processes."""
 
-    axes: list[Literal["pipe", "data"]] = ["pipe", "data"]
+    axes: list[Literal["pipe", "data", "model"]] = ["pipe", "data"]
     """What the numbers in `dims` mean, in this order; neighbours along the last one are neighbouring processes. Over
-    several machines, without the key, the order that crosses them least (docs/cluster.md#placement)."""
+    several machines, without the key, the order that crosses them least (docs/cluster.md#placement). `model`, the
+    tensor axis, may be left out."""
 
-    dims: list[PositiveInt] = Field(default=[1, 1], min_length=2, max_length=2)
+    dims: list[PositiveInt] = [1, 1]
     """Stages and replicas; the product is the number of processes. `[8, 2]` is 16 processes, two replicas of an 8-stage
-    pipeline."""
+    pipeline. With `axes: [pipe, data, model]` the third one is how many processes share each layer."""
 
     @model_validator(mode="after")
     def _check(self) -> ProcessTopology:
-        if sorted(self.axes) != ["data", "pipe"]:
-            raise ValueError(f"axes: expected pipe and data, found {self.axes}")
+        if sorted(self.axes) not in (["data", "pipe"], ["data", "model", "pipe"]):
+            raise ValueError(f"axes: expected pipe and data, and model where layers are shared, found {self.axes}")
+        if len(self.dims) != len(self.axes):
+            raise ValueError(f"dims: expected one number for each of the axes {self.axes}, found {self.dims}")
         return self
 
 
@@ -318,6 +321,10 @@ class ModelTopo(Section):
     """`model_topo`: how the model is spread."""
 
     process_topology: ProcessTopology = ProcessTopology()
+    sequence: PositiveInt = 1
+    """How many neighbouring replicas share their rows, each with a part of the tokens, for rows too long for one. It
+    divides the replicas (docs/parallelism.md#long-rows)."""
+
     parts: list[PositiveInt] | None = None
     """Layers of each stage: one entry a stage, which sum to blocks + 2. `auto`, or no key, finds the parts whose
     slowest stage is fastest (docs/parallelism.md#plan-before-you-train)."""
@@ -329,6 +336,12 @@ class ModelTopo(Section):
             raise ValueError("expected auto or a list of layers per stage")
         return None if parts == "auto" else parts
 
+    @model_validator(mode="after")
+    def _check(self) -> ModelTopo:
+        if self.replicas % self.sequence:
+            raise ValueError(f"sequence: {self.sequence} does not divide the {self.replicas} replicas")
+        return self
+
     @property
     def stages(self) -> int:
         return self._sizes["pipe"]
@@ -336,6 +349,16 @@ class ModelTopo(Section):
     @property
     def replicas(self) -> int:
         return self._sizes["data"]
+
+    @property
+    def row_replicas(self) -> int:
+        """Replicas with rows of their own: those that share rows count as one."""
+        return self.replicas // self.sequence
+
+    @property
+    def tensor(self) -> int:
+        """How many processes share each layer."""
+        return self._sizes.get("model", 1)
 
     @property
     def processes(self) -> int:
@@ -348,14 +371,16 @@ class ModelTopo(Section):
 
     def spread(self, stages: int, replicas: int) -> ModelTopo:
         """The same over other processes, with `parts: auto`."""
-        dims = [stages if axis == "pipe" else replicas for axis in self.process_topology.axes]
-        grid = self.process_topology.model_copy(update={"dims": dims})
+        sizes = self._sizes | {"pipe": stages, "data": replicas}
+        grid = self.process_topology.model_copy(update={"dims": [sizes[axis] for axis in self.process_topology.axes]})
         return self.model_copy(update={"parts": None, "process_topology": grid})
 
     def turned(self) -> ModelTopo:
-        """The same grid with its axes, and `dims` with them, in the other order."""
-        grid = self.process_topology
-        turned = grid.model_copy(update={"axes": grid.axes[::-1], "dims": grid.dims[::-1]})
+        """The same grid with the axes of stages and replicas, and `dims` with them, in the other order."""
+        grid, sizes = self.process_topology, self._sizes
+        other = {"pipe": "data", "data": "pipe"}
+        axes = [other.get(axis, axis) for axis in grid.axes]
+        turned = grid.model_copy(update={"axes": axes, "dims": [sizes[axis] for axis in axes]})
         return self.model_copy(update={"process_topology": turned})
 
     @property

@@ -97,4 +97,6 @@ def _going_on(basis: Basis, saved: CheckpointRecord | None) -> tuple[list[int], 
 def topology_of(config: TrainConfig, parts: list[int]) -> Topology:
     """A run's, with these layers per stage or per chunk."""
     topo = config.model_topo
-    return Topology(stages=topo.stages, replicas=topo.replicas, zero_stage=config.zero_optimization.stage, parts=parts)
+    wide = {name: size for name in ("tensor", "sequence") if (size := getattr(topo, name)) > 1}  # else left out
+    zero = config.zero_optimization.stage
+    return Topology(stages=topo.stages, replicas=topo.replicas, zero_stage=zero, parts=parts, **wide)

@@ -1,0 +1,1 @@
+"""One layer, or one row of tokens, over several processes."""
