@@ -112,7 +112,8 @@ def _explain(choices: Choices, plan: Plan, ranking: list[Plan], whole: int) -> N
     room = f"{peak:.1f} GB a process at most, of {(basis.device.memory or 0) / GB:.1f} GB"
     others = {str(other.basis.config.model_topo.process_topology.dims): other for other in reversed(ranking)}
     beside = [f"{name} {each.tokens_per_s:,.0f}" for name, each in others.items() if name != str(dims)]
-    told = f"stages x replicas, the fastest by plan: {plan.tokens_per_s:,.0f} tokens/s"
+    which = "the fastest" if ranking[0].seconds >= plan.seconds else "the fewest processes of those about as fast"
+    told = f"stages x replicas, {which} by plan: {plan.tokens_per_s:,.0f} tokens/s"
     choices.add(DIMS, dims, f"{told}; {', '.join(beside)}" if beside else told)
     choices.add("model_topo.parts", plan.parts, "layers of each stage: the slowest one is as fast as can be")
     rows, steps = config.train_micro_batch_size_per_gpu, basis.micro_batches

@@ -32,6 +32,7 @@ from training.plan.rendering import GB
 from training.plan.workload import Workload
 
 CUT = 0.1  # of the samples, that may be cut to make a run fit
+ALIKE = 0.9  # as fast as another plan: no more than estimates tell apart
 FASTER = 1.3  # as fast as fp32, that bf16 has to be on a CPU
 PRODUCTS = 50  # that are timed for it
 ROUNDS = 3  # in which layers are timed, on each number of threads in turn
@@ -92,7 +93,7 @@ class Search:
             fitting = [plan for plans in found for plan in plans if self._in_main_memory(plan)]
             self.ranking = sorted(fitting, key=lambda plan: (round(plan.seconds, 9), plan.peak))
             if fitting:
-                return self._fewest_recomputed(self.ranking[0])
+                return self._fewest_recomputed(self._fewest_processes())
         raise ConfigError(self._refusal(bases[-1]))
 
     def _ladder(self, config: TrainConfig) -> Iterator[TrainConfig]:
@@ -141,6 +142,17 @@ class Search:
     def _in_main_memory(self, plan: Plan) -> bool:
         held = sum(stage.memory.host for stage in plan.stages) * plan.basis.config.model_topo.replicas
         return held <= self.machine.memory
+
+    def _fewest_processes(self) -> Plan:
+        """The fastest plan; of those about as fast on the cores of a CPU the one that divides them least.
+
+        It holds less, and what else the machine does delays one process less than several that wait for each other.
+        """
+        fastest = self.ranking[0]
+        if self.machine.kind.reserves:
+            return fastest
+        alike = [plan for plan in self.ranking if plan.seconds * ALIKE <= fastest.seconds]
+        return min(alike, key=lambda plan: plan.basis.config.model_topo.processes)
 
     def _fewest_recomputed(self, plan: Plan) -> Plan:
         """Where all blocks recompute on a device whose memory is known, as many as have to."""

@@ -7,7 +7,9 @@ import math
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -244,3 +246,16 @@ def test_words_that_follow_the_data_are_overrides_where_there_is_such_a_key(mode
     assert result.returncode == 0, result.stderr
     config = load_config(tmp_path / "run" / "auto.yml")
     assert (config.data_path, config.seed, config.n_epoches) == ([str(FAQ), str(odd)], 7, 2)
+
+
+@pytest.mark.parametrize(("reserves", "processes"), [(False, 1), (True, 2)])
+def test_the_cores_of_a_cpu_are_divided_no_more_than_estimates_can_tell(reserves: bool, processes: int) -> None:
+    machine = Machine(replace(this_device(), reserves=reserves), (1, 2, 4), 1e9, "a machine")
+    search = Search(machine, Mock(), Mock(), frozenset(), Mock())
+    for count, seconds in ((2, 1.0), (4, 1.05), (1, 1.08), (1, 1.09), (1, 1.2)):
+        plan = Mock(seconds=seconds)
+        plan.basis.config.model_topo.processes = count
+        search.ranking.append(plan)
+    chosen = search._fewest_processes()
+    assert chosen.basis.config.model_topo.processes == processes
+    assert chosen.seconds == (1.0 if reserves else 1.08)
