@@ -46,4 +46,4 @@ def random_rows(words: int, rows: int, length: int) -> InMemory:
 def rows_loader(config: TrainConfig, words: int) -> Loader:
     """Steps of full rows, one a micro-batch."""
     rows = config.train_batch_size
-    return Loader(random_rows(words, rows, config.max_seq_len), rows, 1, config.model_topo.replicas, seed=0)
+    return Loader(random_rows(words, rows, config.max_seq_len), rows, 1, config.model_topo.row_replicas, seed=0)

@@ -6,7 +6,8 @@
 stages. `checkpoints` (`benchmarks.checkpoints`): saving, verifying, bookkeeping. `gradient_sum`
 (`benchmarks.gradient_sum`): 16-bit gradients into fp32 sums. `step` (`benchmarks.optimizer_step`): bytes and time of
 a step beyond its passes. `replicas` (`benchmarks.replicas`): sums over replicas that begin during the last backward
-pass. `auto` (`benchmarks.auto`): what `--auto` chooses against ten configs by hand. All of them take an hour on two
+pass. `auto` (`benchmarks.auto`): what `--auto` chooses against ten configs by hand. `wide` (`benchmarks.wide`): two
+processes that share each row, or each layer. All of them take an hour on two
 cores, and want a machine that does nothing else.
 """
 
@@ -23,6 +24,7 @@ from benchmarks import (
     replicas,
     schedules,
     simulated,
+    wide,
 )
 from benchmarks.parts import run_parts
 
@@ -37,6 +39,7 @@ PARTS = {
     "step": optimizer_step,
     "replicas": replicas,
     "auto": auto,
+    "wide": wide,
 }
 
 if __name__ == "__main__":

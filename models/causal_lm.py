@@ -33,8 +33,8 @@ class CausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
-        positions, part = spec.positions(), part or range(spec.n_layers)
-        self.layers = nn.ModuleList(build_layer(spec, layer, states, positions, dtype, device) for layer in part)
+        self.positions, part = spec.positions(), part or range(spec.n_layers)
+        self.layers = nn.ModuleList(build_layer(spec, layer, states, self.positions, dtype, device) for layer in part)
         if spec.tied and len(part) == spec.n_layers:
             tie_weights(spec, self.embedding, self.head)
 

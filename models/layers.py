@@ -1,8 +1,9 @@
 """The three kinds of layer and what flows between them.
 
 A micro-batch flows through every stage as the tuple `(hidden [B, S, H], position_ids [B, S] int64)`; the embedding
-takes `(input_ids [B, S], position_ids)`. Mixture-of-experts models add a third tensor, their router's running sums
-(`models/router.py`). Position ids restart at 0 with each document of a packed row, and a padding token where position p
+takes `(input_ids [B, S], position_ids)`. Where n processes share rows, hidden states and input ids are those of S / n
+tokens. Mixture-of-experts models add a third tensor, their router's running sums (`models/router.py`). Position ids
+restart at 0 with each document of a packed row, and a padding token where position p
 would be has -1 - p. Everything that depends on who may see whom (causal masks, rotary angles) is derived from them on
 each stage, so that no S x S mask ever crosses a stage boundary. The layers wrap transformers' modules and add nothing
 to their arithmetic.
@@ -93,7 +94,10 @@ class Block(nn.Module):
     def _run(self, source: Tensor | Parked, position_ids: Tensor, arguments: Arguments) -> tuple[Tensor, Tensor | None]:
         output = self.block(source.take() if isinstance(source, Parked) else source, **arguments)
         hidden = output[0] if isinstance(output, tuple) else output  # some families also return attention weights
-        return hidden, self._recorder.statistics(position_ids >= 0) if self._recorder else None
+        if self._recorder is None:
+            return hidden, None
+        assert self._positions is not None
+        return hidden, self._recorder.statistics(self._positions.own(position_ids >= 0, -1))
 
 
 class Head(nn.Module):

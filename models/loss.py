@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from models.layers import Head, Stream
 from models.lean_loss import chunk_tokens, linear_cross_entropy
+from models.parallel.peers import ALONE, Peers
+from models.parallel.sequence import SummedOverRows
 from models.router import router_loss, top_k
 
 ALIGNED = 8  # columns of a matrix: products of 16-bit numbers are fast for whole multiples
@@ -31,14 +33,19 @@ TokenLoss = Callable[[Tensor, Tensor], Tensor]
 MicroBatchLoss = Callable[[Head, Stream, tuple[Tensor, ...]], Tensor]
 
 
-def supervised_positions(labels: Tensor) -> Tensor:
-    """Which of the flattened tokens of `labels` [B, S] predict a supervised one: [T] int64; on a GPU the host waits."""
-    return (_targets(labels) != IGNORED).nonzero().squeeze(-1)
+def supervised_positions(labels: Tensor, length: int) -> Tensor:
+    """Which of the flattened tokens predict a supervised one: [T] int64; on a GPU the host waits.
+
+    Args:
+        labels: [B, S], or [B, S + 1] where a row goes on elsewhere.
+        length: S, tokens in a row.
+    """
+    return (_targets(labels, length) != IGNORED).nonzero().squeeze(-1)
 
 
-def _targets(labels: Tensor) -> Tensor:
+def _targets(labels: Tensor, length: int) -> Tensor:
     """What each of the flattened tokens has to predict; the last one of a row predicts nothing that is known."""
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
+    return F.pad(labels[:, 1:], (0, 1 + length - labels.shape[1]), value=IGNORED).flatten()
 
 
 def token_loss(
@@ -53,7 +60,8 @@ def token_loss(
 
     Args:
         hidden: normalised hidden states [B, S, H].
-        labels: [B, S], aligned with the inputs (not shifted); `IGNORED` where there is no loss.
+        labels: [B, S], aligned with the inputs (not shifted); `IGNORED` where there is no loss. Of a part of a row they
+            are one more, as its last token predicts the next part's first.
         z_loss_weight: weight of (max log-softmax)^2, summed as the cross-entropy is. A relative of the max-z loss of
             Baichuan 2 (arXiv:2309.10305), which squares the largest logit itself.
         supervised: the `supervised_positions`, found here where absent.
@@ -63,9 +71,9 @@ def token_loss(
         A scalar fp32 tensor; 0 with a gradient of 0 where nothing is supervised.
     """
     if supervised is None:
-        supervised = supervised_positions(labels)
+        supervised = supervised_positions(labels, hidden.shape[1])
     rows = hidden.flatten(0, 1).index_select(0, supervised)
-    targets = _targets(labels).index_select(0, supervised)
+    targets = _targets(labels, hidden.shape[1]).index_select(0, supervised)
     if own:
         return _own_loss(own, rows, targets, head)
     rows, projection = head.scaled(rows), head.projection()
@@ -102,6 +110,7 @@ def micro_batch_loss(
     z_loss_weight: float = 0.0,
     router_loss_weight: float = 0.0,
     own: TokenLoss | None = None,
+    rows: Peers = ALONE,
 ) -> Tensor:
     """A micro-batch's part of the global batch's loss, in fp32; the parts of all micro-batches are averaged.
 
@@ -113,10 +122,12 @@ def micro_batch_loss(
         labels: labels [B, S], scale [], share [] and, where they are known, the `supervised_positions` [T].
         z_loss_weight, own: see `token_loss`.
         router_loss_weight: weight of the load-balancing loss of mixture-of-experts (`models.router`).
+        rows: who have the other tokens of the same rows.
     """
     targets, scale, share, *known = labels
     z_loss_weight, own = (z_loss_weight, own) if head.training else (0.0, None)
     loss = token_loss(stream[0], targets, head, z_loss_weight, known[0] if known else None, own) * scale
     if router_loss_weight and head.training:
-        loss = loss + router_loss_weight * router_loss(stream[2], top_k(head.config)) * share
+        sums = stream[2] if rows.size == 1 else SummedOverRows.apply(stream[2], rows)
+        loss = loss + router_loss_weight * router_loss(sums, top_k(head.config)) * share
     return loss

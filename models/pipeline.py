@@ -31,6 +31,7 @@ from models.layers import Block, Head, Stream
 from models.loading import LayerStates, build_layer, tie_weights
 from models.loss import MicroBatchLoss, micro_batch_loss
 from models.offload import Returns
+from models.parallel.peers import NONE_SHARED, Sharing
 from models.router import n_experts
 from models.spec import ModelSpec
 from models.weight_gradients import WeightGradients
@@ -57,6 +58,7 @@ class PipelineModel(PipelineModule):
         parts: layers per stage; one entry a stage (for a `VScheduleModel` two), summing to `spec.n_layers`.
         dtype: the dtype to train in.
         micro_batch_loss: of head, stream and labels: `models.loss.micro_batch_loss` with the weights of its parts.
+        sharing: with whom the process shares its rows and its layers.
 
     A micro-batch is `((input_ids, position_ids), (labels, scale, share))`.
 
@@ -73,12 +75,15 @@ class PipelineModel(PipelineModule):
         dtype: torch.dtype,
         blocks: BlockOptions = PLAIN,
         micro_batch_loss: MicroBatchLoss = micro_batch_loss,
+        sharing: Sharing = NONE_SHARED,
     ) -> None:
         self.spec = spec
+        self._sharing = sharing
         self._bounds = [0, *accumulate(parts)]
         self._dtype = dtype
         self.micro_batch_loss = micro_batch_loss
-        self.positions = [spec.positions() for _ in parts]  # of a chunk's layers, which see the micro-batches in order
+        # Of a chunk's layers, which see the micro-batches in order.
+        self.positions = [spec.positions(sharing) for _ in parts]
         device = torch.device(get_accelerator().current_device_name())
         chunks = [chunk for chunk, size in enumerate(parts) for _ in range(size)]
         layers = [
@@ -102,7 +107,7 @@ class PipelineModel(PipelineModule):
         """What flows from one stage to the next for a micro-batch [rows, length], as tensors on the meta device."""
         config = self.spec.config
         with torch.device("meta"):
-            hidden = torch.empty(rows, length, config.hidden_size, dtype=self._dtype)
+            hidden = torch.empty(rows, length // self._sharing.sequence.size, config.hidden_size, dtype=self._dtype)
             position_ids = torch.empty(rows, length, dtype=torch.int64)
             router_sums = (torch.empty(2, n_experts(config)),) if self.spec.family.router else ()
         return hidden, position_ids, *router_sums

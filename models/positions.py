@@ -7,6 +7,9 @@ masks and biases, so that a padded row still needs no mask.
 
 Where documents begin is a question to the device, unless whoever lays out the micro-batches answers it ahead
 (`Positions.expect`).
+
+Where processes share rows, position ids are those of whole rows on each of them, hidden states its own tokens' only. So
+scopes are made for whole rows, and of what belongs to a token each process takes its own part.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from models.documents import Documents
 from models.flex_attention import FLEX
 from models.generation.cache import KeyValueCache
 from models.packed_attention import VARLEN
+from models.parallel.peers import NONE_SHARED, Sharing
+from models.parallel.sequence import Exchanged, PartOfRows, share_attention
 from models.position_ids import unmarked
 from models.rope import DocumentRotary, depends_on_length
 
@@ -59,7 +64,9 @@ class Positions:
     """
 
     cache_argument = "past_key_values"
-    slopes: Tensor | None = None  # of ALiBi, [heads] fp32, where they were last asked for
+    slopes: Tensor | None = None  # of ALiBi, of all heads, [heads] fp32, where they were last asked for
+    sharing: Sharing = NONE_SHARED
+    part: PartOfRows | None = None  # the tokens of hidden states, where they are not whole rows
 
     def __init__(self, family: Family, config: PreTrainedConfig) -> None:
         self.config = config
@@ -72,6 +79,21 @@ class Positions:
         self._expected: deque[Documents] = deque()
         self._documents: tuple[Tensor, int | None, Documents] | None = None
 
+    def share(self, sharing: Sharing) -> None:
+        """Tell with whom the process shares its rows and its layers."""
+        self.sharing = sharing
+        if sharing.sequence.size > 1:
+            share_attention()
+            self.part = Exchanged(sharing.sequence)
+
+    def own(self, whole: Tensor, dim: int) -> Tensor:
+        """Of what there is for each token of whole rows, or is the same for all, what belongs to hidden states.
+
+        Args:
+            dim: which dimension counts tokens; negative.
+        """
+        return whole if self.part is None or whole.shape[dim] == 1 else self.part.own(whole, dim)
+
     def expect(self, documents: Iterable[Documents]) -> None:
         """Tell what the coming micro-batches hold, in the order of their forward passes, in place of what was told.
 
@@ -82,10 +104,17 @@ class Positions:
     def __call__(
         self, kind: str, hidden: Tensor, position_ids: Tensor, cache: KeyValueCache | None = None
     ) -> Arguments:
-        """The arguments of a block of this kind of attention, for `hidden` [B, S, H] at `position_ids` [B, S]."""
+        """The arguments of a block of this kind of attention, for `hidden` [B, S, H] at `position_ids` [B, S].
+
+        Where rows are shared, `hidden` has the process's own tokens only.
+        """
         state = (_version(position_ids), hidden.dtype, hidden.device, torch.is_inference_mode_enabled())
         if self._last is None or not _same_memory(self._last[0], position_ids) or self._last[1] != state:
-            arguments = self.arguments(hidden, position_ids, cache)
+            whole = hidden if self.part is None else hidden.new_empty(*position_ids.shape, 0)
+            arguments = self.arguments(whole, position_ids, cache)
+            if self.part is not None:
+                for each in arguments.values():
+                    each["part_of_rows"] = self.part
             if cache is not None:
                 for each in arguments.values():
                     each |= {self.cache_argument: cache, "use_cache": True}
@@ -93,7 +122,11 @@ class Positions:
         return self._last[2][kind]
 
     def arguments(self, hidden: Tensor, position_ids: Tensor, cache: KeyValueCache | None) -> dict[str, Arguments]:
-        """The arguments for every kind of attention in the model; padding is still marked here."""
+        """The arguments for every kind of attention in the model; padding is still marked here.
+
+        Args:
+            hidden: tells shape, dtype and device; where rows are shared, it has whole rows and no numbers.
+        """
         seen = cache.longest if cache is not None else 0
         with fp32_products():
             angles = self.angles(hidden, position_ids, seen + position_ids.shape[1])
@@ -101,8 +134,8 @@ class Positions:
         documents = self.documents(position_ids) if cache is None else None
         return {
             kind: {
-                "position_ids": positions,
-                "position_embeddings": angles[kind],
+                "position_ids": self.own(positions, -1),
+                "position_embeddings": tuple(self.own(each, -2) for each in angles[kind]),
                 **self.scope(kind, hidden, positions, cache, documents),
             }
             for kind in self.kinds
@@ -145,10 +178,11 @@ class Positions:
         return {"attention_mask": self.mask(kind, hidden) if packed is None else packed}
 
     def slopes_on(self, device: torch.device) -> Tensor:
-        """The slopes, which stay on `device`: the host would wait for a copy in each micro-batch."""
+        """Those of the heads that attention has here, on `device`, where they stay: the host would wait for a copy."""
         assert self.slopes is not None
         self.slopes = self.slopes.to(device)
-        return self.slopes
+        slopes = self.slopes[self.sharing.tensor.part(len(self.slopes))]
+        return slopes[self.sharing.sequence.part(len(slopes))]
 
     def angles(self, hidden: Tensor, position_ids: Tensor, longest: int) -> dict[str, Angles]:
         """The rotary angles (cos, sin) for every kind of attention, here the same for all.

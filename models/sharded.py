@@ -19,6 +19,7 @@ from models.layers import Block, Head, Stream
 from models.loading import LayerStates, build_layer, tie_weights
 from models.loss import MicroBatchLoss, micro_batch_loss
 from models.offload import Returns
+from models.parallel.peers import NONE_SHARED, Sharing
 from models.spec import ModelSpec
 
 
@@ -30,7 +31,7 @@ class ShardedModel(nn.ModuleList):
         dtype: the dtype to train in.
         shards: DeepSpeed's config of a stage-3 run, by which each layer is sharded as soon as it is built; None where
             each process holds the whole model.
-        micro_batch_loss: as in `models.pipeline`.
+        micro_batch_loss, sharing: as in `models.pipeline`.
 
     Raises:
         CheckpointError: the weights are not those of the layers.
@@ -44,10 +45,11 @@ class ShardedModel(nn.ModuleList):
         shards: dict[str, Any] | None,
         blocks: BlockOptions = PLAIN,
         micro_batch_loss: MicroBatchLoss = micro_batch_loss,
+        sharing: Sharing = NONE_SHARED,
     ) -> None:
         super().__init__()
         self._micro_batch_loss = micro_batch_loss
-        positions, returns = spec.positions(), Returns()
+        positions, returns = spec.positions(sharing), Returns()
         self.positions = [positions]
         device = torch.device(get_accelerator().current_device_name())
         for number in range(spec.n_layers):

@@ -117,7 +117,7 @@ def build_loader(
         data,
         config.train_batch_size,
         config.train_micro_batch_size_per_gpu,
-        config.model_topo.replicas,
+        config.model_topo.row_replicas,
         config.seed,
         drop_last,
         config.packing,
@@ -125,7 +125,7 @@ def build_loader(
         numbers,
         config.least_micro_batches,
         router_loss,
-        fp8.MULTIPLE if config.fp8.enabled else PAD_MULTIPLE,
+        (fp8.MULTIPLE if config.fp8.enabled else PAD_MULTIPLE) * config.model_topo.sequence,
     )
 
 
@@ -150,6 +150,6 @@ def row_length(data: SampleSet, config: TrainConfig, router_loss: bool) -> int:
         limit=config.max_seq_len,
         batch_size=config.train_batch_size,
         micro_batch_size=config.train_micro_batch_size_per_gpu,
-        replicas=config.model_topo.replicas,
+        replicas=config.model_topo.row_replicas,
         stages=config.model_topo.stages,
     )

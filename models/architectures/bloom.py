@@ -4,7 +4,7 @@ bigscience's own files leave the prefix `transformer.` out (`h.0...`), what tran
 query_key_value is interleaved by head and stays fused, as in transformers' block.
 
 transformers' block computes its attention by itself, with all the scores in memory. Where a run takes flex attention,
-the same weights are used with that.
+or several processes share rows, the same weights are used with a kernel that knows of that.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomBlock, build_alibi_tensor, dropout_add
 
 from models import flex_attention
@@ -22,6 +23,7 @@ from models.attention import EAGER
 from models.documents import Documents
 from models.flex_attention import FLEX, Scope
 from models.generation.cache import KeyValueCache
+from models.parallel.sequence import PartOfRows, over_parts
 from models.position_ids import unmarked
 from models.positions import FULL, Arguments, Positions
 
@@ -56,30 +58,44 @@ class BloomPositions(Positions):
     ) -> Arguments:
         scope = super().scope(kind, hidden, positions, cache, documents)
         if self.config._attn_implementation == FLEX:
-            return scope | {"alibi": None}
+            return scope | {"alibi": self.part}
         keys = positions
         if cache is not None:
             keys = torch.arange(cache.longest + hidden.shape[1], device=hidden.device).expand(hidden.shape[0], -1)
         alibi = self.slopes_on(hidden.device)[None, :, None] * keys[:, None, :]
-        return scope | {"alibi": alibi.reshape(-1, 1, keys.shape[1]).to(hidden.dtype)}
+        alibi = alibi[:, :, None].to(hidden.dtype)
+        if self.part is not None:
+            return {"alibi": self.part, "attention_mask": scope["attention_mask"] + alibi}
+        return scope | {"alibi": alibi.reshape(-1, 1, keys.shape[1])}
 
 
-class FlexBloomAttention(BloomAttention):
-    """Bloom's attention, computed by flex attention; its `attention_mask` is a scope."""
+class OpenBloomAttention(BloomAttention):
+    """Bloom's attention, by flex attention or over shared rows as well: there `alibi` says whether rows are shared."""
 
     def forward(
-        self, hidden_states: Tensor, residual: Tensor, alibi: None, attention_mask: Scope, **options: Any
-    ) -> tuple[Tensor, None]:
+        self,
+        hidden_states: Tensor,
+        residual: Tensor,
+        alibi: Tensor | PartOfRows | None,
+        attention_mask: Tensor | Scope | None,
+        **options: Any,
+    ) -> tuple[Tensor, Any]:
+        if isinstance(alibi, Tensor):
+            output: tuple[Tensor, Any] = super().forward(hidden_states, residual, alibi, attention_mask, **options)
+            return output
         query, key, value = self._reshape(self.query_key_value(hidden_states))
-        output, _ = flex_attention.attend(self, query, key, value, attention_mask, self.inv_norm_factor)
-        output = self.dense(output.flatten(2))
-        return dropout_add(output, residual, self.hidden_dropout, self.training), None
+        dropout, kernel = self.attention_dropout.p if self.training else 0.0, sdpa_attention_forward
+        if isinstance(attention_mask, Scope):
+            kernel = flex_attention.attend
+        told = {"scaling": self.inv_norm_factor, "dropout": dropout, "part_of_rows": alibi}
+        attended, _ = over_parts(kernel)(self, query, key, value, attention_mask, **told)
+        attended = self.dense(attended.flatten(2))
+        return dropout_add(attended, residual, self.hidden_dropout, self.training), None
 
 
 def bloom_block(config: PreTrainedConfig, index: int) -> BloomBlock:
     block = BloomBlock(config, index)
-    if config._attn_implementation == FLEX:
-        block.self_attention = FlexBloomAttention(config, index)
+    block.self_attention = OpenBloomAttention(config, index)
     return block
 
 

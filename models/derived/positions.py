@@ -60,14 +60,17 @@ class DerivedPositions(Positions):
                 if source.kind == MASK:
                     made[kind] |= self.scope(source.value, hidden, positions, cache, documents)
                 elif source.kind == ANGLES:
-                    made[kind][name] = angles[source.value]
+                    made[kind][name] = tree_map(self._own_angles, angles[source.value])
                 elif source.kind == POSITIONS:
-                    made[kind][name] = positions
+                    made[kind][name] = self.own(positions, -1)
                 elif source.kind == CONSTANT and name != "use_cache" and source.value is not None:
                     made[kind][name] = source.value
                 elif source.kind == EMPTY:
                     made[kind][name] = source.value()
         return made
+
+    def _own_angles(self, value: Any) -> Any:
+        return self.own(value, -2) if isinstance(value, Tensor) else value
 
     def _made_by(self, call: Call, hidden: Tensor, position_ids: Tensor, longest: int) -> Any:
         module = self._modules[call.module]

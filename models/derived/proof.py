@@ -2,8 +2,9 @@
 
 A model with random weights is written by transformers, read back through the family's own table, and held against it:
 the round trip of every weight, logits, loss, every gradient, two stages against one, packed documents against each
-alone, padded rows, and tokens that come one by one through the cache. Nothing is taken on trust: a family that fails
-in one of them is refused, with the figure and the bound.
+alone, padded rows, rows in parts whose tokens meet in attention only, and tokens that come one by one through the
+cache. Nothing is taken on trust: a family that fails in one of them is refused, with the figure and the bound, or does
+without what it fails in.
 
 Cost: some seconds on a CPU, in fp32.
 """
@@ -36,7 +37,9 @@ from models.checkpoint.source import HuggingFaceSource, same_bytes
 from models.derived.derive import derive, small_model
 from models.derived.outline import Underivable
 from models.generation.cache import KeyValueCache
+from models.parallel.sequence import Folded, share_attention
 from models.positions import LINEAR, attention_kind
+from models.rope import depends_on_length
 from models.router import router_loss, top_k
 from models.spec import ModelSpec
 
@@ -49,7 +52,8 @@ RECURRENT = 2e-4  # where there are recurrent states, which make rounding larger
 ROUGHLY = 1e-3  # of tokens one by one, for the same reason; a mistake is larger still
 CPU = torch.device("cpu")
 
-GENERATION, ROUTING = "tokens one by one", "losses of the router"
+GENERATION, ROUTING, PARTS = "tokens one by one", "losses of the router", "rows in parts"
+OPTIONAL = {GENERATION, ROUTING, PARTS}  # which training can do without
 
 Figures = dict[str, float]  # the largest difference of each comparison, as a share of the largest number in it
 
@@ -62,6 +66,7 @@ class Proof(BaseModel):
         figures: by how much it differs.
         generates: whether tokens may come one by one.
         routes: whether the loss of its router is transformers', where it has one.
+        shares_rows: whether tokens meet in attention only, so that several processes may share rows.
         linear: whether it has linear attention, which sees the documents of a packed row one by one.
         seconds: what the proof took.
     """
@@ -70,6 +75,7 @@ class Proof(BaseModel):
     figures: Figures
     generates: bool
     routes: bool
+    shares_rows: bool
     linear: bool
     seconds: float
 
@@ -112,16 +118,17 @@ def prove(config: PreTrainedConfig, fields: dict[str, Any], family: Family | Non
                 failed = " ".join(f"{type(error).__name__}: {error}".split())
                 continue
             wrong = {name for name in figures if not figures[name] <= bound(name, linear)}
-            if wrong <= {GENERATION, ROUTING}:  # which training can do without
+            if wrong <= OPTIONAL:
                 return Proof(
                     attention=ALL if kernel == TORCH else (EAGER,),
                     figures={name: figure for name, figure in figures.items() if name not in wrong},
                     generates=GENERATION not in wrong,
                     routes=ROUTING not in wrong,
+                    shares_rows=PARTS not in wrong,
                     linear=linear,
                     seconds=time.perf_counter() - begin,
                 )
-            worst = max(wrong - {GENERATION, ROUTING}, key=lambda name: figures[name])
+            worst = max(wrong - OPTIONAL, key=lambda name: figures[name])
             most = bound(worst, linear)
             failed = f"{worst} differ by {figures[worst]:.0e} of their size; expected at most {most:.0e}"
         raise Underivable(f"{config.model_type} is not what transformers has: {failed}")
@@ -195,7 +202,7 @@ def compare(spec: ModelSpec, model: Any, folder: Path) -> Figures:
     check_names(source)
     ours = CausalLM(spec, source, torch.float32, CPU)
     ids = torch.randint(3, int(spec.config.vocab_size), (2, LENGTH))
-    wanted = model(input_ids=ids, use_cache=False).logits
+    wanted = alone(model, ids)
     found = ours(ids)
     model.zero_grad()
     losses = [F.cross_entropy(each[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) for each in (wanted, found)]
@@ -210,9 +217,11 @@ def compare(spec: ModelSpec, model: Any, folder: Path) -> Figures:
     with torch.inference_mode():
         figures["stages"] = apart(in_stages(spec, source, ids), found)
         figures["documents in a packed row"] = packed(ours, model, ids)
-        figures |= {"padded rows": padded(ours, model, ids), GENERATION: torch.inf}
+        figures |= {"padded rows": padded(ours, model, ids), GENERATION: torch.inf, PARTS: torch.inf}
         with suppress(Exception):  # a cache of an own kind: a family without generation
             figures[GENERATION] = one_by_one(ours, model, ids)
+        with suppress(Exception):  # attention that does not know of parts
+            figures[PARTS] = rows_in_parts(ours, ids)
     return figures
 
 
@@ -251,23 +260,48 @@ def in_stages(spec: ModelSpec, source: HuggingFaceSource, ids: Tensor) -> Tensor
     return second(hidden, positions)
 
 
+def two_documents() -> Tensor:
+    """Position ids of two documents in each row."""
+    return torch.stack([torch.cat([torch.arange(each), torch.arange(LENGTH - each)]) for each in CUTS])
+
+
+def alone(model: Any, ids: Tensor) -> Tensor:
+    """transformers' logits of a text that it has seen nothing before."""
+    if depends_on_length(model.config):
+        model(input_ids=ids[:, :1], use_cache=False)  # dynamic scaling remembers the length before, but for short texts
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits
+
+
 def packed(ours: CausalLM, model: Any, ids: Tensor) -> float:
     """Two documents in each row, against transformers with each alone."""
-    positions = torch.stack([torch.cat([torch.arange(each), torch.arange(LENGTH - each)]) for each in CUTS])
+    positions = two_documents()
     together = ours(ids, positions)
     return max(
-        apart(together[row, part], model(input_ids=ids[row : row + 1, part], use_cache=False).logits[0])
+        apart(together[row, part], alone(model, ids[row : row + 1, part])[0])
         for row, end in enumerate(CUTS)
         for part in (slice(0, end), slice(end, LENGTH))
     )
+
+
+def rows_in_parts(ours: CausalLM, ids: Tensor) -> float:
+    """Packed rows, each in two parts as if two processes shared it, against whole ones."""
+    positions = two_documents()
+    whole = ours(ids, positions)
+    share_attention()
+    ours.positions.part = parts = Folded(2)
+    try:
+        found = ours(parts.own(ids, -1), positions.clone())
+    finally:
+        ours.positions.part = None
+    return apart(found.view_as(whole), whole)
 
 
 def padded(ours: CausalLM, model: Any, ids: Tensor) -> float:
     """Rows with padding, against transformers without it."""
     positions = torch.arange(LENGTH).repeat(2, 1)
     positions[:, PADDED:] = -1 - positions[:, PADDED:]
-    alone = model(input_ids=ids[:, :PADDED], use_cache=False).logits
-    return apart(ours(ids, positions)[:, :PADDED], alone)
+    return apart(ours(ids, positions)[:, :PADDED], alone(model, ids[:, :PADDED]))
 
 
 def one_by_one(ours: CausalLM, model: Any, ids: Tensor) -> float:

@@ -54,7 +54,9 @@ def proven(config: PreTrainedConfig, fields: dict[str, Any], declared: Family | 
         proof = f"{'declared' if declared else 'derived from transformers'}, {found}"
         if family.frozen:
             proof += f"; no gradient reaches {', '.join(family.frozen)}, which stay as they are"
-        _families[key] = replace(family, generates=found.generates, router=router, proof=proof)
+        _families[key] = replace(
+            family, generates=found.generates, shares_rows=found.shares_rows, router=router, proof=proof
+        )
     return _families[key]
 
 

@@ -40,6 +40,12 @@ class PipelineConfig(TrainConfig):
             raise ValueError("use_grad_ckpt: auto knows the blocks of language models; expected true or {every: n}")
         return raw
 
+    @model_validator(mode="after")
+    def _check_rows(self) -> PipelineConfig:
+        if self.model_topo.sequence > 1:
+            raise ValueError("model_topo.sequence: only language models have rows of tokens to share; expected 1")
+        return self
+
     def dump(self) -> dict[str, Any]:
         """The resolved config as plain values, ready for YAML."""
         return self.model_dump(mode="json", exclude_none=True, exclude=set(OF_LANGUAGE_MODELS))

@@ -68,12 +68,13 @@ def _of_evaluation(config: Any) -> Iterator[str]:
 
 
 def _of_batches_and_parts(config: Any) -> Iterator[str]:
-    rows, replicas = config.train_micro_batch_size_per_gpu, config.model_topo.replicas
+    rows, replicas = config.train_micro_batch_size_per_gpu, config.model_topo.row_replicas
     unit = rows * replicas
+    each = " with rows of their own" if config.model_topo.sequence > 1 else ""
     if config.train_batch_size % unit:
         yield (
             f"train_batch_size: {config.train_batch_size} is not a multiple of {unit} "
-            f"(train_micro_batch_size_per_gpu {rows} x {replicas} replicas)"
+            f"(train_micro_batch_size_per_gpu {rows} x {replicas} replicas{each})"
         )
     parts, chunks = config.model_topo.parts, config.chunks
     if parts is not None and len(parts) != chunks:

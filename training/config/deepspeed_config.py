@@ -75,6 +75,26 @@ def check_fp8(config: TrainConfig, spec: ModelSpec) -> None:
         raise ConfigError(f"fp8.enabled: {obstacle}; expected false")
 
 
+def check_shared_rows(config: TrainConfig, spec: ModelSpec) -> None:
+    """Refuse to share rows of a model whose tokens meet elsewhere than in attention, or whose heads do not suffice.
+
+    Raises:
+        ConfigError: it is asked for.
+    """
+    topo, name = config.model_topo, spec.family.name
+    heads = int(spec.config.num_attention_heads) // topo.tensor
+    if topo.sequence > 1 and not spec.family.shares_rows:
+        raise ConfigError(
+            f"model_topo.sequence: in {name} tokens meet elsewhere than in attention (linear attention, or an indexer "
+            "that chooses keys); expected 1"
+        )
+    if heads % topo.sequence:
+        raise ConfigError(
+            f"model_topo.sequence: {topo.sequence} does not divide the {heads} heads of attention that {name} has"
+            f"{' in each process' if topo.tensor > 1 else ''}; expected a divisor"
+        )
+
+
 def training_dtype(config: TrainConfig) -> torch.dtype:
     """bf16 or fp16 where the config enables it, else fp32."""
     if config.bf16.enabled:
@@ -91,9 +111,12 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
     module.
     """
     # The number of micro-batches is told before each step; at the start DeepSpeed only looks whether it is enough.
-    unit = config.train_micro_batch_size_per_gpu * config.model_topo.replicas
+    topo = config.model_topo
+    rows = max(
+        config.train_batch_size, config.least_micro_batches * config.train_micro_batch_size_per_gpu * topo.row_replicas
+    )
     resolved: dict[str, Any] = {
-        "train_batch_size": max(config.train_batch_size, config.least_micro_batches * unit),
+        "train_batch_size": rows * topo.sequence,  # DeepSpeed counts rows that replicas share once for each
         "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu,
         # DeepSpeed looks at the norm, and leaves out a step whose norm is not finite, only where it may have to clip.
         "gradient_clipping": config.gradient_clipping or torch.finfo(torch.float32).max,

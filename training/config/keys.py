@@ -69,7 +69,8 @@ class TrainConfig(Section):
     """Rows in one forward pass of one replica. A row is a sample, or several where they are packed."""
 
     train_batch_size: int = Field(ge=1)
-    """Samples in one optimizer step, over all replicas; a multiple of micro-batch x replicas."""
+    """Samples in one optimizer step, over all replicas; a multiple of micro-batch x replicas, of which those that share
+    rows (`model_topo.sequence`) count as one."""
 
     n_epoches: int = Field(default=1, ge=1)
     """Passes over the data; `n_epochs` is the same key."""

@@ -296,10 +296,13 @@ class EveryNth(Section):
     every: int = Field(ge=1)
 
 
+Axis = Literal["pipe", "data", "model"]
+
+
 class ProcessTopology(Section):
     """`model_topo.process_topology`: the grid of processes."""
 
-    axes: list[Literal["pipe", "data", "model"]] = ["pipe", "data"]
+    axes: list[Axis] = ["pipe", "data"]
     """What the numbers in `dims` mean, in this order; neighbours along the last one are neighbouring processes. Over
     several machines, without the key, the order that crosses them least (docs/cluster.md#placement). `model`, the
     tensor axis, may be left out."""
@@ -378,7 +381,7 @@ class ModelTopo(Section):
     def turned(self) -> ModelTopo:
         """The same grid with the axes of stages and replicas, and `dims` with them, in the other order."""
         grid, sizes = self.process_topology, self._sizes
-        other = {"pipe": "data", "data": "pipe"}
+        other: dict[Axis, Axis] = {"pipe": "data", "data": "pipe"}
         axes = [other.get(axis, axis) for axis in grid.axes]
         turned = grid.model_copy(update={"axes": axes, "dims": [sizes[axis] for axis in axes]})
         return self.model_copy(update={"process_topology": turned})

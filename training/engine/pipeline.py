@@ -14,6 +14,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from data.loader import GlobalBatch, Loader
 from models.checkpoint.layout import layer_file
+from models.parallel.peers import NONE_SHARED, Sharing
 from models.pipeline import PipelineModel, VScheduleModel
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
@@ -22,6 +23,7 @@ from training.distributed.gpu_progress import followed
 from training.engine.dualpipev import VScheduleEngine
 from training.engine.prefetch import Sent
 from training.engine.replica_sums import sum_while_computing
+from training.engine.sharing import sharing_of
 from training.engine.stage_engine import StageEngine
 from training.engine.trainer import Trainer, build_engine, on_cpu
 from training.topology import Division
@@ -33,8 +35,8 @@ class PipelineTrainer(Trainer):
     in_stages = True
     engine: StageEngine
 
-    def __init__(self, engine: StageEngine) -> None:
-        super().__init__(engine, engine.grid.get_data_parallel_id(), engine.stage_id)
+    def __init__(self, engine: StageEngine, sharing: Sharing = NONE_SHARED) -> None:
+        super().__init__(engine, engine.grid.get_data_parallel_id(), sharing, engine.stage_id)
         engine._INSTRUCTION_MAP = followed(
             engine._INSTRUCTION_MAP | {schedule.OptimizerStep: self._take_optimizer_step}
         )
@@ -48,8 +50,9 @@ class PipelineTrainer(Trainer):
             (VScheduleModel, VScheduleEngine) if topology.v_schedule else (PipelineModel, StageEngine)
         )
         make_model = partial(model_class, spec=spec, topology=processes, parts=topology.parts)
-        engine = build_engine(config, spec, folder, layers, make_model, division.recompute)
-        trainer = cls(engine_class.adopt(engine))
+        sharing = sharing_of(config.model_topo)
+        engine = build_engine(config, spec, folder, layers, make_model, division.recompute, sharing)
+        trainer = cls(engine_class.adopt(engine), sharing)
         if config.sums_while_computing:
             sum_while_computing(engine)
         return trainer
@@ -73,7 +76,7 @@ class PipelineTrainer(Trainer):
                     save(on_cpu(layer), str(folder / layer_file(int(name))))
 
     def micro_batches(self, loader: Loader, batch: GlobalBatch) -> Iterator[Sent]:
-        self.engine.expect(loader.shapes(batch, self.replica))
+        self.engine.expect(loader.shapes(batch, self.rows))
         return super().micro_batches(loader, batch)
 
     def _take_optimizer_step(self, engine: PipelineEngine, lr_kwargs: Any = None) -> None:

@@ -24,7 +24,9 @@ def ahead(micro_batches: Iterator[MicroBatch], device: torch.device) -> Iterator
 
     They are `((input_ids, position_ids), (labels, scale, share, supervised positions))`.
     """
-    complete = ((inputs, (*labels, supervised_positions(labels[0]))) for inputs, labels in micro_batches)
+    complete = (
+        (inputs, (*labels, supervised_positions(labels[0], inputs[0].shape[1]))) for inputs, labels in micro_batches
+    )
     if device.type != "cuda":
         yield from complete
         return

@@ -18,12 +18,13 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from data.loader import GlobalBatch, Loader
+from data.loader import GlobalBatch, Loader, MicroBatch
 from models.block_options import BlockOptions
 from models.checkpoint.source import open_source
 from models.documents import Documents
 from models.loading import LayerStates, SeededStates
 from models.loss import micro_batch_loss
+from models.parallel.peers import NONE_SHARED, Sharing
 from models.spec import ModelSpec
 from training.config.deepspeed_config import check_device, deepspeed_config, router_loss_weight, training_dtype
 from training.config.gpu import check_gpu
@@ -44,14 +45,16 @@ class Trainer(ABC):
     Attributes:
         in_stages: whether the layers are divided among the stages of a pipeline.
         replica: the number, from 0, of the replica of the model or of a stage that this rank is.
+        sharing: with whom it shares its rows and its layers.
         stage: of the pipeline, from 0.
     """
 
     in_stages: ClassVar[bool]
 
-    def __init__(self, engine: Any, replica: int, stage: int = 0) -> None:
+    def __init__(self, engine: Any, replica: int, sharing: Sharing = NONE_SHARED, stage: int = 0) -> None:
         self.engine = engine
         self.replica = replica
+        self.sharing = sharing
         self.stage = stage
         self.timings = Timings()
 
@@ -88,11 +91,31 @@ class Trainer(ABC):
     def micro_batches(self, loader: Loader, batch: GlobalBatch) -> Iterator[Sent]:
         """This rank's micro-batches, on their way to the device; engine and model are told what comes."""
         # No two batches need have as many micro-batches, and DeepSpeed averages over as many as it is told.
-        self.engine.set_train_batch_size(batch.n_micro_batches * loader.micro_batch_size * loader.replicas)
-        documents = [Documents.laid_out(*layout) for layout in loader.layouts(batch, self.replica)]
+        samples = batch.n_micro_batches * loader.micro_batch_size * loader.replicas
+        self.engine.set_train_batch_size(samples * self.sharing.sequence.size)
+        documents = [Documents.laid_out(*layout) for layout in loader.layouts(batch, self.rows)]
         for positions in self.engine.module.positions:
             positions.expect(documents)
-        return ahead(loader.tensors(batch, self.replica), self.engine.device)
+        micro_batches = loader.tensors(batch, self.rows)
+        if self.sharing.sequence.size > 1:
+            micro_batches = map(self._own_tokens, micro_batches)
+        return ahead(micro_batches, self.engine.device)
+
+    @property
+    def rows(self) -> int:
+        """Whose rows this rank works on: those that share them count as one replica for the loader."""
+        return self.replica // self.sharing.sequence.size
+
+    def _own_tokens(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Of shared rows [B, S] this rank's tokens, and the label that follows them; positions are those of whole rows.
+
+        The loss is averaged over all ranks, so a part of the tokens' sum counts once for each that shares the rows.
+        """
+        (input_ids, position_ids), (labels, scale, share) = micro_batch
+        peers = self.sharing.sequence
+        own = peers.part(input_ids.shape[1])
+        known = labels[:, own.start : own.stop + 1]
+        return (input_ids[:, own], position_ids), (known, scale * peers.size, share)
 
 
 def on_cpu(layer: nn.Module) -> dict[str, Tensor]:
@@ -107,10 +130,12 @@ def build_engine(
     layers: Iterable[int],
     make_model: Callable[..., nn.Module],
     recompute: frozenset[int],
+    sharing: Sharing,
 ) -> Any:
     """The engine of `Trainer.build`.
 
     Args:
+        sharing: with whom the process shares its rows and its layers.
         layers: those that this process holds.
         make_model: takes, by name, what `models.pipeline` and `models.sharded` both take.
     """
@@ -128,8 +153,12 @@ def build_engine(
         dtype=training_dtype(config),
         blocks=BlockOptions(recompute, config.offload_activations, config.compile is True, config.fp8.enabled),
         micro_batch_loss=partial(
-            micro_batch_loss, z_loss_weight=config.aux_max_z_loss.weight, router_loss_weight=router_weight
+            micro_batch_loss,
+            z_loss_weight=config.aux_max_z_loss.weight,
+            router_loss_weight=router_weight,
+            rows=sharing.sequence,
         ),
+        sharing=sharing,
     )
     return wrap(model, config, spec.tied_names)
 

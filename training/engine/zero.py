@@ -25,6 +25,7 @@ from training.config.deepspeed_config import deepspeed_config
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 from training.engine.clipping import clip
+from training.engine.sharing import sharing_of
 from training.engine.trainer import Trainer, build_engine, on_cpu
 from training.topology import Division
 
@@ -39,12 +40,13 @@ class ZeroTrainer(Trainer):
     def build(cls, config: TrainConfig, spec: ModelSpec, folder: Path, division: Division) -> ZeroTrainer:
         stage = config.zero_optimization.stage
         make_model = partial(ShardedModel, spec=spec, shards=deepspeed_config(config) if stage == 3 else None)
-        engine = build_engine(config, spec, folder, range(spec.n_layers), make_model, division.recompute)
+        sharing = sharing_of(config.model_topo)
+        engine = build_engine(config, spec, folder, range(spec.n_layers), make_model, division.recompute, sharing)
         if stage == 0:
             engine.clip_fp32_gradients = MethodType(_clip_gradients, engine)
             if config.bf16.enabled:
                 _undo_empty_step(engine)
-        return cls(engine, replica=engine.global_rank)
+        return cls(engine, engine.global_rank, sharing)
 
     def train_step(self, loader: Loader, batch: GlobalBatch) -> float:
         losses = []

@@ -6,6 +6,7 @@ compilation, attention, the axes and the form of `dims` and `parts`.
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def small_topology(config: TrainConfig, processes: int) -> ModelTopo:
     if topo.processes > processes:
         stages = min(stages, max(1, processes // min(replicas, 2)))
         replicas = min(replicas, processes // stages)
-    small = topo.spread(stages, replicas)
+    small = topo.spread(stages, replicas).model_copy(update={"sequence": math.gcd(topo.sequence, replicas)})
     if topo.parts is None or stages != topo.stages:
         return small
     least, size = min(topo.parts), max(2, 4 // len(topo.parts))

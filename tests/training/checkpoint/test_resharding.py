@@ -57,6 +57,7 @@ LION = {"optimizer": {"type": "Lion", "params": {"lr": 2.0e-4, "weight_decay": 0
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
 ADAFACTOR = {"optimizer": {"type": "Adafactor", "params": {"lr": 1.0e-2}}}
 OTHER_RATES = {"optimizer": {"type": "AdamW", "params": {"lr": 5.0e-3, "weight_decay": 0.5}, "no_wd_kws": ["norm"]}}
+SHARED = {"sequence": 2}  # replicas that share their rows
 OTHER_DIMS = ((4, 1), (2, 1), (1, 2))
 DUALPIPEV = {"schedule": "dualpipev"}
 OFFLOAD = {
@@ -76,6 +77,7 @@ SOURCES = [
     Case("1x2-plain-bf16", (1, 2), 0, keys=BF16),
     Case("zero-0-bf16", (1, 2), 0, keys=BF16, kind="zero"),
     Case("2x2", (2, 2)),
+    Case("shared-rows", (2, 2), keys={"model_topo": topology((2, 2)) | SHARED}),
     Case("2x1-sgd", (2, 1), keys=SGD),
     Case("2x1-adafactor", (2, 1), 0, keys=ADAFACTOR),
     Case("zero-2", (1, 2), 2, kind="zero"),
@@ -110,6 +112,9 @@ TAKEN_UP = [
     Case("zero-2-to-2x1", (2, 1), source="zero-2", tier="longest"),
     Case("zero-3-to-zero-2", (1, 2), 2, source="zero-3", kind="zero", tier="longest"),
     Case("2x2-to-4x1", (4, 1), source="2x2", tier="slow"),
+    Case("2x2-to-shared-rows", (1, 4), source="2x2", keys={"model_topo": topology((1, 4)) | SHARED}),
+    Case("shared-rows-to-4x1", (4, 1), source="shared-rows", tier="slow"),
+    Case("shared-rows-to-zero-3", (1, 2), 3, source="shared-rows", kind="zero", tier="longest"),
     Case("2x2-to-zero-3", (1, 2), 3, source="2x2", kind="zero", tier="slow"),
     Case("sgd-to-1x2", (1, 2), source="2x1-sgd", keys=SGD, tier="longest"),
     Case("adafactor-parts", (2, 1), 0, [4, 1], source="2x1-adafactor", keys=ADAFACTOR, tier="slow"),

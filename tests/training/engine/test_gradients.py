@@ -53,11 +53,20 @@ VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
     "bf16_without_zero": ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}, 4e-2),
 }
 DUALPIPEV = {"schedule": "dualpipev"}
+SHARED: dict[str, tuple[dict[str, Any], float]] = {  # n replicas that share their rows
+    "sequence": ({"sequence": 2}, 1e-5),
+    "sequence_4": ({"sequence": 4}, 1e-5),
+    "sequence_unpacked": ({"sequence": 2, "packing": False}, 1e-5),
+    "sequence_recompute": ({"sequence": 2, "use_grad_ckpt": True, "offload_activations": True}, 1e-5),
+    "sequence_without_zero": ({"sequence": 2, "zero_optimization": {"stage": 0}}, 1e-5),
+    "sequence_bf16": ({"sequence": 2, "bf16": {"enabled": True}}, 4e-2),
+    "sequence_flex": ({"sequence": 2}, 1e-5),
+}
 ROUTED = {  # how the samples share micro-batches must be the same on every topology, if nothing but dims changes
     "default_packing": ({"pack_len": None, "train_micro_batch_size_per_gpu": 1}, 1e-5),
     "uneven": ({"pack_len": None, "train_micro_batch_size_per_gpu": 3, "train_batch_size": 12}, 1e-5),
 }
-VARIANTS |= ROUTED
+VARIANTS |= ROUTED | SHARED
 VARIANTS |= {f"dualpipev_{name}": (keys | DUALPIPEV, tolerance) for name, (keys, tolerance) in VARIANTS.items()}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -68,6 +77,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-no-router-loss": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mistral": ("mistral", {"sliding_window": 16}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "few_key_heads": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3_moe": ("qwen3_moe", EXPERTS | {"mlp_only_layers": [1]}),
     "phi3": ("phi3", {}),
@@ -78,6 +88,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {"sliding_window": 16, "query_pre_attn_scalar": 16, "sliding_window_pattern": 2}),
     "baichuan2-7b": ("baichuan", {"max_position_embeddings": 256}),
     "baichuan2-13b": ("baichuan", {"hidden_size": 80, "num_attention_heads": 5}),
+    "baichuan2-13b-even": ("baichuan", {"hidden_size": 96, "num_attention_heads": 6}),
     "chatglm3": ("chatglm", {}),
     "deep": ("llama", {"num_hidden_layers": 8, "tie_word_embeddings": True}),
 }
@@ -103,7 +114,8 @@ class Case(NamedTuple):
     @property
     def keys(self) -> dict[str, Any]:
         """Of the config."""
-        return {"train_micro_batch_size_per_gpu": 2 // self.dims[1], "pack_len": ROW} | VARIANTS[self.variant][0]
+        own = VARIANTS[self.variant][0]
+        return {"train_micro_batch_size_per_gpu": 2 * own.get("sequence", 1) // self.dims[1], "pack_len": ROW} | own
 
     @property
     def name(self) -> str:
@@ -116,7 +128,7 @@ CASES += [
     Case(model, variant, (2, 1))
     for model in ("tied", "untied")
     for variant in VARIANTS
-    if variant not in ("fp32", *ROUTED, *(f"dualpipev_{name}" for name in ROUTED))
+    if variant.removeprefix("dualpipev_") not in ("fp32", *ROUTED, *SHARED)
 ]
 CASES += [Case(model, "dualpipev_fp32", (2, 1)) for model in MODELS if model != "deep"]
 CASES += [Case(model, "dualpipev_fp32", (2, 2)) for model in ("tied", "mixtral")] + [
@@ -128,6 +140,12 @@ CASES += [Case("mixtral", variant, dims) for variant in ROUTED for dims in ((1, 
 CASES += [Case("mixtral", f"dualpipev_{variant}", (2, 1)) for variant in ROUTED]
 CASES += [Case("tied", "bf16", dims) for dims in ((1, 2), (2, 2))]
 CASES += [Case("tied", "bf16_without_zero", (1, 2)), Case("tied", "bf16_offload", (2, 2))]
+# Not the model with an odd number of heads.
+CASES += [Case(model, "sequence", (1, 2)) for model in MODELS if model not in ("baichuan2-13b", "deep")]
+CASES += [Case(model, variant, (2, 2)) for model in ("tied", "bloom") for variant in SHARED if variant != "sequence_4"]
+CASES += [Case("mixtral", variant, (2, 2)) for variant in ("sequence", "sequence_recompute")]
+CASES += [Case(model, "sequence_4", (1, 4)) for model in ("few_key_heads", "mixtral", "bloom")]
+CASES += [Case(model, "dualpipev_sequence_recompute", (2, 2)) for model in ("tied", "mixtral")]
 CASES = list(dict.fromkeys(CASES))
 # Every kind of layer and every way to cut the model in each `make test`; all families in `make test-all`.
 EACH_KIND = ("tied", "bloom", "mixtral", "gemma2", "baichuan2-13b", "chatglm3", "deep")
@@ -135,7 +153,7 @@ EACH_KIND = ("tied", "bloom", "mixtral", "gemma2", "baichuan2-13b", "chatglm3", 
 
 def in_every_run(case: Case) -> bool:
     """Whether `make test` has it."""
-    if case.model in ("tied", "mixtral"):
+    if case.model in ("tied", "mixtral") or case == Case("few_key_heads", "sequence_4", (1, 4)):
         return True
     return case.model in EACH_KIND and (case.model == "deep" or case.dims == (2, 1))
 
@@ -215,16 +233,17 @@ def outcomes(
 
 
 def config(case: Case, model_path: Path, folder: Path) -> dict[str, Any]:
-    stages = case.dims[0]
+    stages, keys = case.dims[0], dict(case.keys)
+    shared = {"sequence": keys.pop("sequence", 1)}
     return {
         "model_path": str(model_path),
         "data_path": str(folder / "samples.json"),
         "save_path": str(folder),
         "train_batch_size": 8,
         "gradient_clipping": 0.0,
-        "model_topo": topology(case.dims, PARTS[2 * stages if case.dualpipev else stages]),
+        "model_topo": topology(case.dims, PARTS[2 * stages if case.dualpipev else stages]) | shared,
         "aux_router_loss": {"weight": ROUTER_WEIGHT.get(case.model)},
-        **case.keys,
+        **keys,
     }
 
 

@@ -64,6 +64,7 @@ def stage(number: int, **keys: Any) -> dict[str, Any]:
     return {"stage": number} | (SHARD_ALL if number == 3 else {}) | keys
 
 
+SHARED_ROWS = {"model_topo": topology((1, PROCESSES)) | {"sequence": PROCESSES}}
 SLOW_ADAM = {"zero_force_ds_cpu_optimizer": False}  # torch's, which needs no compiling
 CASES = [
     *(Case(f"tied-{number}", "tied", stage(number)) for number in range(4)),
@@ -74,12 +75,14 @@ CASES = [
     Case("offload-3", "tied", stage(3, offload_param={"device": "cpu"}, **OFFLOAD), SLOW_ADAM),
     Case("hpz-3", "tied", stage(3, zero_hpz_partition_size=2)),
     *(Case(f"bf16-{number}", "tied", stage(number), BF16, 2e-3) for number in (0, 2, 3)),
+    Case("shared-rows-1", "untied", stage(1), SHARED_ROWS),
+    Case("shared-rows-3", "mixtral", stage(3), SHARED_ROWS | {"use_grad_ckpt": True}),
 ]
 LONGEST = ("tied-0", "tied-1", "offload-2", "hpz-3", "bf16-2")  # stages 0 to 3 are in each run of test_exactness
 UNDER_TEST = [
     pytest.param(case, id=case.name, marks=pytest.mark.longest if case.name in LONGEST else ()) for case in CASES
 ]
-RESUMED = ("tied-2", "tied-3", "offload-3", "bf16-0", "bf16-3")
+RESUMED = ("shared-rows-1", "tied-2", "tied-3", "offload-3", "bf16-0", "bf16-3")
 REFERENCES = [Case(f"pipeline-{model}", model, stage(1)) for model in MODELS]
 REFERENCES += [Case("pipeline-bf16", "tied", stage(1), BF16)]
 

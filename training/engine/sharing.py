@@ -1,0 +1,32 @@
+"""Who shares rows and layers with a process: neighbours in the grid of processes."""
+
+from __future__ import annotations
+
+import numpy
+import torch
+
+from models.parallel.peers import ALONE, Peers, Sharing
+from training.config.sections import Axis, ModelTopo
+
+
+def sharing_of(topology: ModelTopo) -> Sharing:
+    """This process's peers; all processes call it together."""
+    return Sharing(
+        sequence=_peers(topology, "data", topology.sequence),
+        tensor=_peers(topology, "model", topology.tensor),
+    )
+
+
+def _peers(topology: ModelTopo, axis: Axis, size: int) -> Peers:
+    """Those `size` neighbours along an axis that this process is one of."""
+    if size == 1:
+        return ALONE
+    grid = topology.process_topology
+    ranks = numpy.arange(topology.processes).reshape(grid.dims)
+    rows = numpy.moveaxis(ranks, grid.axes.index(axis), -1).reshape(-1, size)
+    rank, own = torch.distributed.get_rank(), ALONE
+    for row in rows.tolist():
+        group = torch.distributed.new_group(row)  # every process makes every group, in the same order
+        if rank in row:
+            own = Peers(size, row.index(rank), group)
+    return own
