@@ -33,6 +33,7 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any], str]] = {
     "2x2-bf16": ((2, 2), BF16, "llama"),
     "1x1-bf16": ((1, 1), BF16, "llama"),
     "2x2-fp32": ((2, 2), FP32 | {"zero_optimization": {"stage": 1}}, "llama"),
+    "1x2-shared-rows": ((1, 2), BF16 | {"model_topo": topology((1, 2)) | {"sequence": 2}}, "bloom"),
 }
 TIERS = {
     "1x1-fp32": pytest.mark.longest,
@@ -40,6 +41,7 @@ TIERS = {
     "2x2-bf16": pytest.mark.longest,
     "1x1-bf16": pytest.mark.longest,
     "2x2-fp32": pytest.mark.longest,
+    "1x2-shared-rows": pytest.mark.slow,
 }
 
 
