@@ -46,8 +46,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": {"hidden_size_per_layer_input": 0},
 }
 HEADER = (
-    "| `model_type` | how | attention | packed documents | loss of the router | generation | tensor plan | servers "
-    "| largest difference | transformers |\n|---|---|---|---|---|---|---|---|---|---|\n"
+    "| `model_type` | how | attention | packed documents | loss of the router | generation | shared rows | tensor plan "
+    "| servers | largest difference | transformers |\n|---|---|---|---|---|---|---|---|---|---|---|\n"
 )
 SERVERS: dict[str, list[str]] = json.loads(CLASSES.read_text(encoding="utf-8"))
 RELEASE = transformers.__version__.rpartition(".")[0]
@@ -68,7 +68,7 @@ class Verdict(NamedTuple):
             releases: others of transformers with which it holds.
         """
         if self.proof is None:
-            return f"| `{self.model_type}` | {REFUSED}{self.reason} | | | | | | | | |\n"
+            return f"| `{self.model_type}` | {REFUSED}{self.reason} | | | | | | | | | |\n"
         how = "declared" if self.model_type in FAMILIES else "derived"
         attention = "the layer's own" if self.proof.attention[0] == EAGER else "every kernel"
         packed = "one by one in linear attention" if self.proof.linear else "together"
@@ -83,6 +83,7 @@ class Verdict(NamedTuple):
             packed,
             "yes" if routed else "",
             "yes" if self.proof.generates else "no",
+            "yes" if self.proof.shares_rows else "no",
             plan,
             ", ".join(serving),
         )

@@ -91,9 +91,9 @@ def test_what_is_proven_is_told_once_and_known_the_next_time(
         monkeypatch.setattr(proven, "prove", None)
         again = ModelSpec.from_folder(tmp_path / "model")
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("smollm3: held against transformers in 7 comparisons")
+    assert line.startswith("smollm3: held against transformers in 8 comparisons")
     assert again.family.proof == spec.family.proof
-    assert again.family.proof.startswith("derived from transformers, held against transformers in 7 comparisons")
+    assert again.family.proof.startswith("derived from transformers, held against transformers in 8 comparisons")
     (kept,) = (tmp_path / "cache" / "pipetune" / "proofs").iterdir()
     assert max(json.loads(kept.read_text())["figures"].values()) <= BOUND
 

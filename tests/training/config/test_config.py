@@ -309,7 +309,7 @@ def test_the_type_of_a_schedule_says_which_params_there_are(line: str, params: W
         ("model_topo: {process_topology: {dims: [1, 3]}}", "train_batch_size: 8 is not a multiple of 3 "),
         (
             "model_topo: {process_topology: {dims: [2]}}",
-            "model_topo.process_topology.dims: List should have at ",
+            "model_topo.process_topology.dims: expected one number for each of the axes ['pipe', 'data'], found [2]",
         ),
         ("model_topo: {process_topology: {axes: [pipe, pipe]}}", "model_topo.process_topology.axes: expected pipe and"),
         ("model_topo: {parts: [1, 2]}", "model_topo.parts: expected one entry for each of 1 stages, found [1, 2]"),
