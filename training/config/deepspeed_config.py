@@ -10,7 +10,8 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
 
 from models import fp8
-from models.spec import ModelSpec
+from models.parallel.peers import Peers
+from models.spec import ModelSpec, key_heads
 from training.config.keys import TrainConfig
 from training.config.sections import nearest
 from training.errors import ConfigError
@@ -81,17 +82,19 @@ def check_shared_rows(config: TrainConfig, spec: ModelSpec) -> None:
     Raises:
         ConfigError: it is asked for.
     """
-    topo, name = config.model_topo, spec.family.name
-    heads = int(spec.config.num_attention_heads) // topo.tensor
+    topo, name, keys = config.model_topo, spec.family.name, key_heads(spec.config)
+    parts = (Peers(topo.tensor, rank).part(keys) for rank in range(topo.tensor))  # with the queries that belong to them
+    held = {len(range(keys)[part]) * int(spec.config.num_attention_heads) // keys for part in parts}
     if topo.sequence > 1 and not spec.family.shares_rows:
         raise ConfigError(
             f"model_topo.sequence: in {name} tokens meet elsewhere than in attention (linear attention, or an indexer "
             "that chooses keys); expected 1"
         )
-    if heads % topo.sequence:
+    for heads in (heads for heads in held if heads % topo.sequence):
+        where = " in a process that shares its layers" if topo.tensor > 1 else ""
         raise ConfigError(
             f"model_topo.sequence: {topo.sequence} does not divide the {heads} heads of attention that {name} has"
-            f"{' in each process' if topo.tensor > 1 else ''}; expected a divisor"
+            f"{where}; expected a divisor"
         )
 
 
