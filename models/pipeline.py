@@ -133,7 +133,7 @@ class PipelineModel(PipelineModule):
             return tied
         for replica in range(self._grid.data_parallel_size):
             ranks = [self._grid.stage_to_global(stage_id=stage, data=replica) for stage in (first, last)]
-            group = comm.new_group(ranks=ranks)  # every process makes every group, in the same order
+            group = comm.new_group(ranks=ranks)  # which every process counts, and its members make
             if self.global_rank not in ranks:
                 continue
             holds_embedding = self.global_rank == ranks[0]

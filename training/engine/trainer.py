@@ -29,6 +29,7 @@ from training.config.deepspeed_config import check_device, deepspeed_config, rou
 from training.config.gpu import check_gpu
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
+from training.distributed.groups import among_members
 from training.distributed.processes import agreed
 from training.engine.clipping import clip_in_update
 from training.engine.gradient_sums import sum_as_they_are
@@ -123,14 +124,15 @@ def build_engine(
         for layer in layers:
             states.check_layer(layer)
     torch.manual_seed(config.seed + torch.distributed.get_rank())  # dropout differs from rank to rank
-    model = make_model(
-        states=states,
-        dtype=training_dtype(config),
-        blocks=BlockOptions(recompute, config.offload_activations, config.compile is True, config.fp8.enabled),
-        micro_batch_loss=partial(
-            micro_batch_loss, z_loss_weight=config.aux_max_z_loss.weight, router_loss_weight=router_weight
-        ),
-    )
+    with among_members():
+        model = make_model(
+            states=states,
+            dtype=training_dtype(config),
+            blocks=BlockOptions(recompute, config.offload_activations, config.compile is True, config.fp8.enabled),
+            micro_batch_loss=partial(
+                micro_batch_loss, z_loss_weight=config.aux_max_z_loss.weight, router_loss_weight=router_weight
+            ),
+        )
     return wrap(model, config, spec.tied_names)
 
 
