@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -31,7 +31,9 @@ from models.layers import Block, Head, Stream
 from models.loading import LayerStates, build_layer, tie_weights
 from models.loss import MicroBatchLoss, micro_batch_loss
 from models.offload import Returns
+from models.positions import Positions
 from models.router import n_experts
+from models.shared_reading import SharedReading
 from models.spec import ModelSpec
 from models.weight_gradients import WeightGradients
 
@@ -57,6 +59,7 @@ class PipelineModel(PipelineModule):
         parts: layers per stage; one entry a stage (for a `VScheduleModel` two), summing to `spec.n_layers`.
         dtype: the dtype to train in.
         micro_batch_loss: of head, stream and labels: `models.loss.micro_batch_loss` with the weights of its parts.
+        read_together: this stage's layers in the order in which they are built, where its replicas read them together.
 
     A micro-batch is `((input_ids, position_ids), (labels, scale, share))`.
 
@@ -73,8 +76,10 @@ class PipelineModel(PipelineModule):
         dtype: torch.dtype,
         blocks: BlockOptions = PLAIN,
         micro_batch_loss: MicroBatchLoss = micro_batch_loss,
+        read_together: Sequence[int] = (),
     ) -> None:
         self.spec = spec
+        self._read_together = read_together
         self._bounds = [0, *accumulate(parts)]
         self._dtype = dtype
         self.micro_batch_loss = micro_batch_loss
@@ -82,7 +87,7 @@ class PipelineModel(PipelineModule):
         device = torch.device(get_accelerator().current_device_name())
         chunks = [chunk for chunk, size in enumerate(parts) for _ in range(size)]
         layers = [
-            LaterLayer(build_layer, spec, layer, states, self.positions[chunk], dtype, device)
+            LaterLayer(self._build_layer, layer, states, self.positions[chunk], device)
             for layer, chunk in enumerate(chunks)
         ]
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its seed settings, which mean nothing here
@@ -115,7 +120,12 @@ class PipelineModel(PipelineModule):
         """One of the layers that this process holds, by its number in the model."""
         return self.get_submodule(str(layer))
 
+    def _build_layer(self, layer: int, states: LayerStates, positions: Positions, device: torch.device) -> nn.Module:
+        return build_layer(self.spec, layer, states, positions, self._dtype, device, self._shared_reading)
+
     def _partition_layers(self, method: str = "parts") -> None:
+        together, replicas = self._read_together, self._grid.get_data_parallel_group()
+        self._shared_reading = SharedReading(replicas, together) if together else None
         self.parts = self._bounds
         self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 

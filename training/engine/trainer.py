@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -105,14 +105,14 @@ def build_engine(
     config: TrainConfig,
     spec: ModelSpec,
     folder: Path,
-    layers: Iterable[int],
+    layers: Sequence[int],
     make_model: Callable[..., nn.Module],
     recompute: frozenset[int],
 ) -> Any:
     """The engine of `Trainer.build`.
 
     Args:
-        layers: those that this process holds.
+        layers: those that this process holds, in the order of building.
         make_model: takes, by name, what `models.pipeline` and `models.sharded` both take.
     """
     with agreed():
@@ -123,6 +123,8 @@ def build_engine(
         # Building the model communicates, so every rank looks at its weights before any begins.
         for layer in layers:
             states.check_layer(layer)
+    # Where each host has a disk of its own, what one replica there has read lies in the cache of the system.
+    together = config.storage == "shared" and config.model_topo.replicas > 1 and not config.from_scratch
     torch.manual_seed(config.seed + torch.distributed.get_rank())  # dropout differs from rank to rank
     with among_members():
         model = make_model(
@@ -132,6 +134,7 @@ def build_engine(
             micro_batch_loss=partial(
                 micro_batch_loss, z_loss_weight=config.aux_max_z_loss.weight, router_loss_weight=router_weight
             ),
+            read_together=layers if together else (),
         )
     return wrap(model, config, spec.tied_names)
 
