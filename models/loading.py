@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from models.checkpoint.verify import warn_of_nan
+from models.errors import CheckpointError
 from models.positions import Positions
+from models.shared_reading import SharedReading
 from models.spec import ModelSpec
 
 
@@ -57,24 +59,52 @@ class SeededStates:
 
 
 def build_layer(
-    spec: ModelSpec, layer: int, states: LayerStates, positions: Positions, dtype: torch.dtype, device: torch.device
+    spec: ModelSpec,
+    layer: int,
+    states: LayerStates,
+    positions: Positions,
+    dtype: torch.dtype,
+    device: torch.device,
+    shared: SharedReading | None = None,
 ) -> nn.Module:
     """Layer number `layer`, holding its weights in `dtype` on `device`.
 
+    Args:
+        shared: by which replicas read together; None where this process reads for itself.
+
     Raises:
-        CheckpointError: the weights are not those of the layer.
+        CheckpointError: the weights are not those of the layer; where replicas read together, on the one that read.
     """
     with torch.device("meta"):
         module = spec.build(layer, positions)
-    frozen = [f"block.{name}" for name in spec.family.frozen]  # computed with as with weights that are trained
-    fixed = {name: buffer.dtype for name, buffer in module.named_buffers() if name not in frozen}  # not to be rounded
+    read = partial(_read, spec, states, dtype, device)
+    like = _as_trained(spec, module, dtype)
+    state = shared.take(layer, read, like, device) if shared else read(layer)
+    module.load_state_dict(state, strict=True, assign=True)
+    return module
+
+
+def _read(
+    spec: ModelSpec, states: LayerStates, dtype: torch.dtype, device: torch.device, layer: int
+) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        like = _as_trained(spec, spec.build(layer), dtype)
     read, state = states.read_layer(layer), {}
     warn_of_nan(read, partial(states.describe, layer))
     for name, tensor in read.items():
-        kept = fixed.get(name, dtype if tensor.is_floating_point() else tensor.dtype)
+        kept = like[name].dtype
+        if kept.is_floating_point and not tensor.is_floating_point():
+            raise CheckpointError(f"{states.describe(layer, name)} is {tensor.dtype}; expected floating point numbers")
         state[name] = tensor.to(device=device, dtype=kept, copy=True)
-    module.load_state_dict(state, strict=True, assign=True)
-    return module
+    return state
+
+
+def _as_trained(spec: ModelSpec, module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Names, shapes and dtypes of a layer's weights, on the meta device."""
+    frozen = [f"block.{name}" for name in spec.family.frozen]  # computed with as with weights that are trained
+    fixed = {name: buffer.dtype for name, buffer in module.named_buffers() if name not in frozen}  # not to be rounded
+    weights = module.state_dict().items()
+    return {name: torch.empty_like(weight, dtype=fixed.get(name, dtype), device="meta") for name, weight in weights}
 
 
 def tie_weights(spec: ModelSpec, embedding: nn.Module, head: nn.Module) -> None:

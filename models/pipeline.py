@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -32,7 +32,9 @@ from models.loading import LayerStates, build_layer, tie_weights
 from models.loss import MicroBatchLoss, micro_batch_loss
 from models.offload import Returns
 from models.parallel.peers import NONE_SHARED, Sharing
+from models.positions import Positions
 from models.router import n_experts
+from models.shared_reading import SharedReading
 from models.spec import ModelSpec
 from models.weight_gradients import WeightGradients
 
@@ -59,6 +61,7 @@ class PipelineModel(PipelineModule):
         dtype: the dtype to train in.
         micro_batch_loss: of head, stream and labels: `models.loss.micro_batch_loss` with the weights of its parts.
         sharing: with whom the process shares its rows and its layers.
+        read_together: this stage's layers in the order in which they are built, where its replicas read them together.
 
     A micro-batch is `((input_ids, position_ids), (labels, scale, share))`.
 
@@ -76,9 +79,11 @@ class PipelineModel(PipelineModule):
         blocks: BlockOptions = PLAIN,
         micro_batch_loss: MicroBatchLoss = micro_batch_loss,
         sharing: Sharing = NONE_SHARED,
+        read_together: Sequence[int] = (),
     ) -> None:
         self.spec = spec
         self._sharing = sharing
+        self._read_together = read_together
         self._bounds = [0, *accumulate(parts)]
         self._dtype = dtype
         self.micro_batch_loss = micro_batch_loss
@@ -87,7 +92,7 @@ class PipelineModel(PipelineModule):
         device = torch.device(get_accelerator().current_device_name())
         chunks = [chunk for chunk, size in enumerate(parts) for _ in range(size)]
         layers = [
-            LaterLayer(build_layer, spec, layer, states, self.positions[chunk], dtype, device)
+            LaterLayer(self._build_layer, layer, states, self.positions[chunk], device)
             for layer, chunk in enumerate(chunks)
         ]
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its seed settings, which mean nothing here
@@ -120,7 +125,12 @@ class PipelineModel(PipelineModule):
         """One of the layers that this process holds, by its number in the model."""
         return self.get_submodule(str(layer))
 
+    def _build_layer(self, layer: int, states: LayerStates, positions: Positions, device: torch.device) -> nn.Module:
+        return build_layer(self.spec, layer, states, positions, self._dtype, device, self._shared_reading)
+
     def _partition_layers(self, method: str = "parts") -> None:
+        together, replicas = self._read_together, self._grid.get_data_parallel_group()
+        self._shared_reading = SharedReading(replicas, together) if together else None
         self.parts = self._bounds
         self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 
@@ -138,7 +148,7 @@ class PipelineModel(PipelineModule):
             return tied
         for replica in range(self._grid.data_parallel_size):
             ranks = [self._grid.stage_to_global(stage_id=stage, data=replica) for stage in (first, last)]
-            group = comm.new_group(ranks=ranks)  # every process makes every group, in the same order
+            group = comm.new_group(ranks=ranks)  # which every process counts, and its members make
             if self.global_rank not in ranks:
                 continue
             holds_embedding = self.global_rank == ranks[0]

@@ -1,12 +1,13 @@
 """The same layers in every process, for ZeRO: each replica runs the whole model, and stage 3 shards its weights.
 
 The layers are built one after the other. Under stage 3 each is cut into one slice a process before the next is read, so
-no process ever holds more than its slices and one whole layer; in the other stages every process holds the model, as
-ZeRO demands.
+no process ever holds more than its slices, one whole layer and one that it has read for all; in the other stages every
+process holds the model, as ZeRO demands.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import deepspeed
@@ -20,6 +21,7 @@ from models.loading import LayerStates, build_layer, tie_weights
 from models.loss import MicroBatchLoss, micro_batch_loss
 from models.offload import Returns
 from models.parallel.peers import NONE_SHARED, Sharing
+from models.shared_reading import SharedReading
 from models.spec import ModelSpec
 
 
@@ -27,11 +29,11 @@ class ShardedModel(nn.ModuleList):
     """Embedding, blocks and head with their loss; parameters are named `<layer>.<name>`, as in the pipeline.
 
     Args:
-        states: where the weights come from; every process reads them all, layer by layer.
+        states: where the weights come from, layer by layer.
         dtype: the dtype to train in.
         shards: DeepSpeed's config of a stage-3 run, by which each layer is sharded as soon as it is built; None where
             each process holds the whole model.
-        micro_batch_loss, sharing: as in `models.pipeline`.
+        micro_batch_loss, sharing, read_together: as in `models.pipeline`.
 
     Raises:
         CheckpointError: the weights are not those of the layers.
@@ -46,14 +48,17 @@ class ShardedModel(nn.ModuleList):
         blocks: BlockOptions = PLAIN,
         micro_batch_loss: MicroBatchLoss = micro_batch_loss,
         sharing: Sharing = NONE_SHARED,
+        read_together: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self._micro_batch_loss = micro_batch_loss
         positions, returns = spec.positions(sharing), Returns()
         self.positions = [positions]
         device = torch.device(get_accelerator().current_device_name())
+        everybody = torch.distributed.group.WORLD
+        shared = SharedReading(everybody, read_together) if everybody and read_together else None
         for number in range(spec.n_layers):
-            layer = build_layer(spec, number, states, positions, dtype, device)
+            layer = build_layer(spec, number, states, positions, dtype, device, shared)
             if isinstance(layer, Block):
                 blocks.apply(number, layer, returns)
             elif isinstance(layer, Head) and spec.tied:

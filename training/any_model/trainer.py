@@ -12,6 +12,7 @@ from training.any_model.config import PipelineConfig
 from training.any_model.layers import ForwardStep, Layer, Loss
 from training.any_model.samples import SampleLoader
 from training.any_model.stage import LayerStage, LayerStageEngine
+from training.distributed.groups import among_members
 from training.engine.numerics import set_numerics
 from training.engine.pipeline import PipelineTrainer
 from training.engine.prefetch import Sent
@@ -43,7 +44,8 @@ class LayerTrainer(PipelineTrainer):
             folder: a checkpoint whose weights the layers take.
         """
         set_numerics(config)
-        stage = LayerStage(layers, forward_step, loss, config, parts, folder)
+        with among_members():
+            stage = LayerStage(layers, forward_step, loss, config, parts, folder)
         stage.learn(next(loader.micro_batches(loader.batch(0), 0))[0])
         torch.manual_seed(config.seed + torch.distributed.get_rank())  # dropout differs from rank to rank
         return cls(LayerStageEngine.adopt(wrap(stage, config)))

@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 
 from common.whole_files import replace_text
 from training.config.sections import ModelTopo
+from training.distributed.groups import among_members
 from training.distributed.processes import gather
 
 FILE = "links.json"
@@ -98,7 +99,8 @@ def measure(topology: ModelTopo, hosts: list[str]) -> Links:
         torch.distributed.barrier()
     sums: list[Link | None] = []
     if topology.replicas > 1:
-        groups = [torch.distributed.new_group(ranks) for ranks in held]
+        with among_members():
+            groups = [torch.distributed.new_group(ranks) for ranks in held]
         sums = [_of_sums(groups[own], topology.replicas) if stage == own else None for stage in stages]
     told = gather((between, sums))
     return Links(

@@ -7,6 +7,7 @@ import torch
 
 from models.parallel.peers import ALONE, Peers, Sharing
 from training.config.sections import Axis, ModelTopo
+from training.distributed.groups import among_members
 
 
 def sharing_of(topology: ModelTopo) -> Sharing:
@@ -25,8 +26,9 @@ def _peers(topology: ModelTopo, axis: Axis, size: int) -> Peers:
     ranks = numpy.arange(topology.processes).reshape(grid.dims)
     rows = numpy.moveaxis(ranks, grid.axes.index(axis), -1).reshape(-1, size)
     rank, own = torch.distributed.get_rank(), ALONE
-    for row in rows.tolist():
-        group = torch.distributed.new_group(row)  # every process makes every group, in the same order
-        if rank in row:
-            own = Peers(size, row.index(rank), group)
+    with among_members():
+        for row in rows.tolist():
+            group = torch.distributed.new_group(row)  # which every process counts, and its members make
+            if rank in row:
+                own = Peers(size, row.index(rank), group)
     return own

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,6 +30,7 @@ from training.config.deepspeed_config import check_device, deepspeed_config, rou
 from training.config.gpu import check_gpu
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
+from training.distributed.groups import among_members
 from training.distributed.processes import agreed
 from training.engine.clipping import clip_in_update
 from training.engine.gradient_sums import sum_as_they_are
@@ -127,7 +128,7 @@ def build_engine(
     config: TrainConfig,
     spec: ModelSpec,
     folder: Path,
-    layers: Iterable[int],
+    layers: Sequence[int],
     make_model: Callable[..., nn.Module],
     recompute: frozenset[int],
     sharing: Sharing,
@@ -135,9 +136,9 @@ def build_engine(
     """The engine of `Trainer.build`.
 
     Args:
-        sharing: with whom the process shares its rows and its layers.
-        layers: those that this process holds.
+        layers: those that this process holds, in the order of building.
         make_model: takes, by name, what `models.pipeline` and `models.sharded` both take.
+        sharing: with whom the process shares its rows and its layers.
     """
     with agreed():
         check_gpu(config)
@@ -147,19 +148,23 @@ def build_engine(
         # Building the model communicates, so every rank looks at its weights before any begins.
         for layer in layers:
             states.check_layer(layer)
+    # Where each host has a disk of its own, what one replica there has read lies in the cache of the system.
+    together = config.storage == "shared" and config.model_topo.replicas > 1 and not config.from_scratch
     torch.manual_seed(config.seed + torch.distributed.get_rank())  # dropout differs from rank to rank
-    model = make_model(
-        states=states,
-        dtype=training_dtype(config),
-        blocks=BlockOptions(recompute, config.offload_activations, config.compile is True, config.fp8.enabled),
-        micro_batch_loss=partial(
-            micro_batch_loss,
-            z_loss_weight=config.aux_max_z_loss.weight,
-            router_loss_weight=router_weight,
-            rows=sharing.sequence,
-        ),
-        sharing=sharing,
-    )
+    with among_members():
+        model = make_model(
+            states=states,
+            dtype=training_dtype(config),
+            blocks=BlockOptions(recompute, config.offload_activations, config.compile is True, config.fp8.enabled),
+            micro_batch_loss=partial(
+                micro_batch_loss,
+                z_loss_weight=config.aux_max_z_loss.weight,
+                router_loss_weight=router_weight,
+                rows=sharing.sequence,
+            ),
+            sharing=sharing,
+            read_together=layers if together else (),
+        )
     return wrap(model, config, spec.tied_names)
 
 

@@ -1,0 +1,26 @@
+"""Process groups that only their members make.
+
+DeepSpeed makes every group of the grid in every process: 592 for [16, 32], of which a process is in four. torch counts
+the others and goes on. But DeepSpeed binds each process of a run on GPUs to its own, and by that NCCL makes each group
+out of the communicator of all (ncclCommSplit): the processes that are in none take part, group by group. While nothing
+is bound, the members of a group make its communicator among themselves, at its first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def among_members() -> Iterator[None]:
+    """Make groups without those that are not in them; every process still makes all groups in the same order."""
+    world = torch.distributed.group.WORLD
+    assert world is not None
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
