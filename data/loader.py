@@ -82,7 +82,7 @@ class Loader:
         drop_last: bool = False,
         packing: Packing = False,
         row_length: int = 0,
-        numbers: Sequence[int] | None = None,
+        numbers: Sequence[int] | NDArray[Any] | None = None,
         least_micro_batches: int = 0,
         same_everywhere: bool = False,
         pad_multiple: int = PAD_MULTIPLE,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+from numpy.typing import NDArray
 from rich.console import Console
 
 from data.chat.prompts import Prompts, format_of
@@ -100,7 +101,7 @@ def build_loader(
     data: SampleSet | Stream,
     config: TrainConfig,
     drop_last: bool = False,
-    numbers: Sequence[int] | None = None,
+    numbers: Sequence[int] | NDArray[Any] | None = None,
     router_loss: bool = False,
 ) -> Loader:
     """Global batches of the config's sizes, in the order of its seed.

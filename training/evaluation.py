@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import numpy
 from tqdm import tqdm
 
 from data.loader import Loader
@@ -56,9 +57,7 @@ class Evaluation:
         Raises:
             ConfigError: `pack_len` is shorter than a sample.
         """
-        numbers: dict[str, list[int]] = {kind: [] for kind in sorted(set(dataset.types))}
-        for number, kind in enumerate(dataset.types):
-            numbers[kind].append(number)
+        numbers = {kind: numpy.flatnonzero(dataset.of_type(kind)) for kind in dataset.types}
         loaders = {kind: build_loader(dataset, config, numbers=its) for kind, its in numbers.items()}
         return cls(loaders, config, steps_per_epoch, active, dataset)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from training.distributed.processes import agreed
 from training.distributed.rank_monitor import RankMonitor
 from training.distributed.signals import StopRequest
 from training.engine.trainer import Trainer
+from training.errors import ConfigError, RunRefused
 from training.evaluation import Evaluation
 from training.metrics.peak_memory import peak_memory_by_stage
 from training.metrics.reporter import Reporter
@@ -95,7 +96,12 @@ def train(run: Run) -> int:
     asks the run to stop, and at the end. A run that is to go on in better parts ends with its next checkpoint.
     """
     with run.reporter:
-        done = _train(run, run.progress.done, run.progress.total_steps)
+        try:
+            done = _train(run, run.progress.done, run.progress.total_steps)
+        except RunRefused:  # on every rank, so they can finish a save together
+            with suppress(ConfigError):
+                run.checkpointer.settle()
+            raise
     if run.timeline:
         run.timeline.finish()
     return done
@@ -114,17 +120,23 @@ def _train(run: Run, done: int, total_steps: int) -> int:
         freed_memory.bound()
         if run.timeline and step == run.timeline.steps[1]:
             run.timeline.finish()
+        run.checkpointer.settle_if_written()
         stopping, due = run.stop.agreed(run.checkpointer.due(step))
         last = step == total_steps
         # Before the save: a run that is killed in between repeats the step, and the evaluation with it. One that has to
         # stop saves first, and the next start evaluates; after the last step there may be no next one.
         evaluating = run.evaluation and run.evaluation.due(step, last) and (last or not stopping)
         loss = evaluate(run, step) if evaluating else None
+        if evaluating:
+            run.checkpointer.settle()  # which may be the best so far
         if due or stopping or last or (loss is not None and run.checkpointer.is_best(loss)):
             with run.trainer.timings("checkpoint"):
                 run.checkpointer.save(step, loss)
             run.monitor.mark(f"the checkpoint of step {step}")
-        if stopping or (run.feedback and run.feedback.moves and run.checkpointer.saved == step):
+        moving = run.feedback and run.feedback.moves
+        if stopping or last or moving:
+            run.checkpointer.settle()
+        if stopping or (moving and run.checkpointer.saved == step):
             return step
     return total_steps
 

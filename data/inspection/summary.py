@@ -158,13 +158,11 @@ def draw_lengths(dataset: Dataset, max_seq_len: int, path: Path) -> Path:
     """
     from matplotlib.figure import Figure  # takes a second
 
-    types = numpy.array(dataset.types)
-    kinds = sorted(set(dataset.types))
     figure = Figure(figsize=SIZE, dpi=DPI, layout="constrained")
     axes = figure.subplots()
-    lengths = [dataset.lengths[types == kind] for kind in kinds]
+    lengths = [dataset.lengths[dataset.of_type(kind)] for kind in dataset.types]
     longest = int(dataset.lengths.max())
-    axes.hist(lengths, bins=min(BINS, longest), range=(0, longest), stacked=True, label=kinds)
+    axes.hist(lengths, bins=min(BINS, longest), range=(0, longest), stacked=True, label=dataset.types)
     axes.axvline(dataset.lengths.mean(), color="black", linewidth=0.8, linestyle="--", label="mean")
     if longest >= max_seq_len:
         axes.axvline(max_seq_len, color="tab:red", linewidth=0.8, label="max_seq_len")

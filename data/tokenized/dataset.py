@@ -76,9 +76,16 @@ class Dataset:
 
     @cached_property
     def types(self) -> list[str]:
-        """[n], the type of each sample's record."""
-        names: list[str] = numpy.array(TYPES, dtype=object)[self.samples.column("kind")].tolist()
-        return names
+        """Which types of records there are, sorted."""
+        return sorted(TYPES[kind] for kind in numpy.unique(self._kinds))
+
+    def of_type(self, name: str) -> NDArray[numpy.bool_]:
+        """[n], whether each sample's record is of a type."""
+        return self._kinds == TYPES.index(name)
+
+    @cached_property
+    def _kinds(self) -> NDArray[Any]:
+        return self.samples.column("kind")
 
     @cached_property
     def digests(self) -> NDArray[numpy.uint64]:

@@ -110,7 +110,8 @@ def test_a_digest_of_a_file_that_was_just_written_is_not_remembered(
 
 def use(dataset: Dataset) -> None:
     """Everything that a run may look at."""
-    assert dataset.lengths.sum() and dataset.supervised.sum() and len(dataset.digests) == len(dataset.types)
+    assert dataset.lengths.sum() and dataset.supervised.sum() and len(dataset.digests) == len(dataset)
+    assert sum(dataset.of_type(kind).sum() for kind in dataset.types) == len(dataset)
     assert all(dataset.origin(number) for number in range(len(dataset)))
     assert dataset.samples.largest_id()
     assert len(ids_of(dataset)) == len(dataset)

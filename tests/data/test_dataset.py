@@ -46,7 +46,9 @@ def test_the_samples_are_those_of_encoding_one_by_one(
     dataset = load_dataset(path, tokenizer_folder, 10_000, prompt_format)
     wanted = [encode_tokens(record, tokenizer, prompt_format).sample() for record in RECORDS.values()]
     assert [as_lists(sample) for sample in dataset.samples] == wanted
-    assert dataset.types == [record["type"] for record in RECORDS.values()]
+    types = [record["type"] for record in RECORDS.values()]
+    assert dataset.types == sorted(set(types))
+    assert all(dataset.of_type(kind).tolist() == [kind == each for each in types] for kind in dataset.types)
     assert dataset.lengths.tolist() == [len(sample["input_ids"]) for sample in wanted]
     assert dataset.supervised.tolist() == [supervised_count(sample) for sample in wanted]
     assert [dataset.origin(number) for number in (0, 3)] == [f"{path}: record 1", f"{path}: record 4"]
@@ -130,7 +132,7 @@ def test_a_mixture_repeats_and_thins_out(tmp_path: Path, tokenizer_folder: Path)
     origins = [dataset.origin(number) for number in range(len(dataset))]
     assert origins[:8] == [f"{first}: record {number}" for number in (1, 1, 2, 2, 3, 3, 4, 4)]
     assert len(set(origins[8:])) == len(origins[8:]) == 5
-    assert len(dataset.lengths) == len(dataset.supervised) == len(dataset.types) == len(dataset.samples) == 13
+    assert len(dataset.lengths) == len(dataset.supervised) == len(dataset.samples) == 13
     plain = load_dataset([first, second], tokenizer_folder, 1000, "plain")
     assert plain.folder == dataset.folder  # nothing is tokenized for another mixture
     assert dataset.fingerprint() != plain.fingerprint()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,13 @@ def test_what_differs_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> 
         {"name": "not shared", "check": "shared", "folders": [same, twin]},
         {"name": "room", "check": "room", "folders": [small, small]},
         {"name": "no memory", "check": "room", "folders": [huge, huge]},
+        {"name": "no memory for copies", "check": "room", "folders": [huge, huge], "config": {"save_async": True}},
         {"name": "no disk", "check": "room", "folders": [small, huge]},
         {"name": "local", "check": "local", "folders": [same, twin]},
         {"name": "not local", "check": "local", "folders": [same, same]},
     ]
     for case in cases:
-        case["config"] = CONFIG
+        case["config"] = CONFIG | case.get("config", {})
         case["folders"] = [str(folder) for folder in case.get("folders", [same, same])]
     ranks.run(2, "preflight", cases, tmp_path)
     expected = {
@@ -78,6 +80,7 @@ def test_what_differs_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> 
         "shared": None,
         "room": None,
         "no memory": "memory: ",
+        "no memory for copies": "memory: ",
         "no disk": f"save_path: {small}: ",
         "not shared": f"host node2: save_path: {twin}: not what rank 0 writes to; expected a folder",
         "local": None,
@@ -87,6 +90,9 @@ def test_what_differs_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> 
         told = [json.loads((tmp_path / f"{name}.{rank}.json").read_text()) for rank in range(2)]
         assert told[0] == told[1]
         assert (told[0] or "").startswith(message or "") and (told[0] is None) == (message is None), told[0]
+    needed = [json.loads((tmp_path / f"no memory{name}.0.json").read_text()) for name in ("", " for copies")]
+    without, copied = (float(re.findall(r"more than ([\d.]+) GB", line)[0]) for line in needed)
+    assert copied > 1.5 * without and "with the copies of save_async" in needed[1]  # 16 bytes a parameter, and 12
     assert not [path for folder in (same, twin) for path in folder.glob(".shared-*")]
 
 

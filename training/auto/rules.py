@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 
-import numpy
-
 from data.tokenized.columns import SPLIT_KIND
 from data.tokenized.dataset import Dataset
 from models.spec import ModelSpec
@@ -34,7 +32,7 @@ def length_of_texts(data: Dataset, limit: int) -> tuple[int, str] | None:
     """`max_seq_len` where long texts are among the records, which any length divides; None where there are none."""
     if not any(tally.split for (_, kind), tally in data.tallies.items() if kind == SPLIT_KIND):
         return None
-    others = data.lengths[numpy.array(data.types) != SPLIT_KIND]
+    others = data.lengths[~data.of_type(SPLIT_KIND)]
     needed = 64 * math.ceil(int(others.max(initial=0)) / 64)
     length = min(limit, max(TEXT, needed))
     return length, f"texts are split into pieces of so many tokens, at least {TEXT:,}; dialogues fit as well as can be"
@@ -53,7 +51,7 @@ def fill(choices: Choices, data: Dataset, spec: ModelSpec, unit: int) -> None:
     batch = 2 ** round(math.log2(min(max(samples / STEPS, SMALLEST), LARGEST)))
     why = f"some {STEPS} steps an epoch, {SMALLEST} to {LARGEST} samples, a multiple of {unit} for the processes"
     choices.add("train_batch_size", unit * math.ceil(batch / unit), why)
-    texts = set(data.types) == {SPLIT_KIND}
+    texts = data.types == [SPLIT_KIND]
     epochs = 1 if texts else next((epochs for fewer, epochs in EPOCHS if samples < fewer), 1)
     of = "texts: once" if texts else f"{samples:,} samples: 3 times below 10,000, twice below 100,000, else once"
     choices.add("n_epoches", epochs, of)

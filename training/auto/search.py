@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy
 import torch
 from rich.console import Console
 
@@ -99,7 +98,7 @@ class Search:
     def _ladder(self, config: TrainConfig) -> Iterator[TrainConfig]:
         """The config, and what it may be changed to where it does not fit."""
         data = self.read(config)
-        whole = data.lengths[numpy.array(data.types) != SPLIT_KIND]  # texts lose nothing
+        whole = data.lengths[~data.of_type(SPLIT_KIND)]  # texts lose nothing
         while True:
             yield config
             if self.machine.kind.reserves and "zero_optimization" not in self.fixed:

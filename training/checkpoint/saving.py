@@ -5,6 +5,10 @@ config, tokenizer and manifest are laid beside them, so `pp_to_hg`, `demo.py` an
 Each rank adds its random states. Its record is written last and then `latest` moves; only then do old ones go. A save
 that fails leaves the checkpoints before it as they are.
 
+With `save_async` a save ends when its files are copied to host memory, and a thread writes them
+(`training.checkpoint.deepspeed_files`). What makes them a checkpoint needs all ranks and comes after a later step, when
+all have written theirs: `settle`. Until then the one before is the newest.
+
 Where each host has its own disk, there is a folder on each, with what the host's ranks need to go on. A host renames
 its folder when all have their record on the disk, so whoever has a folder knows that the others have one under one name
 or the other (`training.checkpoint.finding`).
@@ -15,8 +19,8 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -49,6 +53,23 @@ def random_file(rank: int) -> str:
     return f"random-{rank:03d}.pt"
 
 
+@dataclass(frozen=True)
+class UnderWay:
+    """A save whose files are given to be written.
+
+    Attributes:
+        new: where they lie until they are the checkpoint `folder`.
+        record: but for what is written.
+        hidden: removes what is left of `new`.
+    """
+
+    folder: Path
+    new: Path
+    record: CheckpointRecord
+    eval_loss: float | None
+    hidden: ExitStack
+
+
 @dataclass
 class Checkpointer:
     """Writes a run's checkpoints.
@@ -74,12 +95,13 @@ class Checkpointer:
     eval_records: str = ""
     best: Best | None = field(init=False)
     saved: int = 0
-    _files: CheckpointFiles = field(default_factory=CheckpointFiles)
+    _files: CheckpointFiles = field(init=False)
+    _under_way: UnderWay | None = field(default=None, init=False)
     _last: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         engine = self.trainer.engine
-        engine.checkpoint_engine = self._files
+        engine.checkpoint_engine = self._files = CheckpointFiles(background=self.config.save_async)
         engine._copy_recovery_script = lambda *_: None  # pp_to_hg does what DeepSpeed's scripts are for
         stages, disk = gather(self.trainer.stage), self.disk
         if self.trainer.stage not in [stages[rank] for rank in disk.ranks[: disk.number]]:
@@ -112,25 +134,49 @@ class Checkpointer:
         """Save the state after `step`, with the loss of the evaluation after it, if there was one.
 
         Raises:
-            ConfigError: it could not be written, and `on_save_error` says stop.
+            ConfigError: it, or the one before, could not be written, and `on_save_error` says stop.
         """
+        self.settle()
         folder = step_folder(self.save_path, step)
+        with self._failure_told(folder):
+            self._under_way = self._begin(folder, step, eval_loss)
+        if not self.config.save_async:
+            self.settle()
+        self._last = time.monotonic()
+
+    def settle_if_written(self) -> None:
+        """`settle`, where no rank is still writing; all ranks call it after each step."""
+        if self._under_way and all(gather(self._files.done)):
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the files of the save under way, if there is one, and make them the newest checkpoint.
+
+        Raises:
+            ConfigError: as `save`.
+        """
+        saving, self._under_way = self._under_way, None
+        if saving is None:
+            return
+        with self._failure_told(saving.folder):
+            self._finish(saving)
+            self.saved = saving.record.step
+            if saving.eval_loss is not None:
+                self.note(self.saved, saving.eval_loss)
+            self._tidy_up()
+
+    @contextmanager
+    def _failure_told(self, folder: Path) -> Iterator[None]:
         try:
-            self._write(folder, step, evaluated=eval_loss is not None)
+            yield
         except RunRefused as refused:
             message = f"{folder.name} could not be saved: {refused}; the checkpoint before it stays the newest"
             if self.config.on_save_error == "stop":
                 raise ConfigError(message) from None
             self.log.print(f"warning: {message}")
-        else:
-            self.saved = step
-            if eval_loss is not None:
-                self.note(step, eval_loss)
-            self._tidy_up()
-        self._last = time.monotonic()
 
-    def _write(self, folder: Path, step: int, evaluated: bool) -> None:
-        """Write a checkpoint; RunRefused, on every rank, where that cannot be done on some."""
+    def _begin(self, folder: Path, step: int, eval_loss: float | None) -> UnderWay:
+        """Write a checkpoint's files, or have them written; RunRefused, on every rank, where some have no place."""
         engine, rank = self.trainer.engine, torch.distributed.get_rank()
         # Without ZeRO, DeepSpeed numbers the weights and keeps no names, so they go along.
         sharded = engine.zero_optimization()
@@ -138,9 +184,9 @@ class Checkpointer:
         names = {} if sharded else {"parameter_names": [piece.name for piece in kept]}
         self._files.offsets = {piece.name: piece.offset for piece in kept}
         with ExitStack() as hidden:
-            place, keeps = None, self.disk.keeps
+            place = None
             with agreed(), writing(folder):
-                if keeps:
+                if self.disk.keeps:
                     sweep(self.save_path.glob(".step-*.partial-*"))
                     place = hidden.enter_context(workplace(folder))
             new = gather(place)[self.disk.ranks[0]]
@@ -151,6 +197,15 @@ class Checkpointer:
             self.trainer.write_layers(new, self._files.save, self.disk)
             for name, content in self.side_files.items():
                 self._files.write(new / name, methodcaller("write", content))
+            self._files.close()
+            told = {"step": step, "evaluated": eval_loss is not None}
+            record = self.record.model_copy(update=told, deep=True)  # of a stream it grows with the run
+            return UnderWay(folder, new, record, eval_loss, hidden.pop_all())
+
+    def _finish(self, saving: UnderWay) -> None:
+        """Make what is written a checkpoint; RunRefused, on every rank, where that cannot be done on some."""
+        folder, new, keeps = saving.folder, saving.new, self.disk.keeps
+        with saving.hidden:
             written: dict[str, FileRecord] = {}
             with agreed(), writing(folder):
                 written = self._files.written()
@@ -160,7 +215,7 @@ class Checkpointer:
             files = {"hosts": dict(hosts), "host": self.disk.host} if self.disk.host else {"files": hosts[""]}
             with agreed(), writing(folder):
                 if keeps:
-                    self.record.model_copy(update={"step": step, "evaluated": evaluated, **files}).write(new)
+                    saving.record.model_copy(update=files).write(new)
             with agreed(), writing(folder):
                 if keeps:
                     if folder.exists():

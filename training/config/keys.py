@@ -169,6 +169,11 @@ class TrainConfig(Section):
     save_minutes: float | None = Field(default=None, gt=0)
     """Save a checkpoint whenever so many minutes have passed."""
 
+    save_async: bool = False
+    """Write checkpoints in the background: a save takes as long as a copy to host memory does, which needs room there
+    for what a process saves (docs/cluster.md#starting-and-saving-with-many-processes). The next save, an evaluation and
+    the end of the run wait for it."""
+
     storage: Literal["shared", "local"] = "shared"
     """`shared`: all machines see the same `save_path`; `local`: each has its own disk there
     (docs/resuming.md#each-machine-its-own-disk)."""

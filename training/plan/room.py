@@ -42,15 +42,17 @@ def check_room(config: TrainConfig, spec: ModelSpec, layers: Sequence[int], disk
         in_memory += state.optimizer + state.gradient / (replicas if stage > 1 else 1)
         in_memory += state.weight / (replicas if stage > 2 else 1)
     share = weights * state.saved(replicas) / replicas
-    told = gather((socket.gethostname(), disk.host, weights * in_memory, share))
+    copied = share if config.save_async else 0
+    told = gather((socket.gethostname(), disk.host, weights * in_memory + copied, share))
     held = sum(here for host, _, here, _ in told if host == socket.gethostname())
     saved = sum(share for _, host, _, share in told if host == disk.host)
     with agreed():
         free = psutil.virtual_memory().available + psutil.swap_memory().free
         if held > free:
+            copies = " with the copies of save_async" if config.save_async else ""
             raise ConfigError(
                 f"memory: {free / GB:.1f} GB are free; expected more than {held / GB:.1f} GB, which weights, gradients "
-                "and optimizer states of its processes take"
+                f"and optimizer states of its processes take{copies}"
             )
         free = shutil.disk_usage(config.save_path).free
         if disk.keeps and saved > free:

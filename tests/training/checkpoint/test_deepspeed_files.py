@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import resource
+import time
+from collections import OrderedDict
 from operator import methodcaller
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -36,6 +39,49 @@ def test_a_full_disk_is_told_when_all_files_are_done(tmp_path: Path) -> None:
         files.write(tmp_path / "small", methodcaller("write", b"1" * 100))
         files.save({"weight": torch.randn(PIECE)}, str(tmp_path / "large.pt"))
         files.write(tmp_path / "later", methodcaller("write", b"1"))
+        with pytest.raises(OSError) as told:
+            files.written()
+    assert told.value.errno == errno.EFBIG
+    assert not (tmp_path / "later").exists()
+
+
+def slowly(file: BinaryIO) -> None:
+    time.sleep(0.2)
+    file.write(b"1")
+
+
+def test_a_thread_writes_the_same_files_of_what_was_there_when_they_were_given(tmp_path: Path) -> None:
+    """Views of one memory, parameters and nested containers, which training changes before the thread comes to them."""
+    whole = torch.randn(3, PIECE)
+    state = {
+        "module": OrderedDict(weight=whole[0], again=whole[0], turned=whole.T, halves=[whole[1:], whole[:, ::2]]),
+        "optimizer_state_dict": {
+            "step": torch.tensor(3.0),
+            "groups": ({"lr": 0.1, "weights": whole[1]},),
+            "none": None,
+        },
+        "trained": torch.nn.Parameter(torch.ones(2)).detach().requires_grad_(),
+    }
+    for name, background in (("plain", False), ("background", True)):
+        (tmp_path / name).mkdir()
+        files = CheckpointFiles(background)
+        files.write(tmp_path / name / "first", slowly)
+        files.save(state, str(tmp_path / name / "state.pt"))
+        files.close()
+        assert files.done is not background
+        whole += background
+        assert files.written() == {path.name: file_record(path) for path in (tmp_path / name).iterdir()}
+        assert files.done
+    plain, background_ = ((tmp_path / name / "state.pt").read_bytes() for name in ("plain", "background"))
+    assert plain == background_
+
+
+def test_a_full_disk_is_told_by_the_thread_when_asked(tmp_path: Path) -> None:
+    files = CheckpointFiles(background=True)
+    with limited(resource.RLIMIT_FSIZE, 1000):
+        files.save({"weight": torch.randn(PIECE)}, str(tmp_path / "large.pt"))
+        files.write(tmp_path / "later", methodcaller("write", b"1"))
+        files.close()
         with pytest.raises(OSError) as told:
             files.written()
     assert told.value.errno == errno.EFBIG

@@ -1,0 +1,56 @@
+"""Saves the same state with and without `save_async`, and trains on before the thread's files are settled.
+
+Its cases are {"name", "config": {...}, "kind": "zero" | "pipeline"}; writes <folder>/<name>.json with the names of the
+"files", of those that "differ", and whether the checkpoint was there "early", before it was settled.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from models.spec import ModelSpec
+from tests.workers.cases import loader_of
+from tests.workers.topology import KINDS, ORDER
+from training.checkpoint.folder import CheckpointRecord, step_folder
+from training.checkpoint.saving import Checkpointer, read_side_files
+from training.config.keys import TrainConfig
+from training.distributed.disk import Disk
+from training.plan.auto import divide
+
+STEP = 2
+
+
+def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
+    kind, loader, model_folder = KINDS[case["kind"]], loader_of(config), Path(config.model_path)
+    spec = ModelSpec.from_folder(model_folder)
+    division = divide(config, spec, kind.in_stages)
+    trainer = kind.build(config, spec, model_folder, division)
+    for step in range(STEP):
+        trainer.train_step(loader, loader.batch(step))
+    record = CheckpointRecord(step=0, topology=division.topology, data=ORDER)
+    saved = []
+    early = False
+    for in_background in (False, True):
+        save_path = folder / f"{case['name']}-{in_background}"
+        save_path.mkdir(exist_ok=True)
+        asked = config.model_copy(update={"save_async": in_background})
+        files, log = read_side_files(model_folder), Console(quiet=True)
+        saver = Checkpointer(trainer, asked, save_path, Disk.of_all(), files, record, log)
+        saver.save(STEP)
+        saved.append(step_folder(save_path, STEP))
+        early = saved[-1].exists()
+    trainer.train_step(loader, loader.batch(STEP))
+    saver.settle()
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        names = [sorted(path.name for path in each.iterdir()) for each in saved]
+        differ = [name for name in names[0] if (saved[0] / name).read_bytes() != (saved[1] / name).read_bytes()]
+        assert names[0] == names[1], names
+        (folder / f"{case['name']}.json").write_text(json.dumps({"files": names[0], "differ": differ, "early": early}))
+    torch.distributed.barrier()
+    trainer.engine.destroy()
