@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from models.checkpoint.verify import warn_of_nan
+from models.parallel.peers import ALONE
+from models.parallel.tensor import TensorShare
 from models.positions import Positions
 from models.spec import ModelSpec
 
@@ -57,23 +59,33 @@ class SeededStates:
 
 
 def build_layer(
-    spec: ModelSpec, layer: int, states: LayerStates, positions: Positions, dtype: torch.dtype, device: torch.device
+    spec: ModelSpec,
+    layer: int,
+    states: LayerStates,
+    positions: Positions,
+    dtype: torch.dtype,
+    device: torch.device,
+    share: TensorShare | None = None,
 ) -> nn.Module:
-    """Layer number `layer`, holding its weights in `dtype` on `device`.
+    """Layer number `layer`, holding its weights, or its share of them, in `dtype` on `device`.
 
     Raises:
         CheckpointError: the weights are not those of the layer.
     """
     with torch.device("meta"):
         module = spec.build(layer, positions)
+    share = share or TensorShare(spec, ALONE)
+    share.narrow(layer, module)
     frozen = [f"block.{name}" for name in spec.family.frozen]  # computed with as with weights that are trained
     fixed = {name: buffer.dtype for name, buffer in module.named_buffers() if name not in frozen}  # not to be rounded
     read, state = states.read_layer(layer), {}
     warn_of_nan(read, partial(states.describe, layer))
     for name, tensor in read.items():
         kept = fixed.get(name, dtype if tensor.is_floating_point() else tensor.dtype)
-        state[name] = tensor.to(device=device, dtype=kept, copy=True)
+        cut = share.cut(f"{layer}.{name}")
+        state[name] = (cut.of(tensor) if cut else tensor).to(device=device, dtype=kept, copy=True)
     module.load_state_dict(state, strict=True, assign=True)
+    share.connect(layer, module)
     return module
 
 

@@ -20,6 +20,7 @@ from models.attention import WITHOUT_DROPOUT
 from models.config_json import model_fields
 from models.errors import CheckpointError
 from models.layers import Block, Embedding, Head
+from models.parallel.peers import NONE_SHARED, Sharing
 from models.positions import Positions
 from models.rope import DYNAMIC
 from models.router import experts_implementation, n_experts
@@ -111,9 +112,11 @@ class ModelSpec:
             return self.family.attention
         return tuple(kernel for kernel in self.family.attention if kernel not in WITHOUT_DROPOUT)
 
-    def positions(self) -> Positions:
+    def positions(self, sharing: Sharing = NONE_SHARED) -> Positions:
         """What the blocks of one process share."""
         made: Positions = (self.family.positions or Positions)(self.family, self.config)
+        if made.slopes is not None:
+            made.slopes = made.slopes[sharing.tensor.part(len(made.slopes))]
         return made
 
     def set_attention(self, implementation: str) -> None:

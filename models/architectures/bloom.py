@@ -95,6 +95,12 @@ FAMILY = Family(
     positions=BloomPositions,
     embedding_norm=layer_norm,
     attention=(EAGER, FLEX),
+    tensor_plan={
+        "self_attention.query_key_value": "colwise",
+        "self_attention.dense": "rowwise",
+        "mlp.dense_h_to_4h": "colwise",
+        "mlp.dense_4h_to_h": "rowwise",
+    },
     embedding=(
         Rule("transformer.word_embeddings.weight", "embed_tokens.weight"),
         Rule("transformer.word_embeddings_layernorm.*", "norm.*"),

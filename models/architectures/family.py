@@ -97,6 +97,8 @@ class Family:
         frozen: weights of a block that no gradient reaches, such as those that choose keys; the optimizer, whose decay
             would shrink them, leaves them alone.
         generates: whether tokens can come one by one, through a cache.
+        tensor_plan: how a block is cut for tensor parallelism (`models.parallel.tensor`), where transformers does not
+            say or gathers what could stay cut.
         router: the submodule of a block that sends tokens to experts, in families that have them.
         translate: turns the fields of a config.json that transformers does not know into those of one that it does.
         variant: picks another declaration by the fields of config.json, where one `model_type` names several
@@ -124,6 +126,7 @@ class Family:
     proof: str = ""
     frozen: tuple[str, ...] = ()
     generates: bool = True
+    tensor_plan: Mapping[str, str] | None = None
     router: str | None = None
     translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     variant: Callable[[dict[str, Any]], Family] | None = None
