@@ -16,7 +16,7 @@ import contextlib
 import io
 from collections.abc import Callable
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ from models.layers import Block, Head, Stream
 from models.loading import LayerStates, build_layer, tie_weights
 from models.loss import MicroBatchLoss, micro_batch_loss
 from models.offload import Returns
+from models.parallel.peers import Peers, Sharing
+from models.parallel.tensor import TensorShare
 from models.router import n_experts
 from models.spec import ModelSpec
 from models.weight_gradients import WeightGradients
@@ -53,9 +55,10 @@ class PipelineModel(PipelineModule):
     """One stage's share of a model, and the loss on the last stage.
 
     Args:
-        topology: the grid of processes, with the axes `pipe` and `data`.
+        topology: the grid of processes, with the axes `pipe` and `data`, and `model` where they share layers.
         parts: layers per stage; one entry a stage (for a `VScheduleModel` two), summing to `spec.n_layers`.
         dtype: the dtype to train in.
+        spread_experts: as in `models.parallel.tensor`.
         micro_batch_loss: of head, stream and labels: `models.loss.micro_batch_loss` with the weights of its parts.
 
     A micro-batch is `((input_ids, position_ids), (labels, scale, share))`.
@@ -72,21 +75,26 @@ class PipelineModel(PipelineModule):
         parts: list[int],
         dtype: torch.dtype,
         blocks: BlockOptions = PLAIN,
+        spread_experts: bool = False,
         micro_batch_loss: MicroBatchLoss = micro_batch_loss,
     ) -> None:
         self.spec = spec
         self._bounds = [0, *accumulate(parts)]
         self._dtype = dtype
         self.micro_batch_loss = micro_batch_loss
-        self.positions = [spec.positions() for _ in parts]  # of a chunk's layers, which see the micro-batches in order
+        self._spread_experts = spread_experts
         device = torch.device(get_accelerator().current_device_name())
         chunks = [chunk for chunk, size in enumerate(parts) for _ in range(size)]
-        layers = [
-            LaterLayer(build_layer, spec, layer, states, self.positions[chunk], dtype, device)
-            for layer, chunk in enumerate(chunks)
-        ]
+
+        def make(layer: int) -> nn.Module:
+            positions = self.positions[chunks[layer]]
+            return build_layer(spec, layer, states, positions, dtype, device, self.share)
+
+        layers = [LaterLayer(make, layer) for layer in range(len(chunks))]
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its seed settings, which mean nothing here
             super().__init__(layers, topology=topology, loss_fn=self.loss)
+        for weight in self.parameters():  # so that the gradient norm counts once what all peers have
+            weight.ds_pipe_replicated |= self.share.peers.rank > 0 and not weight.model_parallel
         returns = [Returns() for _ in parts]
         for number, layer in self.named_children():
             if isinstance(layer, Block):
@@ -115,7 +123,18 @@ class PipelineModel(PipelineModule):
         """One of the layers that this process holds, by its number in the model."""
         return self.get_submodule(str(layer))
 
+    def save_state_dict(self, *arguments: Any, **named: Any) -> None:
+        """Write this stage's layers, where they are whole; else peers put them together (`TensorShare.whole`)."""
+        if self.share.peers.size == 1:
+            super().save_state_dict(*arguments, **named)
+
     def _partition_layers(self, method: str = "parts") -> None:
+        """Find this process's layers, and with whom it shares them, before it builds them."""
+        grid = self._grid
+        peers = Peers(grid.model_parallel_size, grid.get_slice_parallel_rank(), grid.slice_proc_group)
+        self.share = TensorShare(self.spec, peers, self._spread_experts)
+        # Of a chunk's layers, which see the micro-batches in order.
+        self.positions = [self.spec.positions(Sharing(tensor=peers)) for _ in self._bounds[1:]]
         self.parts = self._bounds
         self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 
@@ -131,8 +150,10 @@ class PipelineModel(PipelineModule):
             if self.spec.tied and self.stage_id == first:
                 tie_weights(self.spec, self._layer(0), self._layer(self.spec.n_layers - 1))
             return tied
-        for replica in range(self._grid.data_parallel_size):
-            ranks = [self._grid.stage_to_global(stage_id=stage, data=replica) for stage in (first, last)]
+        replicas, parts = range(self._grid.data_parallel_size), range(self.share.peers.size)
+        for replica, part in product(replicas, parts):
+            place = {"data": replica} | ({"model": part} if len(parts) > 1 else {})
+            ranks = [self._grid.stage_to_global(stage_id=stage, **place) for stage in (first, last)]
             group = comm.new_group(ranks=ranks)  # every process makes every group, in the same order
             if self.global_rank not in ranks:
                 continue

@@ -25,6 +25,16 @@ class Cut:
     side: int
     ranges: tuple[range, ...]
 
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Of what the process has."""
+        return (*self.shape[: self.side], self.width, *self.shape[self.side + 1 :])
+
+    def meets(self, other: Cut) -> bool:
+        """Whether two parts may have something in common."""
+        pairs = ((one, two) for one in self.ranges for two in other.ranges)
+        return self.side != other.side or any(one.start < two.stop and two.start < one.stop for one, two in pairs)
+
     def of(self, whole: Tensor) -> Tensor:
         """The process's part of the whole weight; a view of it where it is one range."""
         parts = [whole.narrow(self.side, each.start, len(each)) for each in self.ranges]

@@ -17,12 +17,13 @@ backward pass; the embedding one, the head three numbers a token and the gradien
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from models.layers import Embedding, Head
 from models.parallel.collectives import add_up, copied, gathered, split, summed
@@ -106,6 +107,23 @@ class TensorShare:
             vars(words)["forward"] = partial(self._look_up, words)
         else:
             self._connect_block(layer, dict(module.named_modules()))
+
+    @torch.no_grad()
+    def whole(self, layer: int, module: nn.Module, keep: bool) -> dict[str, Tensor]:
+        """The state dict of a layer put together, in main memory; all peers call it, who `keep` nothing as well."""
+        state = {}
+        for name, tensor in module.state_dict().items():
+            cut = self.cut(f"{layer}.{name}")
+            if keep:
+                state[name] = tensor.to("cpu", copy=True) if cut is None else tensor.new_empty(cut.shape, device="cpu")
+            for rank in range(self.peers.size if cut else 0):
+                its = TensorShare(self._spec, replace(self.peers, rank=rank), self._spread).cut(f"{layer}.{name}")
+                assert its
+                part = tensor.contiguous() if rank == self.peers.rank else tensor.new_empty(its.part_shape)
+                distributed.broadcast(part, group=self.peers.group, group_src=rank)
+                if keep:
+                    its.put(part, state[name])
+        return state
 
     def _connect_block(self, layer: int, modules: dict[str, Any]) -> None:
         readers = []
@@ -206,7 +224,8 @@ def obstacle(spec: ModelSpec, size: int, spread: bool = False) -> str | None:
     if plan.keys() == ENDS.keys() or set(plan.values()) - KNOWN:
         return f"{spec.family.name} has no plan by which layers are cut; expected 1 process to a layer"
     if heads < size:
-        return f"{heads} heads of keys are not enough for {size} processes to a layer; expected at most {heads}"
+        told = f"expected at most {heads}"
+        return f"{heads} heads of keys (num_key_value_heads) are not enough for {size} processes to a layer; {told}"
     if spread and experts < size:
         return (
             f"{experts} experts cannot be spread over {size} processes to a layer; expected model_topo.experts: columns"

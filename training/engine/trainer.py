@@ -45,14 +45,16 @@ class Trainer(ABC):
         in_stages: whether the layers are divided among the stages of a pipeline.
         replica: the number, from 0, of the replica of the model or of a stage that this rank is.
         stage: of the pipeline, from 0.
+        part: which of the processes that share its layers this rank is, from 0.
     """
 
     in_stages: ClassVar[bool]
 
-    def __init__(self, engine: Any, replica: int, stage: int = 0) -> None:
+    def __init__(self, engine: Any, replica: int, stage: int = 0, part: int = 0) -> None:
         self.engine = engine
         self.replica = replica
         self.stage = stage
+        self.part = part
         self.timings = Timings()
 
     @classmethod
@@ -122,7 +124,8 @@ def build_engine(
         # Building the model communicates, so every rank looks at its weights before any begins.
         for layer in layers:
             states.check_layer(layer)
-    torch.manual_seed(config.seed + torch.distributed.get_rank())  # dropout differs from rank to rank
+    # Dropout differs from rank to rank, but not between those that compute the same together.
+    torch.manual_seed(config.seed + config.model_topo.first_peer(torch.distributed.get_rank()))
     model = make_model(
         states=states,
         dtype=training_dtype(config),

@@ -98,5 +98,6 @@ def topology_of(config: TrainConfig, parts: list[int]) -> Topology:
     """A run's, with these layers per stage or per chunk."""
     topo = config.model_topo
     wide = {name: size for name in ("tensor", "sequence") if (size := getattr(topo, name)) > 1}  # else left out
+    wide |= {"spread": True} if topo.experts == "spread" else {}
     zero = config.zero_optimization.stage
     return Topology(stages=topo.stages, replicas=topo.replicas, zero_stage=zero, parts=parts, **wide)
