@@ -326,8 +326,9 @@ class ModelTopo(Section):
     divides the replicas (docs/parallelism.md#long-rows)."""
 
     experts: Literal["columns", "spread"] = "columns"
-    """How processes that share layers share experts: each a part of every one, or each some whole ones. The numbers are
-    the same; whole ones make larger products, and wait for those that got more tokens."""
+    """How processes that share layers share experts: each has a part of every one, or with `spread` some whole ones.
+    Nothing changes but the time: whole ones make larger products, but all wait for the one whose experts got the most
+    tokens."""
 
     parts: list[PositiveInt] | None = None
     """Layers of each stage: one entry a stage, which sum to blocks + 2. `auto`, or no key, finds the parts whose
