@@ -15,6 +15,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from data.loader import GlobalBatch, Loader
 from models.checkpoint.layout import layer_file
 from models.parallel.collectives import add_up
+from models.parallel.tensor import TensorShare
 from models.pipeline import PipelineModel, VScheduleModel
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
@@ -79,9 +80,9 @@ class PipelineTrainer(Trainer):
 
         Where processes share layers, they put them together.
         """
-        share = self.engine.module.share
         named = {int(name): layer for name, layer in self.engine.module.named_children() if name.isdecimal()}
-        if share.peers.size > 1:
+        if self.engine.grid.model_parallel_size > 1:
+            share: TensorShare = self.engine.module.share
             stages = gather(self.stage)
             writes = self.stage not in [stages[rank] for rank in disk.ranks[: disk.number]]
             if add_up(torch.tensor(int(writes), device=self.engine.device), share.peers):
