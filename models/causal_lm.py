@@ -1,7 +1,7 @@
 """The whole model in one process: the same layers as in the pipeline, one after the other.
 
 Tests, demo.py and evaluation use it. It is the reference that every pipeline is compared with. For generation in stages
-a process holds a part of the layers.
+a process holds a part of the layers, or its share of each.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from models.checkpoint.source import open_source
 from models.generation.cache import KeyValueCache
 from models.layers import Block, Embedding, Head, Stream
 from models.loading import LayerStates, build_layer, tie_weights
+from models.parallel.peers import ALONE, Sharing
+from models.parallel.tensor import TensorShare
 from models.spec import ModelSpec
 
 
@@ -30,11 +32,14 @@ class CausalLM(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         part: Sequence[int] | None = None,
+        share: TensorShare | None = None,
     ) -> None:
         super().__init__()
         self.spec = spec
-        self.positions, part = spec.positions(), part or range(spec.n_layers)
-        self.layers = nn.ModuleList(build_layer(spec, layer, states, self.positions, dtype, device) for layer in part)
+        share, part = share or TensorShare(spec, ALONE), part or range(spec.n_layers)
+        self.positions = spec.positions(Sharing(tensor=share.peers))
+        built = (build_layer(spec, layer, states, self.positions, dtype, device, share) for layer in part)
+        self.layers = nn.ModuleList(built)
         if spec.tied and len(part) == spec.n_layers:
             tie_weights(spec, self.embedding, self.head)
 

@@ -23,6 +23,8 @@ from transformers import PreTrainedConfig
 from models.architectures.family import Family
 from models.generation.cache import KeyValueCache
 from models.offload import Offloading, Parked, Returns, Trip
+from models.parallel.collectives import copied, gathered
+from models.parallel.peers import ALONE, Peers
 from models.positions import Arguments, Positions, attention_kind
 from models.router import RouterRecorder, n_experts, top_k
 
@@ -109,6 +111,8 @@ class Head(nn.Module):
 
     cap: float | None = None  # logits are squeezed between -cap and cap by a tanh, in some families
     scale = 1.0  # what hidden states are multiplied with before they are projected
+    peers: Peers = ALONE  # of whom each has some words,
+    words = 0  # of so many
 
     def __init__(self, family: Family, config: PreTrainedConfig) -> None:
         super().__init__()
@@ -129,7 +133,7 @@ class Head(nn.Module):
         return normalised if self.project_in_loss else self.project(hidden)
 
     def projection(self) -> Tensor:
-        """What normalised hidden states are multiplied with, [V, H]."""
+        """What normalised hidden states are multiplied with, [V, H], or of that the words that are here."""
         return self.lm_head.weight
 
     def scaled(self, hidden: Tensor) -> Tensor:
@@ -138,7 +142,12 @@ class Head(nn.Module):
 
     def project(self, hidden: Tensor) -> Tensor:
         """Normalised hidden states [..., H] -> logits [..., V]."""
-        logits = F.linear(self.scaled(hidden), self.projection(), self.lm_head.bias)
+        hidden = self.scaled(hidden)
+        if self.peers.size > 1:
+            hidden = copied(hidden, self.peers)
+        logits = F.linear(hidden, self.projection(), self.lm_head.bias)
+        if self.peers.size > 1:
+            logits = gathered(logits, self.peers, self.words)
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 

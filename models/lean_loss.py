@@ -8,6 +8,9 @@ ends, and the backward pass only scales them.
 Rounding: logits, softmax and all sums over tokens and chunks are fp32, also where weights and hidden states have 16
 bits; a gradient is rounded once, at the end. The plain 16-bit form rounds the logits and their gradient as well.
 
+Where several processes have some words each, they agree on the largest logit of a token, on the sum of the exponentials
+and on the logit of its target, and add up what each finds of the gradient of the hidden states.
+
 Cost: the three products of the plain form and fewer passes over the logits. Memory: one chunk and the weight's gradient
 in fp32.
 """
@@ -18,7 +21,10 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+
+from models.parallel.collectives import add_up
+from models.parallel.peers import ALONE, Peers
 
 CPU_CHUNK, GPU_CHUNK = 2**28, 2**29  # bytes of fp32 logits held at a time; a GPU is fast only with large products
 HALF_SCALE = 2.0**10  # what fp16 gradients of logits are multiplied with: fp16 has no numbers below 6e-8
@@ -29,19 +35,26 @@ AMPERE = (8, 0)  # the first GPUs that compute in bf16, and give 16-bit products
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, cap: float | None = None, z_loss_weight: float = 0.0
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    cap: float | None = None,
+    z_loss_weight: float = 0.0,
+    peers: Peers = ALONE,
+    words: int = 0,
 ) -> Tensor:
     """The cross-entropy of the logits `hidden @ weight.T`, summed over the tokens, in fp32.
 
     Args:
         hidden: [T, H]; T may be 0.
-        weight: [V, H], of the same dtype.
+        weight: [V, H], of the same dtype; this process's part of it where there are peers.
         targets: [T] int64, each in [0, V).
         cap: squeezes the logits between -cap and cap first, by a tanh.
         z_loss_weight: weight of (max log-softmax)^2, summed likewise.
+        peers, words: who have the other words, and V, which is 0 where there are none.
 
     Returns:
-        A scalar. Its backward pass can run once.
+        A scalar, the same for all peers. Its backward pass can run once.
     """
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
@@ -49,9 +62,9 @@ def linear_cross_entropy(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     with torch.autocast(kind, enabled=False):  # it would round the sums
         if torch.is_grad_enabled():
-            loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, cap, z_loss_weight)
+            loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, cap, z_loss_weight, peers, words)
             return loss
-        return _Sums(hidden, weight, targets, cap, z_loss_weight).loss
+        return _Sums(hidden, weight, targets, cap, z_loss_weight, peers, words).loss
 
 
 def chunk_tokens(words: int, on_cpu: bool) -> int:
@@ -72,7 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         assert sums is not None, "the gradients were scaled in place by an earlier backward pass"
         factor = gradients[0] / sums.scale
         found = (sums.hidden_gradient, sums.weight_gradient)
-        return *(each if each is None else each.mul_(factor).to(context.dtype) for each in found), None, None, None
+        return *(each if each is None else each.mul_(factor).to(context.dtype) for each in found), *(5 * [None])
 
 
 class _Sums:
@@ -85,24 +98,31 @@ class _Sums:
         targets: Tensor,
         cap: float | None,
         z_loss_weight: float,
+        peers: Peers,
+        words: int,
         hidden_wanted: bool = False,
         weight_wanted: bool = False,
     ) -> None:
-        self._cap, self._z_loss_weight = cap, z_loss_weight
+        self._cap, self._z_loss_weight, self._peers = cap, z_loss_weight, peers
+        self._own = peers.part(words or len(weight))
         self._wanted = hidden_wanted or weight_wanted
         self.scale = HALF_SCALE if hidden.dtype == torch.float16 else 1.0
         self.loss = torch.zeros((), device=hidden.device)
         self.hidden_gradient = torch.empty_like(hidden, dtype=torch.float32) if hidden_wanted else None
         self.weight_gradient = torch.empty_like(weight, dtype=torch.float32) if weight_wanted else None
         tokens = max(len(hidden), 1)  # without any, one empty chunk makes gradients of 0
-        chunks = math.ceil(tokens / chunk_tokens(len(weight), hidden.is_cpu))
+        widest = math.ceil((words or len(weight)) / peers.size)  # as peers need the same chunks
+        chunks = math.ceil(tokens / chunk_tokens(widest, hidden.is_cpu))
         for chunk in _slices(tokens, math.ceil(tokens / chunks)):
             self._add(chunk, hidden[chunk], weight, targets[chunk, None])
+        if self.hidden_gradient is not None and peers.size > 1:
+            add_up(self.hidden_gradient, peers)
 
     def _add(self, chunk: slice, hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
         logits = _logits(hidden, weight)
         slopes = logits if weight.dtype == torch.float32 else torch.empty_like(logits, dtype=weight.dtype)
-        rows = max(CPU_CACHE // (4 * len(weight)), 1) if logits.is_cpu else len(logits)
+        in_cache = logits.is_cpu and self._peers.size == 1  # whom peers would have to wait for
+        rows = max(CPU_CACHE // (4 * len(weight)), 1) if in_cache else len(logits)
         for part in _slices(len(logits), rows):
             self.loss += self._loss(logits[part], targets[part])
             if self._wanted and slopes is not logits:
@@ -118,19 +138,27 @@ class _Sums:
         uncapped = logits
         if self._cap is not None:
             logits = uncapped.div_(self._cap).tanh_() * self._cap
-        logits.sub_(logits.amax(dim=-1, keepdim=True))
-        at_target = logits.gather(-1, targets)
+        top = logits.amax(dim=-1, keepdim=True)
+        if self._peers.size > 1:
+            distributed.all_reduce(top, distributed.ReduceOp.MAX, self._peers.group)
+        logits.sub_(top)
+        here = (targets >= self._own.start) & (targets < self._own.stop)
+        targets = (targets - self._own.start).masked_fill(~here, 0)
+        at_target = logits.gather(-1, targets) * here
         largest = logits == 0 if self._z_loss_weight else None
+        shared = top.new_zeros(()) if largest is None else largest.sum(dim=-1, keepdim=True)
         total = logits.exp_().sum(dim=-1, keepdim=True)
+        if self._peers.size > 1:
+            at_target, total, shared = add_up(torch.stack([at_target, total, shared.expand_as(total)]), self._peers)
         log_total = total.log()  # the largest logit is 0 now, so the largest log-softmax is minus this
         loss = (log_total - at_target).sum() + self._z_loss_weight * log_total.square().sum()
         if not self._wanted:
             return loss
         pull = 2 * self._z_loss_weight * log_total
         logits.mul_((1 + pull) / total)
-        logits.scatter_add_(-1, targets, torch.full_like(at_target, -1))
+        logits.scatter_add_(-1, targets, -here.to(logits.dtype))
         if largest is not None:  # equal ones share, as torch's amax has it
-            logits.sub_(largest * (pull / largest.sum(dim=-1, keepdim=True)))
+            logits.sub_(largest * (pull / shared))
         if self._cap is not None:
             uncapped.square_().neg_().add_(1).mul_(logits)
         return loss

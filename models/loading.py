@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from models.checkpoint.verify import warn_of_nan
 from models.errors import CheckpointError
+from models.parallel.peers import ALONE
+from models.parallel.tensor import TensorShare
 from models.positions import Positions
 from models.shared_reading import SharedReading
 from models.spec import ModelSpec
@@ -65,9 +67,10 @@ def build_layer(
     positions: Positions,
     dtype: torch.dtype,
     device: torch.device,
+    share: TensorShare | None = None,
     shared: SharedReading | None = None,
 ) -> nn.Module:
-    """Layer number `layer`, holding its weights in `dtype` on `device`.
+    """Layer number `layer`, holding its weights, or its share of them, in `dtype` on `device`.
 
     Args:
         shared: by which replicas read together; None where this process reads for itself.
@@ -77,25 +80,28 @@ def build_layer(
     """
     with torch.device("meta"):
         module = spec.build(layer, positions)
-    read = partial(_read, spec, states, dtype, device)
+    share = share or TensorShare(spec, ALONE)
+    share.narrow(layer, module)
+    read = partial(_read, spec, states, share, dtype, device)
     like = _as_trained(spec, module, dtype)
     state = shared.take(layer, read, like, device) if shared else read(layer)
     module.load_state_dict(state, strict=True, assign=True)
+    share.connect(layer, module)
     return module
 
 
 def _read(
-    spec: ModelSpec, states: LayerStates, dtype: torch.dtype, device: torch.device, layer: int
+    spec: ModelSpec, states: LayerStates, share: TensorShare, dtype: torch.dtype, device: torch.device, layer: int
 ) -> dict[str, Tensor]:
     with torch.device("meta"):
         like = _as_trained(spec, spec.build(layer), dtype)
     read, state = states.read_layer(layer), {}
     warn_of_nan(read, partial(states.describe, layer))
     for name, tensor in read.items():
-        kept = like[name].dtype
+        kept, cut = like[name].dtype, share.cut(f"{layer}.{name}")
         if kept.is_floating_point and not tensor.is_floating_point():
             raise CheckpointError(f"{states.describe(layer, name)} is {tensor.dtype}; expected floating point numbers")
-        state[name] = tensor.to(device=device, dtype=kept, copy=True)
+        state[name] = (cut.of(tensor) if cut else tensor).to(device=device, dtype=kept, copy=True)
     return state
 
 

@@ -79,7 +79,7 @@ def token_loss(
     rows, projection = head.scaled(rows), head.projection()
     if (bias := head.lm_head.bias) is not None:
         rows, projection = _with_bias(rows, projection, bias)
-    return linear_cross_entropy(rows, projection, targets, head.cap, z_loss_weight)
+    return linear_cross_entropy(rows, projection, targets, head.cap, z_loss_weight, head.peers, head.words)
 
 
 def _own_loss(own: TokenLoss, hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
@@ -88,7 +88,7 @@ def _own_loss(own: TokenLoss, hidden: Tensor, targets: Tensor, head: Head) -> Te
     def part(hidden: Tensor, targets: Tensor) -> Tensor:
         return own(head.project(hidden).float(), targets).sum()
 
-    size = chunk_tokens(len(head.projection()), hidden.is_cpu)
+    size = chunk_tokens(head.words or len(head.projection()), hidden.is_cpu)
     parts = zip(hidden.split(size), targets.split(size), strict=True)
     return torch.stack([checkpoint(part, *each, use_reentrant=False) for each in parts]).sum()
 

@@ -16,7 +16,7 @@ import contextlib
 import io
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from models.loading import LayerStates, build_layer, tie_weights
 from models.loss import MicroBatchLoss, micro_batch_loss
 from models.offload import Returns
 from models.parallel.peers import NONE_SHARED, Sharing
+from models.parallel.tensor import TensorShare
 from models.positions import Positions
 from models.router import n_experts
 from models.shared_reading import SharedReading
@@ -56,9 +57,10 @@ class PipelineModel(PipelineModule):
     """One stage's share of a model, and the loss on the last stage.
 
     Args:
-        topology: the grid of processes, with the axes `pipe` and `data`.
+        topology: the grid of processes, with the axes `pipe` and `data`, and `model` where they share layers.
         parts: layers per stage; one entry a stage (for a `VScheduleModel` two), summing to `spec.n_layers`.
         dtype: the dtype to train in.
+        spread_experts: as in `models.parallel.tensor`.
         micro_batch_loss: of head, stream and labels: `models.loss.micro_batch_loss` with the weights of its parts.
         sharing: with whom the process shares its rows and its layers.
         read_together: this stage's layers in the order in which they are built, where its replicas read them together.
@@ -77,6 +79,7 @@ class PipelineModel(PipelineModule):
         parts: list[int],
         dtype: torch.dtype,
         blocks: BlockOptions = PLAIN,
+        spread_experts: bool = False,
         micro_batch_loss: MicroBatchLoss = micro_batch_loss,
         sharing: Sharing = NONE_SHARED,
         read_together: Sequence[int] = (),
@@ -89,6 +92,7 @@ class PipelineModel(PipelineModule):
         self.micro_batch_loss = micro_batch_loss
         # Of a chunk's layers, which see the micro-batches in order.
         self.positions = [spec.positions(sharing) for _ in parts]
+        self.share = TensorShare(spec, sharing.tensor, spread_experts)
         device = torch.device(get_accelerator().current_device_name())
         chunks = [chunk for chunk, size in enumerate(parts) for _ in range(size)]
         layers = [
@@ -97,6 +101,8 @@ class PipelineModel(PipelineModule):
         ]
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its seed settings, which mean nothing here
             super().__init__(layers, topology=topology, loss_fn=self.loss)
+        for weight in self.parameters():  # so that the gradient norm counts once what all peers have
+            weight.ds_pipe_replicated |= self.share.peers.rank > 0 and not weight.model_parallel
         returns = [Returns() for _ in parts]
         for number, layer in self.named_children():
             if isinstance(layer, Block):
@@ -126,9 +132,16 @@ class PipelineModel(PipelineModule):
         return self.get_submodule(str(layer))
 
     def _build_layer(self, layer: int, states: LayerStates, positions: Positions, device: torch.device) -> nn.Module:
-        return build_layer(self.spec, layer, states, positions, self._dtype, device, self._shared_reading)
+        together = self.share, self._shared_reading
+        return build_layer(self.spec, layer, states, positions, self._dtype, device, *together)
+
+    def save_state_dict(self, *arguments: Any, **named: Any) -> None:
+        """Write this stage's layers, where they are whole; else peers put them together (`TensorShare.whole`)."""
+        if self.share.peers.size == 1:
+            super().save_state_dict(*arguments, **named)
 
     def _partition_layers(self, method: str = "parts") -> None:
+        assert self._grid.model_parallel_size == self.share.peers.size, "the model axis is that of the peers"
         together, replicas = self._read_together, self._grid.get_data_parallel_group()
         self._shared_reading = SharedReading(replicas, together) if together else None
         self.parts = self._bounds
@@ -146,8 +159,10 @@ class PipelineModel(PipelineModule):
             if self.spec.tied and self.stage_id == first:
                 tie_weights(self.spec, self._layer(0), self._layer(self.spec.n_layers - 1))
             return tied
-        for replica in range(self._grid.data_parallel_size):
-            ranks = [self._grid.stage_to_global(stage_id=stage, data=replica) for stage in (first, last)]
+        replicas, parts = range(self._grid.data_parallel_size), range(self.share.peers.size)
+        for replica, part in product(replicas, parts):
+            place = {"data": replica} | ({"model": part} if len(parts) > 1 else {})
+            ranks = [self._grid.stage_to_global(stage_id=stage, **place) for stage in (first, last)]
             group = comm.new_group(ranks=ranks)  # which every process counts, and its members make
             if self.global_rank not in ranks:
                 continue

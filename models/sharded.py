@@ -58,7 +58,7 @@ class ShardedModel(nn.ModuleList):
         everybody = torch.distributed.group.WORLD
         shared = SharedReading(everybody, read_together) if everybody and read_together else None
         for number in range(spec.n_layers):
-            layer = build_layer(spec, number, states, positions, dtype, device, shared)
+            layer = build_layer(spec, number, states, positions, dtype, device, shared=shared)
             if isinstance(layer, Block):
                 blocks.apply(number, layer, returns)
             elif isinstance(layer, Head) and spec.tied:

@@ -22,7 +22,13 @@ from training.checkpoint.exporting import EXPORTED
 from training.checkpoint.folder import DataOrder
 from training.checkpoint.resume import check_same_model, resume
 from training.checkpoint.saving import read_side_files
-from training.config.deepspeed_config import check_fp8, check_shared_rows, router_loss_weight, training_dtype
+from training.config.deepspeed_config import (
+    check_fp8,
+    check_shared_rows,
+    check_tensor,
+    router_loss_weight,
+    training_dtype,
+)
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader, build_loader
 from training.distributed.disk import Disk
@@ -86,6 +92,7 @@ class Inputs:
         spec = ModelSpec.from_folder(folder)
         config.parts_for(spec.n_layers)  # checked before the data are read, which takes longer
         check_fp8(config, spec)
+        check_tensor(config, spec)
         check_shared_rows(config, spec)
         reader = RecordReader(config, folder, log)
         dataset, held_out = reader.sets()
@@ -170,7 +177,7 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
         return kind.build(asked, spec, progress.checkpoint or inputs.folder, division)
 
     with out_of_memory_told(config, spec, stage, known_loader):
-        trainer = resume(progress.checkpoint, progress.known, topology, config, build, log, spec.tied_names)
+        trainer = resume(progress.checkpoint, progress.known, topology, config, build, log, spec)
         run = Run(
             config=config,
             progress=progress,

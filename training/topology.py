@@ -17,6 +17,7 @@ class Topology(BaseModel):
     Attributes:
         parts: layers per stage of a pipeline, or per chunk where each stage holds two; empty under plain ZeRO.
         tensor: processes that share each layer.
+        spread: whether they spread its experts.
         sequence: replicas that share their rows. No file depends on it, but each rank's random numbers do.
     """
 
@@ -27,6 +28,7 @@ class Topology(BaseModel):
     zero_stage: int
     parts: list[int]
     tensor: int = 1
+    spread: bool = False
     sequence: int = 1
 
     @property
@@ -55,6 +57,7 @@ class Topology(BaseModel):
         """For the log, where two of them are compared."""
         zero = f", ZeRO stage {self.zero_stage}" if self.parts else ""
         wide = f", {self.tensor} processes to a layer" if self.tensor > 1 else ""
+        wide += ", experts spread" if self.spread else ""
         wide += f", {self.sequence} to a row" if self.sequence > 1 else ""
         return f"{self.description}{zero}, {self.replicas} {'replica' if self.replicas == 1 else 'replicas'}{wide}"
 

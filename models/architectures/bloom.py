@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomBlock, build_alibi_tensor, dropout_add
 
 from models import flex_attention
@@ -69,6 +69,15 @@ class BloomPositions(Positions):
         return scope | {"alibi": alibi.reshape(-1, 1, keys.shape[1])}
 
 
+def attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float
+) -> tuple[Tensor, None]:
+    """Bloom's arithmetic as transformers calls attention, with the biases in the mask."""
+    scores = (query @ key.transpose(2, 3)) * scaling + attention_mask
+    weights = module.attention_dropout(F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype))
+    return (weights @ value).transpose(1, 2), None
+
+
 class OpenBloomAttention(BloomAttention):
     """Bloom's attention, by flex attention or over shared rows as well: there `alibi` says whether rows are shared."""
 
@@ -84,11 +93,9 @@ class OpenBloomAttention(BloomAttention):
             output: tuple[Tensor, Any] = super().forward(hidden_states, residual, alibi, attention_mask, **options)
             return output
         query, key, value = self._reshape(self.query_key_value(hidden_states))
-        dropout, kernel = self.attention_dropout.p if self.training else 0.0, sdpa_attention_forward
-        if isinstance(attention_mask, Scope):
-            kernel = flex_attention.attend
-        told = {"scaling": self.inv_norm_factor, "dropout": dropout, "part_of_rows": alibi}
-        attended, _ = over_parts(kernel)(self, query, key, value, attention_mask, **told)
+        kernel = over_parts(flex_attention.attend if isinstance(attention_mask, Scope) else attend)
+        told = {"scaling": self.inv_norm_factor, "part_of_rows": alibi}
+        attended, _ = kernel(self, query, key, value, attention_mask, **told)
         attended = self.dense(attended.flatten(2))
         return dropout_add(attended, residual, self.hidden_dropout, self.training), None
 
@@ -111,6 +118,12 @@ FAMILY = Family(
     positions=BloomPositions,
     embedding_norm=layer_norm,
     attention=(EAGER, FLEX),
+    tensor_plan={
+        "self_attention.query_key_value": "colwise",
+        "self_attention.dense": "rowwise",
+        "mlp.dense_h_to_4h": "colwise",
+        "mlp.dense_4h_to_h": "rowwise",
+    },
     embedding=(
         Rule("transformer.word_embeddings.weight", "embed_tokens.weight"),
         Rule("transformer.word_embeddings_layernorm.*", "norm.*"),

@@ -76,6 +76,7 @@ FAMILY = Family(
     tie=Tie(embedding="embed_tokens.weight", head="lm_head.weight"),
     prefix="transformer.",
     carried=(r"\.rotary_pos_emb\.inv_freq$",),
+    tensor_plan=glm.FAMILY.tensor_plan,
     translate=translate,
     native=Native(glm.FAMILY, "GlmForCausalLM"),
 )

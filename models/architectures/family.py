@@ -98,6 +98,8 @@ class Family:
             would shrink them, leaves them alone.
         generates: whether tokens can come one by one, through a cache.
         shares_rows: whether several processes can share rows, as tokens meet in attention only.
+        tensor_plan: how a block is cut for tensor parallelism (`models.parallel.tensor`), where transformers does not
+            say or gathers what could stay cut.
         router: the submodule of a block that sends tokens to experts, in families that have them.
         translate: turns the fields of a config.json that transformers does not know into those of one that it does.
         variant: picks another declaration by the fields of config.json, where one `model_type` names several
@@ -126,6 +128,7 @@ class Family:
     frozen: tuple[str, ...] = ()
     generates: bool = True
     shares_rows: bool = True
+    tensor_plan: Mapping[str, str] | None = None
     router: str | None = None
     translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     variant: Callable[[dict[str, Any]], Family] | None = None

@@ -67,10 +67,14 @@ class Passes:
         Raises:
             CheckpointError: the numbers are not finite.
         """
-        hidden = self.compute(self._given.popleft())[:, -1]
-        logits: Tensor = self._model.head.project(self._model.head.norm(hidden)).float()
+        logits = self.logits(self.compute(self._given.popleft()))
         if not torch.isfinite(logits.amax(dim=-1)).all():
             raise CheckpointError("the model's output is not finite: its weights hold NaN or infinity")
+        return logits
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of the last token of each row, fp32 [rows, V], from the hidden states behind the last block."""
+        logits: Tensor = self._model.head.project(self._model.head.norm(hidden[:, -1])).float()
         return logits
 
     def forget(self) -> None:

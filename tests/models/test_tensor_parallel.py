@@ -21,15 +21,11 @@ Make = Callable[..., Path]
 NEW = 16
 PROMPTS = [random_ids(1, length, seed=length)[0].tolist() for length in (12, 5, 20)]
 WIDE = {"initializer_range": 0.3, "tie_word_embeddings": False}  # so that a model does not repeat itself
-SHARED = {name: case for name, case in CASES.items() if not name.startswith(("bloom", "baichuan-13b", "baichuan2-13b"))}
+SHARED = dict(CASES)
 SHARED |= {"llama-biases": Case("llama", {"attention_bias": True, "mlp_bias": True})}
-OFTEN = ("llama-biases", "qwen3", "mixtral", "phi3")  # one of each way to cut
-REFUSED = {
-    "bloom": ("bloom", {}, "tensor parallelism of bloom;"),
-    "alibi": ("baichuan", {"hidden_size": 80, "num_attention_heads": 5}, "tensor parallelism of baichuan2-13b;"),
-    "one head": ("llama", {"num_key_value_heads": 1}, "num_key_value_heads: 1 "),
-    "odd neurons": ("llama", {"intermediate_size": 97}, "mlp.gate_proj.weight: 97 "),
-}
+SHARED |= {"odd neurons": Case("llama", {"intermediate_size": 97})}
+OFTEN = ("llama-biases", "qwen3", "mixtral", "phi3", "bloom", "baichuan2-13b")  # one of each way to cut
+REFUSED = {"one head": ("llama", {"num_key_value_heads": 1}, "1 heads of keys are not enough for 2 processes")}
 
 
 def add_biases(weights: dict[str, Tensor]) -> None:

@@ -51,7 +51,7 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
         known = CheckpointRecord.read(checkpoint)
         assert known is not None
         build = partial(kind.build, config.model_copy(update={"from_scratch": False}), spec, checkpoint, division)
-        trainer = resume(checkpoint, known, division.topology, config, build, log, spec.tied_names)
+        trainer = resume(checkpoint, known, division.topology, config, build, log, spec)
         done = known.step
         keep_state(trainer, state)
         if case["forget"]:

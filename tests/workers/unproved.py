@@ -40,7 +40,7 @@ def moments_lost() -> None:
     """A checkpoint gives back the weights but not what the optimizer kept."""
     from training.checkpoint import resume
 
-    def lost(engine: Any, folder: Any, record: Any, tied_names: Any = None) -> None:
+    def lost(engine: Any, folder: Any, record: Any, spec: Any = None) -> None:
         engine.global_steps = record.step
 
     resume.take_over = lost

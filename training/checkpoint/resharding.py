@@ -1,4 +1,4 @@
-"""Taking up a checkpoint, whatever topology it was saved on: stages, parts, replicas, ZeRO stage, offload.
+"""Taking up a checkpoint, whatever topology it was saved on: stages, parts, replicas, peers, ZeRO stage, offload.
 
 The weights come from the layer files, which do not depend on the topology. What the optimizer keeps (fp32 weights,
 moments) lies in DeepSpeed's files, cut in the way of the run that wrote them. Each rank knows which slices of the
@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +31,23 @@ from tqdm import tqdm
 
 from models.checkpoint.layout import not_found
 from models.errors import CheckpointError
+from models.parallel.cut import in_common
+from models.parallel.tensor import TensorShare
+from models.spec import ModelSpec
 from training.checkpoint.folder import CheckpointRecord
 from training.checkpoint.saved_slices import SavedOptimizer, Slice, equal_shares, layer_of
 
 
-def take_over(
-    engine: DeepSpeedEngine, folder: Path, record: CheckpointRecord, tied_names: tuple[str, str] | None = None
-) -> None:
+def take_over(engine: DeepSpeedEngine, folder: Path, record: CheckpointRecord, spec: ModelSpec | None = None) -> None:
     """Copy a checkpoint's optimizer state and loss scale into an engine that has its weights already.
 
     Args:
-        tied_names: of a tied model, its weight in the first layer and in the last.
+        spec: of a language model.
 
     Raises:
         CheckpointError: the files do not hold all that this rank needs.
     """
-    saved = SavedOptimizer(folder, record.topology)
+    saved, tied_names = SavedOptimizer(folder, record.topology, spec), spec.tied_names if spec else None
     wanted: dict[str, list[Slice]] = defaultdict(list)
     for piece in slices_of(engine):
         wanted[_saved_name(piece.name, record, tied_names)].append(piece)
@@ -75,30 +77,50 @@ def _saved_name(name: str, record: CheckpointRecord, tied_names: tuple[str, str]
     return name
 
 
+Places = tuple[Any, Any, int]  # in the flattened masters of two slices, and how many they are
+
+
+def _in_common(source: Slice, target: Slice) -> Iterator[Places]:
+    """Where two slices of a weight hold the same elements: one range, or lists of numbers where the cuts differ."""
+    if source.cut == target.cut:
+        begin = max(source.offset, target.offset)
+        numel = min(source.offset + source.numel, target.offset + target.numel) - begin
+        if numel > 0:
+            first, second = (piece.start + begin - piece.offset for piece in (source, target))
+            yield slice(first, first + numel), slice(second, second + numel), numel
+    elif not (source.cut and target.cut) or source.cut.meets(target.cut):
+        wanted, known = ((piece.cut, piece.offset, piece.numel) for piece in (target, source))
+        for there, here in in_common(wanted, known):
+            yield here + (source.start - source.offset), there + (target.start - target.offset), len(here)
+
+
 @torch.no_grad()
 def _copy(source: Slice, target: Slice, optimizer: torch.optim.Optimizer) -> int:
-    """Copy what two ranges of a weight have in common; how many elements that is."""
-    begin = max(source.offset, target.offset)
-    numel = min(source.offset + source.numel, target.offset + target.numel) - begin
-    if numel <= 0:
-        return 0
-    _range(target.master, target, begin, numel).copy_(_range(source.master, source, begin, numel))
+    """Copy what two slices of a weight have in common; how many elements that is."""
+    copied = 0
     kept = {name: values for name, values in source.state.items() if isinstance(values, Tensor) and values.dim()}
-    for name, values in kept.items():
-        if values.numel() < source.master.numel():  # a row or a column of Adafactor, which has whole weights
-            target.state[name] = values.to(target.master.device, copy=True)
-            continue
-        if name not in target.state:
-            target.state[name] = torch.zeros_like(target.master)
-        _range(target.state[name], target, begin, numel).copy_(_range(values, source, begin, numel))
-    if kept:
+    for here, there, numel in _in_common(source, target):
+        _put(target.master, there, source.master, here)
+        for name, values in kept.items():
+            if values.numel() < source.master.numel():  # a row or a column of Adafactor, which has whole weights
+                target.state[name] = values.to(target.master.device, copy=True)
+                continue
+            if name not in target.state:
+                target.state[name] = torch.zeros_like(target.master)
+            _put(target.state[name], there, values, here)
+        copied += numel
+    if kept and copied:
         _set_step(source, target, optimizer)
-    return numel
+    return copied
 
 
-def _range(values: Tensor, piece: Slice, begin: int, numel: int) -> Tensor:
-    """Of a tensor that is laid out as a slice's master, those elements that are a weight's from `begin` on."""
-    return values.view(-1)[piece.start + begin - piece.offset :][:numel]
+def _put(target: Tensor, there: Any, source: Tensor, here: Any) -> None:
+    """Copy elements from places of one flattened tensor to places of another."""
+    values = source.view(-1)[here]
+    if isinstance(there, slice):
+        target.view(-1)[there].copy_(values)
+    else:
+        target.view(-1)[there.to(target.device)] = values.to(target.device, target.dtype)
 
 
 def _set_step(source: Slice, target: Slice, optimizer: torch.optim.Optimizer) -> None:
@@ -113,6 +135,11 @@ def _set_step(source: Slice, target: Slice, optimizer: torch.optim.Optimizer) ->
 
 def slices_of(engine: DeepSpeedEngine) -> list[Slice]:
     """What this rank updates, in the order of the optimizer's own numbering."""
+    share: TensorShare | None = getattr(engine.module, "share", None)
+    return [replace(piece, cut=share.cut(piece.name) if share else None) for piece in _held(engine)]
+
+
+def _held(engine: DeepSpeedEngine) -> list[Slice]:
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return list(_of_stage_3(optimizer, engine.global_rank, engine.world_size))

@@ -39,7 +39,7 @@ def resume(
     config: TrainConfig,
     build: Callable[[], Trainer],
     log: Console,
-    tied_names: tuple[str, str] | None = None,
+    spec: ModelSpec | None = None,
 ) -> Trainer:
     """The trainer of a run, which goes on from a checkpoint if there is one.
 
@@ -47,7 +47,7 @@ def resume(
         folder, record: of the checkpoint.
         topology: of the run, which may be another than the checkpoint's.
         build: gives a trainer with the checkpoint's weights, or with those that the run begins with.
-        tied_names: of a tied model, its weight in the first layer and in the last.
+        spec: of a language model.
 
     Raises:
         RunRefused: on every rank, when some rank's files are unusable.
@@ -60,9 +60,10 @@ def resume(
             f"{folder.name} was saved {record.topology.full_description}; dividing its weights and optimizer states "
             f"anew: {topology.full_description}; dropout, if any, draws other numbers"
         )
-    trainer, rank = build(), torch.distributed.get_rank()
+    # Peers draw alike, whichever ranks they were.
+    trainer, rank = build(), config.model_topo.first_peer(torch.distributed.get_rank())
     with agreed():
-        take_over(trainer.engine, folder, record, tied_names)
+        take_over(trainer.engine, folder, record, spec)
         if changed:
             torch.manual_seed(config.seed + rank + record.step * 2**20)  # no rank draws what it drew at the run's start
         else:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,10 @@ from torch import Tensor
 
 from models.checkpoint.layout import layer_file
 from models.errors import CheckpointError
+from models.parallel.cut import Cut
+from models.parallel.peers import Peers
+from models.parallel.tensor import TensorShare
+from models.spec import ModelSpec
 from training.checkpoint.deepspeed_files import read_mapped
 from training.topology import Topology
 
@@ -37,6 +41,7 @@ class Slice:
         master: the tensor that holds the range in fp32: this weight, or several that were joined.
         start: where the range begins in the flattened master.
         state: the optimizer's, of the whole master.
+        cut: the part of the weight that is meant where processes share it: offset and numel count in that.
     """
 
     name: str
@@ -45,34 +50,42 @@ class Slice:
     master: Tensor
     start: int
     state: dict[str, Any]
+    cut: Cut | None = None
 
 
 @dataclass(frozen=True)
 class SavedOptimizer:
-    """The optimizer's state in a checkpoint folder, divided as the checkpoint's record says."""
+    """The optimizer's state in a checkpoint folder, divided as the checkpoint's record says.
+
+    Attributes:
+        spec: of the model, which says how processes shared its layers.
+    """
 
     folder: Path
     topology: Topology
+    spec: ModelSpec | None = None
 
     def loss_scaler(self) -> Any:
         """The loss scale of an fp16 run, which always has ZeRO."""
-        shards = chain.from_iterable(self._shards(stage).values() for stage in range(self.topology.stages))
+        places = range(self.topology.stages * self.topology.tensor)
+        shards = chain.from_iterable(self._shards(place).values() for place in places)
         return read_mapped(next(shards))["optimizer_state_dict"]["loss_scaler"]
 
     def slices(self, stage: int) -> Iterator[Slice]:
-        """Everything that the replicas of a stage kept, as far as it is here.
+        """Everything that the replicas of a stage kept, as far as it is here, and once what its processes all kept.
 
         Raises:
             CheckpointError: a file is missing, cannot be read or is laid out in another way.
         """
-        shards = self._shards(stage)
         try:
-            if self.topology.zero_stage == 3:
-                yield from self._of_stage_3(shards)
-            elif shards:
-                yield from self._of_ranges(shards)
-            else:
-                yield from self._of_whole(self._model_file(stage))
+            for part, place in enumerate(self._places(stage)):
+                peers, shards = Peers(self.topology.tensor, part), self._shards(place)
+                share = TensorShare(self.spec, peers, self.topology.spread) if self.spec else None
+                for piece in self._of_place(place, shards, share):
+                    if cut := share.cut(piece.name) if share else None:
+                        yield replace(piece, cut=cut)
+                    elif part == 0:
+                        yield piece
         except CheckpointError:
             raise
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -80,6 +93,11 @@ class SavedOptimizer:
                 f"{self.folder}: the optimizer's files of stage {stage} are not laid out as expected: "
                 f"{type(error).__name__}: {error}"
             ) from None
+
+    def _of_place(self, place: int, shards: dict[int, Path], share: TensorShare | None) -> Iterator[Slice]:
+        if self.topology.zero_stage == 3:
+            return self._of_stage_3(shards)
+        return self._of_ranges(shards) if shards else self._of_whole(self._model_file(place), share)
 
     def _of_ranges(self, shards: dict[int, Path]) -> Iterator[Slice]:
         seen: Counter[str] = Counter()
@@ -102,7 +120,7 @@ class SavedOptimizer:
                 sizes = [(name, shape.numel()) for name, shape in weights.items()]
                 yield from equal_shares(sizes, rank, self.topology.replicas, master, state)
 
-    def _of_whole(self, path: Path) -> Iterator[Slice]:
+    def _of_whole(self, path: Path, share: TensorShare | None) -> Iterator[Slice]:
         """Without ZeRO: weight by weight, under the names that `training.checkpoint.saving` adds."""
         file = read_mapped(path)
         saved, names = file["optimizer"], file["parameter_names"]
@@ -111,25 +129,31 @@ class SavedOptimizer:
         else:
             layers = {layer: read_mapped(self.folder / layer_file(layer)) for layer in set(map(layer_of, names))}
             masters = [layers[layer_of(name)][name.partition(".")[2]] for name in names]
+            cuts = [share.cut(name) if share else None for name in names]
+            masters = [cut.of(each).contiguous() if cut else each for cut, each in zip(cuts, masters, strict=True)]
         for number, (name, master) in enumerate(zip(names, masters, strict=True)):
             yield Slice(name, 0, master.numel(), master, 0, saved["state"].get(number, {}))
 
     def elsewhere(self, stage: int) -> list[Path]:
         """Of the optimizer's files of a stage, those that other hosts wrote to disks of their own."""
-        return list(self._shards(stage, here=False).values())
+        return [path for place in self._places(stage) for path in self._shards(place, here=False).values()]
 
-    def _shards(self, stage: int, here: bool = True) -> dict[int, Path]:
-        """The optimizer's files of a stage, by replica; none where DeepSpeed put all into the model's file."""
+    def _places(self, stage: int) -> range:
+        """The numbers of the processes of a stage's replica, by which files are named."""
+        return range(stage * self.topology.tensor, (stage + 1) * self.topology.tensor)
+
+    def _shards(self, place: int, here: bool = True) -> dict[int, Path]:
+        """The optimizer's files of a place, by replica; none where DeepSpeed put all into the model's file."""
         for prefix in ("", "bf16_"):
-            name = f"{prefix}zero_pp_rank_{{}}_mp_rank_{stage:02d}_optim_states.pt".format
+            name = f"{prefix}zero_pp_rank_{{}}_mp_rank_{place:02d}_optim_states.pt".format
             paths = {replica: self.folder / name(replica) for replica in range(self.topology.replicas)}
             if any(path.is_file() for path in paths.values()):
                 return {replica: path for replica, path in paths.items() if path.is_file() == here}
         return {}
 
-    def _model_file(self, stage: int, replica: int = 0) -> Path:
+    def _model_file(self, place: int, replica: int = 0) -> Path:
         prefix = f"zero_pp_rank_{replica}_" if self.topology.zero_stage == 3 else ""
-        return self.folder / f"{prefix}mp_rank_{stage:02d}_model_states.pt"
+        return self.folder / f"{prefix}mp_rank_{place:02d}_model_states.pt"
 
 
 def equal_shares(

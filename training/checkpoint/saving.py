@@ -103,8 +103,9 @@ class Checkpointer:
         engine = self.trainer.engine
         engine.checkpoint_engine = self._files = CheckpointFiles(background=self.config.save_async)
         engine._copy_recovery_script = lambda *_: None  # pp_to_hg does what DeepSpeed's scripts are for
-        stages, disk = gather(self.trainer.stage), self.disk
-        if self.trainer.stage not in [stages[rank] for rank in disk.ranks[: disk.number]]:
+        own, disk = (self.trainer.stage, self.trainer.sharing.tensor.rank), self.disk
+        held = gather(own)
+        if own not in [held[rank] for rank in disk.ranks[: disk.number]]:
             engine.save_non_zero_checkpoint = True  # what a stage's replicas have in common is written once a disk
         best = None
         with agreed():

@@ -52,6 +52,8 @@ def _of_precision(config: Any) -> Iterator[str]:
         yield (
             "fp8.enabled: dualpipev computes gradients of weights later, and in bf16; expected false or schedule: 1f1b"
         )
+    if config.model_topo.tensor > 1:
+        yield "fp8.enabled: linear layers that several processes share are not known to it; expected no model axis"
     if config.zero_optimization.stage == 3:
         yield "fp8.enabled: ZeRO stage 3 gathers weights inside of the blocks; expected false or stage <= 2"
 

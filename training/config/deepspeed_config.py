@@ -10,6 +10,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
 
 from models import fp8
+from models.parallel import tensor
 from models.parallel.peers import Peers
 from models.spec import ModelSpec, key_heads
 from training.config.keys import TrainConfig
@@ -76,6 +77,17 @@ def check_fp8(config: TrainConfig, spec: ModelSpec) -> None:
         raise ConfigError(f"fp8.enabled: {obstacle}; expected false")
 
 
+def check_tensor(config: TrainConfig, spec: ModelSpec) -> None:
+    """Refuse a model axis for a model whose layers so many processes cannot share.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    topo = config.model_topo
+    if reason := tensor.obstacle(spec, topo.tensor, topo.experts == "spread"):
+        raise ConfigError(f"model_topo.process_topology: {reason}")
+
+
 def check_shared_rows(config: TrainConfig, spec: ModelSpec) -> None:
     """Refuse to share rows of a model whose tokens meet elsewhere than in attention, or whose heads do not suffice.
 
@@ -126,6 +138,7 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
         "zero_optimization": config.zero_optimization.model_dump(exclude_none=True),
         "zero_allow_untested_optimizer": config.zero_allow_untested_optimizer,
         "zero_force_ds_cpu_optimizer": False,  # build_optimizer already chose
+        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},  # peers on the model axis have all of both
         "steps_per_print": None,  # Pipetune reports progress itself
         "timers": {"throughput": {"enabled": False}},  # and its own timer does not wait for the device each micro-batch
     }

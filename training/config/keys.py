@@ -345,7 +345,7 @@ class TrainConfig(Section):
 
         Raises:
             ConfigError: no `lr`; in a pipeline a stage of ZeRO that shards what it needs whole; without one several
-                stages.
+                stages, or processes that share layers.
         """
         if "lr" not in self.optimizer.params:  # torch's default, 1e-3, spoils a trained model without a word
             raise ConfigError("optimizer.params.lr: missing; expected a learning rate, such as 1.0e-5 for a 7B model")
@@ -358,6 +358,11 @@ class TrainConfig(Section):
             raise ConfigError(
                 f"model_topo.process_topology.dims: {self.model_topo.process_topology.dims} asks for "
                 f"{self.model_topo.stages} stages; ZeRO has no pipeline: expected 1 for pipe, or no model_topo"
+            )
+        if not in_stages and self.model_topo.tensor > 1:
+            raise ConfigError(
+                f"model_topo.process_topology.dims: {self.model_topo.tensor} processes to a layer are a pipeline's; "
+                "expected no model axis, or train_ds.py"
             )
 
     def recomputed(self, n_blocks: int) -> frozenset[int]:

@@ -328,6 +328,11 @@ class ModelTopo(Section):
     """How many neighbouring replicas share their rows, each with a part of the tokens, for rows too long for one. It
     divides the replicas (docs/parallelism.md#long-rows)."""
 
+    experts: Literal["columns", "spread"] = "columns"
+    """How processes that share layers share experts: each has a part of every one, or with `spread` some whole ones.
+    Nothing changes but the time: whole ones make larger products, but all wait for the one whose experts got the most
+    tokens."""
+
     parts: list[PositiveInt] | None = None
     """Layers of each stage: one entry a stage, which sum to blocks + 2. `auto`, or no key, finds the parts whose
     slowest stage is fastest (docs/parallelism.md#plan-before-you-train)."""
@@ -343,6 +348,8 @@ class ModelTopo(Section):
     def _check(self) -> ModelTopo:
         if self.replicas % self.sequence:
             raise ValueError(f"sequence: {self.sequence} does not divide the {self.replicas} replicas")
+        if self.experts == "spread" and self.tensor == 1:
+            raise ValueError("experts: spread is for processes that share layers; expected a model axis, or columns")
         return self
 
     @property
@@ -371,6 +378,12 @@ class ModelTopo(Section):
         """The stage that a process runs; the first of the axes changes slowest."""
         grid = self.process_topology
         return int(numpy.unravel_index(rank, grid.dims)[grid.axes.index("pipe")])
+
+    def first_peer(self, rank: int) -> int:
+        """The first of the processes that share the layers of one."""
+        grid = self.process_topology
+        place = dict(zip(grid.axes, numpy.unravel_index(rank, grid.dims), strict=True)) | {"model": numpy.int64(0)}
+        return int(numpy.ravel_multi_index([place[axis] for axis in grid.axes], grid.dims))
 
     def spread(self, stages: int, replicas: int) -> ModelTopo:
         """The same over other processes, with `parts: auto`."""

@@ -112,14 +112,14 @@ class Pipeline(Passes):
 
 
 class Together(Pipeline):
-    """A share of every block (`models.generation.tensor_parallel`): all ranks compute the same pass."""
+    """A share of every layer (`models.generation.tensor_parallel`): all ranks compute the same pass."""
 
     def __init__(self, model: CausalLM, place: Place) -> None:
         super().__init__(model, place, groups=1)
 
     def forget(self) -> None:
         while self._given:  # the others compute it, and sum with this one
-            self.compute(self._given.popleft())
+            self.hand_on(self.compute(self._given.popleft()))
 
     def inputs(self, work: Pass) -> Tensor:
         """Token ids."""
@@ -127,7 +127,8 @@ class Together(Pipeline):
         return Passes.inputs(self, work)
 
     def hand_on(self, hidden: Tensor) -> None:
-        """All have it."""
+        """All have it; of the head each has some words."""
+        self.logits(hidden)
 
 
 def in_processes(

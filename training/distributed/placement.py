@@ -41,9 +41,9 @@ class Placement:
 
     @property
     def pipelines(self) -> list[list[str]]:
-        """The hosts of each replica, by stage."""
+        """The hosts of each replica, or of one process of each stage of it where several share its layers, by stage."""
         topology = self.topology
-        rows: list[list[str]] = [[] for _ in range(topology.replicas)]
+        rows: list[list[str]] = [[] for _ in range(topology.replicas * topology.tensor)]
         for stage in range(topology.stages):
             held = [rank for rank in range(topology.processes) if topology.stage_of(rank) == stage]
             for row, rank in zip(rows, held, strict=True):
@@ -65,13 +65,14 @@ class Placement:
         topology = self.topology
         width = max(len(f"stage {topology.stages - 1}"), *(len(host) for host in self.hosts))
         lines = ["placement:  " + "    ".join(f"{f'stage {stage}':{width}}" for stage in range(topology.stages))]
-        for replica, row in enumerate(self.pipelines[:SHOWN]):
+        rows, what = self.pipelines, "replica" if topology.tensor == 1 else "pipeline"
+        for number, row in enumerate(rows[:SHOWN]):
             joints = [" -- " if first == second else " => " for first, second in pairwise(row)]
             cells = [f"{host:{width}}{joint}" for host, joint in zip(row, [*joints, ""], strict=True)]
-            lines.append(f"{f'replica {replica}':12}{''.join(cells).rstrip()}")
-        if topology.replicas > SHOWN:
-            lines.append(f"and {topology.replicas - SHOWN} replicas more")
-        links = topology.replicas * (topology.stages - 1)
+            lines.append(f"{f'{what} {number}':12}{''.join(cells).rstrip()}")
+        if len(rows) > SHOWN:
+            lines.append(f"and {len(rows) - SHOWN} {what}s more")
+        links = len(rows) * (topology.stages - 1)
         told = [f"{self.crossings} of {links} links between stages cross hosts (=>)"] if links else []
         if topology.replicas > 1:
             split = f"{self.split_sums} of {topology.stages} stages sum their replicas across hosts"

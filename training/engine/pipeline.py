@@ -14,12 +14,15 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from data.loader import GlobalBatch, Loader
 from models.checkpoint.layout import layer_file
+from models.parallel.collectives import add_up
 from models.parallel.peers import NONE_SHARED, Sharing
+from models.parallel.tensor import TensorShare
 from models.pipeline import PipelineModel, VScheduleModel
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 from training.distributed.gpu_progress import followed
+from training.distributed.processes import gather
 from training.engine.dualpipev import VScheduleEngine
 from training.engine.prefetch import Sent
 from training.engine.replica_sums import sum_while_computing
@@ -37,6 +40,8 @@ class PipelineTrainer(Trainer):
 
     def __init__(self, engine: StageEngine, sharing: Sharing = NONE_SHARED) -> None:
         super().__init__(engine, engine.grid.get_data_parallel_id(), sharing, engine.stage_id)
+        # By the number that names its files; DeepSpeed's depends on the order of the axes.
+        engine.checkpoint_mp_rank = self.stage * sharing.tensor.size + sharing.tensor.rank
         engine._INSTRUCTION_MAP = followed(
             engine._INSTRUCTION_MAP | {schedule.OptimizerStep: self._take_optimizer_step}
         )
@@ -44,13 +49,17 @@ class PipelineTrainer(Trainer):
     @classmethod
     def build(cls, config: TrainConfig, spec: ModelSpec, folder: Path, division: Division) -> PipelineTrainer:
         grid, topology = config.model_topo.process_topology, division.topology
-        processes = ProcessTopology(axes=list(grid.axes), dims=list(grid.dims))
+        # An axis of one process would go into the names of DeepSpeed's files.
+        axes = {axis: size for axis, size in zip(grid.axes, grid.dims, strict=True) if axis != "model" or size > 1}
+        processes = ProcessTopology(axes=list(axes), dims=list(axes.values()))
         layers = topology.layers(processes.get_coord(torch.distributed.get_rank()).pipe, spec.n_layers)
         model_class, engine_class = (
             (VScheduleModel, VScheduleEngine) if topology.v_schedule else (PipelineModel, StageEngine)
         )
-        make_model = partial(model_class, spec=spec, topology=processes, parts=topology.parts)
         sharing = sharing_of(config.model_topo)
+        make_model = partial(
+            model_class, spec=spec, topology=processes, parts=topology.parts, spread_experts=topology.spread
+        )
         engine = build_engine(config, spec, folder, layers, make_model, division.recompute, sharing)
         trainer = cls(engine_class.adopt(engine), sharing)
         if config.sums_while_computing:
@@ -69,11 +78,23 @@ class PipelineTrainer(Trainer):
         return float(loss)
 
     def write_layers(self, folder: Path, save: Callable[[Any, str], object], disk: Disk) -> None:
-        """DeepSpeed has the first replica write; on a disk where that is not, the first one there does."""
-        if self.replica > 0 and self.engine.save_non_zero_checkpoint:
-            for name, layer in self.engine.module.named_children():
-                if name.isdecimal():
-                    save(on_cpu(layer), str(folder / layer_file(int(name))))
+        """DeepSpeed has the first replica write; on a disk where that is not, the first one there does.
+
+        Where processes share layers, they put them together.
+        """
+        named = {int(name): layer for name, layer in self.engine.module.named_children() if name.isdecimal()}
+        if self.engine.grid.model_parallel_size > 1:
+            share: TensorShare = self.engine.module.share
+            stages = gather(self.stage)
+            writes = self.stage not in [stages[rank] for rank in disk.ranks[: disk.number]]
+            if add_up(torch.tensor(int(writes), device=self.engine.device), share.peers):
+                for number, layer in named.items():
+                    whole = share.whole(number, layer, writes)
+                    if writes:
+                        save(whole, str(folder / layer_file(number)))
+        elif self.replica > 0 and self.engine.save_non_zero_checkpoint:
+            for number, layer in named.items():
+                save(on_cpu(layer), str(folder / layer_file(number)))
 
     def micro_batches(self, loader: Loader, batch: GlobalBatch) -> Iterator[Sent]:
         self.engine.expect(loader.shapes(batch, self.rows))

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe import p2p, schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import combine_grad_norm_groups
@@ -28,6 +29,8 @@ class StageEngine(PipelineEngine):
         )  # DeepSpeed's keeps two CUDA events of each step, to print times that nobody asks for
         if hasattr(engine.optimizer, "scaled_global_norm"):
             _count_uneven_groups(engine)
+        if isinstance(engine.optimizer, BF16_Optimizer):
+            _count_nothing(engine)
         return engine
 
     def expect(self, shapes: Iterable[tuple[int, ...]]) -> None:
@@ -92,14 +95,16 @@ class StageEngine(PipelineEngine):
 
     @torch.no_grad()
     def clip_fp32_gradients(self) -> None:
-        """Clip by the norm over all stages. Without ZeRO, DeepSpeed clips each stage of an fp32 run by its own norm.
+        """Clip by the norm over all stages and peers; without ZeRO, DeepSpeed clips a stage in fp32 by its own norm.
 
         A gradient that is not finite is dropped, as DeepSpeed does with ZeRO.
         """
         parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
         counted = [parameter for parameter in parameters if not parameter.ds_pipe_replicated]
-        squares = torch.stack([parameter.grad.float().square().sum() for parameter in counted]).sum()
-        torch.distributed.all_reduce(squares, group=self.grid.get_pipe_parallel_group())
+        squares = torch.zeros((), device=self.device)
+        if counted:
+            squares += torch.stack([parameter.grad.float().square().sum() for parameter in counted]).sum()
+        torch.distributed.all_reduce(squares, group=self.grid.get_model_parallel_group())
         norm = squares.sqrt()
         self._global_grad_norm = norm
         if not norm.isfinite():
@@ -126,6 +131,20 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
         return None, *context.gradients
+
+
+def _count_nothing(engine: PipelineEngine) -> None:
+    """Let a process take part in the norm all whose weights are counted elsewhere; DeepSpeed 0.19.8 cannot stack none.
+
+    It may be a peer that shares the head of a tied model.
+    """
+    gradients = engine.optimizer.get_grads_for_norm
+
+    def at_least_one(for_clipping: bool = False) -> Any:
+        found = gradients(for_clipping=for_clipping)
+        return found if for_clipping or found[0] else ([torch.zeros(1, device=engine.device)], found[1])
+
+    engine.optimizer.get_grads_for_norm = at_least_one
 
 
 def _count_uneven_groups(engine: PipelineEngine) -> None:

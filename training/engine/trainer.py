@@ -150,7 +150,8 @@ def build_engine(
             states.check_layer(layer)
     # Where each host has a disk of its own, what one replica there has read lies in the cache of the system.
     together = config.storage == "shared" and config.model_topo.replicas > 1 and not config.from_scratch
-    torch.manual_seed(config.seed + torch.distributed.get_rank())  # dropout differs from rank to rank
+    # Dropout differs from rank to rank, but not between those that compute the same together.
+    torch.manual_seed(config.seed + config.model_topo.first_peer(torch.distributed.get_rank()))
     with among_members():
         model = make_model(
             states=states,

@@ -72,6 +72,8 @@ def _refuse_joined_weights(config: TrainConfig) -> None:
     for key, found in joined.items():
         if found:
             raise ConfigError(f"{key} joins the weights, which Adafactor needs apart; expected stage 0 and fp32")
+    if config.model_topo.tensor > 1:
+        raise ConfigError("model_topo: a model axis cuts the weights, which Adafactor needs whole; expected none")
 
 
 def parameter_groups(

@@ -21,6 +21,8 @@ RESOLUTION = 1e-12  # seconds that count as one, so that sums of costs are exact
 TOLERANCE = 1.01  # how closely the least memory is looked for where nothing fits
 MOST_STEPS = 1000  # by that factor: 20,000 times the memory that there is
 
+WITH_PEERS = "memory and time are counted as if each process had whole layers: a model axis is not planned for"
+
 
 @dataclass(frozen=True)
 class StagePlan:

@@ -11,7 +11,7 @@ from training.distributed.links import FILE as LINKS_FILE
 from training.metrics.devices import TERA
 from training.plan.alternatives import Advice
 from training.plan.basis import MEASURED_FILE
-from training.plan.plan import Plan
+from training.plan.plan import WITH_PEERS, Plan
 
 GB = 1e9
 PICTURE = "plan.png"
@@ -61,6 +61,8 @@ def facts(plan: Plan) -> list[str]:
         f"{work.supervised:.0%} of them supervised; {config.schedule}",
         f"bubble: {plan.bubble:.1%} of the devices' time",
     ]
+    if config.model_topo.tensor > 1:
+        lines.append(f"warning: {WITH_PEERS}")
     if config.bf16.enabled and not device.bf16:
         lines.append(f"warning: {device.name} does not compute in bf16; expected fp16")
     if basis.in_fp8:

@@ -35,7 +35,7 @@ def check_room(config: TrainConfig, spec: ModelSpec, layers: Sequence[int], disk
         RunRefused: on every rank, where they do not on some host.
     """
     state, replicas = StateBytes.of(config), config.model_topo.replicas
-    weights = sum(shape.numel() for layer in layers for shape in spec.shapes(layer).values())
+    weights = sum(shape.numel() for layer in layers for shape in spec.shapes(layer).values()) / config.model_topo.tensor
     in_memory = state.host
     if not torch.cuda.is_available():  # ZeRO 2 and 3 shard more than the optimizer
         stage = config.zero_optimization.stage

@@ -1,0 +1,98 @@
+"""What processes that share a layer do with a tensor, in the forward pass and, the other way round, in the backward.
+
+A tensor is held alike by all of them, in parts side by side, or in summands (Megatron-LM, arXiv:1909.08053).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from models.parallel.peers import Peers
+
+
+@torch.compiler.disable
+def copied(tensor: Tensor, peers: Peers) -> Tensor:
+    """What all hold alike, on its way into parts of a layer: each gives a summand of its gradient."""
+    copy: Tensor = _Copied.apply(tensor, peers)
+    return copy
+
+
+@torch.compiler.disable
+def summed(tensor: Tensor, peers: Peers) -> Tensor:
+    """The sum of what they hold, made in place; its gradient is that of each summand."""
+    total: Tensor = _Summed.apply(tensor, peers)
+    return total
+
+
+@torch.compiler.disable
+def gathered(tensor: Tensor, peers: Peers, width: int) -> Tensor:
+    """Parts of the last side, which may differ in size, joined: [..., own] -> [..., width]; all do the same with it."""
+    whole: Tensor = _Gathered.apply(tensor, peers, width)
+    return whole
+
+
+@torch.compiler.disable
+def split(tensor: Tensor, peers: Peers) -> Tensor:
+    """This process's part of the last side of what all hold alike: [..., width] -> [..., own]."""
+    part: Tensor = _Split.apply(tensor, peers)
+    return part
+
+
+def add_up(tensor: Tensor, peers: Peers) -> Tensor:
+    """Make a tensor that is laid out without gaps the sum of all processes' ones."""
+    distributed.all_reduce(tensor, group=peers.group)
+    return tensor
+
+
+def _join(part: Tensor, peers: Peers, width: int) -> Tensor:
+    """Parts that differ in size are joined by a sum, as not every backend gathers them; no number is rounded."""
+    whole = part.new_zeros(*part.shape[:-1], width)
+    whole[..., peers.part(width)] = part
+    return add_up(whole, peers)
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, peers: Peers) -> Tensor:
+        context.peers = peers
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return add_up(gradients[0].clone(memory_format=torch.contiguous_format), context.peers), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, peers: Peers) -> Tensor:
+        context.mark_dirty(tensor)
+        return add_up(tensor, peers)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, part: Tensor, peers: Peers, width: int) -> Tensor:
+        context.part = peers.part(width)
+        return _join(part, peers, width)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0][..., context.part], None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, whole: Tensor, peers: Peers) -> Tensor:
+        context.peers, context.width = peers, whole.shape[-1]
+        return whole[..., peers.part(context.width)].contiguous()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _join(gradients[0], context.peers, context.width), None

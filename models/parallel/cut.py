@@ -1,0 +1,95 @@
+"""Which part of a weight a process holds: whole rows or columns of it, in one range or several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A weight cut across one of its sides.
+
+    Attributes:
+        shape: of the whole weight.
+        side: the one that is cut, from 0.
+        ranges: what the process has of it, in order: several where matrices lie above each other in one weight.
+    """
+
+    shape: tuple[int, ...]
+    side: int
+    ranges: tuple[range, ...]
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Of what the process has."""
+        return (*self.shape[: self.side], self.width, *self.shape[self.side + 1 :])
+
+    def meets(self, other: Cut) -> bool:
+        """Whether two parts may have something in common."""
+        pairs = ((one, two) for one in self.ranges for two in other.ranges)
+        return self.side != other.side or any(one.start < two.stop and two.start < one.stop for one, two in pairs)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The process's part of the whole weight; a view of it where it is one range."""
+        parts = [whole.narrow(self.side, each.start, len(each)) for each in self.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.side)
+
+    def put(self, part: Tensor, whole: Tensor) -> None:
+        """Copy the process's part to where it is in the whole weight."""
+        begin = 0
+        for each in self.ranges:
+            whole.narrow(self.side, each.start, len(each)).copy_(part.narrow(self.side, begin, len(each)))
+            begin += len(each)
+
+    def in_whole(self, places: Tensor) -> Tensor:
+        """Where in the flattened weight those elements are that have these places in the flattened part."""
+        outer, own = self._step(self.width)
+        inside = self._held[places // outer % self.width] * outer + places % outer
+        return places // own * self._step(self.shape[self.side])[1] + inside
+
+    def in_part(self, places: Tensor) -> Tensor:
+        """The same the other way round; -1 where the process does not have an element."""
+        outer, whole = self._step(self.shape[self.side])
+        held = torch.full((self.shape[self.side],), -1).scatter_(0, self._held, torch.arange(self.width))
+        found = held[places // outer % self.shape[self.side]]
+        inside = places // whole * self._step(self.width)[1] + found * outer + places % outer
+        return torch.where(found < 0, -1, inside)
+
+    @cached_property
+    def width(self) -> int:
+        """Rows or columns that the process has."""
+        return sum(map(len, self.ranges))
+
+    @cached_property
+    def _held(self) -> Tensor:
+        return torch.tensor([row for each in self.ranges for row in each])
+
+    def _step(self, width: int) -> tuple[int, int]:
+        """Elements from one row or column to the next, and to the next stack of `width` of them."""
+        inner = prod(self.shape[self.side + 1 :])
+        return inner, inner * width
+
+
+CHUNK = 2**20  # elements
+
+
+def in_common(one: tuple[Cut | None, int, int], other: tuple[Cut | None, int, int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The places of the elements that two ranges of a weight's parts have in common: in the one part, and in the other.
+
+    Args:
+        one, other: of a flattened part, or of the whole weight, where the range begins and how many elements it has.
+    """
+    cut, begin, numel = one
+    for start in range(begin, begin + numel, CHUNK):
+        places = torch.arange(start, min(start + CHUNK, begin + numel))
+        whole = cut.in_whole(places) if cut else places
+        found = other[0].in_part(whole) if other[0] else whole
+        inside = (found >= other[1]) & (found < other[1] + other[2])
+        if inside.any():
+            yield places[inside], found[inside]

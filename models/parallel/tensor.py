@@ -1,0 +1,241 @@
+"""Tensor parallelism: each process of a group holds a part of every layer, and all compute the layer together.
+
+Which matrix is cut which way stands in transformers' configuration of the family (`base_model_tp_plan`), after
+Megatron-LM (arXiv:1909.08053), or in the family's declaration: what reads the hidden states is cut by its outputs, so
+that a head or a neuron lies whole on one process, and what writes them by its inputs, so that its results are summed.
+Heads are cut where the ones that share a key end; parts need not be of one size. Embedding and head are cut by words.
+Norms and routers lie whole on every process, and as their inputs are alike, so are their gradients.
+
+Experts are cut by columns as any matrix, or spread: each process has whole ones. Every process has every token, so
+either way each computes its part for all of them and one sum joins what they found.
+
+Weights are cut as they are loaded, and stay plain tensors under their names.
+
+Cost: a sum of [B, S, H] after attention and one after the feed-forward network in the forward pass, as many in the
+backward pass; the embedding one, the head three numbers a token and the gradient of its input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, distributed, nn
+
+from models.layers import Embedding, Head
+from models.parallel.collectives import add_up, copied, gathered, split, summed
+from models.parallel.cut import Cut
+from models.parallel.peers import ALONE, Peers
+from models.router import n_experts
+from models.spec import ModelSpec, key_heads
+
+# The words of a plan: for a linear layer, or for a matrix [..., out, in].
+BY_OUTPUT, BY_INPUT = ("colwise", "colwise_gather_output", "packed_colwise"), ("rowwise", "rowwise_split_input")
+EXPERTS, ALIKE = "moe_tp_experts", "replicated_with_grad_allreduce"
+KNOWN = {*BY_OUTPUT, *BY_INPUT, EXPERTS, ALIKE}
+BY_HEADS = ("colwise", "rowwise")  # in attention; what is gathered there is not
+ENDS = {"embed_tokens": "colwise", "lm_head": "colwise"}
+HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads")  # what blocks call their numbers
+
+
+class RowwiseLinear(nn.Linear):
+    """A linear layer of which each process has some inputs; the bias counts once."""
+
+    peers: Peers = ALONE
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output = summed(F.linear(inputs, self.weight), self.peers)
+        return output if self.bias is None else output + self.bias
+
+
+class TensorShare:
+    """What one process holds of each layer, and how it computes with it.
+
+    Args:
+        spec: of the model.
+        peers: who have the other parts; without a group they know what each has, and no more.
+        spread: whether experts are spread; else they are cut.
+    """
+
+    def __init__(self, spec: ModelSpec, peers: Peers, spread: bool = False) -> None:
+        self.peers = peers
+        self._spec, self._spread = spec, spread
+        self._plan = plan_of(spec)
+        self._key_heads = key_heads(spec.config)
+
+    def cut(self, name: str) -> Cut | None:
+        """The part that the process has of a weight, `<layer>.<name>`; None where it has all of it."""
+        layer, _, inner = name.partition(".")
+        shape = self._spec.shapes(int(layer)).get(inner)
+        owner = inner.rpartition(".")[0]
+        word = self._plan.get(inner) or self._plan.get(owner)
+        if shape is None or word is None or self.peers.size == 1:
+            return None
+        if self._spread and self._plan.get(owner) == EXPERTS:
+            experts = self.peers.part(shape[0])
+            return Cut(tuple(shape), 0, (range(experts.start, experts.stop),))
+        if word not in (*BY_OUTPUT, *BY_INPUT) or (word in BY_INPUT and len(shape) == 1):
+            return None
+        side = len(shape) - 1 if word in BY_INPUT or len(shape) == 1 else len(shape) - 2
+        above = 2 if word == "packed_colwise" else 1
+        width = shape[side] // above
+        units = self._key_heads if word in BY_HEADS and "att" in owner else width
+        part, each = self.peers.part(units), width // units
+        ranges = (range(top + part.start * each, top + part.stop * each) for top in range(0, shape[side], width))
+        return Cut(tuple(shape), side, tuple(ranges))
+
+    def narrow(self, layer: int, module: nn.Module) -> None:
+        """Give a layer that has no weights yet the shapes of the process's parts."""
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if cut := self.cut(f"{layer}.{name}"):
+                tensor.data = cut.of(tensor.data)
+
+    def connect(self, layer: int, module: nn.Module) -> None:
+        """Let a layer with the process's parts in it give what the whole one would."""
+        if self.peers.size == 1:
+            return
+        for name, weight in module.named_parameters():
+            is_part: Any = weight
+            is_part.model_parallel = self.cut(f"{layer}.{name}") is not None  # for DeepSpeed's norm of the gradient
+        if isinstance(module, Head):
+            module.peers, module.words = self.peers, self._spec.config.vocab_size
+        elif isinstance(module, Embedding):
+            words = module.embed_tokens
+            vars(words)["forward"] = partial(self._look_up, words)
+        else:
+            self._connect_block(layer, dict(module.named_modules()))
+
+    @torch.no_grad()
+    def whole(self, layer: int, module: nn.Module, keep: bool) -> dict[str, Tensor]:
+        """The state dict of a layer put together, in main memory; all peers call it, who `keep` nothing as well."""
+        state = {}
+        for name, tensor in module.state_dict().items():
+            cut = self.cut(f"{layer}.{name}")
+            if keep:
+                state[name] = tensor.to("cpu", copy=True) if cut is None else tensor.new_empty(cut.shape, device="cpu")
+            for rank in range(self.peers.size if cut else 0):
+                its = TensorShare(self._spec, replace(self.peers, rank=rank), self._spread).cut(f"{layer}.{name}")
+                assert its
+                part = tensor.contiguous() if rank == self.peers.rank else tensor.new_empty(its.part_shape)
+                distributed.broadcast(part, group=self.peers.group, group_src=rank)
+                if keep:
+                    its.put(part, state[name])
+        return state
+
+    def _connect_block(self, layer: int, modules: dict[str, Any]) -> None:
+        readers = []
+        for name, module in modules.items():
+            word = self._plan.get(name)
+            if word in BY_OUTPUT:
+                readers.append(name)
+            if word == "rowwise_split_input":
+                module.register_forward_pre_hook(lambda _, inputs: split(inputs[0], self.peers))
+            if word == "colwise_gather_output":
+                width = self._spec.shapes(layer)[f"{name}.weight"][0]
+                module.register_forward_hook(lambda _, inputs, output, width=width: gathered(output, self.peers, width))
+            if word in BY_INPUT and module.bias is not None:
+                module.__class__ = RowwiseLinear
+                module.peers = self.peers
+            elif word in BY_INPUT or word == EXPERTS:
+                module.register_forward_hook(lambda _, inputs, output: summed(output, self.peers))
+            if word == EXPERTS:
+                module.register_forward_pre_hook(self._to_experts)
+                if self._spread:
+                    module.num_experts = len(range(module.num_experts)[self.peers.part(module.num_experts)])
+                    module._is_expert_parallel = True  # transformers' word for tokens that none of them takes
+            if word == ALIKE:  # its inputs are of this process's heads
+                for weight in module.parameters():
+                    weight.register_hook(lambda gradient: add_up(gradient.contiguous().clone(), self.peers))
+        for owner in dict.fromkeys(name.rpartition(".")[0] for name in readers):
+            self._connect_owner(owner, modules, [name for name in readers if name.rpartition(".")[0] == owner])
+
+    def _connect_owner(self, owner: str, modules: dict[str, Any], readers: list[str]) -> None:
+        """Sum the gradient of what linear layers of one module read: once, where nothing else in there reads it."""
+        module = modules[owner]
+        weights = {name.rpartition(".")[0] or name for name, _ in module.named_parameters()}
+        alone = all(f"{owner}.{name}" in self._plan for name in weights)
+        for reader in [module] if alone else [modules[name] for name in readers]:
+            reader.register_forward_pre_hook(self._to_readers, with_kwargs=True)
+        if "att" not in owner or not any(self._plan[name] in BY_HEADS for name in readers):
+            return
+        own = len(range(self._key_heads)[self.peers.part(self._key_heads)])
+        for name in HEADS:
+            if (whole := getattr(module, name, None)) is not None:
+                setattr(module, name, whole * own // self._key_heads)
+        if hasattr(module, "slow_but_exact"):  # Bloom's, which would pass by the layer whose results are summed
+            module.slow_but_exact = False
+        dropout: Any = getattr(module, "attention_dropout", 0.0)
+        drops = dropout if isinstance(dropout, nn.Module) else module
+        if getattr(dropout, "p", dropout):
+            vars(drops)["forward"] = torch.compiler.disable(partial(self._draw_apart, drops, drops.forward))
+
+    def _to_readers(self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if inputs:
+            return (copied(inputs[0], self.peers), *inputs[1:]), named
+        return inputs, named | {"hidden_states": copied(named["hidden_states"], self.peers)}
+
+    def _to_experts(self, _: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [T, H], the experts of each [T, K], and how much these count [T, K]."""
+        hidden, experts, weights = inputs
+        hidden, weights = copied(hidden, self.peers), copied(weights, self.peers)
+        if not self._spread:
+            return hidden, experts, weights
+        own = self.peers.part(n_experts(self._spec.config))
+        inside = (experts >= own.start) & (experts < own.stop)
+        return hidden, torch.where(inside, experts - own.start, own.stop - own.start), weights.masked_fill(~inside, 0)
+
+    def _look_up(self, words: nn.Embedding, ids: Tensor) -> Tensor:
+        """The embeddings of tokens, each of which one process has."""
+        own = self.peers.part(self._spec.config.vocab_size)
+        padding = words.padding_idx
+        padding = padding - own.start if padding is not None and own.start <= padding < own.stop else None
+        outside = (ids < own.start) | (ids >= own.stop)
+        found = F.embedding((ids - own.start).masked_fill(outside, 0), words.weight, padding)
+        return summed(found.masked_fill(outside[..., None], 0), self.peers)
+
+    def _draw_apart(self, module: nn.Module, forward: Any, *inputs: Any, **named: Any) -> Any:
+        """A forward pass with random numbers of this process, as its heads are; afterwards all draw alike again."""
+        if not module.training:
+            return forward(*inputs, **named)
+        seed = int(torch.randint(2**62, (), device="cpu")) + self.peers.rank
+        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+            torch.manual_seed(seed)
+            return forward(*inputs, **named)
+
+
+def plan_of(spec: ModelSpec) -> dict[str, str]:
+    """How the weights of a layer are cut: a word by the name of a module, or of a weight that is no linear layer's."""
+    plan = spec.family.tensor_plan
+    if plan is None:
+        found: dict[str, str] = getattr(spec.config, "base_model_tp_plan", None) or {}
+        start = "layers.*."
+        plan = {name.removeprefix(start): word for name, word in found.items() if name.startswith(start)}
+    return ENDS | {f"block.{name}": word for name, word in plan.items()}
+
+
+def obstacle(spec: ModelSpec, size: int, spread: bool = False) -> str | None:
+    """Why so many processes cannot share each layer of a model, if so."""
+    if size == 1:
+        return None
+    plan, heads, experts = plan_of(spec), key_heads(spec.config), n_experts(spec.config)
+    if plan.keys() == ENDS.keys() or set(plan.values()) - KNOWN:
+        return f"{spec.family.name} has no plan by which layers are cut; expected 1 process to a layer"
+    if heads < size:
+        told = f"expected at most {heads}"
+        return f"{heads} heads of keys (num_key_value_heads) are not enough for {size} processes to a layer; {told}"
+    if spread and experts < size:
+        return (
+            f"{experts} experts cannot be spread over {size} processes to a layer; expected model_topo.experts: columns"
+        )
+    for layer in range(1, spec.n_blocks + 1):
+        for name, shape in spec.shapes(layer).items():
+            owner = name.rpartition(".")[0]
+            uneven = (
+                "att" in owner and plan.get(owner) in BY_HEADS and shape[-1 if plan[owner] == "rowwise" else 0] % heads
+            )
+            if uneven or (plan.get(owner) == EXPERTS and name not in plan):
+                return f"layer {layer}: it is not known how to cut {name}; expected 1 process to a layer"
+    return None

@@ -1,0 +1,148 @@
+"""Processes that share each layer compute what one process computes: the loss, and the gradient of every weight."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from torch import Tensor
+
+from models.parallel.tensor import obstacle
+from models.spec import ModelSpec
+from tests.launching import torchrun
+from tests.models.cases import CASES, EXPERTS
+from tests.models.helpers import change_weights
+
+Make = Callable[..., Path]
+
+
+class Shared(NamedTuple):
+    """A model, what is asked of it, and how many processes share it."""
+
+    model: str
+    asked: dict[str, Any] = {}
+    processes: int = 2
+    changes: dict[str, Any] = {}
+
+
+BF16 = {"dtype": "bfloat16"}
+UNEVEN = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 97, "head_dim": 8}
+SHARED = {name: Shared(name) for name in CASES if not name.startswith(("baichuan-", "llama-dynamic"))}
+SHARED["baichuan2-13b"] = Shared("baichuan2-13b", processes=3)
+SHARED |= {
+    "biases": Shared("llama-untied", changes={"attention_bias": True, "mlp_bias": True}),
+    "uneven": Shared("llama-tied", {"z_loss": 0.1}, 3, UNEVEN),
+    "uneven-untied": Shared("llama-untied", {"z_loss": 0.1}, 3, UNEVEN),
+    "uneven-bloom": Shared("bloom", {}, 3, {"hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 5}),
+    "uneven-experts": Shared("mixtral", {}, 3, UNEVEN),
+    "uneven-spread": Shared("mixtral", {"spread": True}, 3, UNEVEN),
+    "spread": Shared("mixtral", {"spread": True}),
+    "spread-recomputed": Shared("qwen3_moe-some-dense", {"spread": True, "recompute": True}),
+    "recomputed": Shared("llama-tied", {"recompute": True}),
+    "own-loss": Shared("baichuan2-7b", {"own": True}, 3, {"num_attention_heads": 4}),
+    "z-loss": Shared("gemma2", {"z_loss": 0.1}),
+    "bf16": Shared("llama-tied", BF16),
+    "bf16-bloom": Shared("bloom", BF16),
+    "bf16-mixtral": Shared("mixtral", BF16),
+}
+SHARED |= {f"dropout-{model}": Shared(model, {"dropout": True}) for model in ("bloom", "llama-tied")}
+FAULTS = {"copy": "llama-untied", "norm": "qwen3", "head": "llama-tied"}
+SHARED |= {f"fault-{fault}": Shared(model, {"fault": fault}) for fault, model in FAULTS.items()}
+OFTEN = (
+    *("bloom", "llama-tied", "llama-untied", "baichuan2-7b", "chatglm3", "mixtral", "spread", "biases", "uneven"),
+    *("baichuan2-13b", "uneven-bloom", "uneven-spread", "own-loss", "phi3", "qwen3", "gemma2", "bf16", "recomputed"),
+)
+FULLY_CUT = ("bloom", "llama-untied", "baichuan2-7b", "chatglm3", "mixtral")
+
+
+def fill_biases(weights: dict[str, Tensor]) -> None:
+    """A new model's biases are zero."""
+    for name, tensor in weights.items():
+        if name.endswith(".bias"):
+            tensor.normal_(std=0.3)
+
+
+@pytest.fixture(scope="module")
+def outcomes(make_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory, asked: set[str]) -> dict[str, Any]:
+    """By name of a case."""
+    found: dict[str, Any] = {}
+    for processes in (2, 3):
+        chosen = [name for name, case in SHARED.items() if case.processes == processes and name in asked]
+        if not chosen:
+            continue
+        cases = []
+        for name in chosen:
+            model_type, changes = CASES[SHARED[name].model]
+            folder = make_checkpoint(model_type, **changes | SHARED[name].changes)
+            change_weights(folder, fill_biases)
+            cases.append({"folder": str(folder)} | SHARED[name].asked)
+        path = tmp_path_factory.mktemp("shares") / "cases.json"
+        path.write_text(json.dumps(cases))
+        ended = torchrun(processes, "tests/workers/tensor_shares.py", path)
+        assert ended.returncode == 0, ended.stderr[:4000]
+        found |= zip(chosen, json.loads((path.parent / "outcomes.json").read_text()), strict=True)
+    return found
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow)
+        for name in SHARED
+        if not name.startswith(("fault", "dropout"))
+    ],
+)
+def test_shares_give_the_loss_and_gradients_of_the_whole_model(name: str, outcomes: dict[str, Any]) -> None:
+    outcome = outcomes[name]
+    loss_tolerance, tolerance = (3e-3, 6e-2) if "bf16" in name else (1e-6, 1e-5)
+    assert outcome["loss"] == pytest.approx(outcome["expected"], rel=loss_tolerance)
+    assert {weight: far for weight, far in outcome["far"].items() if not far <= tolerance} == {}
+    if name in FULLY_CUT:
+        assert outcome["held"] < 0.51
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize("name", [f"fault-{fault}" for fault in FAULTS])
+def test_a_planted_fault_is_found(name: str, outcomes: dict[str, Any]) -> None:
+    assert any(far > 1e-2 for far in outcomes[name]["far"].values())
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize("name", ["llama-untied", "bloom", "chatglm3", "mixtral"])
+def test_a_block_makes_two_sums_in_each_direction(name: str, outcomes: dict[str, Any]) -> None:
+    blocks = 3
+    forward, backward = outcomes[name]["sums"]
+    # Of the embedding one; of the loss the largest logit, what comes of it, and the gradient of its input.
+    assert forward == 2 * blocks + 1 + 3
+    assert backward == (3 if name == "mixtral" else 2) * blocks  # of experts one more, for how much each counts
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize("name", ["dropout-bloom", "dropout-llama-tied"])
+def test_heads_drop_apart_and_all_else_alike(name: str, outcomes: dict[str, Any]) -> None:
+    (losses, drawn, same), (other_losses, other_drawn, other_same) = outcomes[name]["ranks"]
+    assert losses == other_losses
+    assert losses[0] == losses[1]
+    assert same
+    assert other_same
+    assert drawn != other_drawn
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "size", "spread", "told"),
+    [
+        ("llama", {"num_key_value_heads": 1}, 2, False, "1 heads of keys are not enough for 2 processes"),
+        ("mixtral", {"num_local_experts": 3, "num_key_value_heads": 4}, 4, True, "3 experts cannot be spread over 4"),
+        ("qwen3_moe", EXPERTS, 2, True, None),
+        ("llama", {}, 1, False, None),
+    ],
+)
+def test_what_cannot_be_shared_is_told(
+    model: str, changes: dict[str, Any], size: int, spread: bool, told: str | None, make_checkpoint: Make
+) -> None:
+    reason = obstacle(ModelSpec.from_folder(make_checkpoint(model, **changes)), size, spread)
+    assert (reason is None) if told is None else (reason is not None and told in reason)
