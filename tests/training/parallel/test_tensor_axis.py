@@ -44,6 +44,7 @@ OFFLOAD = {
     "zero_force_ds_cpu_optimizer": False,
 }
 SPREAD = {"experts": "spread"}
+ROWS = {"sequence": 2}  # replicas that share their rows
 
 
 class Case(NamedTuple):
@@ -96,11 +97,18 @@ RUNS = [
     Case("bloom", (2, 1, 2), "dualpipev", {"schedule": "dualpipev"}, tier="slow"),
     Case("mixtral", (1, 1, 2), "recompute", {"use_grad_ckpt": True}, SPREAD, tier="slow"),
     Case("untied", (1, 1, 2), "padded", {"packing": False}),
+    Case("tied", (1, 2, 2), "rows", topo=ROWS),
+    Case("bloom", (1, 2, 2), "rows", {"use_grad_ckpt": True}, ROWS, tier="slow"),
+    Case("mixtral", (1, 2, 2), "rows", topo=ROWS | SPREAD, tier="slow"),
+    Case("chatglm3", (1, 2, 2), "rows", BF16, ROWS, tier="slow"),
 ]
+SHARED_ROWS = Case("tied", (1, 4, 1), "rows", topo=ROWS)
 MOVES = [
     Case("tied", (1, 1, 2), source=WHOLE[""]),
     Case("tied", (1, 2, 2), source=Case("tied", (1, 1, 2))),
     Case("tied", (2, 1, 1), source=Case("tied", (1, 1, 2))),
+    SHARED_ROWS._replace(source=Case("tied", (1, 1, 2))),
+    Case("tied", (4, 1, 1), source=SHARED_ROWS),
     Case("uneven", (1, 2, 1), source=Case("uneven", (2, 1, 2))),
     Case("mixtral", (1, 1, 2), "columns", source=Case("mixtral", (1, 1, 2), "spread", topo=SPREAD)),
     Case("mixtral", (1, 2, 1), source=Case("mixtral", (1, 1, 2), "spread", topo=SPREAD)),
@@ -164,7 +172,7 @@ def described(case: Case, models: dict[str, Path], folder: Path) -> dict[str, An
         "data_path": str(folder / "samples.json"),
         "save_path": str(folder / "elsewhere"),
         "train_batch_size": 8,
-        "train_micro_batch_size_per_gpu": 2 // case.dims[1],
+        "train_micro_batch_size_per_gpu": 2 * case.topo.get("sequence", 1) // case.dims[1],
         "pack_len": 64,
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3, "eps": 1.0e-4}, "no_wd_kws": ["norm"]},
