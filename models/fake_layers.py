@@ -27,6 +27,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, local_torch_dtype
 
 from models.layers import Block, Embedding, Head
+from models.parallel.peers import Peers, Sharing
+from models.parallel.tensor import TensorShare
 from models.spec import ModelSpec
 from models.weight_gradients import linear_layers
 
@@ -61,22 +63,33 @@ class FakeLayer:
 
 @contextmanager
 def fake_layer(
-    spec: ModelSpec, layer: int, rows: int, length: int, dtype: torch.dtype, flash: bool = False
+    spec: ModelSpec,
+    layer: int,
+    rows: int,
+    length: int,
+    dtype: torch.dtype,
+    flash: bool = False,
+    sharers: int = 1,
 ) -> Iterator[FakeLayer]:
     """A layer for micro-batches [rows, length]; it can run inside of the block.
 
     Args:
         flash: attention without scores in memory, whatever the family's usual kernel does.
+        sharers: how many processes share the layer, of which one is looked at.
     """
     config = copy.deepcopy(spec.config)
     config._experts_implementation = EXPERTS
     spec = replace(spec, config=config, _shapes={})
     spec.set_attention(SCORELESS if flash else spec.attention[0])
-    positions = spec.positions()
+    share = TensorShare(spec, Peers(sharers))
+    positions = spec.positions(Sharing(tensor=share.peers))
+    spec.shapes(layer)  # while tensors are real ones
     short = torch.zeros(rows, SHORT, spec.config.hidden_size)
     kinds = positions.arguments(short, torch.arange(SHORT).repeat(rows, 1), None)
     with FakeTensorMode(), local_torch_dtype(dtype):
         module = spec.build(layer, positions)
+        share.narrow(layer, module)
+        share.connect(layer, module)
         hidden = torch.empty(rows, length, spec.config.hidden_size, requires_grad=True)
         ids = torch.empty(rows, length, dtype=torch.int64)
         short_arguments = kinds[module.kind] if isinstance(module, Block) else {}
@@ -96,7 +109,9 @@ class Saved:
     waiting: int
 
 
-def saved_by(spec: ModelSpec, layer: int, rows: int, length: int, dtype: torch.dtype, flash: bool = False) -> Saved:
+def saved_by(
+    spec: ModelSpec, layer: int, rows: int, length: int, dtype: torch.dtype, flash: bool = False, sharers: int = 1
+) -> Saved:
     """What autograd keeps of a layer for a micro-batch until its backward pass; see `fake_layer`."""
     kept: list[Tensor] = []
     ends: list[tuple[Tensor, Tensor]] = []  # inputs and outputs of linear layers
@@ -105,7 +120,7 @@ def saved_by(spec: ModelSpec, layer: int, rows: int, length: int, dtype: torch.d
         kept.append(tensor)
         return tensor
 
-    with fake_layer(spec, layer, rows, length, dtype, flash) as fake:
+    with fake_layer(spec, layer, rows, length, dtype, flash, sharers) as fake:
         for linear in linear_layers(fake.module):
             linear.register_forward_hook(lambda _, inputs, output: ends.append((inputs[0], output)))
         with saved_tensors_hooks(keep, lambda tensor: tensor):

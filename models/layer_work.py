@@ -61,10 +61,17 @@ def product(rows: int, inner: int, columns: int, itemsize: int, written: int) ->
 
 
 def work_of(
-    spec: ModelSpec, layer: int, rows: int, length: int, dtype: torch.dtype, flash: bool = False, compiled: bool = False
+    spec: ModelSpec,
+    layer: int,
+    rows: int,
+    length: int,
+    dtype: torch.dtype,
+    flash: bool = False,
+    compiled: bool = False,
+    sharers: int = 1,
 ) -> LayerWork:
     """What a layer does for a micro-batch [rows, length], each row one document; see `fake_layer`."""
-    with fake_layer(spec, layer, rows, length, dtype, flash) as fake:
+    with fake_layer(spec, layer, rows, length, dtype, flash, sharers) as fake:
         with Recorder() as forward:
             output = fake.run()
         with Recorder() as backward:

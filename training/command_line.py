@@ -48,6 +48,9 @@ def parse_arguments(description: str, in_stages: bool = True) -> argparse.Namesp
     parser.add_argument("--plan", action="store_true", help=staged("say what the run will take, and leave"))
     told = "with --plan or --dry-run: the devices; this machine's otherwise"
     parser.add_argument("--devices", metavar="8xA100-40G", help=staged(told))
+    told = "with --plan: the link inside of a host and the one between hosts"
+    parser.add_argument("--links", metavar="nvlink4,ib400", help=staged(told))
+    parser.add_argument("--per-host", type=int, metavar="N", help=staged("with --links: GPUs of a host; 8 otherwise"))
     parser.add_argument("--search", action="store_true", help=staged("with --plan: propose dims, micro-batch, ..."))
     parser.add_argument("--calibrate", action="store_true", help=staged("with --plan: measure the layers here first"))
     parser.add_argument("--prove", action="store_true", help=staged("show by a small run that it trains right"))
@@ -71,8 +74,10 @@ def parse_arguments(description: str, in_stages: bool = True) -> argparse.Namesp
         parser.error("--include and --exclude need --hostfile")
     if arguments.html and not arguments.inspect:
         parser.error("--html needs --inspect N")
-    if (arguments.search or arguments.calibrate) and not arguments.plan:
-        parser.error("--search and --calibrate need --plan")
+    if (arguments.search or arguments.calibrate or arguments.links) and not arguments.plan:
+        parser.error("--search, --calibrate and --links need --plan")
+    if arguments.per_host is not None and not arguments.links:
+        parser.error("--per-host needs --links")
     if arguments.devices and not (arguments.plan or arguments.dry_run):
         parser.error("--devices needs --plan or --dry-run")
     return arguments

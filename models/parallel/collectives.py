@@ -42,8 +42,9 @@ def split(tensor: Tensor, peers: Peers) -> Tensor:
 
 
 def add_up(tensor: Tensor, peers: Peers) -> Tensor:
-    """Make a tensor that is laid out without gaps the sum of all processes' ones."""
-    distributed.all_reduce(tensor, group=peers.group)
+    """Make a tensor that is laid out without gaps the sum of all processes' ones; without a group only in shape."""
+    if peers.group is not None:
+        distributed.all_reduce(tensor, group=peers.group)
     return tensor
 
 

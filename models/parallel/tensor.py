@@ -206,6 +206,13 @@ class TensorShare:
             return forward(*inputs, **named)
 
 
+def part_shapes(spec: ModelSpec, layer: int, size: int) -> dict[str, torch.Size]:
+    """`ModelSpec.shapes` of the largest part that one of so many processes has."""
+    share = TensorShare(spec, Peers(size))
+    cuts = {name: (shape, share.cut(f"{layer}.{name}")) for name, shape in spec.shapes(layer).items()}
+    return {name: torch.Size(cut.part_shape) if cut else shape for name, (shape, cut) in cuts.items()}
+
+
 def plan_of(spec: ModelSpec) -> dict[str, str]:
     """How the weights of a layer are cut: a word by the name of a module, or of a weight that is no linear layer's."""
     plan = spec.family.tensor_plan

@@ -19,9 +19,9 @@ from training.auto.search import Search, precision
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader
 from training.errors import ConfigError
-from training.plan.alternatives import SIZES
 from training.plan.plan import Plan
 from training.plan.rendering import GB, search_table
+from training.plan.search import SIZES
 
 ANY_BATCH = 720_720  # until one is chosen: a multiple of all numbers up to 16
 SEARCHED = "train_micro_batch_size_per_gpu schedule use_grad_ckpt offload_activations max_seq_len".split()

@@ -22,12 +22,13 @@ from training.auto.machine import Machine
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 from training.metrics.devices import Device
-from training.plan.alternatives import OFFLOAD, SHORTEST, more_stages, search
+from training.plan.alternatives import OFFLOAD, SHORTEST, more_stages
 from training.plan.basis import Basis, Calibration
 from training.plan.calibration import calibrate
 from training.plan.command import feed_of
 from training.plan.plan import Plan
 from training.plan.rendering import GB
+from training.plan.search import search
 from training.plan.workload import Workload
 
 CUT = 0.1  # of the samples, that may be cut to make a run fit

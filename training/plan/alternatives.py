@@ -1,27 +1,19 @@
-"""Other ways to run the same: what makes a run fit, and what is fastest on so many devices.
+"""Other ways to run the same, which make a run fit.
 
 What to change comes the cheapest first: nothing lost, then time, then another training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
-from typing import Any
 
-from tqdm import tqdm
-
-from training.config.keys import TrainConfig
 from training.config.sections import OptimizerOffload
 from training.plan.basis import Basis
 from training.plan.plan import Plan, fitting_parts
-from training.plan.workload import Workload
 
 SHORTEST = 128  # tokens in a row that are advised
 OFFLOAD = OptimizerOffload(device="cpu")
-SHOWN = 5  # of the fastest plans
-SIZES = (1, 2, 4, 8, 16)  # rows in a micro-batch that are tried
 
 
 @dataclass(frozen=True)
@@ -112,47 +104,3 @@ def more_stages(basis: Basis) -> list[Advice]:
             plan, dims = Plan.make(changed), spread.process_topology.dims
             return [Advice(f"model_topo.process_topology.dims: {dims}, parts: auto, alone", plan, plan)]
     return []
-
-
-def search(
-    basis: Basis, devices: int, feed: Callable[[TrainConfig], Workload] | None = None, fixed: Container[str] = ()
-) -> list[Plan]:
-    """The fastest dims, parts, micro-batch and schedule that fit; of equally fast ones those that need less memory.
-
-    Args:
-        feed: what a step has with another config; as many rows of the same length where absent.
-        fixed: keys that stay as the config has them.
-    """
-    plans = []
-    candidates = list(_candidates(basis, devices, fixed))
-    for candidate in tqdm(candidates, "search", disable=None, leave=False):  # None: only on a terminal
-        fed = replace(candidate, workload=feed(candidate.config)) if feed else candidate
-        if fed.workload.micro_batches < fed.config.least_micro_batches:
-            continue
-        if parts := fed.config.model_topo.parts or fitting_parts(fed):
-            plans.append(Plan(fed, parts))
-    return sorted(filter(lambda plan: plan.fits, plans), key=lambda plan: (round(plan.seconds, 9), plan.peak))[:SHOWN]
-
-
-def _candidates(basis: Basis, devices: int, fixed: Container[str]) -> Iterator[Basis]:
-    """Every sensible combination."""
-    config = basis.config
-    divisors = (number for number in range(1, devices + 1) if devices % number == 0)
-    tried: dict[str, Iterable[Any]] = {
-        "model_topo": [config.model_topo.spread(stages, devices // stages) for stages in divisors],
-        "train_micro_batch_size_per_gpu": SIZES,
-        "schedule": ("1f1b", "dualpipev"),
-        "use_grad_ckpt": (False, True),
-    }
-    for values in product(*([getattr(config, key)] if key in fixed else tried[key] for key in tried)):
-        candidate = basis.changed(**dict(zip(tried, values, strict=True)))
-        changed, topo = candidate.config, candidate.config.model_topo
-        if changed.train_batch_size % (changed.train_micro_batch_size_per_gpu * topo.replicas):
-            continue
-        if changed.fp8.enabled and changed.schedule == "dualpipev":  # which the config would refuse
-            continue
-        if topo.parts and len(topo.parts) != changed.chunks:
-            continue
-        idle = changed.schedule != candidate.schedule and "schedule" not in fixed  # one stage has nothing to wait for
-        if not idle and changed.chunks <= basis.spec.n_layers:
-            yield candidate

@@ -18,7 +18,7 @@ from training.config.keys import TrainConfig
 from training.distributed.processes import gather
 from training.metrics.devices import Device, this_device
 from training.plan.basis import MEASURED_FILE, Basis
-from training.plan.plan import WITH_PEERS, Plan
+from training.plan.plan import Plan
 from training.plan.workload import Workload
 from training.topology import Division, Topology
 
@@ -68,8 +68,6 @@ def choose(
         parts, reason = _going_on(basis, saved)
         report.append(f"parts: auto, {reason}")
         basis = replace(basis, config=config.with_parts(parts))
-    if config.model_topo.tensor > 1:
-        report.append(f"parts and recomputing: {WITH_PEERS}")
     plan = Plan.make(basis)
     recompute = plan.basis.recomputed
     if config.use_grad_ckpt == "auto":

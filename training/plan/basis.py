@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,11 +22,13 @@ import torch
 from pydantic import BaseModel, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from common.whole_files import replace_text
+from models.parallel.tensor import part_shapes
 from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.distributed.links import Links
 from training.metrics.devices import Device
+from training.plan.fabric import Fabric
 from training.plan.workload import Workload
 from training.schedule.instructions import Schedule
 
@@ -132,6 +135,7 @@ class Basis:
         calibration: what `--calibrate` measured; all is estimated where absent.
         measured: what steps of this run took, which corrects the plan.
         links: what `--check` measured; as the device's neighbours are linked where absent.
+        named: what `--links` says, which counts for more.
         recompute: the layers that do; as the config says, and with `auto` all, where absent.
         known: what `once` found, shared by all that is made of this basis.
     """
@@ -143,6 +147,7 @@ class Basis:
     calibration: Calibration | None = None
     measured: Measured | None = None
     links: Links | None = None
+    named: Fabric | None = None
     recompute: frozenset[int] | None = None
     known: dict[tuple[object, ...], Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -185,6 +190,7 @@ class Basis:
             "length": math.ceil(self.workload.length),
             "compile": self.config.compiles(self.device.ampere, self.spec.has_experts),
             "optimizer": self.config.optimizer.type,
+            "sharing": [self.config.model_topo.sequence, self.config.model_topo.tensor],
             **{key: settings.get(key) for key in DEPENDS},
         }
 
@@ -218,26 +224,46 @@ class Basis:
     @property
     def measured_links(self) -> Links | None:
         """Those of as many stages and replicas."""
-        return self.links if self.links and self.links.fit(self.config.model_topo) else None
+        return self.links if self.links and not self.named and self.links.fit(self.config.model_topo) else None
+
+    @property
+    def fabric(self) -> Fabric:
+        return self.named or Fabric.of(self.device)
+
+    @cached_property
+    def share(self) -> Workload:
+        """What one of the processes with the same rows is fed with."""
+        return self.workload.shared(self.config.model_topo.sequence)
+
+    def shapes(self, layer: int) -> dict[str, torch.Size]:
+        """Of a layer's weights, or of the part that one of the processes has that share it."""
+        return self.once(part_shapes, layer, self.config.model_topo.tensor)
+
+    @cached_property
+    def parameters(self) -> list[int]:
+        """Of each layer, in one process."""
+        return [sum(map(prod, self.shapes(layer).values())) for layer in range(self.spec.n_layers)]
 
     def transfers(self, size: float) -> list[float]:
         """Seconds of a message of so many bytes from each stage to the next."""
         if self.measured_links:
             return [link.seconds(size) for link in self.measured_links.stages]
-        return [size / self.device.link] * (self.config.model_topo.stages - 1)
+        return [link.seconds(size) for link in self.fabric.to_next(self.config.model_topo)]
 
     @property
     def sums_bandwidth(self) -> float:
         """Bytes/s that a process sends while the replicas of a stage sum."""
         links = self.measured_links
-        return min(link.bandwidth for link in links.sums) if links and links.sums else self.device.link
+        if links and links.sums:
+            return min(link.bandwidth for link in links.sums)
+        return self.fabric.replicas(self.config.model_topo).bandwidth
 
     def changed(self, **keys: Any) -> Basis:
         """The same run with other keys; a step has as many rows, in as many micro-batches as that makes."""
         config, work = self.config.model_copy(update=keys), self.workload
-        step = work.rows * work.micro_batches * self.config.model_topo.replicas
+        step = work.rows * work.micro_batches * self.config.model_topo.row_replicas
         rows = config.train_micro_batch_size_per_gpu
-        micro_batches = max(1, math.ceil(step / (rows * config.model_topo.replicas)))
+        micro_batches = max(1, math.ceil(step / (rows * config.model_topo.row_replicas)))
         return replace(self, config=config, workload=replace(work, rows=rows, micro_batches=micro_batches))
 
 

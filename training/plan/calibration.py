@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from threading import Event
@@ -30,7 +31,7 @@ from models.router import n_experts
 from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
-from training.config.sections import FP8
+from training.config.sections import FP8, ModelTopo
 from training.engine.gradient_sums import add
 from training.engine.numerics import set_numerics
 from training.metrics.devices import this_device
@@ -62,7 +63,8 @@ def calibrate(config: TrainConfig, spec: ModelSpec, workload: Workload) -> Calib
 def _calibrate(config: TrainConfig, spec: ModelSpec, workload: Workload, device: torch.device) -> Calibration:
     torch.manual_seed(config.seed)
     as_run = {"compile": False, "use_flash_attn": False, "fp8": FP8(), "schedule": "1f1b"}  # below
-    plain = config.model_copy(update=as_run)
+    # Whole layers, on the tokens that a process has: with fewer heads or columns they are as wrong as with all.
+    plain, workload = config.model_copy(update=as_run | {"model_topo": ModelTopo()}), of_a_process(config, workload)
     estimates = layer_times(Basis(plain, spec, workload, this_device(), recompute=frozenset()))
     layers: dict[str, tuple[float, float]] = {}
     for kind in dict.fromkeys(kinds(spec)):
@@ -70,6 +72,12 @@ def _calibrate(config: TrainConfig, spec: ModelSpec, workload: Workload, device:
         layers[str(kind)] = (forward / estimates[kind].forward.total, backward / estimates[kind].backward.total)
     update = _time_update(config, spec, device) / update_time(config, this_device())
     return Calibration.of(config, spec, layers, update)
+
+
+def of_a_process(config: TrainConfig, workload: Workload) -> Workload:
+    """Rows as one of the processes has them that share theirs, each a document of its own."""
+    share = workload.shared(config.model_topo.sequence)
+    return replace(share, attended=min(share.attended, share.length))
 
 
 @contextmanager

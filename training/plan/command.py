@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,17 +20,20 @@ from data.errors import DataError
 from data.tokenized.dataset import Dataset
 from models.checkpoint.layout import resolve
 from models.errors import CheckpointError
+from models.parallel.tensor import obstacle
 from models.spec import ModelSpec
 from training.config.deepspeed_config import check_fp8, router_loss_weight
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader, build_loader
 from training.errors import ConfigError
 from training.metrics.devices import parse_devices, this_device
-from training.plan.alternatives import advise, search
+from training.plan.alternatives import advise
 from training.plan.basis import Basis
 from training.plan.calibration import calibrate
+from training.plan.fabric import PER_HOST, Fabric
 from training.plan.plan import Plan
 from training.plan.rendering import PICTURE, advice_table, draw, facts, search_table, stages_table, times_table
+from training.plan.search import search
 from training.plan.workload import Workload
 
 DOES_NOT_FIT = 1
@@ -47,7 +51,12 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     spec = ModelSpec.from_folder(folder)
     count, device = parse_devices(arguments.devices) if arguments.devices else (None, this_device())
     check_fp8(config, spec)
-    config = _on(config, count, arguments.search)
+    config, fabric = _on(config, count, arguments.search), None
+    if arguments.links:
+        fabric = Fabric.named(arguments.links, device, arguments.per_host or PER_HOST)
+        config = config.model_copy(update={"model_topo": fabric.placed(config.model_topo)})
+    if config.model_topo.tensor > 1 and (reason := obstacle(spec, config.model_topo.tensor)):
+        raise ConfigError(f"model_topo.process_topology.dims: {reason}")
     workload, feed = _feed(config, spec, folder, log)
     save_path = Path(config.save_path)
     if arguments.calibrate:
@@ -57,6 +66,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     # What was measured here says nothing about other devices, unless somebody says that they are the same.
     counts = arguments.calibrate or not arguments.devices
     basis, told = Basis.of_run(config, spec, workload, device, calibrated=counts)
+    basis = replace(basis, named=fabric)
     processes = count or config.model_topo.processes
     on = f"{processes} x {device.name}" if device.memory else f"{processes} processes on a {device.name}"
     log.print(f"model: {spec.family.name}, {spec.n_layers} layers; {on}")

@@ -5,9 +5,9 @@ What a layer does is found by running one of its kind on fake tensors (`models.l
 a roofline (`training.plan.roofline`): FLOPs, bytes and launches, each kernel by itself. Recomputed activations add a
 forward pass to the backward pass. Gradients are added up in every micro-batch, the dense one of the embedding included,
 which is what a large vocabulary costs the first stage; the last one takes the logits through the softmax to their
-gradient. Once a step the replicas sum their gradients and the optimizer does its work, in main memory where it is
-offloaded. Of what is moved while a layer is computed, gradients and offloaded activations, counts what takes longer
-than that.
+gradient. Processes that share rows or layers wait for each other's messages (`training.plan.sharing`). Once a step the
+replicas sum their gradients and the optimizer does its work, in main memory where it is offloaded. Of what is moved
+while a layer is computed, gradients and offloaded activations, counts what takes longer than that.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from training.plan.basis import Basis
 from training.plan.casts import in_fp8
 from training.plan.optimizer_memory import StateBytes, sent_bytes
 from training.plan.roofline import Roofline, Spent
+from training.plan.sharing import messages
 
 # Bytes that are read and written for each of what is counted.
 LOGIT = 36  # from a logit to its gradient, in nine passes over fp32 (`models.lean_loss`)
@@ -61,19 +62,21 @@ class LayerTime:
 
 def layer_times(basis: Basis) -> list[LayerTime]:
     """The times of all layers, the embedding first."""
-    config, spec, calibrated, work = basis.config, basis.spec, basis.calibration, basis.workload
+    config, spec, calibrated, work = basis.config, basis.spec, basis.calibration, basis.share
     device = this_device() if calibrated else basis.device  # a calibration speaks of the device that it was measured on
     away, passes = sent_away(basis), {kind: _passes(basis, kind, device) for kind in set(kinds(spec))}
+    sent = {kind: [each.spent(basis) for each in messages(basis, kind)] for kind in passes}
     update = (calibrated.update if calibrated else 1.0) * update_time(config, device)
     update /= config.model_topo.replicas if config.zero_optimization.stage else 1
     times = []
     for number, kind in enumerate(kinds(spec)):
-        weights = sum(shape.numel() for shape in spec.shapes(number).values())
+        weights = basis.parameters[number]
         forward, backward = passes[kind]
         backward += Spent(sums=weights * _sum_bytes(basis, number, device) / device.bandwidth)
         if calibrated:
             factors = calibrated.layers[str(kind)]
             forward, backward = forward.times(factors[0]), backward.times(factors[1])
+        forward, backward = forward + sent[kind][0], backward + sent[kind][1]
         if basis.measured:
             factor = basis.measured.layers[number]
             forward, backward = forward.times(factor), backward.times(factor)
@@ -125,15 +128,15 @@ def sent_away(basis: Basis) -> list[int]:
 
 def kept_without_offload(basis: Basis) -> list[int]:
     """Bytes of a micro-batch that each layer keeps for its backward pass: its input alone where it recomputes."""
-    work = basis.workload
+    work = basis.share
     hidden = work.rows * work.longest * basis.spec.config.hidden_size * training_dtype(basis.config).itemsize
     return [hidden if layer in basis.recomputed else each.inside for layer, each in enumerate(saved(basis))]
 
 
 def saved(basis: Basis) -> list[Saved]:
     """What each layer keeps without recomputation."""
-    work, flash = basis.workload, basis.config.has_flash(basis.device.ampere)
-    case = work.rows, work.longest, training_dtype(basis.config), flash
+    work, flash = basis.share, basis.config.has_flash(basis.device.ampere)
+    case = work.rows, work.longest, training_dtype(basis.config), flash, basis.config.model_topo.tensor
     return [basis.once(saved_by, kind, *case) for kind in kinds(basis.spec)]
 
 
@@ -158,7 +161,7 @@ def kinds(spec: ModelSpec) -> list[int]:
 
 def _passes(basis: Basis, layer: int, device: Device) -> tuple[Spent, Spent]:
     """The forward and the backward pass of a layer for one micro-batch, gradients not yet added up."""
-    spec, work, dtype = basis.spec, basis.workload, training_dtype(basis.config)
+    spec, work, dtype = basis.spec, basis.share, training_dtype(basis.config)
     is_block = 0 < layer < spec.n_layers - 1
     slides = is_block and attention_kind(spec.config, layer - 1) == SLIDING
     document = min(work.attended, spec.config.sliding_window if slides else math.inf)
@@ -167,24 +170,24 @@ def _passes(basis: Basis, layer: int, device: Device) -> tuple[Spent, Spent]:
     forward, backward = roofline.pass_of(counted.forward), roofline.pass_of(counted.backward)
     if layer == spec.n_layers - 1:
         forward += Spent(loss=sum(roofline.seconds(each) for each in loss_work(basis, dtype, device)))
-        head = spec.shapes(layer)[spec.family.tie.head].numel()
+        head = basis.shapes(layer)[spec.family.tie.head].numel()
         backward += Spent(loss=head * HEAD_GRADIENT / device.bandwidth)
     return forward, backward
 
 
 def _counted(basis: Basis, layer: int, dtype: torch.dtype, device: Device) -> LayerWork:
     """What a layer does."""
-    config, work = basis.config, basis.workload
+    config, work = basis.config, basis.share
     kernels = config.has_flash(device.ampere), config.compiles(device.ampere, basis.spec.has_experts)
-    found = basis.once(work_of, layer, work.rows, math.ceil(work.length), dtype, *kernels)
+    found = basis.once(work_of, layer, work.rows, math.ceil(work.length), dtype, *kernels, config.model_topo.tensor)
     is_block = 0 < layer < basis.spec.n_layers - 1
     return in_fp8(found, kernels[1]) if is_block and basis.in_fp8 else found
 
 
 def loss_work(basis: Basis, dtype: torch.dtype, device: Device) -> list[Operation]:
     """What the loss of a micro-batch does, which takes its gradients along, chunk by chunk (`models.lean_loss`)."""
-    work, itemsize = basis.workload, dtype.itemsize
-    words, hidden = basis.spec.shapes(basis.spec.n_layers - 1)[basis.spec.family.tie.head]
+    work, itemsize = basis.share, dtype.itemsize
+    words, hidden = basis.shapes(basis.spec.n_layers - 1)[basis.spec.family.tie.head]
     tokens = work.micro_tokens * work.supervised
     chunks = max(1, math.ceil(tokens / chunk_tokens(words, not device.reserves)))
     rows = max(1, math.ceil(tokens / chunks))

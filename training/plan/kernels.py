@@ -33,7 +33,7 @@ from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.distributed.processes import gather
 from training.metrics.devices import this_device
-from training.plan.calibration import time_layer
+from training.plan.calibration import of_a_process, time_layer
 from training.plan.workload import Workload
 
 FILE = "kernels.json"
@@ -98,7 +98,7 @@ def _attention(config: TrainConfig, spec: ModelSpec, loader: Loader | None) -> t
     if len(kernels) == 1:
         return choose_attention(False, dtype, spec.attention)
 
-    workload = Workload.of(loader, config)
+    workload = of_a_process(config, Workload.of(loader, config))
 
     def milliseconds(kernel: str) -> float:
         spec.set_attention(kernel)
@@ -170,7 +170,7 @@ def _compile_trial(config: TrainConfig, spec: ModelSpec, loader: Loader | None) 
     """Why torch.compile cannot make a program of a block, such as for want of a C compiler."""
     options = BlockOptions(compile=True, fp8=config.fp8.enabled)
     try:
-        time_layer(1, config, spec, Workload.of(loader, config), _device(), options)
+        time_layer(1, config, spec, of_a_process(config, Workload.of(loader, config)), _device(), options)
     except Exception as error:  # of many kinds, from dynamo down to the driver
         return f"torch.compile does not work here: {reason_of(error)}"
     return None

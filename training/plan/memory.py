@@ -5,16 +5,18 @@ peaks: the activations of all micro-batches that are under way, or the optimizer
 many are under way follows from the schedule: with 1F1B, min(m, P - s) on stage s of P. For each of them a stage keeps
 what it received, what it sent, and what autograd saves of its layers (`models.fake_layers`); with
 recomputation only the blocks' inputs, and the inside of one block while that is done again. The last stage adds the
-loss (`models.lean_loss`): a chunk of logits, and the gradient of the head in fp32.
+loss (`models.lean_loss`): a chunk of logits, and the gradient of the head in fp32. Of rows and layers that several
+processes share counts the part that one has.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
+from math import prod
 
 from models.fake_layers import Saved
 from models.lean_loss import CPU_CHUNK, GPU_CHUNK
@@ -25,7 +27,7 @@ from training.plan.casts import HELD_COMPILED, HELD_EAGER
 from training.plan.costs import kept_without_offload, saved, sent_away
 from training.plan.optimizer_memory import StateBytes
 from training.plan.partition import LayerRange, layers_of
-from training.schedule.under_way import under_way
+from training.schedule.under_way import Moment, under_way
 
 BACKWARD = 3  # tensors as large as the largest saved one that a backward pass holds besides
 
@@ -64,34 +66,33 @@ class MemoryModel:
         self._config, self._spec, self._device = basis.config, basis.spec, basis.device
         self._states = StateBytes.of(self._config)
         self._itemsize = training_dtype(self._config).itemsize
-        self._tokens = basis.workload.rows * basis.workload.longest
+        self._tokens = basis.share.rows * basis.share.longest
+        self._head, self._tied = self._spec.n_layers - 1, self._spec.tied
         self._hidden = self._tokens * self._spec.config.hidden_size * self._itemsize  # bytes of hidden states
         # Whether what blocks keep waits in another memory than the device's.
         self._elsewhere = self._config.offload_activations and self._device.reserves
         ranks, beyond = self._config.model_topo.stages, basis.measured.beyond if basis.measured else [0]
         self._beyond = beyond if len(beyond) == ranks else [max(beyond)] * ranks
-        layers = range(self._spec.n_layers)
-        sizes = [[shape.numel() for shape in self._spec.shapes(layer).values()] for layer in layers]
-        self._largest = [max(each) for each in sizes]  # elements of each layer's largest weight
-        self._weights = [0, *accumulate(sum(each) for each in sizes)]  # parameters of the first so many layers
+        shapes = map(basis.shapes, range(self._spec.n_layers))
+        self._largest = [max(map(prod, each.values())) for each in shapes]  # elements of each layer's largest weight
+        self._weights = [0, *accumulate(basis.parameters)]  # parameters of the first so many layers
 
     def rank(self, rank: int, ranges: Sequence[LayerRange]) -> StageMemory:
         """Of the rank that holds these layers: one range, or two with the V schedule."""
-        spec, states = self._spec, self._states
+        states = self._states
         held = sum(self._weights[end] - self._weights[begin] for begin, end in ranges)
-        if spec.tied and {0, spec.n_layers - 1} <= {layer for b, e in ranges for layer in (b, e - 1)}:
-            held -= spec.shapes(0)[spec.family.tie.embedding].numel()  # both ends are one parameter
-        kept = [(self._kept(*each), self._waiting(*each)) for each in ranges]
-        moments = under_way(self._basis.schedule, self._config.model_topo.stages, self._basis.micro_batches)[rank]
+        if self._tied and {0, self._head} <= {layer for b, e in ranges for layer in (b, e - 1)}:
+            held -= self._basis.shapes(0)[self._spec.family.tie.embedding].numel()  # both ends are one parameter
+        of_ranges = [self._of_range(*each) for each in ranges]
         activations = max(
             sum(
                 whole * of_whole + waiting * of_waiting
-                for (whole, waiting), (of_whole, of_waiting) in zip(moment, kept, strict=True)
+                for (whole, waiting), (of_whole, of_waiting, _, _) in zip(moment, of_ranges, strict=True)
             )
-            for moment in moments
+            for moment in self._moments[rank]
         )
-        passing = max(self._passing(begin, end) for begin, end in ranges)
-        passing += sum(max(self._away[begin:end]) for begin, end in ranges)  # on its way back, for the next block
+        passing = max(of_pass for _, _, of_pass, _ in of_ranges)
+        passing += sum(away for _, _, _, away in of_ranges)  # on its way back, for the next block
         offloaded = max(self._largest) * self._itemsize if states.host else 0
         optimizer = int(held * states.optimizer)
         working = int(states.working * min(held, PIECE))
@@ -136,10 +137,24 @@ class MemoryModel:
         kept = zip(kept_without_offload(self._basis), self._away, strict=True)
         return [0, *accumulate(of_layer - away for of_layer, away in kept)]
 
+    @cached_property
+    def _moments(self) -> list[list[Moment]]:
+        return under_way(self._basis.schedule, self._config.model_topo.stages, self._basis.micro_batches)
+
+    @cached_property
+    def _of_range(self) -> Callable[[int, int], tuple[int, int, int, int]]:
+        """What a stage keeps of a micro-batch, also where that waits, what a pass takes, and most of a layer away."""
+        return cache(
+            lambda *each: (self._kept(*each), self._waiting(*each), self._passing(*each), self._most_away(*each))
+        )
+
+    def _most_away(self, begin: int, end: int) -> int:
+        return max(self._away[begin:end])
+
     def _kept(self, begin: int, end: int) -> int:
         """Bytes that a stage keeps of one micro-batch: received, sent, saved, and the masks once."""
         arguments = max(self._saved[layer].arguments for layer in range(begin, end))
-        borders = (begin > 0) + (end < self._spec.n_layers)
+        borders = (begin > 0) + (end <= self._head)
         return self._inside[end] - self._inside[begin] + arguments + borders * self._hidden
 
     def _waiting(self, begin: int, end: int) -> int:
@@ -151,22 +166,22 @@ class MemoryModel:
 
     def _passing(self, begin: int, end: int) -> int:
         """Bytes that the pass of one micro-batch takes for itself: of a block, whose gradients arrive, or the loss."""
-        blocks = [layer for layer in range(begin, end) if 0 < layer < self._spec.n_layers - 1]
+        blocks = [layer for layer in range(begin, end) if 0 < layer < self._head]
         whole = [b for b in blocks if self._elsewhere or b in self._basis.recomputed]
         again = max((self._saved[block].inside for block in whole), default=0)
         backward = BACKWARD * max((self._saved[block].largest for block in blocks), default=0)
-        arriving = max((self._largest[layer] for layer in range(begin, min(end, self._spec.n_layers - 1))), default=0)
+        arriving = max((self._largest[layer] for layer in range(begin, min(end, self._head))), default=0)
         arriving *= self._itemsize
         if self._basis.in_fp8:
             compiled = self._config.compiles(self._device.ampere, experts=False)
             factor = max((max(self._saved[b].largest // self._itemsize, self._largest[b]) for b in blocks), default=0)
             backward += factor * (HELD_COMPILED if compiled else HELD_EAGER)
-        return max(again + backward + arriving, self._loss if end == self._spec.n_layers else 0)
+        return max(again + backward + arriving, self._loss if end > self._head else 0)
 
     @cached_property
     def _loss(self) -> int:
         """Bytes that the loss takes, next to the normalised hidden states."""
-        shape = self._spec.shapes(self._spec.n_layers - 1)[self._spec.family.tie.head]
+        shape = self._basis.shapes(self._head)[self._spec.family.tie.head]
         tokens = int(self._tokens * self._basis.workload.supervised)
         chunk = min(GPU_CHUNK if self._device.reserves else CPU_CHUNK, 4 * tokens * shape[0])
         copies = 1.0 + (0.5 if self._itemsize == 2 else 0.0)  # with their gradient in 16 bits

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import accumulate, pairwise
+from math import inf
 
 LayerRange = tuple[int, int]  # [begin, end)
 Fits = Callable[[int, tuple[LayerRange, ...]], bool]
@@ -42,7 +43,9 @@ def held_layers(parts: Sequence[int], ranks: int) -> list[tuple[LayerRange, ...]
     return list(zip(ranges[:ranks], reversed(ranges), strict=False))
 
 
-def best_split(costs: Sequence[int], ranks: int, fits: Fits, v_schedule: bool = False) -> list[int] | None:
+def best_split(
+    costs: Sequence[int], ranks: int, fits: Fits, v_schedule: bool = False, most: float = inf
+) -> list[int] | None:
     """Layers per stage, at least one each; None where no division fits.
 
     Args:
@@ -50,13 +53,14 @@ def best_split(costs: Sequence[int], ranks: int, fits: Fits, v_schedule: bool = 
         ranks: that share the layers.
         fits: whether a rank has the memory for these layers; a part of what fits has to fit too.
         v_schedule: two stages a rank; the answer has 2 x `ranks` entries, in the order of the layers.
+        most: that the slowest rank may have; a division that is slower need not be found.
     """
     if len(costs) < ranks * (2 if v_schedule else 1):
         return None
     search = partial(_best, [0, *accumulate(costs)], ranks, cache(fits), v_schedule)
     limit = -(-sum(costs) // ranks)  # no division is faster
     growth = limit // FIRST_GROWTH + 1
-    while (found := search(limit)) is None and limit < sum(costs):
+    while (found := search(limit)) is None and limit < min(sum(costs), most):
         limit, growth = min(sum(costs), limit + growth), 2 * growth
     most_even = search(found[0], even=True) if found else None
     return most_even[1] if most_even else None

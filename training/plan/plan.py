@@ -21,8 +21,6 @@ RESOLUTION = 1e-12  # seconds that count as one, so that sums of costs are exact
 TOLERANCE = 1.01  # how closely the least memory is looked for where nothing fits
 MOST_STEPS = 1000  # by that factor: 20,000 times the memory that there is
 
-WITH_PEERS = "memory and time are counted as if each process had whole layers: a model axis is not planned for"
-
 
 @dataclass(frozen=True)
 class StagePlan:
@@ -30,7 +28,7 @@ class StagePlan:
 
     Attributes:
         ranges: the layers that it holds, [begin, end); two with dualpipev.
-        parameters: their weights.
+        parameters: their weights, or of each the part that one process has.
         spent: on its work in a step.
     """
 
@@ -83,7 +81,7 @@ class Plan:
         found = []
         for rank, held in enumerate(self.held):
             layers = layers_of(held)
-            weights = sum(shape.numel() for layer in layers for shape in self.basis.spec.shapes(layer).values())
+            weights = sum(self.basis.parameters[layer] for layer in layers)
             spent = sum((self._times[layer].of_step(self.basis.micro_batches) for layer in layers), Spent())
             found.append(StagePlan(held, weights, self.memory.rank(rank, held), spent))
         return found
@@ -97,7 +95,7 @@ class Plan:
         """Of a step. As many micro-batches are simulated as fill the pipeline well; more only repeat its middle."""
         basis = self.basis
         chunks = [self._times[begin:end] for begin, end in layer_ranges(self.parts)]
-        hidden = basis.workload.micro_tokens * basis.spec.config.hidden_size * training_dtype(basis.config).itemsize
+        hidden = basis.share.micro_tokens * basis.spec.config.hidden_size * training_dtype(basis.config).itemsize
 
         def simulated(micro_batches: int) -> float:
             forward = [sum(time.forward.total for time in times) for times in chunks]
@@ -128,7 +126,7 @@ class Plan:
         config, work = self.basis.config, self.basis.workload
         if not self.basis.device.known or not (config.bf16.enabled or config.fp16.enabled):
             return None
-        padded = work.micro_tokens * work.micro_batches * config.model_topo.replicas
+        padded = work.micro_tokens * work.micro_batches * config.model_topo.row_replicas
         documents = work.tokens / work.attended
         flops = ModelFlops(self.basis.spec).by_layer([work.attended], padded * work.supervised / documents)
         total = documents * sum(flops)
@@ -165,11 +163,15 @@ def best_parts(basis: Basis) -> list[int]:
     return least
 
 
-def fitting_parts(basis: Basis) -> list[int] | None:
-    """The best division that fits in memory, if any does."""
-    return _split(basis, MemoryModel(basis).fits)
+def fitting_parts(basis: Basis, within: float = math.inf) -> list[int] | None:
+    """The best division that fits in memory, if any does.
+
+    Args:
+        within: seconds of a step; a division that takes longer need not be found.
+    """
+    return _split(basis, MemoryModel(basis).fits, within)
 
 
-def _split(basis: Basis, fits: Fits) -> list[int] | None:
+def _split(basis: Basis, fits: Fits, within: float = math.inf) -> list[int] | None:
     costs = [round(time.of_step(basis.micro_batches).total / RESOLUTION) for time in layer_times(basis)]
-    return best_split(costs, basis.config.model_topo.stages, fits, basis.config.v_schedule)
+    return best_split(costs, basis.config.model_topo.stages, fits, basis.config.v_schedule, within / RESOLUTION)

@@ -11,7 +11,8 @@ from training.distributed.links import FILE as LINKS_FILE
 from training.metrics.devices import TERA
 from training.plan.alternatives import Advice
 from training.plan.basis import MEASURED_FILE
-from training.plan.plan import WITH_PEERS, Plan
+from training.plan.plan import Plan
+from training.plan.sharing import of_step
 
 GB = 1e9
 PICTURE = "plan.png"
@@ -20,11 +21,16 @@ DPI = 120
 
 def stages_table(plan: Plan) -> Table:
     """Layers, parameters, memory and time of each stage."""
-    offloaded = any(stage.memory.host for stage in plan.stages)
     shape = ", V schedule" if plan.basis.config.v_schedule else ""
     headings = ["stage", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "step", "peak"]
-    headings += ["main memory", "time"] if offloaded else ["time"]
-    made = _table(f"{len(plan.stages)} stages of {plan.parts}{shape}, memory in GB", headings)
+    sent = [of_step(plan.basis, stage.layers).sent(plan.basis.config.model_topo) for stage in plan.stages]
+    columns: dict[str, list[float]] = {"main memory": [stage.memory.host for stage in plan.stages]}
+    for heading, of_stages in zip(("exchanges", "all-reduces"), zip(*sent, strict=True), strict=True):
+        columns[heading] = [plan.basis.micro_batches * size for size in of_stages]
+    more = {heading: sizes for heading, sizes in columns.items() if any(sizes)}
+    headings += [*more, "time"]
+    what = "memory, and what a process sends in a step," if any(map(any, sent)) else "memory"
+    made = _table(f"{len(plan.stages)} stages of {plan.parts}{shape}, {what} in GB", headings)
     slowest = max(stage.seconds for stage in plan.stages)
     for number, stage in enumerate(plan.stages):
         memory = stage.memory
@@ -33,7 +39,7 @@ def stages_table(plan: Plan) -> Table:
             str(number),
             " + ".join(f"{begin}..{end - 1}" if end - begin > 1 else str(begin) for begin, end in stage.ranges),
             f"{stage.parameters:,}",
-            *(f"{size / GB:.2f}" for size in [*sizes, *([memory.host] if offloaded else [])]),
+            *(f"{size / GB:.2f}" for size in [*sizes, *(column[number] for column in more.values())]),
             f"{stage.seconds / slowest:.0%}",
         )
     return made
@@ -44,7 +50,8 @@ def times_table(plan: Plan) -> Table:
     out, and waiting includes the messages."""
     every = [vars(stage.spent) for stage in plan.stages]
     kinds = [kind for kind in every[0] if any(spent[kind] for spent in every)]
-    made = _table("what the time of a step is made of", ["stage", *kinds, "waiting"])
+    headings = ["stage", *(kind.replace("_", "-") for kind in kinds), "waiting"]
+    made = _table("what the time of a step is made of", headings)
     for number, spent in enumerate(every):
         shares = [spent[kind] / plan.seconds for kind in kinds]
         made.add_row(str(number), *(f"{share:.1%}" for share in [*shares, max(0.0, 1 - sum(shares))]))
@@ -61,8 +68,6 @@ def facts(plan: Plan) -> list[str]:
         f"{work.supervised:.0%} of them supervised; {config.schedule}",
         f"bubble: {plan.bubble:.1%} of the devices' time",
     ]
-    if config.model_topo.tensor > 1:
-        lines.append(f"warning: {WITH_PEERS}")
     if config.bf16.enabled and not device.bf16:
         lines.append(f"warning: {device.name} does not compute in bf16; expected fp16")
     if basis.in_fp8:
@@ -79,6 +84,7 @@ def facts(plan: Plan) -> list[str]:
         lines.append(f"times: estimated, a roofline of {device.name}: {products}")
     else:
         lines.append("times: in proportion only; --devices or --calibrate make seconds of them")
+    lines += _sent(plan)
     if links := basis.measured_links:
         lines.append(f"links: measured by --check on {' and '.join(dict.fromkeys(links.hosts))} ({LINKS_FILE})")
     if basis.measured or basis.calibration or device.known:
@@ -92,6 +98,28 @@ def facts(plan: Plan) -> list[str]:
         return [*lines, f"memory: {peak} a process; nothing known limits it"]
     word = "fits" if plan.fits else "does not fit"
     return [*lines, f"memory: {word}: {peak} of {device.memory / GB:.2f} GB that may be planned with"]
+
+
+def _sent(plan: Plan) -> list[str]:
+    """Which links messages take, and how many of them processes send each other that share rows or layers."""
+    basis, topo, fabric = plan.basis, plan.basis.config.model_topo, plan.basis.fabric
+    lines = []
+    if basis.named:
+        ends = zip(fabric.name.split(","), (fabric.inside, fabric.between), strict=True)
+        links = [f"{name} ({link.bandwidth / GB:.3g} GB/s, {1e6 * link.latency:.1f} us)" for name, link in ends]
+        lines.append(f"links: {links[0]} among the {fabric.per_host} GPUs of a host, {links[1]} from host to host")
+    elif topo.processes > fabric.per_host and basis.device.reserves and not basis.measured_links:
+        lines.append("links: all processes as if on one host; --links nvlink4,ib400 names those between hosts")
+    block = of_step(basis, [1])
+    for group, sizes, sent, what in (
+        (fabric.sharing_rows(topo), block.exchanged, block.sent(topo)[0], "exchanges of heads for tokens"),
+        (fabric.sharing_layers(topo), block.summed, block.sent(topo)[1], "all-reduces of hidden states"),
+    ):
+        if sizes:
+            where = "on one host" if group.hosts == 1 else f"over {group.hosts} hosts"
+            of = f"{len(sizes)} {what}, for which a process sends {sent / GB:.3f} GB"
+            lines.append(f"a block and micro-batch: {of}; among {group.size} {where}")
+    return lines
 
 
 def advice_table(advice: Sequence[Advice], now: Plan) -> Table:
@@ -111,12 +139,18 @@ def advice_table(advice: Sequence[Advice], now: Plan) -> Table:
 
 def search_table(plans: Sequence[Plan]) -> Table:
     """The best combinations."""
-    headings = ["dims", "parts", "micro-batch", "schedule", "use_grad_ckpt", "bubble", "peak, GB", "tokens/s", "MFU"]
+    shared = any(plan.basis.config.model_topo.sequence > 1 for plan in plans)
+    axes = list(dict.fromkeys(", ".join(plan.basis.config.model_topo.process_topology.axes) for plan in plans))
+    headings = ["dims", *(["axes"] if axes != ["pipe, data"] else []), *(["sequence"] if shared else [])]
+    headings += ["parts", "micro-batch", "schedule", "use_grad_ckpt", "bubble", "peak, GB", "tokens/s", "MFU"]
     made = _table("fastest first", headings)
     for plan in plans:
         config = plan.basis.config
+        topo = config.model_topo
         made.add_row(
-            str(config.model_topo.process_topology.dims),
+            str(topo.process_topology.dims),
+            *([", ".join(topo.process_topology.axes)] if "axes" in headings else []),
+            *([str(topo.sequence)] if shared else []),
             str(plan.parts),
             str(config.train_micro_batch_size_per_gpu),
             config.schedule,

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from models.parallel.tensor import part_shapes
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
@@ -35,7 +36,8 @@ def check_room(config: TrainConfig, spec: ModelSpec, layers: Sequence[int], disk
         RunRefused: on every rank, where they do not on some host.
     """
     state, replicas = StateBytes.of(config), config.model_topo.replicas
-    weights = sum(shape.numel() for layer in layers for shape in spec.shapes(layer).values()) / config.model_topo.tensor
+    sharers = config.model_topo.tensor
+    weights = sum(shape.numel() for layer in layers for shape in part_shapes(spec, layer, sharers).values())
     in_memory = state.host
     if not torch.cuda.is_available():  # ZeRO 2 and 3 shard more than the optimizer
         stage = config.zero_optimization.stage

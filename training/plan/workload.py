@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 from statistics import mean
 
 from data.loader import Loader
@@ -52,7 +53,7 @@ class Workload:
             longest=length,
             attended=length,
             supervised=1.0,
-            micro_batches=config.train_batch_size // (rows * config.model_topo.replicas),
+            micro_batches=config.train_batch_size // (rows * config.model_topo.row_replicas),
             tokens=config.train_batch_size * length,
             steps=config.max_steps,
             source=f"assumed: every sample has max_seq_len, {length}, tokens, all supervised",
@@ -76,6 +77,10 @@ class Workload:
             steps=config.max_steps or config.n_epoches * loader.steps_per_epoch,
             source=f"the first {len(batches)} batches of data_path",
         )
+
+    def shared(self, sequence: int) -> Workload:
+        """What one of so many processes has that share their rows: a part of each row's tokens."""
+        return replace(self, length=self.length / sequence, longest=ceil(self.longest / sequence))
 
     @property
     def micro_tokens(self) -> float:

@@ -18,13 +18,13 @@ from tests.training.plan.helpers import basis_of, config_of, llama
 from training.config.deepspeed_config import check_fp8
 from training.errors import ConfigError
 from training.metrics.devices import parse_devices
-from training.plan.alternatives import search
 from training.plan.basis import Basis
 from training.plan.casts import COMPILED, EAGER, in_fp8
 from training.plan.costs import layer_times
 from training.plan.plan import Plan
 from training.plan.rendering import facts
 from training.plan.roofline import Roofline
+from training.plan.search import search
 
 OWN_ATTENTION = replace(FAMILY, attention=(OWN,))
 BF16: dict[str, Any] = {"bf16": {"enabled": True}, "fp16": {"enabled": False}, "use_flash_attn": True}

@@ -140,10 +140,10 @@ def test_the_door_says_what_corrects_its_plan(tmp_path: Path, capsys: pytest.Cap
     spec, config = llama(tmp_path), config_of(tmp_path, 8)
     plan = plan_of(config, spec, [5, 4, 4, 4, 4, 4, 4, 5], this_device())
     keep(measure(plan, STEPS, [1.0, *[0.5] * 7], [2 * 10**9] * 8), config)
-    plan_run(config, Namespace(devices=None, search=False, calibrate=False))
+    plan_run(config, Namespace(devices=None, links=None, search=False, calibrate=False))
     told = capsys.readouterr().out
     assert "times and peaks: corrected by what steps 3 to 7 took (measured.json)" in told and "speed: " in told
-    plan_run(config, Namespace(devices="8xA100-40G", search=False, calibrate=False))
+    plan_run(config, Namespace(devices="8xA100-40G", links=None, search=False, calibrate=False))
     told = capsys.readouterr().out
     assert "measured.json is passed over: measured with another device: CPU then, A100-40G now" in told
     assert "times: estimated" in told

@@ -19,7 +19,7 @@ from tests.training.plan.helpers import basis_of, config_of, llama, spec_of
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 from training.metrics.devices import GIB, USABLE, parse_devices, this_device
-from training.plan.alternatives import advise, search
+from training.plan.alternatives import advise
 from training.plan.auto import choose, divide
 from training.plan.basis import FILE, Basis, Calibration
 from training.plan.calibration import calibrate
@@ -28,6 +28,7 @@ from training.plan.costs import layer_times
 from training.plan.memory import MemoryModel
 from training.plan.optimizer_memory import StateBytes
 from training.plan.plan import Plan, best_parts
+from training.plan.search import search
 from training.plan.workload import Workload
 
 
@@ -259,7 +260,7 @@ def tiny(folder: Path, **changes: Any) -> ModelSpec:
 
 
 def arguments(**given: Any) -> Namespace:
-    return Namespace(**{"devices": None, "search": False, "calibrate": False} | given)
+    return Namespace(**{"devices": None, "links": None, "per_host": None, "search": False, "calibrate": False} | given)
 
 
 def test_measured_times_replace_estimates(tmp_path: Path) -> None:
