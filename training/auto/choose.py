@@ -26,7 +26,8 @@ from training.plan.search import SIZES
 ANY_BATCH = 720_720  # until one is chosen: a multiple of all numbers up to 16
 SEARCHED = "train_micro_batch_size_per_gpu schedule use_grad_ckpt offload_activations max_seq_len".split()
 OFFLOAD = "zero_optimization.offload_optimizer"
-DIMS = "model_topo.process_topology.dims"
+DIMS, AXES = "model_topo.process_topology.dims", "model_topo.process_topology.axes"
+MEANT = {"pipe": "stages", "data": "replicas", "model": "processes to a layer"}
 
 
 def choose(choices: Choices, machine: Machine, log: Console) -> tuple[list[str], Plan]:
@@ -113,8 +114,14 @@ def _explain(choices: Choices, plan: Plan, ranking: list[Plan], whole: int) -> N
     others = {str(other.basis.config.model_topo.process_topology.dims): other for other in reversed(ranking)}
     beside = [f"{name} {each.tokens_per_s:,.0f}" for name, each in others.items() if name != str(dims)]
     which = "the fastest" if ranking[0].seconds >= plan.seconds else "the fewest processes of those about as fast"
-    told = f"stages x replicas, {which} by plan: {plan.tokens_per_s:,.0f} tokens/s"
+    topo = config.model_topo
+    if topo.tensor > 1:
+        choices.add(AXES, topo.process_topology.axes, "several processes share each layer, the last of dims")
+    told = f"{' x '.join(MEANT[axis] for axis in topo.process_topology.axes)}, {which} by plan: "
+    told += f"{plan.tokens_per_s:,.0f} tokens/s"
     choices.add(DIMS, dims, f"{told}; {', '.join(beside)}" if beside else told)
+    if topo.sequence > 1:
+        choices.add("model_topo.sequence", topo.sequence, "replicas that share their rows, which are long")
     choices.add("model_topo.parts", plan.parts, "layers of each stage: the slowest one is as fast as can be")
     rows, steps = config.train_micro_batch_size_per_gpu, basis.micro_batches
     told = f"rows at a time, the fastest of {SIZES} that fit; gradients accumulate over {steps} micro-batches"
