@@ -1,0 +1,151 @@
+"""What the planner predicts for 8 to 512 GPUs: `python -m benchmarks.scale`; --write puts it into docs/performance.md.
+
+Nothing runs on a GPU: `--plan --search` looks for the fastest way to run four models on so many H100s with 80 GB, eight
+to a host, with NVLink inside and InfiniBand of 400 Gbit/s for each GPU between hosts. What it estimates with is held to
+steps that were measured on one to eight GPUs (docs/performance.md#the-plan-against-measurement). For 512 GPUs the plan
+that was found gets more replicas, and a step as many times the rows. Rows are full, all tokens supervised, in bf16 with
+flash attention. It takes some minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from models.spec import ModelSpec
+from training.config.keys import TrainConfig
+from training.metrics.devices import parse_devices
+from training.plan.basis import Basis
+from training.plan.fabric import Fabric
+from training.plan.plan import Plan
+from training.plan.search import search
+from training.plan.workload import Workload
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = DOCS / "performance.md", DOCS / "performance_CN.md"
+BEGIN, END = "<!-- scale: begin -->\n", "<!-- scale: end -->"
+GPU, LINKS, MOST = "H100-80G", "nvlink4,ib400", 512
+HEADERS = {
+    "performance.md": "model | tokens of a row | rows of a step | GPUs | dims | axes | sequence | schedule "
+    "| recomputes | waiting | tokens/s | MFU",
+    "performance_CN.md": "模型 | 每行 token 数 | 每步行数 | GPU 数 | dims | axes | sequence | 调度 | 重算 | 等待 "
+    "| tokens/s | MFU",
+}
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model, as its config.json has it, and what is asked of so many GPUs."""
+
+    name: str
+    fields: dict[str, Any]
+    length: int
+    rows: int
+    gpus: int
+
+
+RUNS = (
+    Run("Llama-3.1-8B", LLAMA, 131072, 16, 8),
+    Run(
+        "Mixtral-8x7B",
+        LLAMA | {"model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2},
+        4096,
+        256,
+        16,
+    ),
+    Run(
+        "Llama-3.1-70B",
+        LLAMA | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+        4096,
+        256,
+        64,
+    ),
+    Run(
+        "Qwen3-235B-A22B",
+        LLAMA
+        | {"model_type": "qwen3_moe", "intermediate_size": 12288, "num_hidden_layers": 94, "num_attention_heads": 64}
+        | {"num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
+        | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "norm_topk_prob": True},
+        4096,
+        1024,
+        128,
+    ),
+)
+
+
+def plans(run: Run) -> Iterator[Plan]:
+    """The fastest on the run's own GPUs, and the same with more replicas on `MOST`."""
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "config.json").write_text(json.dumps(run.fields), encoding="utf-8")
+        spec = ModelSpec.from_folder(Path(name))
+    keys = {"model_path": "-", "data_path": "-", "save_path": "-", "bf16": {"enabled": True}, "use_flash_attn": True}
+    config = TrainConfig.model_validate(keys | {"train_batch_size": run.rows, "max_seq_len": run.length})
+    device = parse_devices(f"{run.gpus}x{GPU}")[1]
+    fabric = Fabric.named(LINKS, device)
+    basis = Basis(config, spec, Workload.assumed(config), device, named=fabric)
+    best = search(basis, run.gpus)[0]
+    yield best
+    times, topo = MOST // run.gpus, best.basis.config.model_topo
+    wider = topo.spread(topo.stages, topo.replicas * times)
+    config = best.basis.config.model_copy(update={"model_topo": wider, "train_batch_size": run.rows * times})
+    config = config.with_parts(best.parts)
+    yield Plan.make(replace(best.basis, config=config, workload=Workload.assumed(config), known={}))
+
+
+def row(run: Run, plan: Plan) -> str:
+    """A line of the table."""
+    config = plan.basis.config
+    topo = config.model_topo
+    cells = [
+        run.name,
+        f"{run.length:,}",
+        f"{config.train_batch_size:,}",
+        str(topo.processes),
+        f"`{topo.process_topology.dims}`",
+        f"`[{', '.join(topo.process_topology.axes)}]`",
+        str(topo.sequence),
+        config.schedule,
+        "true" if config.use_grad_ckpt else "false",
+        f"{plan.bubble:.0%}",
+        f"{plan.tokens_per_s:,.0f}",
+        f"{plan.mfu or 0:.1%}",
+    ]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Predict four runs on 8 to 512 GPUs.")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/performance.md, both languages")
+    options = parser.parse_args()
+    rows = ""
+    for run in RUNS:
+        for plan in plans(run):
+            rows += (line := row(run, plan))
+            sys.stdout.write(line)
+            sys.stdout.flush()
+    for page in PAGES if options.write else ():
+        header = HEADERS[page.name]
+        table = f"| {header} |\n|{'---|' * len(header.split(' | '))}\n{rows}"
+        before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+        page.write_text(before + BEGIN + table + END + rest.partition(END)[2], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

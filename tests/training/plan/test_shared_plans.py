@@ -1,0 +1,119 @@
+"""Plans of processes that share rows or layers: what each keeps and sends, which links that takes, what is proposed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.scale import LLAMA
+from models.spec import ModelSpec
+from tests.training.plan.helpers import config_of, spec_of
+from training.config.sections import ModelTopo
+from training.errors import ConfigError
+from training.metrics.devices import parse_devices
+from training.plan.basis import Basis
+from training.plan.costs import layer_times, saved
+from training.plan.fabric import KNOWN, Fabric
+from training.plan.plan import Plan
+from training.plan.search import search
+from training.plan.sharing import messages
+from training.plan.workload import Workload
+
+LENGTH = 8192
+DEVICE = parse_devices("8xH100-80G")[1]
+LINKS = Fabric.named("nvlink4,ib400", DEVICE)
+
+
+def topo(*dims: int, sequence: int = 1) -> ModelTopo:
+    axes = ["pipe", "data", "model"][: len(dims)]
+    return ModelTopo.model_validate({"process_topology": {"axes": axes, "dims": list(dims)}, "sequence": sequence})
+
+
+def basis(spec: ModelSpec, folder: Path, wanted: ModelTopo, **keys: Any) -> Basis:
+    told: dict[str, Any] = {
+        "bf16": {"enabled": True},
+        "fp16": {},
+        "max_seq_len": LENGTH,
+        "use_flash_attn": True,
+        "train_batch_size": 16,
+    }
+    config = config_of(folder, 1, **(told | keys)).model_copy(update={"model_topo": wanted})
+    return Basis(config, spec, Workload.assumed(config), DEVICE, named=LINKS)
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> ModelSpec:
+    return spec_of(tmp_path, LLAMA)
+
+
+def test_a_block_sends_what_can_be_counted_by_hand(spec: ModelSpec, tmp_path: Path) -> None:
+    """A llama of 32 heads of 128 numbers, 8 of them with keys, in bf16."""
+    alone, shared, wide = (basis(spec, tmp_path, each) for each in (topo(1, 4), topo(1, 4, sequence=4), topo(1, 1, 4)))
+    assert not any(each.exchanged or each.summed for each in messages(alone, 1))
+    tokens = LENGTH / 4
+    for sent in messages(shared, 1):
+        assert sent.exchanged == [tokens * 128 * 2 * heads for heads in (32, 8, 8, 32)] and not sent.summed
+        assert sent.sent(shared.config.model_topo) == (0.75 * sum(sent.exchanged), 0)
+    for sent in messages(wide, 1):
+        assert sent.summed == [LENGTH * 4096 * 2] * 2 and not sent.exchanged
+        assert sent.sent(wide.config.model_topo) == (0, 2 * 0.75 * sum(sent.summed))
+    both = messages(basis(spec, tmp_path, topo(1, 16, 2, sequence=16)), 1)[0]
+    assert both.exchanged == [LENGTH / 16 * 128 * 2 * heads for heads in (16, 16, 16, 16)]  # 4 key heads are repeated
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_process_has_its_part(size: int, spec: ModelSpec, tmp_path: Path) -> None:
+    alone = basis(spec, tmp_path, topo(1, 8))
+    shared, wide = basis(spec, tmp_path, topo(1, 8, sequence=size)), basis(spec, tmp_path, topo(1, 1, size))
+    assert saved(shared)[1].inside == pytest.approx(saved(alone)[1].inside / size, rel=0.05)
+    assert shared.parameters == alone.parameters
+    norms = 2 * 4096
+    assert wide.parameters[1] == (alone.parameters[1] - norms) / size + norms
+    assert sum(wide.parameters) == pytest.approx(sum(alone.parameters) / size, rel=0.001)
+    times = [layer_times(each)[1].forward for each in (alone, shared, wide)]
+    assert times[1].exchanges > 0 and times[2].all_reduces > 0 and times[0].exchanges == times[0].all_reduces == 0
+    for faster in times[1:]:
+        assert faster.products == pytest.approx(times[0].products / size, rel=0.2)
+
+
+def test_the_links_that_messages_take_follow_from_the_order_of_axes() -> None:
+    wanted = topo(4, 2, 8)
+    assert LINKS.sharing_layers(wanted).hosts == 1 and LINKS.replicas(wanted).hosts == 2
+    assert LINKS.to_next(wanted) == [KNOWN["ib400"]] * 3
+    turned = ModelTopo.model_validate({"process_topology": {"axes": ["model", "data", "pipe"], "dims": [8, 2, 4]}})
+    assert LINKS.sharing_layers(turned).hosts == 8 and LINKS.to_next(turned) == [KNOWN["nvlink4"]] * 3
+    inside, across = LINKS.sharing_layers(wanted), LINKS.sharing_layers(turned)
+    assert across.sum(1e9) > 5 * inside.sum(1e9) > 0
+    assert inside.sum(1e9) == pytest.approx(2 * (7 / 8 * 1e9 / KNOWN["nvlink4"].bandwidth + 7 * inside.inside.latency))
+
+
+@pytest.mark.parametrize("links", ["nvlink4", "nvlink4,token-ring", "ib400,,", ""])
+def test_links_that_nobody_knows_are_refused(links: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^--links: .*: expected the link inside of a host and the one between .*ib400"
+    ):
+        Fabric.named(links, DEVICE)
+
+
+def test_the_search_shares_long_rows(spec: ModelSpec, tmp_path: Path) -> None:
+    """A row of 131,072 tokens on eight GPUs with 80 GB."""
+    best = search(basis(spec, tmp_path, topo(1, 8), max_seq_len=131072), 8)
+    assert best and all(plan.fits for plan in best)
+    assert best[0].basis.config.model_topo.sequence > 1
+    assert 0.3 < (best[0].mfu or 0) < 0.6
+    speeds = [plan.tokens_per_s for plan in best]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_a_model_that_stages_alone_hold_badly_is_shared(spec: ModelSpec, tmp_path: Path) -> None:
+    """With as many micro-batches as stages, a pipeline waits; shared layers do not."""
+    staged, shared = (
+        Plan.make(basis(spec, tmp_path, each, train_batch_size=8)) for each in (topo(8, 1), topo(2, 1, 4))
+    )
+    assert shared.bubble < staged.bubble and math.isfinite(shared.seconds)
+    slow = replace(shared.basis, named=Fabric.named("pcie4,eth10", DEVICE, per_host=1))
+    assert Plan.make(slow).seconds > 2 * shared.seconds
