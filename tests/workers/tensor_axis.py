@@ -75,7 +75,7 @@ def keep_state(trainer: Trainer, path: Path) -> None:
     keys = [key for key, state in states.items() if state.dim()]
     kept = {}
     for name, weight in engine.module.named_parameters():
-        for key, tensor in ({"": weight} | state_of(engine, weight, keys)).items():
+        for key, tensor in sorted(({"": weight} | state_of(engine, weight, keys)).items()):  # alike on all peers
             part, cut = tensor.detach().clone().view(weight.shape), share.cut(name)
             if cut:
                 whole = torch.zeros(cut.shape, dtype=part.dtype)

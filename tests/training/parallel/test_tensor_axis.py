@@ -43,6 +43,7 @@ OFFLOAD = {
     "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
     "zero_force_ds_cpu_optimizer": False,
 }
+CLIPPING = 0.25
 SPREAD = {"experts": "spread"}
 ROWS = {"sequence": 2}  # replicas that share their rows
 
@@ -111,7 +112,7 @@ MOVES = [
     Case("tied", (4, 1, 1), source=SHARED_ROWS),
     Case("uneven", (1, 2, 1), source=Case("uneven", (2, 1, 2))),
     Case("mixtral", (1, 1, 2), "columns", source=Case("mixtral", (1, 1, 2), "spread", topo=SPREAD)),
-    Case("mixtral", (1, 2, 1), source=Case("mixtral", (1, 1, 2), "spread", topo=SPREAD)),
+    Case("mixtral", (2, 1, 1), source=Case("mixtral", (1, 1, 2), "spread", topo=SPREAD)),
     Case("chatglm3", (2, 1, 1), source=Case("chatglm3", (1, 1, 2)), tier="slow"),
     Case("bloom", (2, 1, 1), source=Case("bloom", (1, 1, 2)), tier="slow"),
     Case("tied", (1, 1, 2), "bf16", BF16, source=WHOLE["bf16"], tier="slow"),
@@ -174,7 +175,7 @@ def described(case: Case, models: dict[str, Path], folder: Path) -> dict[str, An
         "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 2 * case.topo.get("sequence", 1) // case.dims[1],
         "pack_len": 64,
-        "gradient_clipping": 0.5,
+        "gradient_clipping": CLIPPING,
         "optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3, "eps": 1.0e-4}, "no_wd_kws": ["norm"]},
         "aux_router_loss": {"weight": 0.1 if case.model == "mixtral" else None},
         "model_topo": case.section,
@@ -200,7 +201,7 @@ def test_it_trains_as_one_process_does(case: Case, folder: Path) -> None:
     tolerance = 1e-2 if "bf16" in case.keys else 1e-5
     for key, wanted in expected.items():
         torch.testing.assert_close(found[key], wanted[-len(found[key]) :], rtol=tolerance, atol=0, msg=key)
-    assert expected["norms"].min() > 1, "little was clipped"
+    assert expected["norms"].min() > 2 * CLIPPING, "little was clipped"
     assert len(found["losses"]) == STEPS - (SAVED_AT if case.source else 0)
     if "bf16" not in case.keys and not case.source:
         kept = state(folder, case)
