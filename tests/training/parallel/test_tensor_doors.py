@@ -1,0 +1,106 @@
+"""The model axis through the doors: a run with all that a user sees of it, and what is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from models import load_model
+from tests.conftest import FAQ
+from tests.launching import deepspeed, error_lines, metrics, run, write_config
+from training.any_model.config import PipelineConfig
+from training.checkpoint.folder import step_folder
+from training.config.yaml_file import checked, load_config
+from training.errors import ConfigError
+
+AXES = ["pipe", "data", "model"]
+
+
+def grid(*dims: int, **topo: Any) -> dict[str, Any]:
+    return {"process_topology": {"axes": AXES, "dims": list(dims)}} | topo
+
+
+@pytest.fixture
+def keys(make_checkpoint: Callable[..., Path], tmp_path: Path) -> dict[str, Any]:
+    records = tmp_path / "records.json"
+    records.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:16]), encoding="utf-8")
+    model = make_checkpoint("llama", attention_dropout=0.1)
+    return {"model_path": str(model), "data_path": str(records), "n_epoches": 3, "eval_share": 0.1}
+
+
+@pytest.mark.launched
+@pytest.mark.slow
+def test_a_run_and_what_comes_of_it(keys: dict[str, Any], tmp_path: Path) -> None:
+    more = {"save_interval": 2, "keep_last": 5, "eval_interval": 2, "profile_steps": [2, 3], "export_hf": True}
+    path = write_config(tmp_path / "run.yml", **keys, **more, model_topo=grid(1, 1, 2))
+    save_path = path.with_suffix("")
+    first = deepspeed(2, "train_ds.py", "--config", path)
+    assert first.returncode == 0, first.stdout[-3000:] + first.stderr[-3000:]
+    expected = metrics(save_path)
+    last = expected[-1]["step"]
+    assert not list(save_path.glob("step-*/*model_0*-model_states.pt"))
+    # Step by step again from the first checkpoint, to the last bit, although heads drop apart.
+    for folder in [step_folder(save_path, step) for step in range(3, last + 1)]:
+        shutil.rmtree(folder, ignore_errors=True)
+    again = deepspeed(2, "train_ds.py", "--config", path)
+    assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
+    assert [line.get("loss") for line in metrics(save_path)] == [line.get("loss") for line in expected]
+    exported = AutoModelForCausalLM.from_pretrained(save_path / "hf")
+    trained = load_model(step_folder(save_path, last))
+    assert sum(weight.numel() for weight in exported.parameters()) == sum(
+        weight.numel() for weight in trained.parameters()
+    )
+    planned = run(sys.executable, "train_ds.py", "--config", path, "--plan")
+    assert "a model axis is not planned for" in " ".join(planned.stdout.split())
+    other = deepspeed(2, "train_ds.py", "--config", path, "n_epoches=4", "model_topo.process_topology.dims=[2, 1, 1]")
+    assert other.returncode == 0, other.stdout[-3000:] + other.stderr[-3000:]
+    assert "1 replica, 2 processes to a layer; dividing" in other.stdout
+
+
+@pytest.mark.launched
+@pytest.mark.slow
+def test_a_model_that_cannot_be_shared_is_refused(
+    keys: dict[str, Any], make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    keys["model_path"] = str(make_checkpoint("llama", num_key_value_heads=1))
+    path = write_config(tmp_path / "run.yml", **keys, model_topo=grid(1, 1, 2))
+    (told,) = set(error_lines(deepspeed(2, "train_ds.py", "--config", path)))
+    assert "model_topo.process_topology: 1 heads of keys (num_key_value_heads) are not enough for 2 processes" in told
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"fp8": {"enabled": True}, "bf16": {"enabled": True}}, "fp8.enabled: .* expected no model axis"),
+        ({"model_topo": {"experts": "spread"}}, "experts: spread is for processes that share layers"),
+    ],
+)
+def test_what_does_not_go_together(changes: dict[str, Any], told: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    path = write_config(tmp_path / "run.yml", **{**keys, "model_topo": grid(1, 1, 2), **changes})
+    with pytest.raises(ConfigError, match=told):
+        load_config(str(path), [])
+
+
+def test_zero_has_no_model_axis(keys: dict[str, Any], tmp_path: Path) -> None:
+    path = write_config(tmp_path / "run.yml", **keys, model_topo=grid(1, 1, 2))
+    with pytest.raises(ConfigError, match="2 processes to a layer are a pipeline's; expected no model axis"):
+        load_config(str(path), []).check_door(in_stages=False)
+
+
+def test_layers_of_ones_own_have_no_model_axis() -> None:
+    with pytest.raises(ConfigError, match="a Pipeline cuts no layers"):
+        checked(PipelineConfig, {"save_path": "run", "train_batch_size": 8, "model_topo": grid(1, 1, 2)})
+
+
+def test_peers_of_any_order_of_axes(keys: dict[str, Any], tmp_path: Path) -> None:
+    topo = {"process_topology": {"axes": ["model", "pipe", "data"], "dims": [2, 2, 2]}}
+    path = write_config(tmp_path / "run.yml", **keys, model_topo=topo)
+    found = load_config(str(path), []).model_topo
+    assert [found.first_peer(rank) for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
