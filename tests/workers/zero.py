@@ -80,8 +80,8 @@ def watched_build() -> Iterator[list[int]]:
     held: list[int] = []
     build_layer = models.sharded.build_layer
 
-    def watched(*arguments: Any) -> nn.Module:
-        layer = build_layer(*arguments)
+    def watched(*arguments: Any, **named: Any) -> nn.Module:
+        layer = build_layer(*arguments, **named)
         held.append(held_of(each for each in all_parameters() if id(each) not in known))
         return layer
 
