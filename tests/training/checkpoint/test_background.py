@@ -59,6 +59,7 @@ def slow_start(config: Path, step: int, seconds: float, monkeypatch: pytest.Monk
     return start_deepspeed(2, "tests/workers/slow_disk.py", "--config", config)
 
 
+@pytest.mark.slow
 def test_killed_and_stopped_while_a_thread_writes(
     make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,7 @@ def test_replicas_read_each_tensor_once_and_hold_the_same_bits(
         assert least > whole / 6, "one of them reads nearly everything"
 
 
+@pytest.mark.slow
 def test_what_one_replica_cannot_read_ends_the_run_in_one_line(
     make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -58,7 +58,6 @@ class Case(NamedTuple):
     topo: dict[str, Any] = {}
     axes: tuple[str, ...] = AXES
     source: Any = None
-    tier: str = ""
 
     @property
     def name(self) -> str:
@@ -84,24 +83,24 @@ WHOLE = {kind: Case("tied", (2, 2, 1), kind, keys) for kind, keys in (("", {}), 
 RUNS = [
     *(Case(model, (1, 1, 2)) for model in ("tied", "bloom", "baichuan2", "chatglm3", "mixtral")),
     *(Case(model, (2, 1, 2)) for model in ("tied", "uneven", "mixtral")),
-    *(Case(model, (2, 1, 2), tier="slow") for model in ("untied", "bloom", "baichuan2", "chatglm3", "qwen3")),
+    *(Case(model, (2, 1, 2)) for model in ("untied", "bloom", "baichuan2", "chatglm3", "qwen3")),
     Case("mixtral", (1, 1, 2), "spread", topo=SPREAD),
     Case("tied", (2, 1, 2), "order", axes=OTHER_ORDER),
-    Case("untied", (1, 2, 2), "order", axes=OTHER_ORDER, tier="slow"),
+    Case("untied", (1, 2, 2), "order", axes=OTHER_ORDER),
     Case("tied", (1, 2, 2)),
     Case("tied", (2, 1, 2), "plain", PLAIN),
     Case("tied", (2, 1, 2), "bf16", BF16),
-    Case("tied", (1, 2, 2), "bf16-sums", BF16 | {"communication_data_type": "fp32"}, tier="slow"),
-    Case("tied", (2, 1, 2), "bf16-plain", BF16 | PLAIN, tier="slow"),
+    Case("tied", (1, 2, 2), "bf16-sums", BF16 | {"communication_data_type": "fp32"}),
+    Case("tied", (2, 1, 2), "bf16-plain", BF16 | PLAIN),
     Case("tied", (1, 1, 2), "offload", OFFLOAD),
     Case("uneven", (2, 1, 2), "dualpipev", {"schedule": "dualpipev"}),
-    Case("bloom", (2, 1, 2), "dualpipev", {"schedule": "dualpipev"}, tier="slow"),
-    Case("mixtral", (1, 1, 2), "recompute", {"use_grad_ckpt": True}, SPREAD, tier="slow"),
+    Case("bloom", (2, 1, 2), "dualpipev", {"schedule": "dualpipev"}),
+    Case("mixtral", (1, 1, 2), "recompute", {"use_grad_ckpt": True}, SPREAD),
     Case("untied", (1, 1, 2), "padded", {"packing": False}),
     Case("tied", (1, 2, 2), "rows", topo=ROWS),
-    Case("bloom", (1, 2, 2), "rows", {"use_grad_ckpt": True}, ROWS, tier="slow"),
-    Case("mixtral", (1, 2, 2), "rows", topo=ROWS | SPREAD, tier="slow"),
-    Case("chatglm3", (1, 2, 2), "rows", BF16, ROWS, tier="slow"),
+    Case("bloom", (1, 2, 2), "rows", {"use_grad_ckpt": True}, ROWS),
+    Case("mixtral", (1, 2, 2), "rows", topo=ROWS | SPREAD),
+    Case("chatglm3", (1, 2, 2), "rows", BF16, ROWS),
 ]
 SHARED_ROWS = Case("tied", (1, 4, 1), "rows", topo=ROWS)
 MOVES = [
@@ -113,20 +112,23 @@ MOVES = [
     Case("uneven", (1, 2, 1), source=Case("uneven", (2, 1, 2))),
     Case("mixtral", (1, 1, 2), "columns", source=Case("mixtral", (1, 1, 2), "spread", topo=SPREAD)),
     Case("mixtral", (2, 1, 1), source=Case("mixtral", (1, 1, 2), "spread", topo=SPREAD)),
-    Case("chatglm3", (2, 1, 1), source=Case("chatglm3", (1, 1, 2)), tier="slow"),
-    Case("bloom", (2, 1, 1), source=Case("bloom", (1, 1, 2)), tier="slow"),
-    Case("tied", (1, 1, 2), "bf16", BF16, source=WHOLE["bf16"], tier="slow"),
+    Case("chatglm3", (2, 1, 1), source=Case("chatglm3", (1, 1, 2))),
+    Case("bloom", (2, 1, 1), source=Case("bloom", (1, 1, 2))),
+    Case("tied", (1, 1, 2), "bf16", BF16, source=WHOLE["bf16"]),
     Case("tied", (1, 2, 1), "bf16", BF16, source=Case("tied", (2, 1, 2), "bf16", BF16)),
-    Case("tied", (2, 1, 2), "plain", PLAIN, source=WHOLE["plain"], tier="slow"),
+    Case("tied", (2, 1, 2), "plain", PLAIN, source=WHOLE["plain"]),
     Case("tied", (2, 1, 1), "plain", PLAIN, source=Case("tied", (2, 1, 2), "plain", PLAIN)),
     Case("tied", (1, 2, 2), "order", axes=OTHER_ORDER, source=Case("tied", (2, 1, 2), "order", axes=OTHER_ORDER)),
 ]
 
 
+# In each `make test`; the others in the slow tests.
+ALWAYS: tuple[str, ...] = ("tied-1x1x2", "uneven-2x1x2", "tied-2x1x2-bf16", "mixtral-1x1x2-spread", "tied-1x2x2-rows")
+ALWAYS += ("from-tied-2x2x1-to-tied-1x1x2", "from-tied-1x1x2-to-tied-1x4x1-rows")
+
+
 def params(cases: Iterable[Case]) -> list[Any]:
-    return [
-        pytest.param(case, id=case.name, marks=getattr(pytest.mark, case.tier) if case.tier else ()) for case in cases
-    ]
+    return [pytest.param(case, id=case.name, marks=() if case.name in ALWAYS else pytest.mark.slow) for case in cases]
 
 
 @pytest.fixture(scope="module")
