@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 
 import torch
@@ -77,19 +78,28 @@ class Cut:
 
 
 CHUNK = 2**20  # elements
+Range = tuple[Cut | None, int, int]  # of a flattened part, or of the whole weight: its begin, and how many elements
 
 
-def in_common(one: tuple[Cut | None, int, int], other: tuple[Cut | None, int, int]) -> Iterator[tuple[Tensor, Tensor]]:
+def in_common(one: Range, other: Range) -> Iterator[tuple[Tensor, Tensor]]:
     """The places of the elements that two ranges of a weight's parts have in common: in the one part, and in the other.
 
-    Args:
-        one, other: of a flattened part, or of the whole weight, where the range begins and how many elements it has.
+    Cost: some 20 passes over int64 numbers, as many as lie between the first and the last of them.
     """
-    cut, begin, numel = one
-    for start in range(begin, begin + numel, CHUNK):
-        places = torch.arange(start, min(start + CHUNK, begin + numel))
-        whole = cut.in_whole(places) if cut else places
+    if not (one[2] and other[2]):
+        return
+    begin, end = (_place(other, place) for place in (other[1], other[1] + other[2] - 1))
+    places = range(one[1], one[1] + one[2])
+    start = bisect_left(places, begin, key=partial(_place, one))
+    stop = bisect_right(places, end, key=partial(_place, one))
+    for first in range(start, stop, CHUNK):
+        own = torch.arange(one[1] + first, one[1] + min(first + CHUNK, stop))
+        whole = one[0].in_whole(own) if one[0] else own
         found = other[0].in_part(whole) if other[0] else whole
         inside = (found >= other[1]) & (found < other[1] + other[2])
-        if inside.any():
-            yield places[inside], found[inside]
+        yield own[inside], found[inside]
+
+
+def _place(part: Range, place: int) -> int:
+    """Where in the whole weight the element at a place of a part is."""
+    return int(part[0].in_whole(torch.tensor([place]))) if part[0] else place

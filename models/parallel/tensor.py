@@ -68,11 +68,13 @@ class TensorShare:
 
     def cut(self, name: str) -> Cut | None:
         """The part that the process has of a weight, `<layer>.<name>`; None where it has all of it."""
+        if self.peers.size == 1:
+            return None
         layer, _, inner = name.partition(".")
         shape = self._spec.shapes(int(layer)).get(inner)
         owner = inner.rpartition(".")[0]
         word = self._plan.get(inner) or self._plan.get(owner)
-        if shape is None or word is None or self.peers.size == 1:
+        if shape is None or word is None:
             return None
         if self._spread and self._plan.get(owner) == EXPERTS:
             experts = self.peers.part(shape[0])

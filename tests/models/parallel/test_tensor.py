@@ -135,13 +135,7 @@ def test_heads_drop_apart_and_all_else_alike(name: str, outcomes: dict[str, Any]
 @pytest.mark.parametrize(
     ("model", "changes", "size", "spread", "told"),
     [
-        (
-            "llama",
-            {"num_key_value_heads": 1},
-            2,
-            False,
-            "1 heads of keys (num_key_value_heads) are not enough for 2 processes",
-        ),
+        ("llama", {"num_key_value_heads": 1}, 2, False, "1 heads of keys (num_key_value_heads) are not enough for 2"),
         ("mixtral", {"num_local_experts": 3, "num_key_value_heads": 4}, 4, True, "3 experts cannot be spread over 4"),
         ("qwen3_moe", EXPERTS, 2, True, None),
         ("llama", {}, 1, False, None),
