@@ -20,9 +20,8 @@ from data.errors import DataError
 from data.tokenized.dataset import Dataset
 from models.checkpoint.layout import resolve
 from models.errors import CheckpointError
-from models.parallel.tensor import obstacle
 from models.spec import ModelSpec
-from training.config.deepspeed_config import check_fp8, router_loss_weight
+from training.config.deepspeed_config import check_fp8, check_shared_rows, check_tensor, router_loss_weight
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader, build_loader
 from training.errors import ConfigError
@@ -55,8 +54,9 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     if arguments.links:
         fabric = Fabric.named(arguments.links, device, arguments.per_host or PER_HOST)
         config = config.model_copy(update={"model_topo": fabric.placed(config.model_topo)})
-    if config.model_topo.tensor > 1 and (reason := obstacle(spec, config.model_topo.tensor)):
-        raise ConfigError(f"model_topo.process_topology.dims: {reason}")
+    if not arguments.search:
+        check_tensor(config, spec)
+        check_shared_rows(config, spec)
     workload, feed = _feed(config, spec, folder, log)
     save_path = Path(config.save_path)
     if arguments.calibrate:

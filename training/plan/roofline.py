@@ -35,7 +35,7 @@ class Spent:
     optimizer: float = 0.0  # the gradient's norm and the optimizer's step
     replicas: float = 0.0  # gradients are summed over the replicas, and weights handed round, with nothing to compute
     exchanges: float = 0.0  # heads for tokens, among processes with the same rows
-    all_reduces: float = 0.0  # of hidden states, among processes with the same layers
+    all_reduces: float = 0.0  # of hidden states, and what else is joined, among processes with the same layers
     offload: float = 0.0  # activations go to main memory or come back, with nothing to compute
 
     @property

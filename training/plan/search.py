@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from models.parallel.tensor import obstacle
-from models.spec import ModelSpec, key_heads
 from training.config.contradictions import contradictions
+from training.config.deepspeed_config import check_shared_rows, check_tensor
 from training.config.keys import TrainConfig
 from training.config.sections import ModelTopo
+from training.errors import ConfigError
 from training.plan.basis import Basis
 from training.plan.costs import layer_times
 from training.plan.optimizer_memory import StateBytes
@@ -43,15 +43,26 @@ def search(basis: Basis, devices: int, feed: Feed | None = None, fixed: Containe
         feed: what a step has with another config; as many rows of the same length where absent.
         fixed: keys that stay as the config has them.
     """
-    fed = [each for candidate in _candidates(basis, devices, fixed) if (each := _fed(candidate, feed))]
-    ordered = sorted(((_even(each), number) for number, each in enumerate(fed) if _has_room(each)))
+    told: dict[tuple[int, ...], Workload] = {}
+
+    def fed(candidate: Basis) -> Basis:
+        config, topo = candidate.config, candidate.config.model_topo
+        rows, least = config.train_micro_batch_size_per_gpu, config.least_micro_batches
+        case = rows, least, topo.stages, topo.row_replicas, topo.sequence  # all that a loader depends on here
+        if feed and case not in told:
+            told[case] = feed(config)
+        return replace(candidate, workload=told[case]) if feed else candidate
+
+    candidates = [fed(each) for each in _candidates(basis, devices, fixed) if _has_room(each)]
+    enough = [each for each in candidates if each.workload.micro_batches >= each.config.least_micro_batches]
+    ordered = sorted((_even(each), number) for number, each in enumerate(enough))
     best: list[Plan] = []
     for least, number in tqdm(ordered, "search", disable=None, leave=False):  # None: only on a terminal
         within = best[-1].seconds if len(best) == SHOWN else inf
         if least > within:
             break
-        if parts := fed[number].config.model_topo.parts or fitting_parts(fed[number], within):
-            found = Plan(fed[number], parts)
+        if parts := enough[number].config.model_topo.parts or fitting_parts(enough[number], within):
+            found = Plan(enough[number], parts)
             best = sorted([*best, *([found] if found.fits else [])], key=_rank)[:SHOWN]
     return best
 
@@ -84,18 +95,16 @@ def _candidates(basis: Basis, devices: int, fixed: Container[str]) -> Iterator[B
 
 def _grids(basis: Basis, devices: int) -> list[ModelTopo]:
     """All ways to spread a model over so many devices."""
-    spec, fabric, gpus = basis.spec, basis.fabric, basis.device.reserves
+    fabric, gpus = basis.fabric, basis.device.reserves
     grids = []
     for stages, tensor in product(_divisors(devices), _divisors(devices)):
         if devices % (stages * tensor) or tensor > fabric.per_host:
             continue
-        if tensor > 1 and (not gpus or obstacle(spec, tensor)):
-            continue
         replicas = devices // (stages * tensor)
         for sequence in _divisors(replicas):
-            long = basis.workload.longest >= LONG * sequence and _can_share_rows(spec, tensor, sequence)
-            if sequence == 1 or (gpus and long):
-                grids.append(fabric.placed(grid(basis.config.model_topo, stages, replicas, tensor, sequence)))
+            if tensor * sequence == 1 or (gpus and basis.workload.longest >= LONG * sequence):
+                tried = fabric.placed(grid(basis.config.model_topo, stages, replicas, tensor, sequence))
+                grids += [tried] if _can_share(basis.changed(model_topo=tried)) else []
     return grids
 
 
@@ -109,23 +118,23 @@ def grid(topo: ModelTopo, stages: int, replicas: int, tensor: int = 1, sequence:
     changed = named.model_copy(update={"dims": [sizes[axis] for axis in axes]})
     if axes != named.axes:
         changed = type(named).model_construct(set(named.model_fields_set), axes=axes, dims=changed.dims)
-    return topo.model_copy(update={"parts": None, "process_topology": changed, "sequence": sequence})
+    experts = topo.experts if tensor > 1 else "columns"
+    shared = {"sequence": sequence, "experts": experts}
+    return topo.model_copy(update={"parts": None, "process_topology": changed, **shared})
 
 
-def _can_share_rows(spec: ModelSpec, tensor: int, sequence: int) -> bool:
-    """Whether so many processes can exchange the heads that so many to a layer leave."""
-    heads, keys = int(spec.config.num_attention_heads) // tensor, key_heads(spec.config) // tensor
-    return spec.family.shares_rows and not heads % sequence and not (keys % sequence and sequence % keys)
+def _can_share(basis: Basis) -> bool:
+    """Whether the model's layers and rows can be shared by as many processes as the config says."""
+    try:
+        check_tensor(basis.config, basis.spec)
+        check_shared_rows(basis.config, basis.spec)
+    except ConfigError:
+        return False
+    return True
 
 
 def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
-
-
-def _fed(candidate: Basis, feed: Feed | None) -> Basis | None:
-    """With what a step then has, if the schedule has enough of it."""
-    fed = replace(candidate, workload=feed(candidate.config)) if feed else candidate
-    return fed if fed.workload.micro_batches >= fed.config.least_micro_batches else None
 
 
 def _has_room(basis: Basis) -> bool:
