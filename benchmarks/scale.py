@@ -2,9 +2,9 @@
 
 Nothing runs on a GPU: `--plan --search` looks for the fastest way to run four models on so many H100s with 80 GB, eight
 to a host, with NVLink inside and InfiniBand of 400 Gbit/s for each GPU between hosts. What it estimates with is held to
-steps that were measured on one to eight GPUs (docs/performance.md#the-plan-against-measurement). For 512 GPUs the plan
-that was found gets more replicas, and a step as many times the rows. Rows are full, all tokens supervised, in bf16 with
-flash attention. It takes some minutes.
+runs of one and of eight GPUs that others published (docs/performance.md#where-the-time-goes); of more, and of shared
+rows or layers, there is none to hold it to. For 512 GPUs the plan that was found gets more replicas, and a step as many
+times the rows. Rows are full, all tokens supervised, in bf16 with flash attention. It takes some minutes.
 """
 
 from __future__ import annotations
@@ -90,17 +90,20 @@ RUNS = (
 )
 
 
-def plans(run: Run) -> Iterator[Plan]:
-    """The fastest on the run's own GPUs, and the same with more replicas on `MOST`."""
+def basis_of(run: Run) -> Basis:
+    """What its plans rest on, as one pipeline of one stage."""
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(run.fields), encoding="utf-8")
         spec = ModelSpec.from_folder(Path(name))
     keys = {"model_path": "-", "data_path": "-", "save_path": "-", "bf16": {"enabled": True}, "use_flash_attn": True}
     config = TrainConfig.model_validate(keys | {"train_batch_size": run.rows, "max_seq_len": run.length})
     device = parse_devices(f"{run.gpus}x{GPU}")[1]
-    fabric = Fabric.named(LINKS, device)
-    basis = Basis(config, spec, Workload.assumed(config), device, named=fabric)
-    best = search(basis, run.gpus)[0]
+    return Basis(config, spec, Workload.assumed(config), device, named=Fabric.named(LINKS, device))
+
+
+def plans(run: Run) -> Iterator[Plan]:
+    """The fastest on the run's own GPUs, and the same with more replicas on `MOST`."""
+    best = search(basis_of(run), run.gpus)[0]
     yield best
     times, topo = MOST // run.gpus, best.basis.config.model_topo
     wider = topo.spread(topo.stages, topo.replicas * times)

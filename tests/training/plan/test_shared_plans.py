@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.scale import LLAMA
+from benchmarks.scale import LLAMA, RUNS, Run, basis_of
 from models.spec import ModelSpec
 from tests.training.plan.helpers import config_of, spec_of
+from training.config.deepspeed_config import check_shared_rows, check_tensor
 from training.config.sections import ModelTopo
 from training.errors import ConfigError
 from training.metrics.devices import parse_devices
 from training.plan.basis import Basis
+from training.plan.command import plan_run
 from training.plan.costs import layer_times, saved
 from training.plan.fabric import KNOWN, Fabric
 from training.plan.plan import Plan
-from training.plan.search import search
+from training.plan.search import _candidates, search
 from training.plan.sharing import messages
 from training.plan.workload import Workload
 
@@ -107,6 +110,57 @@ def test_the_search_shares_long_rows(spec: ModelSpec, tmp_path: Path) -> None:
     assert 0.3 < (best[0].mfu or 0) < 0.6
     speeds = [plan.tokens_per_s for plan in best]
     assert speeds == sorted(speeds, reverse=True)
+
+
+@pytest.mark.parametrize("run", [*RUNS[1:-1], pytest.param(RUNS[-1], marks=pytest.mark.slow)], ids=lambda run: run.name)
+def test_the_search_proposes_what_holds_large_models(run: Run) -> None:
+    """One row at a time, in 1f1b."""
+    best = search(basis_of(run), run.gpus, fixed=("train_micro_batch_size_per_gpu", "schedule"))
+    assert best and all(plan.fits and 0.1 < (plan.mfu or 0) < 0.5 for plan in best)
+    for plan in best:
+        wanted = plan.basis.config.model_topo
+        assert wanted.stages * wanted.replicas * wanted.tensor == run.gpus
+        assert LINKS.sharing_layers(wanted).hosts == 1
+        assert wanted.sequence == 1  # rows of 4,096 tokens are not long
+    assert any(plan.basis.config.model_topo.tensor > 1 for plan in best)
+
+
+def test_what_a_search_proposes_is_what_a_run_would_take(tmp_path: Path) -> None:
+    """Twelve heads, three of them with keys: as much as the run's own checks allow, on six GPUs; spread experts only
+    where there are processes to spread them over."""
+    spec = spec_of(
+        tmp_path,
+        LLAMA
+        | {"model_type": "mixtral", "hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 4}
+        | {"num_attention_heads": 12, "num_key_value_heads": 3, "num_local_experts": 4, "num_experts_per_tok": 2},
+    )
+    wanted = topo(1, 1, 6).model_copy(update={"experts": "spread"})
+    asked = basis(spec, tmp_path, wanted, max_seq_len=65536, train_batch_size=12)
+    grids = [each.config.model_topo for each in _candidates(asked, 6, ())]
+    assert {each.tensor for each in grids} == {1, 2, 3} and {each.sequence for each in grids} == {1, 2, 3, 6}
+    assert all((each.experts == "spread") == (each.tensor > 1) for each in grids)
+    for each in grids:
+        check_tensor(asked.config.model_copy(update={"model_topo": each}), spec)
+        check_shared_rows(asked.config.model_copy(update={"model_topo": each}), spec)
+        assert ModelTopo.model_validate(each.model_dump()) == each
+
+
+def test_what_lies_whole_between_products_is_gathered(tmp_path: Path) -> None:
+    """Phi-3's queries, keys and values come from one product, and so do both halves of its MLP."""
+    spec = spec_of(tmp_path, LLAMA | {"model_type": "phi3", "pad_token_id": 0})
+    forward, backward = messages(basis(spec, tmp_path, topo(1, 1, 2)), 1)
+    a_number = LENGTH * 2
+    assert forward.gathered == [a_number * (4096 + 2 * 1024), a_number * 2 * 14336]
+    assert backward.gathered == [a_number * 4096, a_number * 14336]
+    assert forward.sent(topo(1, 1, 2))[1] == 0.5 * (2 * sum(forward.summed) + sum(forward.gathered))
+
+
+def test_a_plan_refuses_what_its_run_would(tmp_path: Path) -> None:
+    spec_of(tmp_path, LLAMA)
+    config = config_of(tmp_path, 1).model_copy(update={"model_topo": topo(1, 3, sequence=3)})
+    asked = Namespace(devices="3xH100", links=None, per_host=None, search=False, calibrate=False)
+    with pytest.raises(ConfigError, match=r"^model_topo.sequence: 3 does not divide the 32 heads"):
+        plan_run(config, asked)
 
 
 def test_a_model_that_stages_alone_hold_badly_is_shared(spec: ModelSpec, tmp_path: Path) -> None:
