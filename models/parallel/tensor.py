@@ -200,7 +200,7 @@ class TensorShare:
 
     def _draw_apart(self, module: nn.Module, forward: Any, *inputs: Any, **named: Any) -> Any:
         """A forward pass with random numbers of this process, as its heads are; afterwards all draw alike again."""
-        if not module.training:
+        if not module.training or self.peers.group is None:  # without a group only shapes count
             return forward(*inputs, **named)
         seed = int(torch.randint(2**62, (), device="cpu")) + self.peers.rank
         with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):

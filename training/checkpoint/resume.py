@@ -67,7 +67,7 @@ def resume(
         if changed:
             torch.manual_seed(config.seed + rank + record.step * 2**20)  # no rank draws what it drew at the run's start
         else:
-            states = read_mapped(folder / random_file(torch.distributed.get_rank()))
+            states = read_mapped(folder / random_file(rank))
             torch.set_rng_state(states["cpu"])
             if "device" in states:  # not of an early version
                 get_accelerator().set_rng_state(states["device"])
