@@ -3,10 +3,9 @@
 A micro-batch flows through every stage as the tuple `(hidden [B, S, H], position_ids [B, S] int64)`; the embedding
 takes `(input_ids [B, S], position_ids)`. Where n processes share rows, hidden states and input ids are those of S / n
 tokens. Mixture-of-experts models add a third tensor, their router's running sums (`models/router.py`). Position ids
-restart at 0 with each document of a packed row, and a padding token where position p
-would be has -1 - p. Everything that depends on who may see whom (causal masks, rotary angles) is derived from them on
-each stage, so that no S x S mask ever crosses a stage boundary. The layers wrap transformers' modules and add nothing
-to their arithmetic.
+restart at 0 with each document of a packed row, and a padding token where position p would be has -1 - p. Everything
+that depends on who may see whom (causal masks, rotary angles) is derived from them on each stage, so that no S x S mask
+ever crosses a stage boundary. The layers wrap transformers' modules and add nothing to their arithmetic.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 from transformers import PreTrainedConfig
 
 from models.architectures.family import Family
@@ -60,7 +60,7 @@ class DerivedPositions(Positions):
                 if source.kind == MASK:
                     made[kind] |= self.scope(source.value, hidden, positions, cache, documents)
                 elif source.kind == ANGLES:
-                    made[kind][name] = tree_map(self._own_angles, angles[source.value])
+                    made[kind][name] = tree_map_only(Tensor, lambda each: self.own(each, -2), angles[source.value])
                 elif source.kind == POSITIONS:
                     made[kind][name] = self.own(positions, -1)
                 elif source.kind == CONSTANT and name != "use_cache" and source.value is not None:
@@ -68,9 +68,6 @@ class DerivedPositions(Positions):
                 elif source.kind == EMPTY:
                     made[kind][name] = source.value()
         return made
-
-    def _own_angles(self, value: Any) -> Any:
-        return self.own(value, -2) if isinstance(value, Tensor) else value
 
     def _made_by(self, call: Call, hidden: Tensor, position_ids: Tensor, longest: int) -> Any:
         module = self._modules[call.module]

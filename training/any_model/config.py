@@ -36,14 +36,14 @@ class PipelineConfig(TrainConfig):
     def _refuse(cls, raw: Any) -> Any:
         for key in OF_LANGUAGE_MODELS.intersection(raw):
             raise ValueError(f"{key}: a key of language models, without effect on a Pipeline's layers; leave it out")
-        if "model" in ((raw.get("model_topo") or {}).get("process_topology") or {}).get("axes", []):
-            raise ValueError("model_topo.process_topology.axes: a Pipeline cuts no layers; expected no model axis")
         if raw.get("use_grad_ckpt") == "auto":
             raise ValueError("use_grad_ckpt: auto knows the blocks of language models; expected true or {every: n}")
         return raw
 
     @model_validator(mode="after")
-    def _check_rows(self) -> PipelineConfig:
+    def _check_sharing(self) -> PipelineConfig:
+        if "model" in self.model_topo.process_topology.axes:
+            raise ValueError("model_topo.process_topology.axes: a Pipeline cuts no layers; expected no model axis")
         if self.model_topo.sequence > 1:
             raise ValueError("model_topo.sequence: only language models have rows of tokens to share; expected 1")
         return self

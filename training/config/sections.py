@@ -9,6 +9,7 @@ from math import isfinite, prod
 from typing import Annotated, Any, Literal
 
 import numpy
+from numpy.typing import NDArray
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -379,11 +380,17 @@ class ModelTopo(Section):
         grid = self.process_topology
         return int(numpy.unravel_index(rank, grid.dims)[grid.axes.index("pipe")])
 
+    def along(self, axis: Axis) -> NDArray[Any]:
+        """The ranks of the groups along an axis, [groups, size]; each alone where there is no such axis."""
+        grid = self.process_topology
+        ranks = numpy.arange(self.processes).reshape(grid.dims)
+        if axis not in grid.axes:
+            return ranks.reshape(-1, 1)
+        return numpy.moveaxis(ranks, grid.axes.index(axis), -1).reshape(-1, self._sizes[axis])
+
     def first_peer(self, rank: int) -> int:
         """The first of the processes that share the layers of one."""
-        grid = self.process_topology
-        place = dict(zip(grid.axes, numpy.unravel_index(rank, grid.dims), strict=True)) | {"model": numpy.int64(0)}
-        return int(numpy.ravel_multi_index([place[axis] for axis in grid.axes], grid.dims))
+        return next(row[0] for row in self.along("model").tolist() if rank in row)
 
     def spread(self, stages: int, replicas: int) -> ModelTopo:
         """The same over other processes, with `parts: auto`."""
@@ -400,5 +407,5 @@ class ModelTopo(Section):
         return self.model_copy(update={"process_topology": turned})
 
     @property
-    def _sizes(self) -> dict[str, int]:
+    def _sizes(self) -> dict[Axis, int]:
         return dict(zip(self.process_topology.axes, self.process_topology.dims, strict=True))

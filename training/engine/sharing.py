@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy
 import torch
 
 from models.parallel.peers import ALONE, Peers, Sharing
@@ -22,12 +21,9 @@ def _peers(topology: ModelTopo, axis: Axis, size: int) -> Peers:
     """Those `size` neighbours along an axis that this process is one of."""
     if size == 1:
         return ALONE
-    grid = topology.process_topology
-    ranks = numpy.arange(topology.processes).reshape(grid.dims)
-    rows = numpy.moveaxis(ranks, grid.axes.index(axis), -1).reshape(-1, size)
     rank, own = torch.distributed.get_rank(), ALONE
     with among_members():
-        for row in rows.tolist():
+        for row in topology.along(axis).reshape(-1, size).tolist():
             group = torch.distributed.new_group(row)  # which every process counts, and its members make
             if rank in row:
                 own = Peers(size, row.index(rank), group)

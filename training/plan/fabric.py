@@ -121,19 +121,19 @@ class Fabric:
 
     def replicas(self, topo: ModelTopo) -> Group:
         """Those that run the same stage, and of its layers the same part."""
-        return self._group(_along(topo, "data"))
+        return self._group(topo.along("data"))
 
     def sharing_rows(self, topo: ModelTopo) -> Group:
         """Those that have the same rows."""
-        return self._group(_along(topo, "data").reshape(-1, topo.sequence))
+        return self._group(topo.along("data").reshape(-1, topo.sequence))
 
     def sharing_layers(self, topo: ModelTopo) -> Group:
         """Those that have the same layers."""
-        return self._group(_along(topo, "model"))
+        return self._group(topo.along("model"))
 
     def to_next(self, topo: ModelTopo) -> list[Link]:
         """From each stage to the next one; of the processes' links the slowest."""
-        ends = pairwise((_along(topo, "pipe") // self.per_host).T)
+        ends = pairwise((topo.along("pipe") // self.per_host).T)
         return [self.between if (first != second).any() else self.inside for first, second in ends]
 
     def placed(self, topo: ModelTopo) -> ModelTopo:
@@ -146,12 +146,3 @@ class Fabric:
     def _group(self, ranks: numpy.ndarray) -> Group:
         hosts = max(len(set(row)) for row in (ranks // self.per_host).tolist())
         return Group(ranks.shape[1], hosts, self.inside, self.between)
-
-
-def _along(topo: ModelTopo, axis: str) -> numpy.ndarray:
-    """The ranks of the groups along an axis, [groups, size]; each alone where there is no such axis."""
-    axes, dims = topo.process_topology.axes, topo.process_topology.dims
-    ranks = numpy.arange(topo.processes).reshape(dims)
-    if axis not in axes:
-        return ranks.reshape(-1, 1)
-    return numpy.moveaxis(ranks, list(axes).index(axis), -1).reshape(-1, dims[list(axes).index(axis)])
