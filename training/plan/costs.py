@@ -82,9 +82,8 @@ def layer_times(basis: Basis) -> list[LayerTime]:
             forward, backward = forward.times(factor), backward.times(factor)
         if number in basis.recomputed:
             backward += forward
-        once = Spent(
-            optimizer=weights * update, replicas=_shared(config, basis.sums_bandwidth, weights, backward.total)
-        )
+        hidden = backward.total if config.sums_while_computing and device.reserves else 0.0
+        once = Spent(optimizer=weights * update, replicas=_shared(config, basis.sums_bandwidth, weights, hidden))
         moved = away[number] * work.length / work.longest / HOST_LINK
         forward += Spent(offload=max(0.0, moved - forward.total))
         backward += Spent(offload=max(0.0, moved - backward.total))
@@ -102,19 +101,19 @@ def _sum_bytes(basis: Basis, layer: int, device: Device) -> int:
     return PRODUCT_SUM if by_product else FP32_SUM
 
 
-def _shared(config: TrainConfig, bandwidth: float, weights: int, backward: float) -> float:
+def _shared(config: TrainConfig, bandwidth: float, weights: int, hidden: float) -> float:
     """Seconds in which replicas sum the gradients of so many weights and hand these round, with nothing to compute.
 
     In a ring, an all-reduce takes each byte twice over a link, a reduce once, and an all-gather of the weights once.
 
     Args:
         bandwidth: bytes/s that a process sends.
-        backward: seconds of the pass that sums may hide behind.
+        hidden: seconds in which something else is computed meanwhile; none where the cores that compute also send.
     """
     others, early = 1 - 1 / config.model_topo.replicas, config.sums_while_computing
     summed = sent_bytes(config) * (1 if early else 2 * others) / bandwidth
     handed_round = others * training_dtype(config).itemsize / bandwidth
-    return weights * handed_round + max(0.0, weights * summed - (backward if early else 0.0))
+    return weights * handed_round + max(0.0, weights * summed - hidden)
 
 
 def sent_away(basis: Basis) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 
 from models.layer_work import product
 from tests.training.plan.helpers import basis_of, config_of, llama
-from training.metrics.devices import parse_devices
+from training.metrics.devices import CPU, parse_devices
 from training.plan.costs import layer_times
 from training.plan.plan import Plan
 from training.plan.rendering import times_table
@@ -95,6 +95,14 @@ def test_sums_of_replicas_hide_behind_the_last_backward_pass(tmp_path: Path) -> 
     assert times["A100-80G", 2048, False].update.replicas == pytest.approx(weights * (2 + 2 / 2) / fast.link)
     hidden = times["RTX3090", 32, True].backward.total
     assert times["RTX3090", 32, True].update.replicas == pytest.approx(weights * (2 + 2 / 2) / slow.link - hidden)
+
+
+def test_on_a_cpu_sums_of_replicas_hide_behind_nothing(tmp_path: Path) -> None:
+    """The cores that compute also send."""
+    spec, config = llama(tmp_path), config_of(tmp_path, 1, 2, bf16={"enabled": True}, fp16={})
+    basis = replace(basis_of(spec, config), device=CPU)
+    weights = sum(shape.numel() for shape in spec.shapes(1).values())
+    assert layer_times(basis)[1].update.replicas == pytest.approx(weights * (2 + 2 / 2) / CPU.link)
 
 
 def test_offloaded_activations_take_what_the_computation_does_not_hide(tmp_path: Path) -> None:
