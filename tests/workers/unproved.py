@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import train_ds
@@ -82,7 +83,24 @@ def documents_meet() -> None:
     Loader._collate, Loader.layouts = joined, layouts  # type: ignore[method-assign]
 
 
-KINDS = (ends_apart, no_decay, moments_lost, padding_counts, documents_meet)
+def parts_swapped() -> None:
+    """Each of two processes that share a layer takes the part of the other."""
+    from models.parallel.tensor import TensorShare
+
+    cut = TensorShare.cut
+    TensorShare.cut = lambda self, name: cut(  # type: ignore[method-assign]
+        TensorShare(self._spec, replace(self.peers, rank=1 - self.peers.rank), self._spread), name
+    )
+
+
+def readers_alone() -> None:
+    """The gradient of what the parts of a layer read is that of one part."""
+    from models.parallel.tensor import TensorShare
+
+    TensorShare._to_readers = lambda self, module, inputs, named: (inputs, named)  # type: ignore[method-assign]
+
+
+KINDS = (ends_apart, no_decay, moments_lost, padding_counts, documents_meet, parts_swapped, readers_alone)
 FAULTS: dict[str, Callable[[], None]] = {each.__name__: each for each in KINDS}
 
 

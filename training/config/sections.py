@@ -392,9 +392,13 @@ class ModelTopo(Section):
         """The first of the processes that share the layers of one."""
         return next(row[0] for row in self.along("model").tolist() if rank in row)
 
-    def spread(self, stages: int, replicas: int) -> ModelTopo:
-        """The same over other processes, with `parts: auto`."""
-        sizes = self._sizes | {"pipe": stages, "data": replicas}
+    def spread(self, stages: int, replicas: int, tensor: int | None = None) -> ModelTopo:
+        """The same over other processes, with `parts: auto`.
+
+        Args:
+            tensor: how many share each layer, on a grid with that axis; None for as many as do.
+        """
+        sizes = self._sizes | {"pipe": stages, "data": replicas, "model": tensor or self.tensor}
         grid = self.process_topology.model_copy(update={"dims": [sizes[axis] for axis in self.process_topology.axes]})
         return self.model_copy(update={"parts": None, "process_topology": grid})
 

@@ -28,7 +28,6 @@ from models.checkpoint.publish import writing
 from training.config.gpu import check_gpu
 from training.config.keys import TrainConfig
 from training.config.sections import FP8
-from training.errors import ConfigError
 from training.proof.certificate import short, table, write_certificate
 from training.proof.comparison import Comparison, Row
 from training.proof.launches import launched
@@ -48,8 +47,6 @@ def prove_run(config: TrainConfig, door: str) -> None:
     Raises:
         ConfigError, CheckpointError, DataError, RunRefused: the config, the model or the records make no run.
     """
-    if config.model_topo.tensor > 1:
-        raise ConfigError("--prove: does not compare processes that share layers yet; expected no model axis")
     log = Log(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(ENDED))  # so that nothing is left under way
     torch.set_num_threads(1)  # for small products threads take longer to meet than to compute

@@ -111,10 +111,8 @@ class Comparison:
                 self.flat.note(float(is_flat(gradient)), place(name))
             compare(self.updates, place, noted.masters, expected.weights, tied, expected.before)
             rounded = {name: master.to(self._dtype) for name, master in noted.masters.items()}
-            for weights in noted.weights:
-                compare_bits(
-                    self.replicas, place, weights, {name: rounded[name] for name in weights.keys() & rounded.keys()}
-                )
+            for rank, weights in enumerate(noted.weights):
+                compare_bits(self.replicas, place, weights, noted.of_rank(rank, rounded))
             if step % SAVED == 0:
                 loss = reference.evaluate(self._small.evaluated)
                 self.evaluation.note(apart(numbers["eval_loss"].get(step), loss), place(""))

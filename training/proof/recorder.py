@@ -2,20 +2,25 @@
 
 It is the pipeline's own trainer, in the whole job of a real run. For each step a rank writes one file: the gradients
 that the optimizer is given (those of replica 0), the optimizer's fp32 weights (its own slices of them) and the weights
-that it computes with. Where the folder says so, it waits in the midst of a step for the SIGKILL that will come.
+that it computes with; where processes share layers, its part of each. Where the folder says so, it waits in the midst
+of a step for the SIGKILL that will come.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from deepspeed.utils import safe_get_full_grad
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from models.parallel.cut import Cut
 from training.checkpoint.resharding import slices_of
 from training.engine.pipeline import PipelineTrainer
 from training.engine.stage_engine import StageEngine
@@ -23,6 +28,7 @@ from training.engine.stage_engine import StageEngine
 HOLD = "hold"  # a file: the number of the step in which to wait
 HELD = "held"  # made by rank 0 when it waits
 GRADIENT, MASTER, WEIGHT = "gradient", "master", "weight"
+CUTS = "cuts"  # in a file's metadata: which part of a weight the rank has, by name
 
 
 class Recorder(PipelineTrainer):
@@ -46,6 +52,7 @@ class Recorder(PipelineTrainer):
         save_file(
             {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in noted.items()},
             self.folder / f"step-{step}.rank-{engine.global_rank}.safetensors",
+            {CUTS: json.dumps(self._cuts())},
         )
 
     def _gradients(self) -> list[tuple[str, Tensor]]:
@@ -56,6 +63,16 @@ class Recorder(PipelineTrainer):
             (name, safe_get_full_grad(parameter).detach().float() / scale)
             for name, parameter in self.engine.module.named_parameters()
         ]
+
+    def _cuts(self) -> dict[str, Any]:
+        """What a `Cut` is made of, for each weight that this rank has a part of."""
+        share = self.engine.module.share
+        cuts = {name: share.cut(name) for name, _ in self.engine.module.named_parameters()}
+        return {
+            name: (cut.shape, cut.side, [(each.start, each.stop) for each in cut.ranges])
+            for name, cut in cuts.items()
+            if cut
+        }
 
     def _wait(self, step: int) -> None:
         hold = self.folder / HOLD
@@ -84,18 +101,40 @@ class Recorded:
         self.gradients: dict[str, Tensor] = {}
         self.masters: dict[str, Tensor] = {}
         self.weights: list[dict[str, Tensor]] = []
-        pieces: dict[str, dict[int, Tensor]] = {}
+        self._cuts: list[dict[str, Cut]] = []
+        pieces: dict[tuple[str, Cut | None], dict[int, Tensor]] = {}
+        shapes: dict[str, torch.Size] = {}
         for path in sorted(folder.glob(f"step-{step}.rank-*.safetensors")):
+            with safe_open(path, "pt") as file:
+                cuts = {
+                    name: Cut(tuple(shape), side, tuple(range(*each) for each in ranges))
+                    for name, (shape, side, ranges) in json.loads(file.metadata()[CUTS]).items()
+                }
             self.weights.append({})
+            self._cuts.append(cuts)
             for key, tensor in load_file(path).items():
                 kind, name = key.split("/", 1)
                 if kind == GRADIENT:
-                    self.gradients[name] = tensor
+                    _put(tensor, cuts.get(name), name, self.gradients)
                 elif kind == WEIGHT:
                     self.weights[-1][name] = tensor
+                    shapes[name] = tensor.shape
                 else:
                     offset, name = name.split("/")
-                    pieces.setdefault(name, {})[int(offset)] = tensor
-        shapes = {name: weight.shape for weights in self.weights for name, weight in weights.items()}
-        for name, parts in pieces.items():
-            self.masters[name] = torch.cat([parts[at] for at in sorted(parts)]).view(shapes[name])
+                    pieces.setdefault((name, cuts.get(name)), {})[int(offset)] = tensor
+        for (name, cut), parts in pieces.items():
+            part = torch.cat([parts[at] for at in sorted(parts)])
+            _put(part.view(cut.part_shape if cut else shapes[name]), cut, name, self.masters)
+
+    def of_rank(self, rank: int, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What a rank should have of `whole` weights, as far as it has any of them."""
+        cuts, names = self._cuts[rank], self.weights[rank].keys() & whole.keys()
+        return {name: cuts[name].of(whole[name]) if name in cuts else whole[name] for name in names}
+
+
+def _put(part: Tensor, cut: Cut | None, name: str, whole: dict[str, Tensor]) -> None:
+    """Put a rank's part of a weight in its place; places that no rank has are no numbers."""
+    if cut is None:
+        whole[name] = part
+    else:
+        cut.put(part, whole.setdefault(name, part.new_full(cut.shape, math.nan)))

@@ -24,6 +24,7 @@ STEPS, SAVED = 4, 2  # of the small run; the checkpoint that it goes on from
 LENGTH = 48  # tokens of a sample at most
 MICRO_BATCH = 4  # rows at most
 PROCESSES = 4  # on a machine without GPUs, or as many as it has cores
+PARTS = 2  # of a layer at most: a small model may have no more heads of keys
 LR = 1e-3  # at least: a smaller update drowns in the rounding of the weights
 WARM_UP = 2  # steps at most
 # What the samples do not need any more, and what would only take time.
@@ -42,11 +43,12 @@ def room() -> int:
 def small_topology(config: TrainConfig, processes: int) -> ModelTopo:
     """The same grid where there is room, else fewer stages and at most two replicas; uneven parts stay uneven."""
     topo = config.model_topo
-    stages, replicas = topo.stages, topo.replicas
-    if topo.processes > processes:
-        stages = min(stages, max(1, processes // min(replicas, 2)))
-        replicas = min(replicas, processes // stages)
-    small = topo.spread(stages, replicas).model_copy(update={"sequence": math.gcd(topo.sequence, replicas)})
+    stages, replicas, tensor = topo.stages, topo.replicas, min(topo.tensor, PARTS, processes)
+    if stages * replicas * tensor > processes:
+        left = processes // tensor
+        stages = min(stages, max(1, left // min(replicas, 2)))
+        replicas = min(replicas, left // stages)
+    small = topo.spread(stages, replicas, tensor).model_copy(update={"sequence": math.gcd(topo.sequence, replicas)})
     if topo.parts is None or stages != topo.stages:
         return small
     least, size = min(topo.parts), max(2, 4 // len(topo.parts))
@@ -91,7 +93,8 @@ def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: 
     values, said = config.dump(), []
     if topo.processes != config.model_topo.processes:
         dims = f"{config.model_topo.process_topology.dims} -> {topo.process_topology.dims}"
-        said.append(f"dims: {dims}, as this machine has room for {room()} processes")
+        why = f"this machine has room for {room()} processes, and a small layer for {PARTS} parts"
+        said.append(f"dims: {dims}, as {why}")
     numbers, why = small_numbers(config, spec)
     values |= numbers
     said += why

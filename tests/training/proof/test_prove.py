@@ -23,6 +23,14 @@ MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
 OFFLOAD = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
 
 
+def grid(*dims: int) -> dict[str, Any]:
+    """The `model_topo` section of stages and replicas whose processes share layers."""
+    return {"process_topology": {"axes": ["pipe", "data", "model"], "dims": list(dims)}}
+
+
+SHARED = grid(2, 1, 2)
+
+
 class Proofs:
     """Makes the models and configs of proofs and runs them, in a folder with a temporary one of its own."""
 
@@ -91,10 +99,13 @@ def test_a_sound_run_is_proved_beside_its_checkpoints(proofs: Proofs) -> None:
         pytest.param("moments_lost", "weights after kill and resume", "stage", marks=pytest.mark.longest),
         pytest.param("padding_counts", "loss", "step", marks=pytest.mark.longest),
         pytest.param("documents_meet", "gradients", "layer", marks=pytest.mark.longest),
+        pytest.param("parts_swapped", "gradients", "layer", marks=pytest.mark.longest),
+        pytest.param("readers_alone", "gradients", "layer", marks=pytest.mark.longest),
     ],
 )
 def test_a_fault_is_found_and_named(fault: str, what: str, where: str, proofs: Proofs) -> None:
-    result = proofs.prove(proofs.config(), "tests/workers/unproved.py", FAULT=fault)
+    topo = SHARED if fault in ("parts_swapped", "readers_alone") else topology((2, 1), [5, 3])
+    result = proofs.prove(proofs.config(model_topo=topo), "tests/workers/unproved.py", FAULT=fault)
     assert result.returncode == 1, result.stdout + result.stderr
     assert where in proofs.failed()[what]
     assert f"{what}: " in result.stdout and "NOT proved" in result.stdout
@@ -122,7 +133,32 @@ def test_a_fault_is_found_and_named(fault: str, what: str, where: str, proofs: P
 )
 def test_every_way_to_train_is_proved(family: str, model: dict[str, Any], keys: dict[str, Any], proofs: Proofs) -> None:
     result = proofs.prove(proofs.config(family, model, **({"model_topo": topology((2, 1))} | keys)))
-    assert (result.returncode, proofs.failed()) == (0, {}), result.stdout + result.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert proofs.failed() == {}
+
+
+@LAUNCHED
+@pytest.mark.parametrize(
+    ("family", "model", "keys"),
+    [
+        pytest.param("llama", {}, {}, marks=pytest.mark.slow),
+        ("llama", {}, {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "model_topo": grid(1, 2, 2)}),
+        ("llama", {}, {"schedule": "dualpipev", "use_grad_ckpt": True, "model_topo": grid(2, 2, 4)}),
+        ("mixtral", MIXTRAL, {"model_topo": SHARED | {"experts": "spread"}}),
+        ("bloom", {}, {"zero_optimization": OFFLOAD}),
+        ("chatglm", {"num_layers": 6}, {"packing": False}),
+        ("baichuan", {"max_position_embeddings": 256, "tie_word_embeddings": False}, {}),
+        ("gemma2", {"sliding_window": 16}, {"model_topo": grid(1, 2, 2) | {"sequence": 2}}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "defaults",
+)
+@pytest.mark.longest
+def test_layers_that_processes_share_are_proved(
+    family: str, model: dict[str, Any], keys: dict[str, Any], proofs: Proofs
+) -> None:
+    result = proofs.prove(proofs.config(family, model, **({"model_topo": SHARED} | keys)))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert proofs.failed() == {}
 
 
 @LAUNCHED

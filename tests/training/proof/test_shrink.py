@@ -130,6 +130,15 @@ def test_dims_shrink_to_what_there_is_room_for(dims: list[int], room: int, expec
 
 
 @pytest.mark.parametrize(
+    ("dims", "room", "expected"),
+    [([2, 2, 2], 8, [2, 2, 2]), ([8, 1, 8], 4, [2, 1, 2]), ([1, 1, 4], 8, [1, 1, 2]), ([4, 4, 2], 1, [1, 1, 1])],
+)
+def test_processes_that_share_layers_shrink_to_two(dims: list[int], room: int, expected: list[int]) -> None:
+    topo = {"process_topology": {"axes": ["pipe", "data", "model"], "dims": dims}}
+    assert small_topology(config_of(model_topo=topo), room).process_topology.dims == expected
+
+
+@pytest.mark.parametrize(
     ("dims", "parts", "expected", "layers"),
     [
         ([2, 1], [17, 15], [3, 2], 5),
