@@ -1,10 +1,10 @@
 """Which process holds which stage of which replica, where a run has several hosts.
 
 Launchers number the processes host by host, and the order of `axes` says what neighbours in that row are: replicas of a
-stage ([pipe, data]), or stages of a replica ([data, pipe]). Replicas sum all gradients, stages hand on what is computed
-of a micro-batch, so sums are to stay inside a host before the messages between stages are. Where the config says
-nothing of `axes`, that order is taken in which fewer stages have their replicas on several hosts and, of two equal
-ones, that in which fewer messages cross from host to host.
+stage ([pipe, data]), or stages of a replica ([data, pipe]). Processes that share layers or rows exchange what each
+block computes, replicas sum all gradients once a step, stages hand on what is computed of a micro-batch: in this order
+they are to stay inside a host. Where the config says nothing of `axes`, that order is taken in which fewer groups that
+share something, then fewer stages with their replicas, then fewer messages between stages cross from host to host.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from training.config.keys import TrainConfig
-from training.config.sections import ModelTopo
+from training.config.sections import Axis, ModelTopo
 
 Config = TypeVar("Config", bound=TrainConfig)
 
@@ -37,7 +37,7 @@ class Placement:
     def best(cls, topology: ModelTopo, hosts: Sequence[str]) -> Placement:
         """In the order of axes that crosses hosts less, the config's own among equals."""
         orders = (cls(order, tuple(hosts)) for order in (topology, topology.turned()))
-        return min(orders, key=lambda each: (each.split_sums, each.crossings))
+        return min(orders, key=lambda each: (sum(each.split_peers.values()), each.split_sums, each.crossings))
 
     @property
     def pipelines(self) -> list[list[str]]:
@@ -49,6 +49,21 @@ class Placement:
             for row, rank in zip(rows, held, strict=True):
                 row.append(self.hosts[rank])
         return rows
+
+    @property
+    def split_peers(self) -> dict[str, int]:
+        """How many groups that share layers, and rows, are on several hosts."""
+        shared: dict[str, tuple[Axis, int]] = {
+            "layers": ("model", self.topology.tensor),
+            "rows": ("data", self.topology.sequence),
+        }
+        return {
+            what: sum(
+                len({self.hosts[rank] for rank in peers}) > 1
+                for peers in self.topology.along(axis).reshape(-1, size).tolist()
+            )
+            for what, (axis, size) in shared.items()
+        }
 
     @property
     def split_sums(self) -> int:
@@ -77,6 +92,11 @@ class Placement:
         if topology.replicas > 1:
             split = f"{self.split_sums} of {topology.stages} stages sum their replicas across hosts"
             told.append(split if self.split_sums else "replicas sum inside of their hosts")
+        told += [
+            f"{count} groups that share {what} lie on several hosts: every block waits for the network"
+            for what, count in self.split_peers.items()
+            if count
+        ]
         axes = ", ".join(topology.process_topology.axes)
         return [*lines, f"{'; '.join(told)}; axes: [{axes}]"]
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from training.config.keys import TrainConfig
+from training.config.sections import ModelTopo
 from training.config.yaml_file import checked
 from training.distributed.placement import Placement, place
 
@@ -53,6 +54,39 @@ def test_axes_of_the_config_stay_and_a_better_order_is_told() -> None:
     best = config_of([3, 2], axes=["data", "pipe"])
     config, picture = place(best, hosts_of(2, 2, 2))
     assert config == best and picture[-1].endswith("axes: [data, pipe]")
+
+
+@pytest.mark.parametrize(
+    ("dims", "slots", "axes", "sequence", "told"),
+    [
+        ([2, 1, 2], (2, 2), ["pipe", "data", "model"], 1, {"layers": 0, "rows": 0}),
+        ([1, 1, 4], (2, 2), ["pipe", "data", "model"], 1, {"layers": 1, "rows": 0}),
+        ([2, 1, 3], (2, 2, 2), ["pipe", "data", "model"], 1, {"layers": 2, "rows": 0}),
+        ([2, 2, 2], (4, 4), ["model", "pipe", "data"], 1, {"layers": 4, "rows": 0}),
+        ([2, 2], (2, 2), ["pipe", "data"], 2, {"layers": 0, "rows": 0}),
+        ([1, 4], (3, 1), ["pipe", "data"], 2, {"layers": 0, "rows": 1}),
+    ],
+)
+def test_groups_that_share_something_and_lie_on_several_hosts_are_told(
+    dims: list[int], slots: tuple[int, ...], axes: list[str], sequence: int, told: dict[str, int]
+) -> None:
+    values: dict[str, Any] = {"process_topology": {"dims": dims, "axes": axes}, "sequence": sequence}
+    asked = config_of([1, 1]).model_copy(update={"model_topo": ModelTopo.model_validate(values)})
+    assert Placement(asked.model_topo, tuple(hosts_of(*slots))).split_peers == told
+    (line,) = [line for line in place(asked, hosts_of(*slots))[1] if "axes: [" in line and "would" not in line]
+    for what, count in told.items():
+        said = f"{count} groups that share {what} lie on several hosts: every block waits for the network"
+        assert (said in line) == (count > 0)
+
+
+def test_rows_are_shared_inside_of_hosts_where_an_order_of_axes_does_so() -> None:
+    # [pipe, data] has both replicas of a stage beside each other; [data, pipe] whole pipelines, which share all rows.
+    values = {"process_topology": {"dims": [3, 2], "axes": ["pipe", "data"]}, "sequence": 2}
+    topology = ModelTopo.model_validate(values)
+    assert Placement.best(topology.turned(), hosts_of(2, 2, 2)).topology == topology
+    # Replicas with rows of their own are better off with whole pipelines on a host.
+    values = {"process_topology": {"dims": [2, 4], "axes": ["pipe", "data"]}, "sequence": 2}
+    assert Placement.best(ModelTopo.model_validate(values), hosts_of(2, 2, 2, 2)).split_peers["rows"] == 0
 
 
 def test_the_picture() -> None:
