@@ -31,6 +31,11 @@ OFFLOADED = {"offload_activations": True}
 REPLICAS: dict[str, Any] = {"model_topo": topology((1, 2)), "packing": False, "pack_len": None}
 
 
+ROWS: dict[str, Any] = {"model_topo": topology((1, 2)) | {"sequence": 2}}
+GRID: dict[str, Any] = {"process_topology": {"axes": ["pipe", "data", "model"], "dims": [1, 1, 2]}}
+LAYERS: dict[str, Any] = {"model_topo": GRID}
+
+
 def zero(stage: int) -> dict[str, Any]:
     return {"door": "zero", "zero_optimization": {"stage": stage}}
 
@@ -63,6 +68,14 @@ PAIRED: dict[str, dict[str, Any]] = {
     "replicas": REPLICAS,
     "replicas-bf16": BF16 | REPLICAS,
 }
+# Of two processes that share something, for every model that they can share.
+SHARED: dict[str, dict[str, Any]] = {
+    "rows": ROWS,
+    "rows-bf16-recomputed": ROWS | BF16 | RECOMPUTED | OFFLOADED,
+    "layers": LAYERS,
+    "layers-bf16-recomputed": LAYERS | BF16 | RECOMPUTED | OFFLOADED,
+}
+ODD_HEADS = "baichuan2-13b"
 ROUTED = {"aux_router_loss": {"weight": 0.5}}
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-router-loss": ("mixtral", ROUTED),
@@ -81,6 +94,16 @@ OF_ONE = {f"{model}-{cell}": (model, keys) for model in CASES for cell, keys in 
 OF_TWO = {f"{model}-{cell}": (model, keys) for model in CASES for cell, keys in PAIRED.items()} | {
     "qwen3_moe-router-loss": ("qwen3_moe", ROUTED | {"schedule": "dualpipev"}),
     "llama-tied-dualpipev-bf16": ("llama-tied", BF16 | {"schedule": "dualpipev"}),
+    "mixtral-spread": ("mixtral", ROUTED | {"model_topo": GRID | {"experts": "spread"}}),
+    "mixtral-rows-router-loss": ("mixtral", ROUTED | ROWS),
+    "llama-tied-rows-flex": ("llama-tied", BF16 | ROWS | {"kernel": FLEX}),
+    "llama-tied-rows-varlen": ("llama-tied", BF16 | ROWS | {"kernel": VARLEN}),
+}
+OF_TWO |= {
+    f"{model}-{cell}": (model, keys)
+    for model in CASES
+    for cell, keys in SHARED.items()
+    if "layers" in cell or model != ODD_HEADS
 }
 ALWAYS = {  # one of each kind; all others take minutes
     *(f"llama-tied-{cell}" for cell in CELLS if cell not in ("unsharded", "z-loss", "zero-1")),
@@ -89,6 +112,7 @@ ALWAYS = {  # one of each kind; all others take minutes
     *("llama-tied-varlen", "bloom-flex", "llama-dynamic-generation"),
     *("llama-tied-1f1b", "llama-tied-dualpipev-bf16", "mixtral-dualpipev", "phi3-long-1f1b-bf16-recomputed"),
     *("llama-tied-replicas", "llama-tied-replicas-bf16"),
+    *("llama-tied-rows-bf16-recomputed", "llama-tied-layers-bf16-recomputed", "mixtral-layers", "mixtral-spread"),
 }
 
 
