@@ -97,7 +97,7 @@ def readers_alone() -> None:
     """The gradient of what the parts of a layer read is that of one part."""
     from models.parallel.tensor import TensorShare
 
-    TensorShare._to_readers = lambda self, module, inputs, named: (inputs, named)  # type: ignore[method-assign]
+    TensorShare._to_readers = lambda self, _, inputs, named: (inputs, named)  # type: ignore[method-assign]
 
 
 KINDS = (ends_apart, no_decay, moments_lost, padding_counts, documents_meet, parts_swapped, readers_alone)

@@ -93,8 +93,8 @@ def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: 
     values, said = config.dump(), []
     if topo.processes != config.model_topo.processes:
         dims = f"{config.model_topo.process_topology.dims} -> {topo.process_topology.dims}"
-        why = f"this machine has room for {room()} processes, and a small layer for {PARTS} parts"
-        said.append(f"dims: {dims}, as {why}")
+        limits = f"this machine has room for {room()} processes, and a small layer for {PARTS} parts"
+        said.append(f"dims: {dims}, as {limits}")
     numbers, why = small_numbers(config, spec)
     values |= numbers
     said += why
