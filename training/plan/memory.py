@@ -17,6 +17,10 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate
 from math import prod
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
 
 from models.fake_layers import Saved
 from models.lean_loss import CPU_CHUNK, GPU_CHUNK
@@ -27,7 +31,7 @@ from training.plan.casts import HELD_COMPILED, HELD_EAGER
 from training.plan.costs import kept_without_offload, saved, sent_away
 from training.plan.optimizer_memory import StateBytes
 from training.plan.partition import LayerRange, layers_of
-from training.schedule.under_way import Moment, under_way
+from training.schedule.under_way import under_way
 
 BACKWARD = 3  # tensors as large as the largest saved one that a backward pass holds besides
 
@@ -84,13 +88,8 @@ class MemoryModel:
         if self._tied and {0, self._head} <= {layer for b, e in ranges for layer in (b, e - 1)}:
             held -= self._basis.shapes(0)[self._spec.family.tie.embedding].numel()  # both ends are one parameter
         of_ranges = [self._of_range(*each) for each in ranges]
-        activations = max(
-            sum(
-                whole * of_whole + waiting * of_waiting
-                for (whole, waiting), (of_whole, of_waiting, _, _) in zip(moment, of_ranges, strict=True)
-            )
-            for moment in self._moments[rank]
-        )
+        kept = [number for of_whole, of_waiting, _, _ in of_ranges for number in (of_whole, of_waiting)]
+        activations = int(self._moments[rank].dot(kept).max())
         passing = max(of_pass for _, _, of_pass, _ in of_ranges)
         passing += sum(away for _, _, _, away in of_ranges)  # on its way back, for the next block
         offloaded = max(self._largest) * self._itemsize if states.host else 0
@@ -138,8 +137,10 @@ class MemoryModel:
         return [0, *accumulate(of_layer - away for of_layer, away in kept)]
 
     @cached_property
-    def _moments(self) -> list[list[Moment]]:
-        return under_way(self._basis.schedule, self._config.model_topo.stages, self._basis.micro_batches)
+    def _moments(self) -> list[NDArray[Any]]:
+        """Of each rank: of how many micro-batches its stages keep all, and what waits, at the worst moments."""
+        found = under_way(self._basis.schedule, self._config.model_topo.stages, self._basis.micro_batches)
+        return [numpy.array(moments, dtype=numpy.int64).reshape(len(moments), -1) for moments in found]
 
     @cached_property
     def _of_range(self) -> Callable[[int, int], tuple[int, int, int, int]]:

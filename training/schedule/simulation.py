@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cache
 
 from training.schedule.instructions import WORK, Message, Schedule, read_schedule
-from training.schedule.walk import Program, Simulation, walk
+from training.schedule.walk import Program, Simulation, Step, walk
 
 
 def simulate(
@@ -48,6 +49,13 @@ def simulate(
 
 def program(schedule: Schedule, rank: int, ranks: int, micro_batches: int) -> Program:
     """A rank's work and exchanges in order."""
+    for step in _steps(schedule, rank, ranks, micro_batches):  # noqa: UP028
+        yield step  # as a list would not take the seconds that a program is sent
+
+
+@cache
+def _steps(schedule: Schedule, rank: int, ranks: int, micro_batches: int) -> list[Step]:
+    """The same for all divisions and devices, of which a search tries hundreds."""
     import torch
 
     if not torch.cuda.is_available():
@@ -56,16 +64,18 @@ def program(schedule: Schedule, rank: int, ranks: int, micro_batches: int) -> Pr
 
     from training.schedule.zero_bubble import FilledSchedule
 
+    steps: list[Step] = []
     queued: list[Message] = []
     one_by_one = schedule == "1f1b"
     instructions = TrainSchedule if one_by_one else FilledSchedule
     for instruction, meaning in read_schedule(instructions(micro_batches, ranks, rank)):
         if meaning and meaning.kind in WORK:
-            yield meaning
+            steps.append(meaning)
         elif meaning and meaning.message:
             queued.append(meaning.message)
         if queued and (one_by_one or instruction.name in ("LaunchP2P", "CommitP2P")):
-            yield queued
+            steps.append(queued)
             queued = []
         if one_by_one or instruction.name == "CommitP2P":
-            yield None
+            steps.append(None)
+    return steps

@@ -54,7 +54,8 @@ class Simulation:
 
 
 # What a rank does: work; messages that start now, answered by the seconds until all are there; None waits for those.
-Program = Generator[Meaning | list[Message] | None, float | None, None]
+Step = Meaning | list[Message] | None
+Program = Generator[Step, float | None, None]
 
 
 def walk(
