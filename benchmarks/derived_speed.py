@@ -14,7 +14,7 @@ import torch
 from transformers import Qwen3Config
 
 from models.architectures import Family, llama
-from models.attention import TORCH
+from models.attention.kernels import TORCH
 from models.causal_lm import CausalLM
 from models.derived.derive import derive
 from models.loading import SeededStates

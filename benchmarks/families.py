@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from benchmarks.server_classes import CLASSES
 from models.architectures import FAMILIES, family_of
-from models.attention import EAGER
+from models.attention.kernels import EAGER
 from models.derived.proof import Proof, prove
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"

@@ -25,10 +25,10 @@ from benchmarks.kernel_classes import shares, spans_of
 from benchmarks.ranks import RESULT, tell
 from benchmarks.steps import joined, train
 from benchmarks.turns import Straight
-from models.attention import CUDNN, FLASH, FLASH_3, TORCH, choose_attention
-from models.flex_attention import FLEX
+from models.attention.flex import FLEX
+from models.attention.kernels import CUDNN, FLASH, FLASH_3, TORCH, choose_attention
+from models.attention.packed import VARLEN
 from models.loading import SeededStates
-from models.packed_attention import VARLEN
 from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
 from training.data_setup import build_loader

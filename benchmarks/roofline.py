@@ -26,9 +26,9 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.gpu_models import COMMON, MODELS
-from models.attention import EAGER
-from models.layer_work import Operation, work_of
+from models.attention.kernels import EAGER
 from models.spec import ModelSpec
+from models.work.layer_work import Operation, work_of
 from training.config.keys import TrainConfig
 from training.config.sections import FP8
 from training.metrics.devices import parse_devices

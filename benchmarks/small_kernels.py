@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from benchmarks.roofline import LENGTH, LLAMA, print_table
-from models.fake_layers import fake_layer
-from models.layer_work import Recorder, work_of
 from models.spec import ModelSpec
+from models.work.fake_layers import fake_layer
+from models.work.layer_work import Recorder, work_of
 
 MIXTRAL = LLAMA | {"model_type": "mixtral", "intermediate_size": 14336, "num_key_value_heads": 8}
 MIXTRAL |= {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}

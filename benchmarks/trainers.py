@@ -26,7 +26,7 @@ MOST_STEPS = 12
 
 def by_pipetune(config: TrainConfig, samples: SampleSet, way: type[Way], pace: Pace) -> None:
     """Train by one of our engines; the process group is there already."""
-    from models.attention import choose_attention
+    from models.attention.kernels import choose_attention
     from models.spec import ModelSpec
     from training.config.deepspeed_config import training_dtype
     from training.plan.auto import divide

@@ -20,11 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from models.architectures.family import Family
+from models.attention.positions import Arguments, Positions, attention_kind
+from models.blocks.offload import Offloading, Parked, Returns, Trip
 from models.generation.cache import KeyValueCache
-from models.offload import Offloading, Parked, Returns, Trip
 from models.parallel.collectives import copied, gathered
 from models.parallel.peers import ALONE, Peers
-from models.positions import Arguments, Positions, attention_kind
 from models.router import RouterRecorder, n_experts, top_k
 
 Stream = tuple[Tensor, ...]

@@ -12,11 +12,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from models.attention.positions import Positions
 from models.checkpoint.verify import warn_of_nan
 from models.errors import CheckpointError
 from models.parallel.peers import ALONE
 from models.parallel.tensor import TensorShare
-from models.positions import Positions
 from models.shared_reading import SharedReading
 from models.spec import ModelSpec
 

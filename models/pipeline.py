@@ -26,18 +26,18 @@ from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
 
-from models.block_options import PLAIN, BlockOptions
+from models.attention.positions import Positions
+from models.blocks.offload import Returns
+from models.blocks.options import PLAIN, BlockOptions
+from models.blocks.weight_gradients import WeightGradients
 from models.layers import Block, Head, Stream
 from models.loading import LayerStates, build_layer, tie_weights
 from models.loss import MicroBatchLoss, micro_batch_loss
-from models.offload import Returns
 from models.parallel.peers import NONE_SHARED, Sharing
 from models.parallel.tensor import TensorShare
-from models.positions import Positions
 from models.router import n_experts
 from models.shared_reading import SharedReading
 from models.spec import ModelSpec
-from models.weight_gradients import WeightGradients
 
 TIE_KEY = "embedding"
 

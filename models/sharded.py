@@ -15,11 +15,11 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from models.block_options import PLAIN, BlockOptions
+from models.blocks.offload import Returns
+from models.blocks.options import PLAIN, BlockOptions
 from models.layers import Block, Head, Stream
 from models.loading import LayerStates, build_layer, tie_weights
 from models.loss import MicroBatchLoss, micro_batch_loss
-from models.offload import Returns
 from models.parallel.peers import NONE_SHARED, Sharing
 from models.shared_reading import SharedReading
 from models.spec import ModelSpec

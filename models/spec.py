@@ -16,13 +16,13 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.architectures import FAMILIES, Family, WeightMap, family_of, proven_family
-from models.attention import WITHOUT_DROPOUT
+from models.attention.kernels import WITHOUT_DROPOUT
+from models.attention.positions import Positions
+from models.attention.rope import DYNAMIC
 from models.config_json import model_fields
 from models.errors import CheckpointError
 from models.layers import Block, Embedding, Head
 from models.parallel.peers import NONE_SHARED, Sharing
-from models.positions import Positions
-from models.rope import DYNAMIC
 from models.router import experts_implementation, n_experts
 
 

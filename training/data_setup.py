@@ -23,7 +23,7 @@ from data.streaming.stream import Stream, StreamLoader, open_stream
 from data.tokenized.dataset import Dataset, SampleSet, load_dataset
 from data.tokenized.store import default_folder
 from data.tokenized.tokenize import load_tokenizer
-from models import fp8
+from models.blocks import fp8
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 

@@ -20,12 +20,12 @@ from transformers import PreTrainedConfig
 from models.architectures import llama
 from models.architectures.bloom import alibi_slopes
 from models.architectures.family import Family, Native, Rule
-from models.attention import EAGER, TORCH
-from models.documents import Documents
-from models.flex_attention import FLEX
+from models.attention.documents import Documents
+from models.attention.flex import FLEX
+from models.attention.kernels import EAGER, TORCH
+from models.attention.positions import FULL, Angles, Arguments, Positions
 from models.generation.cache import KeyValueCache
 from models.layers import Head
-from models.positions import FULL, Angles, Arguments, Positions
 
 FIRST_VOCABULARY = range(64_000, 65_000)  # of the first generation, tokens that somebody added among them
 FIELDS = (

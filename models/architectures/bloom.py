@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomBlock, build_alibi_tensor, dropout_add
 
-from models import flex_attention
 from models.architectures.family import Family, Rule, Tie
-from models.attention import EAGER
-from models.documents import Documents
-from models.flex_attention import FLEX, Scope
+from models.attention import flex
+from models.attention.documents import Documents
+from models.attention.flex import FLEX, Scope
+from models.attention.kernels import EAGER
+from models.attention.position_ids import unmarked
+from models.attention.positions import FULL, Arguments, Positions
 from models.generation.cache import KeyValueCache
 from models.parallel.sequence import PartOfRows, over_parts
-from models.position_ids import unmarked
-from models.positions import FULL, Arguments, Positions
 
 
 def alibi_slopes(n_heads: int) -> Tensor:
@@ -93,7 +93,7 @@ class OpenBloomAttention(BloomAttention):
             output: tuple[Tensor, Any] = super().forward(hidden_states, residual, alibi, attention_mask, **options)
             return output
         query, key, value = self._reshape(self.query_key_value(hidden_states))
-        kernel = over_parts(flex_attention.attend if isinstance(attention_mask, Scope) else attend)
+        kernel = over_parts(flex.attend if isinstance(attention_mask, Scope) else attend)
         told = {"scaling": self.inv_norm_factor, "part_of_rows": alibi}
         attended, _ = kernel(self, query, key, value, attention_mask, **told)
         attended = self.dense(attended.flatten(2))

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from models.attention import ALL
+from models.attention.kernels import ALL
 
 
 @dataclass(frozen=True)

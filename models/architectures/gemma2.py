@@ -5,8 +5,8 @@ plain one, flash-attn or flex attention computes them.
 """
 
 from models.architectures.llama import relative
-from models.attention import EAGER, FLASH
-from models.flex_attention import FLEX
+from models.attention.flex import FLEX
+from models.attention.kernels import EAGER, FLASH
 from models.layers import SoftCappedHead
 
 FAMILY = relative(

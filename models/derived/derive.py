@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from models.architectures.family import Family, Tie
-from models.attention import ALL, EAGER
+from models.attention.kernels import ALL, EAGER
+from models.attention.positions import LINEAR, attention_kind
+from models.attention.rope import several_depend_on_length
 from models.derived.names import tables_of
 from models.derived.outline import FIRST, LENGTH, Outline, Source, Underivable, outline_of
 from models.derived.positions import DerivedPositions, by_document
 from models.derived.shrink import shrunk_fields
 from models.layers import Head, make_buffer
-from models.positions import LINEAR, attention_kind
-from models.rope import several_depend_on_length
 
 BLOCKS = 4  # of a small model: one of every kind, most often
 FEW_WORDS = 16

@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_map, tree_map_only
 from transformers import PreTrainedConfig
 
 from models.architectures.family import Family
+from models.attention.documents import Documents
+from models.attention.position_ids import unmarked
+from models.attention.positions import Arguments, Positions, fp32_products
+from models.attention.rope import DocumentRotary, depends_on_length
 from models.derived.outline import ANGLES, CACHE, CONSTANT, EMPTY, HIDDEN, MASK, POSITIONS, Call, Source
-from models.documents import Documents
 from models.generation.cache import KeyValueCache
-from models.position_ids import unmarked
-from models.positions import Arguments, Positions, fp32_products
-from models.rope import DocumentRotary, depends_on_length
 
 
 class DerivedPositions(Positions):

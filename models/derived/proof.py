@@ -31,15 +31,15 @@ from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from models.architectures import Family
-from models.attention import ALL, EAGER, TORCH
+from models.attention.kernels import ALL, EAGER, TORCH
+from models.attention.positions import LINEAR, attention_kind
+from models.attention.rope import depends_on_length
 from models.causal_lm import CausalLM
 from models.checkpoint.source import HuggingFaceSource, same_bytes
 from models.derived.derive import derive, small_model
 from models.derived.outline import Underivable
 from models.generation.cache import KeyValueCache
 from models.parallel.sequence import Folded, share_attention
-from models.positions import LINEAR, attention_kind
-from models.rope import depends_on_length
 from models.router import router_loss, top_k
 from models.spec import ModelSpec
 

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from models.attention import EAGER
+from models.attention.kernels import EAGER
+from models.attention.rope import depends_on_length
 from models.causal_lm import CausalLM
 from models.checkpoint.convert import copy_files
 from models.checkpoint.export import with_dtype
@@ -35,7 +36,6 @@ from models.checkpoint.source import open_source
 from models.config_json import write_json
 from models.errors import CheckpointError
 from models.generation.cache import KeyValueCache
-from models.rope import depends_on_length
 from models.spec import ModelSpec
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")

@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from models.attention.rope import turning_length
 from models.causal_lm import CausalLM
 from models.errors import CheckpointError
 from models.generation.passes import Pass, Passes
 from models.generation.sampling import GREEDY, Sampling, choose
-from models.rope import turning_length
 
 ROWS = 8  # texts under way at once, for each group
 

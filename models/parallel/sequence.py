@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from models.attention import ALL, EAGER
+from models.attention.kernels import ALL, EAGER
 from models.parallel.peers import Peers
 
 Kernel = Callable[..., tuple[Tensor, Any]]  # as transformers calls attention

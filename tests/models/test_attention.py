@@ -5,8 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models import attention
-from models.attention import ALL, CUDNN, EAGER, FLASH, FLASH_3, FLEX, TORCH, VARLEN, candidates, choose_attention
+from models.attention import kernels
+from models.attention.kernels import (
+    ALL,
+    CUDNN,
+    EAGER,
+    FLASH,
+    FLASH_3,
+    FLEX,
+    TORCH,
+    VARLEN,
+    candidates,
+    choose_attention,
+)
 
 GEMMA2, BLOOM = (EAGER, FLASH, FLEX), (EAGER, FLEX)
 
@@ -14,9 +25,9 @@ GEMMA2, BLOOM = (EAGER, FLASH, FLEX), (EAGER, FLEX)
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine with a GPU, where a test says what is missing."""
-    monkeypatch.setattr(attention, "_device_obstacle", lambda dtype: None)
+    monkeypatch.setattr(kernels, "_device_obstacle", lambda dtype: None)
     for name in ("_flash_missing", "_flex_missing"):
-        monkeypatch.setattr(attention, name, lambda: None)
+        monkeypatch.setattr(kernels, name, lambda: None)
     return monkeypatch
 
 
@@ -48,9 +59,9 @@ def test_what_is_passed_over_is_said(
     exact: tuple[str, ...], missing: list[str], taken: str, told: list[str], machine: pytest.MonkeyPatch
 ) -> None:
     machine.undo()
-    machine.setattr(attention, "_device_obstacle", lambda dtype: None)
-    machine.setattr(attention, "is_flash_attn_2_available", lambda: "flash" not in missing)
-    machine.setattr(attention.importlib.util, "find_spec", lambda name: None if "flex" in missing else name)
+    machine.setattr(kernels, "_device_obstacle", lambda dtype: None)
+    machine.setattr(kernels, "is_flash_attn_2_available", lambda: "flash" not in missing)
+    machine.setattr(kernels.importlib.util, "find_spec", lambda name: None if "flex" in missing else name)
     choice = choose_attention(True, torch.bfloat16, exact)
     assert choice.implementation == taken
     for words in told:
@@ -75,7 +86,7 @@ def test_old_gpus_and_fp32_are_obstacles(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    obstacle = attention._device_obstacle(dtype)
+    obstacle = kernels._device_obstacle(dtype)
     assert obstacle is None if told is None else told in (obstacle or "")
 
 
@@ -90,7 +101,7 @@ def test_old_gpus_and_fp32_are_obstacles(
 def test_what_is_tried_is_exact_and_there(
     exact: tuple[str, ...], able: set[str], tried: list[str], machine: pytest.MonkeyPatch
 ) -> None:
-    machine.setattr(attention, "is_flash_attn_3_available", lambda: FLASH_3 in able)
+    machine.setattr(kernels, "is_flash_attn_3_available", lambda: FLASH_3 in able)
     machine.setattr(torch.backends.cudnn, "is_available", lambda: CUDNN in able)
     assert candidates(torch.bfloat16, exact) == tried
 

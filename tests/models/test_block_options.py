@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from models import CausalLM, offload
-from models.attention import FLEX
-from models.block_options import PLAIN, BlockOptions
+from models import CausalLM
+from models.attention.kernels import FLEX
+from models.blocks import offload
+from models.blocks.options import PLAIN, BlockOptions
 from models.checkpoint.source import open_source
 from models.spec import ModelSpec
 from tests.models.cases import CASES

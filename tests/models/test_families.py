@@ -13,7 +13,7 @@ import torch
 from models import load_model
 from models.architectures import FAMILIES
 from models.architectures.bloom import alibi_slopes
-from models.attention import ALL, EAGER, FLASH, FLEX, TORCH
+from models.attention.kernels import ALL, EAGER, FLASH, FLEX, TORCH
 from models.spec import ModelSpec
 from tests.models.cases import CASES, GEMMA3_ROPE, LLAMA3_ROPE, LONG_ROPE
 from tests.models.helpers import change_config, error_line, random_ids, read_config

@@ -19,14 +19,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.block_options import BlockOptions
+from models.blocks.fp8 import MULTIPLE, PACKAGE, obstacle, to_fp8
+from models.blocks.offload import Returns
+from models.blocks.options import BlockOptions
+from models.blocks.weight_gradients import linear_layers
 from models.checkpoint.source import open_source
-from models.fp8 import MULTIPLE, PACKAGE, obstacle, to_fp8
 from models.layers import Block
 from models.loading import build_layer
-from models.offload import Returns
 from models.spec import ModelSpec
-from models.weight_gradients import linear_layers
 from tests.conftest import ROOT
 from tests.models.cases import CASES
 from tests.models.test_kernels import position_ids
@@ -163,7 +163,7 @@ def test_only_blocks_that_are_told_to_compute_so(make_checkpoint: Callable[..., 
 def test_recomputed_and_offloaded_it_rounds_the_same(
     make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("models.block_options.to_fp8", partial(to_fp8, emulate=True))
+    monkeypatch.setattr("models.blocks.options.to_fp8", partial(to_fp8, emulate=True))
     folder = make_checkpoint("llama")
     found = []
     for recompute, offload in ((frozenset(), False), (frozenset(), True), (frozenset({1}), True)):
@@ -206,7 +206,7 @@ def test_the_requirements_have_the_version_that_is_named() -> None:
 
 def test_torchao_tells_a_user_nothing() -> None:
     """Not in this process, where it is loaded already; whoever asks for logs gets all others."""
-    words = "import logging; logging.basicConfig(); from torch import nn; from models.fp8 import to_fp8; "
+    words = "import logging; logging.basicConfig(); from torch import nn; from models.blocks.fp8 import to_fp8; "
     words += "to_fp8(nn.Sequential(nn.Linear(16, 16)), True); logging.warning('mine')"
     done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True, cwd=ROOT)
     assert (done.stdout, done.stderr) == ("", "WARNING:root:mine\n")

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from transformers import modeling_flash_attention_utils
 
-from models import CausalLM, packed_attention
-from models.attention import ALL, CUDNN, FLASH, FLASH_3, FLEX, VARLEN
+from models import CausalLM
+from models.attention import packed
+from models.attention.kernels import ALL, CUDNN, FLASH, FLASH_3, FLEX, VARLEN
+from models.attention.position_ids import unmarked
 from models.checkpoint.source import open_source
-from models.position_ids import unmarked
 from models.spec import ModelSpec
 from tests.models.cases import CASES
 from tests.models.helpers import gradients, random_ids
@@ -142,8 +143,8 @@ def by_definition(
 def test_varlen_attention_equals_the_usual_kernel(
     name: str, shares_keys: bool, make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_attention, "varlen_attn", varlen_by_definition)
-    monkeypatch.setattr(packed_attention, "_SHARES_KEYS", shares_keys)
+    monkeypatch.setattr(packed, "varlen_attn", varlen_by_definition)
+    monkeypatch.setattr(packed, "_SHARES_KEYS", shares_keys)
     folder = exact(name, VARLEN, make_checkpoint)
     assert_same(folder, VARLEN, PACKED)
     assert_same(folder, VARLEN, WHOLE)
@@ -155,7 +156,7 @@ def test_varlen_attention_of_this_torch_is_what_the_tests_put_in_its_place(windo
     torch.manual_seed(0)
     query, key, value = (torch.randn(40, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     ends = torch.tensor([0, 5, 6, 28, 40], dtype=torch.int32, device="cuda")
-    kernel: Any = packed_attention.varlen_attn
+    kernel: Any = packed.varlen_attn
     found = kernel(query, key, value, ends, ends, 22, 22, scale=0.2, window_size=window)
     query, key, value = (tensor.float().cpu() for tensor in (query, key, value))
     ends = ends.cpu()
@@ -250,7 +251,7 @@ def test_kernels_without_dropout_are_not_taken_where_attention_drops(make_checkp
 
 def test_a_batch_told_ahead_gives_the_same(make_checkpoint: Callable[..., Path]) -> None:
     """What is read from position ids and what is told may not differ; a wrong shape is refused."""
-    from models.documents import Documents
+    from models.attention.documents import Documents
 
     spec = ModelSpec.from_folder(make_checkpoint("llama"))
     positions = spec.positions()

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from models.flops import ModelFlops
-from models.layer_work import Operation, Recorder, work_of
 from models.layers import Block
 from models.spec import ModelSpec
+from models.work.flops import ModelFlops
+from models.work.layer_work import Operation, Recorder, work_of
 from tests.conftest import TINY
 
 ROWS, LENGTH = 2, 40

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.nn.attention import _cur_sdpa_kernel_backends as backends
 
-from models import packed_attention
-from models.documents import Documents
-from models.packed_attention import by_cudnn, by_document
+from models.attention import packed
+from models.attention.documents import Documents
+from models.attention.packed import by_cudnn, by_document
 
 ROWS = [[5, 1, 9, 3], [18]]
 
@@ -52,8 +52,8 @@ def test_equals_a_mask_over_the_row(window: int | None, by_document: Callable[..
 
 def test_cudnn_is_asked_first_and_only_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[SDPBackend]] = []
-    monkeypatch.setattr(packed_attention, "by_document", lambda *_, **__: seen.append(backends(with_priority=True)))
+    monkeypatch.setattr(packed, "by_document", lambda *_, **__: seen.append(backends(with_priority=True)))
     before = backends(with_priority=True)
-    packed_attention.by_cudnn()
+    packed.by_cudnn()
     assert seen[0][0] == SDPBackend.CUDNN_ATTENTION and len(seen[0]) == 4
     assert backends(with_priority=True) == before

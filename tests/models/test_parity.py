@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from models import load_model
-from models.rope import depends_on_length
+from models.attention.rope import depends_on_length
 from models.router import experts_implementation, router_loss
 from tests.conftest import ORIGINALS
 from tests.models.cases import CASES, PADDING

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models.positions import FULL
+from models.attention.positions import FULL
 from models.spec import ModelSpec
 from tests.models.cases import CASES
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from models.fake_layers import saved_by
+from models.blocks.weight_gradients import WeightGradients
 from models.layers import Block, Head
 from models.spec import ModelSpec
-from models.weight_gradients import WeightGradients
+from models.work.fake_layers import saved_by
 from tests.conftest import BAICHUAN, CHATGLM, TINY
 
 FAMILIES: dict[str, dict[str, Any]] = {

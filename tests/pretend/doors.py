@@ -32,7 +32,7 @@ from unittest.mock import patch
 import torch
 from deepspeed.utils import groups
 
-import models.offload
+import models.blocks.offload
 from models import load_model
 from models.generation.generate import generate
 from models.generation.sampling import Sampling
@@ -64,7 +64,7 @@ def run_cases(path: Path, watch: Watch) -> None:
     torch.set_num_threads(1)
     place = processes.Place.from_environment()
     assert place is not None
-    models.offload.LEAST = 1  # the tests' tensors are small
+    models.blocks.offload.LEAST = 1  # the tests' tensors are small
     kernels.install(watch)
     for case in json.loads(path.read_text()):
         config = TrainConfig.model_validate(case["config"])

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import models.flex_attention
-import models.packed_attention
+import models.attention.flex
+import models.attention.packed
 from tests.pretend.watch import Watch
 
 
 def install(watch: Watch) -> None:
-    setattr(models.packed_attention, "varlen_attn", partial(varlen_attention, watch))  # noqa: B010
-    setattr(models.flex_attention, "flex_attention", dense_attention)  # noqa: B010
+    setattr(models.attention.packed, "varlen_attn", partial(varlen_attention, watch))  # noqa: B010
+    setattr(models.attention.flex, "flex_attention", dense_attention)  # noqa: B010
 
 
 def varlen_attention(watch: Watch, *packed: Any, scale: float | None, window_size: Any, **options: Any) -> Tensor:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from models.flex_attention import FLEX
-from models.packed_attention import VARLEN
+from models.attention.flex import FLEX
+from models.attention.packed import VARLEN
 from tests.conftest import FAQ
 from tests.launching import topology
 from tests.models.cases import CASES

@@ -9,7 +9,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
 
-from models import fp8
+from models.blocks import fp8
 from models.parallel import tensor
 from models.parallel.peers import Peers
 from models.spec import ModelSpec, key_heads

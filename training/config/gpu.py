@@ -11,7 +11,7 @@ import re
 
 import torch
 
-from models import fp8
+from models.blocks import fp8
 from models.lean_loss import AMPERE
 from training.config.keys import TrainConfig
 from training.errors import ConfigError

@@ -5,7 +5,7 @@ a GPU a resumed run is equal to the last bit only with `deterministic: true`, by
 refuses an operation that has none. It costs a part of attention's backward pass. On a CPU all kernels are ordered.
 
 TF32 keeps 10 bits of the factors of an fp32 product and sums in fp32, on tensor cores. The angles of positions are
-never computed so (`models.positions`).
+never computed so (`models.attention.positions`).
 """
 
 from __future__ import annotations

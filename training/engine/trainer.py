@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from data.loader import GlobalBatch, Loader, MicroBatch
-from models.block_options import BlockOptions
+from models.attention.documents import Documents
+from models.blocks.options import BlockOptions
 from models.checkpoint.source import open_source
-from models.documents import Documents
 from models.loading import LayerStates, SeededStates
 from models.loss import micro_batch_loss
 from models.parallel.peers import NONE_SHARED, Sharing

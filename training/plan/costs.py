@@ -1,13 +1,13 @@
 """How long each layer takes for a micro-batch: estimated from what it does, and corrected by what was measured
 of single layers (`training.plan.calibration`) and of the run's own steps (`training.plan.feedback`).
 
-What a layer does is found by running one of its kind on fake tensors (`models.layer_work`), and how long that takes is
-a roofline (`training.plan.roofline`): FLOPs, bytes and launches, each kernel by itself. Recomputed activations add a
-forward pass to the backward pass. Gradients are added up in every micro-batch, the dense one of the embedding included,
-which is what a large vocabulary costs the first stage; the last one takes the logits through the softmax to their
-gradient. Processes that share rows or layers wait for each other's messages (`training.plan.sharing`). Once a step the
-replicas sum their gradients and the optimizer does its work, in main memory where it is offloaded. Of what is moved
-while a layer is computed, gradients and offloaded activations, counts what takes longer than that.
+What a layer does is found by running one of its kind on fake tensors (`models.work.layer_work`), and how long that
+takes is a roofline (`training.plan.roofline`): FLOPs, bytes and launches, each kernel by itself. Recomputed activations
+add a forward pass to the backward pass. Gradients are added up in every micro-batch, the dense one of the embedding
+included, which is what a large vocabulary costs the first stage; the last one takes the logits through the softmax to
+their gradient. Processes that share rows or layers wait for each other's messages (`training.plan.sharing`). Once a
+step the replicas sum their gradients and the optimizer does its work, in main memory where it is offloaded. Of what is
+moved while a layer is computed, gradients and offloaded activations, counts what takes longer than that.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 import torch
 
-from models.fake_layers import Saved, saved_by
-from models.layer_work import LayerWork, Operation, product, work_of
+from models.attention.positions import SLIDING, attention_kind
 from models.lean_loss import chunk_tokens
-from models.positions import SLIDING, attention_kind
 from models.spec import ModelSpec
+from models.work.fake_layers import Saved, saved_by
+from models.work.layer_work import LayerWork, Operation, product, work_of
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.metrics.devices import HOST_LINK, Device, this_device

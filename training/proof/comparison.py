@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from models.attention.positions import LINEAR
 from models.checkpoint.source import open_source
-from models.positions import LINEAR
 from training.checkpoint.folder import CheckpointRecord, step_folder
 from training.checkpoint.saved_slices import layer_of
 from training.config.deepspeed_config import training_dtype

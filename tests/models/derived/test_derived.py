@@ -25,9 +25,9 @@ from models.architectures import FAMILIES, family_of
 from models.derived import outline, proven
 from models.derived.derive import small_model
 from models.derived.proof import BOUND, prove, roughen
-from models.layer_work import work_of
 from models.loss import token_loss
 from models.spec import ModelSpec
+from models.work.layer_work import work_of
 from tests.models.derived.cases import TRAITS, write_small
 from tests.models.helpers import (
     LAYOUTS,

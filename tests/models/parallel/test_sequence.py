@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from models.attention import FLEX
+from models.attention.kernels import FLEX
 from models.causal_lm import CausalLM
 from models.layers import Block
 from models.loading import SeededStates

@@ -12,7 +12,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from models.weight_gradients import WeightGradients
+from models.blocks.weight_gradients import WeightGradients
 from training.engine.gradient_sums import SLICE, add, sum_as_they_are
 
 SIZES = [(3,), (SLICE,), (5, SLICE // 2 + 1)]

@@ -23,7 +23,7 @@ from data.loader import Loader
 from data.tokenized.dataset import InMemory
 from data.tokenized.tokenize import Sample
 from models import load_model
-from models.attention import FLEX
+from models.attention.kernels import FLEX
 from models.router import router_loss
 from tests.launching import topology
 from tests.ranks import Ranks

@@ -16,7 +16,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
-from models.attention import EAGER, FLASH, TORCH, VARLEN
+from models.attention.kernels import EAGER, FLASH, TORCH, VARLEN
 from models.spec import ModelSpec
 from tests.conftest import FAQ
 from tests.launching import run, topology, write_config
@@ -35,7 +35,7 @@ import sys
 from unittest.mock import patch
 import torch
 import train_ds
-from models.attention import EAGER, TORCH
+from models.attention.kernels import EAGER, TORCH
 
 def tell(*_):
     print("timed:", torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG"))

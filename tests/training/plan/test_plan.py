@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from models.fake_layers import saved_by
 from models.spec import ModelSpec
+from models.work.fake_layers import saved_by
 from tests.conftest import FAQ, TINY
 from tests.launching import error_lines, run, write_config
 from tests.training.plan.helpers import basis_of, config_of, llama, spec_of

@@ -24,17 +24,17 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from models import flex_attention
 from models.architectures.family import Family
-from models.attention import CUDNN, FLASH, FLASH_3, TORCH
-from models.documents import Documents
-from models.flex_attention import FLEX
+from models.attention import flex
+from models.attention.documents import Documents
+from models.attention.flex import FLEX
+from models.attention.kernels import CUDNN, FLASH, FLASH_3, TORCH
+from models.attention.packed import VARLEN
+from models.attention.position_ids import unmarked
+from models.attention.rope import DocumentRotary, depends_on_length
 from models.generation.cache import KeyValueCache
-from models.packed_attention import VARLEN
 from models.parallel.peers import NONE_SHARED, Sharing
 from models.parallel.sequence import Exchanged, PartOfRows, share_attention
-from models.position_ids import unmarked
-from models.rope import DocumentRotary, depends_on_length
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
@@ -167,7 +167,7 @@ class Positions:
         assert documents is not None
         if kernel == FLEX:
             slopes = None if self.slopes is None else self.slopes_on(hidden.device)
-            return {"attention_mask": flex_attention.scope(positions, window, slopes)}
+            return {"attention_mask": flex.scope(positions, window, slopes)}
         if kernel in (FLASH, FLASH_3, VARLEN):
             told = {} if kernel != VARLEN else {"document_window": window}  # transformers tells flash-attn of windows
             return {"attention_mask": None, **told, **documents.flash_arguments(hidden.device)}

@@ -1,7 +1,7 @@
 """What a layer does in a forward and a backward pass: FLOPs, bytes that are read and written, kernels.
 
-A layer runs once on fake tensors (`models.fake_layers`), and each operation that torch would launch a kernel for is
-noted: matrix products with their shapes, attention kernels, and all the others, which only move data. Compiled, what
+A layer runs once on fake tensors (`models.work.fake_layers`), and each operation that torch would launch a kernel for
+is noted: matrix products with their shapes, attention kernels, and all the others, which only move data. Compiled, what
 lies between two products or attention kernels becomes one kernel, which reads what comes from outside and writes what
 is used outside.
 """
@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models.fake_layers import fake_layer
 from models.layers import Block
 from models.spec import ModelSpec
+from models.work.fake_layers import fake_layer
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 LOOKUPS = {"embedding", "index_select", "gather", "index"}  # which read of their first input what they give

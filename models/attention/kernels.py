@@ -1,11 +1,11 @@
 """Which attention kernel a run uses, and why.
 
 transformers calls the kernels; all of them are exact and keep packed documents apart. The usual one is torch's own
-scaled_dot_product_attention, document by document (`models.packed_attention`), or for some families the layer's own
+scaled_dot_product_attention, document by document (`models.attention.packed`), or for some families the layer's own
 arithmetic. Others never hold the scores and take all documents in one launch. They need a GPU from Ampere on and 16-bit
 weights (on older ones Triton, which flex attention is made of, is no longer supported either). `use_flash_attn: true`
 takes the first of them that can run: flash-attn, where its package is installed; the same algorithm inside torch; flex
-attention (`models.flex_attention`), compiled for whatever is done to the scores. `auto` takes the fastest of these, of
+attention (`models.attention.flex`), compiled for whatever is done to the scores. `auto` takes the fastest of these, of
 torch's usual kernel, of cuDNN's and of flash-attn 3 (`training.plan.kernels`). A family declares which of them compute
 its attention exactly. Where none can run, the usual kernel does.
 """
@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from models.flex_attention import FLEX
+from models.attention.flex import FLEX
+from models.attention.packed import BY_CUDNN, BY_DOCUMENT, VARLEN
 from models.lean_loss import AMPERE
-from models.packed_attention import BY_CUDNN, BY_DOCUMENT, VARLEN
 
 TORCH, CUDNN, FLASH, FLASH_3, EAGER = BY_DOCUMENT, BY_CUDNN, "flash_attention_2", "flash_attention_3", "eager"
 ALL = (TORCH, CUDNN, FLASH, FLASH_3, VARLEN, FLEX)  # what computes plain attention and sliding windows

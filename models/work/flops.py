@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from models.positions import LINEAR, SLIDING, attention_kind
+from models.attention.positions import LINEAR, SLIDING, attention_kind
 from models.router import top_k
 from models.spec import ModelSpec
 

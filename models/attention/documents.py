@@ -1,8 +1,8 @@
 """How long the documents in the rows of a micro-batch are: what attention over packed rows goes by.
 
 Kernels want these lengths as numbers on the host. Reading them from the position ids makes the host wait for the
-device; but whoever lays a micro-batch out knows them, and `models.positions` can be told ahead. Padding at the end of a
-packed row counts as one more document, so the documents always fill the rows.
+device; but whoever lays a micro-batch out knows them, and `models.attention.positions` can be told ahead. Padding at
+the end of a packed row counts as one more document, so the documents always fill the rows.
 """
 
 from __future__ import annotations

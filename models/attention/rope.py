@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from models.position_ids import document_lengths
+from models.attention.position_ids import document_lengths
 
 LONGROPE, DYNAMIC = "longrope", "dynamic"
 

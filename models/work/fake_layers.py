@@ -3,8 +3,8 @@
 So nothing is derived by hand, and every family is right by construction. Masks and angles are made for a short row and
 enlarged to the length asked for. Experts share the tokens evenly. Costs 0.1 s a kind of layer and no memory.
 
-What autograd keeps is counted here, each tensor by its storage, residuals in fp32 included; `models.layer_work` counts
-what is done.
+What autograd keeps is counted here, each tensor by its storage, residuals in fp32 included; `models.work.layer_work`
+counts what is done.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, local_torch_dtype
 
+from models.blocks.weight_gradients import linear_layers
 from models.layers import Block, Embedding, Head
 from models.parallel.peers import Peers, Sharing
 from models.parallel.tensor import TensorShare
 from models.spec import ModelSpec
-from models.weight_gradients import linear_layers
 
 SHORT = 23  # the length of the row that masks and angles are made for: no other dimension of a model is a prime like it
 EXPERTS = "planned"  # what transformers knows `_even_experts` by

@@ -14,8 +14,8 @@ import importlib.util
 import torch
 from torch import nn
 
+from models.blocks.weight_gradients import linear_layers
 from models.spec import ModelSpec
-from models.weight_gradients import linear_layers
 
 PACKAGE = "torchao==0.18.0"
 CAPABILITY = (8, 9)  # from which on torch._scaled_mm, which torchao calls, has kernels: Ada, Hopper and later

@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from models.documents import Documents
+from models.attention.documents import Documents
 
 # What transformers knows these by.
 BY_DOCUMENT, BY_CUDNN, VARLEN = "sdpa_by_document", "cudnn_by_document", "torch_varlen"

@@ -1,0 +1,1 @@
+"""How tokens see each other: kernels, documents of a packed row, positions and their angles."""
