@@ -29,6 +29,11 @@ def _of_the_optimizer(what: str, function: str, most: int, why: str) -> list[All
     return [Allowed(what, f"{where} > {function}", most, why) for where in OPTIMIZERS]
 
 
+def _fetched(where: str, most: int) -> Allowed:
+    why = "ZeRO stage 3: until weights are together, the first layer's once, large ones in each pass"
+    return Allowed("synchronize a stream", f"{where} > {DEEPSPEED}/zero/partition_parameters.py wait", most, why)
+
+
 STEP = [
     Allowed("float", f"{ENGINE} train_step", 1, "the step's loss is reported"),
     Allowed("float", "training/loop.py _step", 1, "the norm of its gradient is reported; it has come with the loss"),
@@ -65,12 +70,8 @@ STEP = [
         8,
         "after each backward pass, until the gradients are in their shards",
     ),
-    Allowed(
-        "synchronize a stream",
-        f"{ZERO} train_step > {DEEPSPEED}/zero/partition_parameters.py wait",
-        1,
-        "until the first layer's weights are together",
-    ),
+    _fetched(f"{ZERO} train_step", 9),
+    _fetched("models/layers.py forward", 4),
     *_of_the_optimizer(NUMBERS, f"{DEEPSPEED}/zero/stage3.py get_grad_norm_direct", 1, "the sum of the norms"),
     # The optimizer on the CPU: gradients and weights cross over, which cannot be without waiting for them.
     *(
@@ -88,6 +89,7 @@ STEP = [
 EVALUATION = [
     Allowed("float", f"{ENGINE} eval_loss", 1, "the batch's loss is reported"),
     Allowed("float", f"{ZERO} _mean", 1, "the batch's loss is reported"),
+    _fetched("models/layers.py forward", 4),
     Allowed(
         "copy from host to device",
         f"{ENGINE} eval_loss > {DEEPSPEED}/pipe/engine.py _bcast_pipe_scalar",

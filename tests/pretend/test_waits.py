@@ -91,7 +91,13 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied-lion": ("llama-tied", {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}),
 }
 OF_ONE = {f"{model}-{cell}": (model, keys) for model in CASES for cell, keys in CELLS.items()} | OTHERS
-OF_TWO = {f"{model}-{cell}": (model, keys) for model in CASES for cell, keys in PAIRED.items()} | {
+SHALLOW = [model for model, case in CASES.items() if case.changes.get("num_hidden_layers") == 1]  # for four stages
+OF_TWO: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{model}-{cell}": (model, keys)
+    for model in CASES
+    for cell, keys in PAIRED.items()
+    if "schedule" not in keys or model not in SHALLOW
+} | {
     "qwen3_moe-router-loss": ("qwen3_moe", ROUTED | {"schedule": "dualpipev"}),
     "llama-tied-dualpipev-bf16": ("llama-tied", BF16 | {"schedule": "dualpipev"}),
     "mixtral-spread": ("mixtral", ROUTED | {"model_topo": GRID | {"experts": "spread"}}),
