@@ -136,7 +136,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"dataloader_drop_last": True, "train_batch_size": 32},
         ("train_batch_size", "32", "16 samples"),
     ),
-    "optimizer option": ({"optimizer": {"params": {"lr": 1e-3, "learning_rate": 1}}}, ("optimizer.params", "learning_rate")),
+    "optimizer option": (
+        {"optimizer": {"params": {"lr": 1e-3, "learning_rate": 1}}},
+        ("optimizer.params", "learning_rate"),
+    ),
     "fp16 without ZeRO": (
         {"fp16": {"enabled": True}, "zero_optimization": {"stage": 0}},
         ("zero_optimization.stage", "does not scale the loss"),

@@ -126,7 +126,11 @@ def test_a_fault_is_found_and_named(fault: str, what: str, where: str, proofs: P
         ("mixtral", MIXTRAL, {"bf16": {"enabled": True}, "aux_router_loss": {"weight": 0.5}}),
         ("bloom", {}, {"bf16": {"enabled": True}, "use_grad_ckpt": {"every": 2}, "offload_activations": True}),
         ("gemma2", {"sliding_window": 16}, {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}),
-        ("baichuan", {"max_position_embeddings": 256, "tie_word_embeddings": False}, {"optimizer": {"type": "SGD", "params": {"lr": 1e-2}}}),
+        (
+            "baichuan",
+            {"max_position_embeddings": 256, "tie_word_embeddings": False},
+            {"optimizer": {"type": "SGD", "params": {"lr": 1e-2}}},
+        ),
         ("chatglm", {"num_layers": 6}, {"bf16": {"enabled": True}, "schedule": "dualpipev", "compile": True}),
         ("qwen3", {}, {"model_topo": topology((8, 2)), "stream_gb": 1, "max_steps": 50}),
     ],
