@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,13 @@ class Hang(AssertionError):
     """Nothing moved for long."""
 
 
+def heed_signals() -> None:
+    """Let a command be ended by signals that the tests' own process ignores, as under nohup or behind an `&`."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
 class Launch:
     """A command under way; what it prints goes to files, so that it never waits for a reader.
 
@@ -64,6 +72,7 @@ class Launch:
             stdout=self._printed[0],
             stderr=self._printed[1],
             start_new_session=True,
+            preexec_fn=heed_signals,  # noqa: PLW1509
         )
         self.pid = self._process.pid
 

@@ -142,6 +142,15 @@ def test_what_a_dead_agent_leaves_is_killed_first(tmp_path: Path) -> None:
     assert before and not any(each.is_running() for each in before)
 
 
+def test_tests_under_nohup_end_what_they_start() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        result = start("sh", "-c", "kill -HUP $$; echo alive").end()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (result.returncode, result.stdout) == (-signal.SIGHUP, "")
+
+
 def test_a_signal_that_was_ignored_stays_so(tmp_path: Path) -> None:
     """As under nohup."""
     launch = start("sh", "-c", 'trap "" HUP; exec "$0" "$@"', *words_of(tmp_path, "waits"))
