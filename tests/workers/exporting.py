@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from models.checkpoint.source import PipelineSource
+from tests.workers.leaving import leave
 from training.checkpoint.exporting import export_run
-from training.distributed.processes import Place, gather, stop
+from training.distributed.processes import Place, gather
 from training.errors import RunRefused
 
 
@@ -32,7 +33,7 @@ def main() -> None:
     outcomes = [gather(run_case(case)) for case in json.loads(path.read_text())]
     if torch.distributed.get_rank() == 0:
         (path.parent / "outcomes.json").write_text(json.dumps(outcomes))
-    stop()
+    leave()
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:

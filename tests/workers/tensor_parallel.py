@@ -17,7 +17,8 @@ from torch import distributed
 from models import CheckpointError
 from models.generation.generate import Request, generate_many
 from models.generation.tensor_parallel import load_share
-from training.distributed.processes import gather, stop
+from tests.workers.leaving import leave
+from training.distributed.processes import gather
 
 
 def main() -> None:
@@ -29,7 +30,7 @@ def main() -> None:
     outcomes = [gather(run_case(case)) for case in json.loads(path.read_text())]
     if distributed.get_rank() == 0:
         (path.parent / "outcomes.json").write_text(json.dumps(outcomes))
-    stop()
+    leave()
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
