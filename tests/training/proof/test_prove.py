@@ -71,6 +71,7 @@ def proofs(tmp_path: Path, make_checkpoint: Callable[..., Path]) -> Proofs:
 
 
 @LAUNCHED
+@pytest.mark.slow
 def test_a_sound_run_is_proved_beside_its_checkpoints(proofs: Proofs) -> None:
     """Of two stages, whose layers two processes each share."""
     config = proofs.config(model_topo=SHARED | {"parts": [5, 3]})
@@ -95,7 +96,7 @@ def test_a_sound_run_is_proved_beside_its_checkpoints(proofs: Proofs) -> None:
 @pytest.mark.parametrize(
     ("fault", "what", "where"),
     [
-        pytest.param("ends_apart", "gradients", "4.lm_head.weight: layer 4, stage 1", marks=pytest.mark.slow),
+        pytest.param("ends_apart", "gradients", "4.lm_head.weight: layer 4, stage 1", marks=pytest.mark.longest),
         pytest.param("no_decay", "updates of the weights", "stage", marks=pytest.mark.longest),
         pytest.param("moments_lost", "weights after kill and resume", "stage", marks=pytest.mark.longest),
         pytest.param("padding_counts", "loss", "step", marks=pytest.mark.longest),
