@@ -4,8 +4,8 @@ Each line of `WAYS` is one measurement, in order of value: those that fit into `
 own (`benchmarks.unattended`), and each is one row on the screen and in `--results`, runs/gpu.jsonl. `--wheels` installs
 what the machine lacks, from a folder. Eight layers of llama-7b, or fewer where the planner says that these do not fit
 (`benchmarks.gpu_models`), and all that fit with `--full`; in bf16, one stage, AdamW, eight rows of 4,096 tokens a step.
-MFU counts what the model needs (`models.work.flops`), not what is recomputed; attention's causal half that kernels skip
-counts as well.
+MFU counts what the model needs (`models.costs.flops`), not what is recomputed; attention's causal half that kernels
+skip counts as well.
 """
 
 from __future__ import annotations

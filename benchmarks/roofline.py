@@ -27,8 +27,9 @@ import torch
 
 from benchmarks.gpu_models import COMMON, MODELS
 from models.attention.kernels import EAGER
+from models.costs.fake_layers import LayerCase
+from models.costs.layer_work import Operation, work_of
 from models.spec import ModelSpec
-from models.work.layer_work import Operation, work_of
 from training.config.keys import TrainConfig
 from training.config.sections import FP8
 from training.metrics.devices import parse_devices
@@ -300,7 +301,8 @@ def published_runs() -> list[list[str]]:
 
 def _kernels(basis: Basis, layer: int) -> list[Operation]:
     """Of a layer's forward and backward pass, as the plan has counted them."""
-    counted = next(work for asked, work in basis.known.items() if asked[:2] == (work_of, layer))
+    cases = ((asked[1], work) for asked, work in basis.known.items() if asked[0] is work_of)
+    counted = next(work for case, work in cases if isinstance(case, LayerCase) and case.layer == layer)
     return [*counted.forward, *counted.backward]
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from benchmarks.roofline import LENGTH, LLAMA, print_table
+from models.costs.fake_layers import LayerCase, fake_layer
+from models.costs.layer_work import Recorder, work_of
 from models.spec import ModelSpec
-from models.work.fake_layers import fake_layer
-from models.work.layer_work import Recorder, work_of
 
 MIXTRAL = LLAMA | {"model_type": "mixtral", "intermediate_size": 14336, "num_key_value_heads": 8}
 MIXTRAL |= {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
@@ -30,6 +30,7 @@ BLOCKS = {"llama-7b": LLAMA, "mixtral-8x7b's shape": MIXTRAL, "qwen3-30b-a3b's s
 PARTS = {"SparseMoeBlock": "experts", "MLP": "SwiGLU", "RMSNorm": "norms", "Attention": "rotary angles"}
 REST = "the rest"
 COLUMNS = ["norms", "rotary angles", "SwiGLU", "experts", REST]
+CASE = LayerCase(1, 1, LENGTH, torch.bfloat16, flash=True)
 ONCE, GATED = 4, 6  # bytes of an element that is read and written, and of one made of two
 
 
@@ -38,7 +39,7 @@ def between_products(spec: ModelSpec) -> tuple[Counter[str], Counter[str]]:
     eager: Counter[str] = Counter()
     fused: Counter[str] = Counter()
     inside: list[str] = []
-    with fake_layer(spec, 1, 1, LENGTH, torch.bfloat16, flash=True) as fake, Recorder() as recorder:
+    with fake_layer(spec, CASE) as fake, Recorder() as recorder:
 
         def enter(module: nn.Module, arguments: Any) -> None:
             count()
@@ -77,7 +78,7 @@ def rows() -> list[list[str]]:
             (Path(folder) / "config.json").write_text(json.dumps(fields), encoding="utf-8")
             spec = ModelSpec.from_folder(Path(folder))
         eager, fused = between_products(spec)
-        compiled = work_of(spec, 1, 1, LENGTH, torch.bfloat16, flash=True, compiled=True).forward
+        compiled = work_of(spec, CASE, compiled=True).forward
         totals = [eager.total(), fused.total(), sum(each.bytes for each in compiled if each.kind == "traffic")]
         size = LENGTH * spec.config.hidden_size
         parts = [f"{eager[part] / size:.0f}" if eager[part] else "" for part in COLUMNS]

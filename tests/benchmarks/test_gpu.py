@@ -26,8 +26,8 @@ from benchmarks.gpu_models import (
 from benchmarks.gpu_worker import AUTO, KERNELS, TOLERANCE, against
 from benchmarks.kernel_classes import REST, Span, kind, shares
 from models.attention.kernels import ALL
+from models.costs.flops import ModelFlops
 from models.spec import ModelSpec
-from models.work.flops import ModelFlops
 from tests.launching import run
 from training.data_setup import build_loader
 from training.metrics.devices import parse_devices

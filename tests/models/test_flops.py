@@ -11,8 +11,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
+from models.costs.flops import ModelFlops
 from models.spec import ModelSpec
-from models.work.flops import ModelFlops
 
 BATCH, LENGTH = 2, 96
 

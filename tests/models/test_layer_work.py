@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from models.costs.fake_layers import LayerCase
+from models.costs.flops import ModelFlops
+from models.costs.layer_work import Operation, Recorder, work_of
 from models.layers import Block
 from models.spec import ModelSpec
-from models.work.flops import ModelFlops
-from models.work.layer_work import Operation, Recorder, work_of
 from tests.conftest import TINY
 
 ROWS, LENGTH = 2, 40
@@ -49,7 +50,7 @@ def test_kernels_are_those_of_a_real_pass(family: str, dtype: torch.dtype, tmp_p
         output = module._run(hidden, ids, arguments)[0]
     with Recorder() as backward:
         torch.autograd.grad(output, [hidden, *module.parameters()], torch.empty_like(output))
-    work = work_of(spec, 1, ROWS, LENGTH, dtype)
+    work = work_of(spec, LayerCase(1, ROWS, LENGTH, dtype))
     for real, counted in ((forward.noted, work.forward), (backward.noted, work.backward)):
         assert Counter(each.kind for each in real) == Counter(each.kind for each in counted)
         for kind in ("products", "attention"):
@@ -61,7 +62,7 @@ def test_kernels_are_those_of_a_real_pass(family: str, dtype: torch.dtype, tmp_p
 @pytest.mark.parametrize("fields", [{"model_type": "llama"}, {"model_type": "mixtral", **EXPERTS}], ids=str)
 def test_flops_are_those_of_the_model(fields: dict[str, Any], tmp_path: Path) -> None:
     spec = spec_of(tmp_path, **fields)
-    work = work_of(spec, 1, ROWS, LENGTH, torch.float32)
+    work = work_of(spec, LayerCase(1, ROWS, LENGTH, torch.float32))
     both = [*work.forward, *work.backward]
     counted = flops(both, "products") + flops(work.forward, "attention") * 3  # the scores again are not counted
     assert counted == ModelFlops(spec).by_layer([LENGTH] * ROWS, 0)[1]
@@ -70,13 +71,14 @@ def test_flops_are_those_of_the_model(fields: dict[str, Any], tmp_path: Path) ->
 def test_bytes_of_a_norm(tmp_path: Path) -> None:
     """In bf16: widened 2 + 4, squared 4 + 4, averaged 4, scaled 4 + 4, rounded 4 + 2, by the weight 2 + 2."""
     spec = spec_of(tmp_path, model_type="llama")
-    work = work_of(spec, spec.n_layers - 1, ROWS, LENGTH, torch.bfloat16)
+    work = work_of(spec, LayerCase(spec.n_layers - 1, ROWS, LENGTH, torch.bfloat16))
     assert moved(work.forward, "traffic") == pytest.approx(36 * ROWS * LENGTH * spec.config.hidden_size, rel=0.02)
 
 
 def test_compiled_blocks_move_less_in_fewer_kernels(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, model_type="llama")
-    eager, compiled = (work_of(spec, 1, ROWS, LENGTH, torch.bfloat16, compiled=on) for on in (False, True))
+    case = LayerCase(1, ROWS, LENGTH, torch.bfloat16)
+    eager, compiled = (work_of(spec, case, compiled=on) for on in (False, True))
     for before, after in ((eager.forward, compiled.forward), (eager.backward, compiled.backward)):
         assert len(after) < len(before) / 2
         assert moved(after, "traffic") < 0.6 * moved(before, "traffic")
@@ -86,8 +88,8 @@ def test_compiled_blocks_move_less_in_fewer_kernels(tmp_path: Path) -> None:
 
 def test_scores_in_memory_are_counted_by_the_row(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, model_type="gemma2")
-    short, long = (work_of(spec, 1, 1, length, torch.float32) for length in (256, 512))
+    short, long = (work_of(spec, LayerCase(1, 1, length, torch.float32)) for length in (256, 512))
     assert not flops(short.forward, "attention")
     assert moved(long.forward, "traffic") > 2.5 * moved(short.forward, "traffic")
-    flash = work_of(spec, 1, 1, 512, torch.float32, flash=True)
+    flash = work_of(spec, LayerCase(1, 1, 512, torch.float32, flash=True))
     assert flops(flash.forward, "attention") and moved(flash.forward, "traffic") < moved(long.forward, "traffic") / 2

@@ -11,9 +11,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from models.blocks.weight_gradients import WeightGradients
+from models.costs.fake_layers import LayerCase, saved_by
 from models.layers import Block, Head
 from models.spec import ModelSpec
-from models.work.fake_layers import saved_by
 from tests.conftest import BAICHUAN, CHATGLM, TINY
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -54,7 +54,7 @@ def test_saved_bytes_are_those_of_a_real_pass(family: str, dtype: torch.dtype, t
         measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
         assert output.requires_grad
         assert isinstance(module, (Block, Head))
-        assert saved_by(spec, layer, rows, length, dtype).inside == pytest.approx(measured, rel=0.01)
+        assert saved_by(spec, LayerCase(layer, rows, length, dtype)).inside == pytest.approx(measured, rel=0.01)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -67,9 +67,9 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def test_experts_keep_what_the_tokens_sent_to_them_need(tmp_path: Path) -> None:
     fields = {**TINY, "model_type": "mixtral", "num_local_experts": 8}
+    case = LayerCase(1, 1, 512, torch.float32)
     kept = {
-        count: saved_by(spec_of(tmp_path, fields | {"num_experts_per_tok": count}), 1, 1, 512, torch.float32).inside
-        for count in (1, 2, 4)
+        count: saved_by(spec_of(tmp_path, fields | {"num_experts_per_tok": count}), case).inside for count in (1, 2, 4)
     }
     assert kept[4] - kept[2] == pytest.approx(2 * (kept[2] - kept[1]), rel=0.01)
     assert kept[2] - kept[1] > 512 * 4 * (64 + 2 * 96 + 96)  # input, both products, what is multiplied
@@ -93,4 +93,4 @@ def test_bytes_that_wait_are_those_of_a_real_pass(family: str, tmp_path: Path) -
     inputs = {inputs.untyped_storage().data_ptr(): inputs.untyped_storage().nbytes() for _, inputs, _ in remembered}
     measured = sum(inputs.values()) + sum(gradient.nbytes for _, _, gradient in remembered)
     assert measured > 0
-    assert saved_by(spec, 1, rows, length, torch.float32).waiting == measured
+    assert saved_by(spec, LayerCase(1, rows, length, torch.float32)).waiting == measured

@@ -388,9 +388,13 @@ class ModelTopo(Section):
             return ranks.reshape(-1, 1)
         return numpy.moveaxis(ranks, grid.axes.index(axis), -1).reshape(-1, self._sizes[axis])
 
+    def sharing(self, what: Literal["rows", "layers"]) -> NDArray[Any]:
+        """The ranks of the groups that share rows, or layers, [groups, size]."""
+        return self.along("model") if what == "layers" else self.along("data").reshape(-1, self.sequence)
+
     def first_peer(self, rank: int) -> int:
         """The first of the processes that share the layers of one."""
-        return next(row[0] for row in self.along("model").tolist() if rank in row)
+        return next(row[0] for row in self.sharing("layers").tolist() if rank in row)
 
     def spread(self, stages: int, replicas: int, tensor: int | None = None) -> ModelTopo:
         """The same over other processes, with `parts: auto`.

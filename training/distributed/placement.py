@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from training.config.keys import TrainConfig
-from training.config.sections import Axis, ModelTopo
+from training.config.sections import ModelTopo
 
 Config = TypeVar("Config", bound=TrainConfig)
 
@@ -53,16 +53,9 @@ class Placement:
     @property
     def split_peers(self) -> dict[str, int]:
         """How many groups that share layers, and rows, are on several hosts."""
-        shared: dict[str, tuple[Axis, int]] = {
-            "layers": ("model", self.topology.tensor),
-            "rows": ("data", self.topology.sequence),
-        }
         return {
-            what: sum(
-                len({self.hosts[rank] for rank in peers}) > 1
-                for peers in self.topology.along(axis).reshape(-1, size).tolist()
-            )
-            for what, (axis, size) in shared.items()
+            what: sum(len({self.hosts[rank] for rank in peers}) > 1 for peers in self.topology.sharing(what).tolist())
+            for what in ("layers", "rows")
         }
 
     @property

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from numpy.typing import NDArray
 
 from models.parallel.peers import ALONE, Peers, Sharing
-from training.config.sections import Axis, ModelTopo
+from training.config.sections import ModelTopo
 from training.distributed.groups import among_members
 
 
 def sharing_of(topology: ModelTopo) -> Sharing:
     """This process's peers; all processes call it together."""
     return Sharing(
-        sequence=_peers(topology, "data", topology.sequence),
-        tensor=_peers(topology, "model", topology.tensor),
+        sequence=_peers(topology.sharing("rows")),
+        tensor=_peers(topology.sharing("layers")),
     )
 
 
-def _peers(topology: ModelTopo, axis: Axis, size: int) -> Peers:
-    """Those `size` neighbours along an axis that this process is one of."""
-    if size == 1:
+def _peers(groups: NDArray[Any]) -> Peers:
+    """Those of the groups [groups, size] that this process is one of."""
+    if (size := groups.shape[1]) == 1:
         return ALONE
     rank, own = torch.distributed.get_rank(), ALONE
     with among_members():
-        for row in topology.along(axis).reshape(-1, size).tolist():
+        for row in groups.tolist():
             group = torch.distributed.new_group(row)  # which every process counts, and its members make
             if rank in row:
                 own = Peers(size, row.index(rank), group)

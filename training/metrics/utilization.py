@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 import torch
 
+from models.costs.flops import ModelFlops
 from models.spec import ModelSpec
-from models.work.flops import ModelFlops
 from training.metrics.devices import peak_flops
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from models.work.layer_work import LayerWork, Operation
+from models.costs.layer_work import LayerWork, Operation
 
 # Bytes that are read and written for each element of a factor, by pass.
 COMPILED = (1, 2)

@@ -1,7 +1,7 @@
 """How long each layer takes for a micro-batch: estimated from what it does, and corrected by what was measured
 of single layers (`training.plan.calibration`) and of the run's own steps (`training.plan.feedback`).
 
-What a layer does is found by running one of its kind on fake tensors (`models.work.layer_work`), and how long that
+What a layer does is found by running one of its kind on fake tensors (`models.costs.layer_work`), and how long that
 takes is a roofline (`training.plan.roofline`): FLOPs, bytes and launches, each kernel by itself. Recomputed activations
 add a forward pass to the backward pass. Gradients are added up in every micro-batch, the dense one of the embedding
 included, which is what a large vocabulary costs the first stage; the last one takes the logits through the softmax to
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import torch
 
 from models.attention.positions import SLIDING, attention_kind
+from models.costs.fake_layers import LayerCase, Saved, saved_by
+from models.costs.layer_work import LayerWork, Operation, product, work_of
 from models.lean_loss import chunk_tokens
 from models.spec import ModelSpec
-from models.work.fake_layers import Saved, saved_by
-from models.work.layer_work import LayerWork, Operation, product, work_of
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.metrics.devices import HOST_LINK, Device, this_device
@@ -136,7 +136,7 @@ def saved(basis: Basis) -> list[Saved]:
     """What each layer keeps without recomputation."""
     work, flash = basis.share, basis.config.has_flash(basis.device.ampere)
     case = work.rows, work.longest, training_dtype(basis.config), flash, basis.config.model_topo.tensor
-    return [basis.once(saved_by, kind, *case) for kind in kinds(basis.spec)]
+    return [basis.once(saved_by, LayerCase(kind, *case)) for kind in kinds(basis.spec)]
 
 
 def update_time(config: TrainConfig, device: Device) -> float:
@@ -177,10 +177,11 @@ def _passes(basis: Basis, layer: int, device: Device) -> tuple[Spent, Spent]:
 def _counted(basis: Basis, layer: int, dtype: torch.dtype, device: Device) -> LayerWork:
     """What a layer does."""
     config, work = basis.config, basis.share
-    kernels = config.has_flash(device.ampere), config.compiles(device.ampere, basis.spec.has_experts)
-    found = basis.once(work_of, layer, work.rows, math.ceil(work.length), dtype, *kernels, config.model_topo.tensor)
+    flash, compiled = config.has_flash(device.ampere), config.compiles(device.ampere, basis.spec.has_experts)
+    case = LayerCase(layer, work.rows, math.ceil(work.length), dtype, flash, config.model_topo.tensor)
+    found = basis.once(work_of, case, compiled)
     is_block = 0 < layer < basis.spec.n_layers - 1
-    return in_fp8(found, kernels[1]) if is_block and basis.in_fp8 else found
+    return in_fp8(found, compiled) if is_block and basis.in_fp8 else found
 
 
 def loss_work(basis: Basis, dtype: torch.dtype, device: Device) -> list[Operation]:

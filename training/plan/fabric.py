@@ -125,11 +125,11 @@ class Fabric:
 
     def sharing_rows(self, topo: ModelTopo) -> Group:
         """Those that have the same rows."""
-        return self._group(topo.along("data").reshape(-1, topo.sequence))
+        return self._group(topo.sharing("rows"))
 
     def sharing_layers(self, topo: ModelTopo) -> Group:
         """Those that have the same layers."""
-        return self._group(topo.along("model"))
+        return self._group(topo.sharing("layers"))
 
     def to_next(self, topo: ModelTopo) -> list[Link]:
         """From each stage to the next one; of the processes' links the slowest."""
@@ -141,7 +141,14 @@ class Fabric:
         if "axes" in topo.process_topology.model_fields_set or topo.processes <= self.per_host:
             return topo
         orders = topo, topo.turned()
-        return min(orders, key=lambda one: (self.replicas(one).hosts, self.to_next(one).count(self.between)))
+        return min(
+            orders,
+            key=lambda one: (
+                self.sharing_rows(one).hosts,
+                self.replicas(one).hosts,
+                self.to_next(one).count(self.between),
+            ),
+        )
 
     def _group(self, ranks: numpy.ndarray) -> Group:
         hosts = max(len(set(row)) for row in (ranks // self.per_host).tolist())

@@ -22,12 +22,13 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from benchmarks.families import config_of
 from models import CheckpointError, load_model
 from models.architectures import FAMILIES, family_of
+from models.costs.fake_layers import LayerCase
+from models.costs.layer_work import work_of
 from models.derived import outline, proven
 from models.derived.derive import small_model
 from models.derived.proof import BOUND, prove, roughen
 from models.loss import token_loss
 from models.spec import ModelSpec
-from models.work.layer_work import work_of
 from tests.models.derived.cases import TRAITS, write_small
 from tests.models.helpers import (
     LAYOUTS,
@@ -77,7 +78,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(checkpoint: tuple[Path, Any], tmp_p
 def test_what_every_block_does_is_counted(checkpoint: tuple[Path, Any]) -> None:
     spec = ModelSpec.from_folder(checkpoint[0])
     for layer in range(spec.n_layers - 1):
-        work = work_of(spec, layer, 1, 64, torch.bfloat16, compiled=True)
+        work = work_of(spec, LayerCase(layer, 1, 64, torch.bfloat16), compiled=True)
         assert layer == 0 or sum(each.flops for each in work.forward) > 2 * 64 * spec.config.hidden_size**2
 
 

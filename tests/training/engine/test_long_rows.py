@@ -33,7 +33,7 @@ NARROW: dict[str, Any] = {
 }
 SHARED: dict[str, dict[str, Any]] = {
     "rows": topology((1, 2)) | {"sequence": 2},
-    "rows_of_two_stages": {"process_topology": {"axes": ["pipe", "data"], "dims": [2, 2]}, "sequence": 2},
+    "rows_of_two_stages": topology((2, 2)) | {"sequence": 2},
 }
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from models.costs.flops import ModelFlops
 from models.spec import ModelSpec
-from models.work.flops import ModelFlops
 from training.metrics.devices import peak_flops
 from training.metrics.utilization import Utilization
 

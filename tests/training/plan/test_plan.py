@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from models.costs.fake_layers import LayerCase, saved_by
 from models.spec import ModelSpec
-from models.work.fake_layers import saved_by
 from tests.conftest import FAQ, TINY
 from tests.launching import error_lines, run, write_config
 from tests.training.plan.helpers import basis_of, config_of, llama, spec_of
@@ -70,7 +70,7 @@ def test_of_offloaded_activations_those_of_two_blocks_are_back_at_a_time(tmp_pat
         config = config_of(tmp_path, 4, use_grad_ckpt=False, offload_activations=offload)
         model = MemoryModel(basis_of(spec, config))
         peaks[offload] = model.rank(1, layers).activations
-    inside = saved_by(spec, 1, 1, 2048, torch.float16).inside
+    inside = saved_by(spec, LayerCase(1, 1, 2048, torch.float16)).inside
     under_way = 3  # micro-batches on the second of four stages
     assert peaks[False] - peaks[True] == 8 * under_way * inside - 2 * inside
 

@@ -3,7 +3,7 @@
 So nothing is derived by hand, and every family is right by construction. Masks and angles are made for a short row and
 enlarged to the length asked for. Experts share the tokens evenly. Costs 0.1 s a kind of layer and no memory.
 
-What autograd keeps is counted here, each tensor by its storage, residuals in fp32 included; `models.work.layer_work`
+What autograd keeps is counted here, each tensor by its storage, residuals in fp32 included; `models.costs.layer_work`
 counts what is done.
 """
 
@@ -38,6 +38,25 @@ SCORELESS = "planned_attention"  # and `_scoreless`
 
 
 @dataclass(frozen=True)
+class LayerCase:
+    """What is looked at.
+
+    Attributes:
+        layer: its number.
+        rows, length: of a micro-batch.
+        flash: attention without scores in memory, whatever the family's usual kernel does.
+        sharers: how many processes share the layer, of which one is looked at.
+    """
+
+    layer: int
+    rows: int
+    length: int
+    dtype: torch.dtype
+    flash: bool = False
+    sharers: int = 1
+
+
+@dataclass(frozen=True)
 class FakeLayer:
     """A layer and what it is called with."""
 
@@ -62,26 +81,14 @@ class FakeLayer:
 
 
 @contextmanager
-def fake_layer(
-    spec: ModelSpec,
-    layer: int,
-    rows: int,
-    length: int,
-    dtype: torch.dtype,
-    flash: bool = False,
-    sharers: int = 1,
-) -> Iterator[FakeLayer]:
-    """A layer for micro-batches [rows, length]; it can run inside of the block.
-
-    Args:
-        flash: attention without scores in memory, whatever the family's usual kernel does.
-        sharers: how many processes share the layer, of which one is looked at.
-    """
+def fake_layer(spec: ModelSpec, case: LayerCase) -> Iterator[FakeLayer]:
+    """A layer that can run inside of the block."""
+    layer, rows, length, dtype = case.layer, case.rows, case.length, case.dtype
     config = copy.deepcopy(spec.config)
     config._experts_implementation = EXPERTS
     spec = replace(spec, config=config, _shapes={})
-    spec.set_attention(SCORELESS if flash else spec.attention[0])
-    share = TensorShare(spec, Peers(sharers))
+    spec.set_attention(SCORELESS if case.flash else spec.attention[0])
+    share = TensorShare(spec, Peers(case.sharers))
     positions = spec.positions(Sharing(tensor=share.peers))
     spec.shapes(layer)  # while tensors are real ones
     short = torch.zeros(rows, SHORT, spec.config.hidden_size)
@@ -109,10 +116,8 @@ class Saved:
     waiting: int
 
 
-def saved_by(
-    spec: ModelSpec, layer: int, rows: int, length: int, dtype: torch.dtype, flash: bool = False, sharers: int = 1
-) -> Saved:
-    """What autograd keeps of a layer for a micro-batch until its backward pass; see `fake_layer`."""
+def saved_by(spec: ModelSpec, case: LayerCase) -> Saved:
+    """What autograd keeps of a layer for a micro-batch until its backward pass."""
     kept: list[Tensor] = []
     ends: list[tuple[Tensor, Tensor]] = []  # inputs and outputs of linear layers
 
@@ -120,7 +125,7 @@ def saved_by(
         kept.append(tensor)
         return tensor
 
-    with fake_layer(spec, layer, rows, length, dtype, flash, sharers) as fake:
+    with fake_layer(spec, case) as fake:
         for linear in linear_layers(fake.module):
             linear.register_forward_hook(lambda _, inputs, output: ends.append((inputs[0], output)))
         with saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -1,6 +1,6 @@
 """What a layer does in a forward and a backward pass: FLOPs, bytes that are read and written, kernels.
 
-A layer runs once on fake tensors (`models.work.fake_layers`), and each operation that torch would launch a kernel for
+A layer runs once on fake tensors (`models.costs.fake_layers`), and each operation that torch would launch a kernel for
 is noted: matrix products with their shapes, attention kernels, and all the others, which only move data. Compiled, what
 lies between two products or attention kernels becomes one kernel, which reads what comes from outside and writes what
 is used outside.
@@ -14,14 +14,13 @@ from itertools import groupby
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from models.costs.fake_layers import LayerCase, fake_layer
 from models.layers import Block
 from models.spec import ModelSpec
-from models.work.fake_layers import fake_layer
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 LOOKUPS = {"embedding", "index_select", "gather", "index"}  # which read of their first input what they give
@@ -60,18 +59,9 @@ def product(rows: int, inner: int, columns: int, itemsize: int, written: int) ->
     return Operation("products", reads, {2: rows * columns * written}, 2.0 * rows * inner * columns, (1, rows, columns))
 
 
-def work_of(
-    spec: ModelSpec,
-    layer: int,
-    rows: int,
-    length: int,
-    dtype: torch.dtype,
-    flash: bool = False,
-    compiled: bool = False,
-    sharers: int = 1,
-) -> LayerWork:
-    """What a layer does for a micro-batch [rows, length], each row one document; see `fake_layer`."""
-    with fake_layer(spec, layer, rows, length, dtype, flash, sharers) as fake:
+def work_of(spec: ModelSpec, case: LayerCase, compiled: bool = False) -> LayerWork:
+    """What a layer does for a micro-batch, each row of it one document."""
+    with fake_layer(spec, case) as fake:
         with Recorder() as forward:
             output = fake.run()
         with Recorder() as backward:
