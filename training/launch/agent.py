@@ -38,7 +38,7 @@ SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl.h: orphans below this process 
 def main() -> None:
     """Obey the order on standard input, or say what there is on this host."""
     if len(sys.argv) > 1:
-        print(json.dumps(look(sys.argv[1], os.environ[RUN])))
+        print(json.dumps(look(*sys.argv[1:])))
         return
     with open(0, "rb", buffering=0, closefd=False) as orders:
         order = json.loads(orders.readline())

@@ -21,7 +21,7 @@ Answer = dict[str, Any]  # of `training.launch.agent.look`
 
 ROOT = Path(__file__).parents[__name__.count(".")]  # where imports begin, whatever the folder that it starts in
 PREFIX = f"import sys; sys.path.insert(0, {str(ROOT)!r});"
-AGENT = f"{PREFIX} from {agent.__name__} import main; main()"
+AGENT = (sys.executable, "-c", f"{PREFIX} from {agent.__name__} import main; main()")
 ANSWER = 10  # seconds for a host to let ssh in, and as many for what is asked there
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER}")  # asks no question
 LIVELY = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")  # a host that is gone is known after 15 s
@@ -73,7 +73,7 @@ def exported() -> dict[str, str]:
 
 def start_agent(host: str, run: str) -> subprocess.Popen[bytes]:
     """An agent that waits for its order on standard input; Ctrl-C does not reach it."""
-    words = [*SSH, *LIVELY, "--", host, _there(run)] if host else [sys.executable, "-c", AGENT]
+    words = [*SSH, *LIVELY, "--", host, there("env", f"{RUN}={run}", *AGENT)] if host else [*AGENT]
     return subprocess.Popen(words, stdin=subprocess.PIPE, env=os.environ | {RUN: run}, start_new_session=True)
 
 
@@ -83,19 +83,19 @@ def look(hosts: list[str], run: str, save_path: str) -> dict[str, Answer | str]:
         return dict(zip(hosts, threads.map(lambda host: _look(host, run, save_path), hosts), strict=True))
 
 
-def _there(run: str, *arguments: str) -> str:
+def there(*words: str) -> str:
     """What the shell of another host is to do."""
-    words = shlex.join(["env", f"{RUN}={run}", sys.executable, "-c", AGENT, *arguments])
-    return f"cd {shlex.quote(os.getcwd())} && exec {words}"
+    return f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
 
 
 def _look(host: str, run: str, save_path: str) -> Answer | str:
     if not host:
         return agent.look(save_path, run)
     limit = 3 * ANSWER
+    # It does not carry the run's name: where two names are one machine, each would end the other as a part of the run.
     try:
         done = subprocess.run(
-            [*SSH, "--", host, _there(run, save_path)],
+            [*SSH, "--", host, there(*AGENT, save_path, run)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -13,6 +13,8 @@ import psutil
 import pytest
 
 from tests.launching import eventually, start
+from training.launch.agent import RUN, look
+from training.launch.hosts import AGENT, there
 from training.launch.start import SUPERVISOR
 from training.launch.supervisor import JOB
 
@@ -140,6 +142,27 @@ def test_what_a_dead_agent_leaves_is_killed_first(tmp_path: Path) -> None:
     assert result.returncode == 0 and starts(tmp_path) == 2
     assert "this machine: a process was killed by SIGKILL; nothing of the run was left after" in result.stderr
     assert before and not any(each.is_running() for each in before)
+
+
+def test_two_names_of_a_machine_are_looked_at_side_by_side(tmp_path: Path) -> None:
+    """Who looks ends what is left of the run, but not who else looks."""
+    held = tmp_path / "held"
+    held.mkdir()
+    os.mkfifo(held / "latest")
+    left = start("env", f"{RUN}=a run", "sleep", "600")
+    other = start("sh", "-c", there(*AGENT, str(held), "a run"))
+    ends: list[int] = []
+
+    def reads() -> bool:
+        with suppress(OSError):  # nobody reads yet
+            ends.append(os.open(held / "latest", os.O_WRONLY | os.O_NONBLOCK))
+        return bool(ends)
+
+    other.until(reads)
+    look(str(tmp_path), "a run")
+    assert left.end().returncode == -signal.SIGKILL
+    os.close(ends[0])
+    assert other.end().returncode == 0
 
 
 def test_tests_under_nohup_end_what_they_start() -> None:
