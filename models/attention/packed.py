@@ -1,9 +1,10 @@
-"""Attention over packed rows without a mask, which would have S x S entries, most of them false.
+"""Attention over packed rows and through windows without a mask of S x S entries, most of them false.
 
 * Document by document: each is a call of torch's scaled_dot_product_attention of its own: the same numbers, and the
   flash kernels that torch has for plain causal attention. A row of 2,048 tokens in 16 documents takes a fifth of the
-  time on a CPU. The price is one kernel launch a document. Of torch's kernels cuDNN's, which is made for Hopper, is
-  taken where it is asked for.
+  time on a CPU. The price is one kernel launch a document. Where a token sees a window of W tokens only, W queries at
+  a time are given the 2 W keys that they can see: work and memory grow with S x W. Of torch's kernels cuDNN's, which is
+  made for Hopper, is taken where it is asked for.
 * All documents in one launch: the rows are laid end to end for torch's own varlen_attn, the algorithm of the flash-attn
   package, which need not be installed. It runs on GPUs from Ampere on, in bf16 and fp16.
 
@@ -27,6 +28,8 @@ from models.attention.documents import Documents
 
 # What transformers knows these by.
 BY_DOCUMENT, BY_CUDNN, VARLEN = "sdpa_by_document", "cudnn_by_document", "torch_varlen"
+ALIGNED = 16  # rows of a mask whose length is a multiple of this are used by a GPU's kernels as they are
+LEAST = 512  # queries in a block of a window: of fewer, launches would cost more than what they save
 # Where cuDNN cannot, as with some masks, the others follow.
 _CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
@@ -52,20 +55,18 @@ def by_document(
     """Attention document by document.
 
     Args:
-        attention_mask: used where no row is packed.
+        attention_mask: used where there are no `documents`.
         documents: None with a cache of keys.
         document_window: how many tokens each one sees at most, itself included.
     """
-    if documents is None or not documents.packed:
+    if documents is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if not documents.packed:
+        return _in_window(module, document_window, query, key, value, **options), None
     rows = []
     for row, lengths in enumerate(documents.rows):
-        pieces = [tensor[row : row + 1].split(lengths, dim=2) for tensor in (query, key, value)]
-        outputs = [
-            sdpa_attention_forward(module, *piece, _window_mask(piece[0], document_window), **options)[0]
-            for piece in zip(*pieces, strict=True)
-        ]
-        rows.append(torch.cat(outputs, dim=1))
+        pieces = zip(*(tensor[row : row + 1].split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+        rows.append(torch.cat([_in_window(module, document_window, *piece, **options) for piece in pieces], dim=1))
     return torch.cat(rows), None
 
 
@@ -77,13 +78,31 @@ def by_cudnn(*arguments: Any, **options: Any) -> tuple[Tensor, None]:
         return output
 
 
-def _window_mask(query: Tensor, window: int | None) -> Tensor | None:
-    """Who sees whom in a document [1, heads, L, D]: [1, 1, L, L]; None where plain causal attention says it."""
+def _in_window(
+    module: nn.Module, window: int | None, query: Tensor, key: Tensor, value: Tensor, **options: Any
+) -> Tensor:
+    """Attention of one document a row, [B, heads, S, D] to [B, S, heads, D], of which a token sees `window` tokens.
+
+    Each block of queries is given the keys that it can see, so neither masks nor scores of S x S are made.
+    """
     length = query.shape[2]
     if window is None or length <= window:
-        return None
-    distance = torch.arange(length, device=query.device)[:, None] - torch.arange(length, device=query.device)
-    return ((distance >= 0) & (distance < window))[None, None]
+        output: Tensor = sdpa_attention_forward(module, query, key, value, None, **options)[0]
+        return output
+    reach = -(-(window - 1) // ALIGNED) * ALIGNED  # how far behind its first query a block's keys begin
+    block = min(max(reach, LEAST), length)
+    places = torch.arange(block + reach, device=query.device)
+    distance = places[:block, None] + reach - places
+    seen = (distance >= 0) & (distance < window)
+    mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill(~seen, float("-inf"))
+    outputs = []
+    for begin in range(0, length, block):
+        end, first = min(begin + block, length), max(begin - reach, 0)
+        columns = slice(reach - (begin - first), reach + (end - begin))
+        keys = (tensor[:, :, first:end] for tensor in (key, value))
+        known = mask[None, None, : end - begin, columns]
+        outputs.append(sdpa_attention_forward(module, query[:, :, begin:end], *keys, known, **options)[0])
+    return torch.cat(outputs, dim=1)
 
 
 def in_one_launch(

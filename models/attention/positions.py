@@ -172,8 +172,7 @@ class Positions:
             told = {} if kernel != VARLEN else {"document_window": window}  # transformers tells flash-attn of windows
             return {"attention_mask": None, **told, **documents.flash_arguments(hidden.device)}
         if kernel in (TORCH, CUDNN):
-            mask = None if documents.packed else self.mask(kind, hidden)
-            return {"attention_mask": mask, "documents": documents, "document_window": window}
+            return {"attention_mask": None, "documents": documents, "document_window": window}
         packed = packed_mask(positions, window, hidden.dtype) if documents.packed else None
         return {"attention_mask": self.mask(kind, hidden) if packed is None else packed}
 

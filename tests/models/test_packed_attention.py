@@ -1,8 +1,9 @@
-"""Shows that attention document by document equals a mask over the whole row: outputs and gradients."""
+"""Shows that attention by document and through windows equals a mask over the whole row: outputs and gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.nn.attention import _cur_sdpa_kernel_backends as backends
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from models.attention import packed
 from models.attention.documents import Documents
 from models.attention.packed import by_cudnn, by_document
 
-ROWS = [[5, 1, 9, 3], [18]]
+ROWS = {"packed": [[5, 1, 9, 3], [18]], "long": [[3, 700], [703]], "whole": [[1300], [1300]]}
 
 
 class Grouped(nn.Module):
@@ -28,12 +31,16 @@ class Grouped(nn.Module):
 @pytest.mark.parametrize(
     "by_document", [by_document, by_cudnn]
 )  # on a CPU, where cuDNN is not, the next kernel follows
-@pytest.mark.parametrize("window", [None, 4, 100])
-def test_equals_a_mask_over_the_row(window: int | None, by_document: Callable[..., tuple[Tensor, None]]) -> None:
+@pytest.mark.parametrize("window", [None, 1, 4, 100, 600])
+@pytest.mark.parametrize("rows", ROWS)
+def test_equals_a_mask_over_the_row(
+    rows: str, window: int | None, by_document: Callable[..., tuple[Tensor, None]]
+) -> None:
     torch.manual_seed(0)
-    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in ROWS])
-    query, key, value = (torch.randn(2, heads, 18, 8, requires_grad=True) for heads in (4, 2, 2))
-    found, _ = by_document(Grouped(), query, key, value, None, documents=Documents(ROWS), document_window=window)
+    documents = Documents(ROWS[rows])
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in documents.rows])
+    query, key, value = (torch.randn(2, heads, documents.shape[1], 8, requires_grad=True) for heads in (4, 2, 2))
+    found, _ = by_document(Grouped(), query, key, value, None, documents=documents, document_window=window)
 
     number = (positions == 0).cumsum(dim=1)
     distance = positions[:, :, None] - positions[:, None, :]
@@ -48,6 +55,27 @@ def test_equals_a_mask_over_the_row(window: int | None, by_document: Callable[..
     (expected.transpose(1, 2) * weights).sum().backward()
     for tensor, twin in zip((query, key, value), twins, strict=True):
         torch.testing.assert_close(tensor.grad, twin.grad, atol=1e-5, rtol=0)
+
+
+class Largest(TorchDispatchMode):
+    """Notes how many elements the largest tensor has that is made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.numel = max(self.numel, *(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)), 0)
+        return result
+
+
+@pytest.mark.parametrize("rows", [[[8192]], [[8000, 192]]], ids=str)
+def test_a_window_makes_nothing_that_grows_with_the_square(rows: list[list[int]]) -> None:
+    query, key, value = (torch.randn(1, heads, 8192, 8, device="meta", requires_grad=True) for heads in (4, 2, 2))
+    with Largest() as largest:
+        found, _ = by_document(Grouped(), query, key, value, None, documents=Documents(rows), document_window=700)
+        found.sum().backward()
+    assert found.shape == (1, 8192, 4, 8)
+    assert largest.numel < 8192**2 // 8
 
 
 def test_cudnn_is_asked_first_and_only_inside(monkeypatch: pytest.MonkeyPatch) -> None:
