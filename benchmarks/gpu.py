@@ -22,7 +22,11 @@ from benchmarks.ranks import command
 from benchmarks.unattended import Job, Row, parser, prepare, run_all
 
 FULL = 2.0  # times the estimate for a model of so many more layers
-TESTS = ("tests/models/test_kernels.py", "tests/models/test_lean_loss.py", "tests/training/engine/test_prefetch.py")
+TESTS = (
+    "tests/models/attention/test_kernels.py",
+    "tests/models/test_lean_loss.py",
+    "tests/training/engine/test_prefetch.py",
+)
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ import pytest
 from models.checkpoint.convert import hg_to_pp
 from tests.conftest import save_tokenizer
 from tests.launching import deepspeed, error_lines, topology, write_config
+from tests.models.checkpoint.test_quantized import to_fp8
 from tests.models.derived.cases import write_small
 from tests.models.helpers import change_config
-from tests.models.test_quantized import to_fp8
 from tests.ranks import Ranks
 from tests.training.engine.test_clipping import samples
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from models.blocks import offload
 from models.blocks.offload import HostCopy, Trip
 from models.blocks.options import BlockOptions
+from tests.models.blocks.test_block_options import BLOCKS, build, make
 from tests.models.helpers import random_ids
-from tests.models.test_block_options import BLOCKS, build, make
 
 
 class Moment(NamedTuple):

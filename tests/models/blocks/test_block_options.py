@@ -21,9 +21,9 @@ from models.blocks import offload
 from models.blocks.options import PLAIN, BlockOptions
 from models.checkpoint.source import open_source
 from models.spec import ModelSpec
+from tests.models.attention.test_kernels import position_ids
 from tests.models.cases import CASES
 from tests.models.helpers import random_ids
-from tests.models.test_kernels import position_ids
 
 MICRO_BATCHES = [[[16, 8]], [[40]], [[8, 9, 23]], [[30, 10], [21, 19]], [[64], [50]]]
 LATER = [[[24, 8, 8, 16]], [[72]], [[100, 4]], [[11, 13], [24]], [[5, 3], [1, 1, 1, 5]], [[8], [8]], [[33, 7]]]

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from models.blocks.offload import Returns
 from models.blocks.options import PLAIN, BlockOptions
 from models.blocks.weight_gradients import WeightGradients, linear_layers
-from tests.models.test_block_options import build
+from tests.models.blocks.test_block_options import build
 
 PASSES = 3
 

@@ -16,9 +16,9 @@ from models.checkpoint.export import ExportOptions, pp_to_hg
 from tests.conftest import ORIGINALS
 from tests.environments import environment
 from tests.models.cases import CASES
+from tests.models.checkpoint.older_transformers import CHAT, TEXT
 from tests.models.command_line import convert, refusal
 from tests.models.helpers import change_config, compatible, copy_of, oracle, random_ids, read_config, side_files
-from tests.models.older_transformers import CHAT, TEXT
 
 Make = Callable[..., Path]
 

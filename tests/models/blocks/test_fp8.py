@@ -28,8 +28,8 @@ from models.layers import Block
 from models.loading import build_layer
 from models.spec import ModelSpec
 from tests.conftest import ROOT
+from tests.models.attention.test_kernels import position_ids
 from tests.models.cases import CASES
-from tests.models.test_kernels import position_ids
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HIDDEN = 64  # of the tiny models
