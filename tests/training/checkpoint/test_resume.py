@@ -119,7 +119,7 @@ def test_killed_run_goes_on_to_the_last_bit(name: str, models: dict[str, Path], 
     assert all(torch.equal(weights[0][tensor], weights[1][tensor]) for tensor in weights[0])
 
 
-@pytest.mark.slow
+@pytest.mark.longest
 def test_stopped_run_with_a_damaged_checkpoint(models: dict[str, Path], records: Path, tmp_path: Path) -> None:
     """SIGTERM saves and leaves; a flipped byte sends the next start back to the checkpoint before, aloud."""
     config = write_config(tmp_path / "1x1.yml", **settings(models, records, "1x1-fp32"))
