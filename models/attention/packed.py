@@ -91,9 +91,9 @@ def _in_window(
         return output
     reach = -(-(window - 1) // ALIGNED) * ALIGNED  # how far behind its first query a block's keys begin
     block = min(max(reach, LEAST), length)
-    places = torch.arange(block + reach, device=query.device)
-    distance = places[:block, None] + reach - places
-    seen = (distance >= 0) & (distance < window)
+    # Keys begin `reach` before queries: query i sees keys i + reach - window + 1 to i + reach.
+    seen = torch.ones(block, block + reach, dtype=torch.bool, device=query.device)
+    seen = seen.tril(reach).triu(reach - window + 1)
     mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill(~seen, float("-inf"))
     outputs = []
     for begin in range(0, length, block):

@@ -26,6 +26,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, local_torch_dtype
 
+from models.attention.positions import SLIDING
 from models.blocks.weight_gradients import linear_layers
 from models.layers import Block, Embedding, Head
 from models.parallel.peers import Peers, Sharing
@@ -100,6 +101,8 @@ def fake_layer(spec: ModelSpec, case: LayerCase) -> Iterator[FakeLayer]:
         hidden = torch.empty(rows, length, spec.config.hidden_size, requires_grad=True)
         ids = torch.empty(rows, length, dtype=torch.int64)
         short_arguments = kinds[module.kind] if isinstance(module, Block) else {}
+        if case.flash and isinstance(module, Block) and module.kind == SLIDING:
+            short_arguments["document_window"] = spec.config.sliding_window
         arguments: dict[str, Any] = tree_map_only(Tensor, partial(_resized, length, dtype), short_arguments)
         yield FakeLayer(module, arguments, hidden, ids)
 
@@ -154,9 +157,21 @@ def _resized(length: int, dtype: torch.dtype, tensor: Tensor) -> Tensor:
 
 
 def _scoreless(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **options: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    scaling: float | None = None,
+    document_window: int | None = None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention that keeps no scores, with whatever is done to them inside of the kernel: [B, heads, S, D]."""
+    """Attention that keeps no scores, with whatever is done to them inside of the kernel: [B, heads, S, D].
+
+    Half of the pairs count as skipped, so through a window each token is given twice as many keys as it sees.
+    """
+    seen = key.shape[2] if document_window is None else min(key.shape[2], 2 * document_window)
+    key, value = key[:, :, :seen], value[:, :, :seen]
     output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
     return output.transpose(1, 2).contiguous(), None
 

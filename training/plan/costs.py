@@ -163,8 +163,8 @@ def _passes(basis: Basis, layer: int, device: Device) -> tuple[Spent, Spent]:
     spec, work, dtype = basis.spec, basis.share, training_dtype(basis.config)
     is_block = 0 < layer < spec.n_layers - 1
     slides = is_block and attention_kind(spec.config, layer - 1) == SLIDING
-    document = min(work.attended, spec.config.sliding_window if slides else math.inf)
-    roofline = Roofline(device, dtype, math.ceil(work.length), document)
+    window = spec.config.sliding_window if slides else math.inf
+    roofline = Roofline(device, dtype, min(math.ceil(work.length), window), min(work.attended, window))
     counted = _counted(basis, layer, dtype, device)
     forward, backward = roofline.pass_of(counted.forward), roofline.pass_of(counted.backward)
     if layer == spec.n_layers - 1:

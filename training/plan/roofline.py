@@ -51,11 +51,16 @@ class Spent:
 
 @dataclass(frozen=True)
 class Roofline:
-    """A device that computes in `dtype`, with documents of so many tokens, of which a row has `length`."""
+    """A device that computes in `dtype`.
+
+    Attributes:
+        length: of a row, which was counted as one document; a window where that is shorter.
+        document: tokens that the document of a token has, in the mean; of those likewise a window.
+    """
 
     device: Device
     dtype: torch.dtype
-    length: int
+    length: float
     document: float
 
     def seconds(self, operation: Operation) -> float:

@@ -93,3 +93,14 @@ def test_scores_in_memory_are_counted_by_the_row(tmp_path: Path) -> None:
     assert moved(long.forward, "traffic") > 2.5 * moved(short.forward, "traffic")
     flash = work_of(spec, LayerCase(1, 1, 512, torch.float32, flash=True))
     assert flops(flash.forward, "attention") and moved(flash.forward, "traffic") < moved(long.forward, "traffic") / 2
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_attention_through_a_window_grows_with_the_row_alone(flash: bool, tmp_path: Path) -> None:
+    """Half of what is counted a kernel skips, so a token counts twice the keys that it sees."""
+    window = 1024
+    spec = spec_of(tmp_path, model_type="mistral", sliding_window=window, max_position_embeddings=65536)
+    query = spec.config.num_attention_heads * spec.config.head_dim
+    for length in (8 * window, 16 * window):
+        work = work_of(spec, LayerCase(1, 1, length, torch.bfloat16, flash))
+        assert flops(work.forward, "attention") == pytest.approx(4.0 * length * query * 2 * window, rel=0.1)

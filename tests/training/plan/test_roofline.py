@@ -50,6 +50,18 @@ def test_short_documents_take_less_attention_and_at_a_lower_rate(tmp_path: Path)
     assert of_documents[256] < of_documents[1024] < of_documents[2048] < 2 * of_documents[1024]
 
 
+@pytest.mark.parametrize("flash", [False, True])
+def test_attention_through_a_window_grows_with_the_row_alone(flash: bool, tmp_path: Path) -> None:
+    spec = llama(tmp_path, model_type="mistral", sliding_window=1024, max_position_embeddings=32768)
+    whole, longer, short = (
+        layer_times(replace(basis, workload=replace(basis.workload, attended=attended)))[1].forward.attention
+        for length, attended in ((8192, 8192), (16384, 16384), (16384, 256))
+        for basis in [basis_of(spec, config_of(tmp_path, 8, max_seq_len=length, use_flash_attn=flash), "A100-80G")]
+    )
+    assert longer == pytest.approx(2 * whole, rel=0.1)
+    assert short < longer
+
+
 def test_tiny_micro_batches_wait_for_the_host(tmp_path: Path) -> None:
     spec = llama(tmp_path)
     waits = {}
