@@ -117,6 +117,23 @@ def _in_pieces(update: Callable[..., None]) -> Callable[..., None]:
     return in_pieces
 
 
+def _cpu_adamw(groups: Any, **params: Any) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **params)
+    optimizer.register_step_pre_hook(_forget_powers)
+    return optimizer
+
+
+def _forget_powers(optimizer: Any, *_: Any) -> None:
+    """Let the kernel of DeepSpeed 0.19.8 compute the powers of the betas from the number of the step alone.
+
+    From one step to the next it would multiply them on, and so round otherwise than a run that goes on from a
+    checkpoint. An update of nothing at step 0 is what makes it begin anew.
+    """
+    group, nothing = optimizer.param_groups[0], torch.empty(0)
+    numbers = group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"]
+    optimizer.ds_opt_adam.adam_update(optimizer.opt_id, 0, *numbers, *[nothing] * 4)
+
+
 _Builder = Callable[..., torch.optim.Optimizer]
 _BUILDERS: dict[str, _Builder] = {
     "AdamW": partial(torch.optim.AdamW, fused=True),
@@ -126,6 +143,6 @@ _BUILDERS: dict[str, _Builder] = {
     "SGD": torch.optim.SGD,
 }
 _CPU_OFFLOAD_BUILDERS: dict[str, _Builder] = {
-    "AdamW": partial(DeepSpeedCPUAdam, adamw_mode=True),
+    "AdamW": _cpu_adamw,
     "Lion": DeepSpeedCPULion,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -166,3 +167,27 @@ def test_the_scheduler_gives_each_step_its_learning_rate(scheduler: Scheduler | 
     assert {group["lr"] for group in optimizer.param_groups} == {seen[-1]}
     expected = [lr_ratio(step, 6, scheduler) if scheduler else 1.0 for step in range(6)]
     assert seen == pytest.approx([0.1 * ratio for ratio in expected])
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Lion"])
+@pytest.mark.slow
+def test_what_is_compiled_goes_on_to_the_last_bit(kind: str) -> None:
+    """Whatever step a run goes on from, where the kernel has its own memory of those before."""
+    config = config_with(kind, PARAMS[kind] | {"lr": 1e-3})
+    config.zero_optimization = Zero(stage=1, offload_optimizer=OptimizerOffload(device="cpu"))
+    torch.manual_seed(0)
+    gradients = torch.randn(60, 1000)
+
+    def begun(weight: torch.Tensor) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+        parameter = nn.Parameter(weight.clone())
+        return parameter, build_optimizer(config, [("w", parameter)])
+
+    weight, optimizer = begun(torch.randn(1000))
+    for gradient in gradients:
+        resumed, other = begun(weight)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for each in (weight, resumed):
+            each.grad = gradient.clone()
+        optimizer.step()
+        other.step()
+        torch.testing.assert_close(resumed, weight, rtol=0, atol=0)
