@@ -41,6 +41,7 @@ TIERS = {
     "2x2-bf16": pytest.mark.longest,
     "1x1-bf16": pytest.mark.longest,
     "2x2-fp32": pytest.mark.longest,
+    "2x1-bf16-dropout": pytest.mark.slow,
     "1x2-shared-rows": pytest.mark.slow,
 }
 
