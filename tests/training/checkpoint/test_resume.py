@@ -35,15 +35,7 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any], str]] = {
     "2x2-fp32": ((2, 2), FP32 | {"zero_optimization": {"stage": 1}}, "llama"),
     "1x2-shared-rows": ((1, 2), BF16 | {"model_topo": topology((1, 2)) | {"sequence": 2}}, "bloom"),
 }
-TIERS = {
-    "1x1-fp32": pytest.mark.longest,
-    "2x1-fp32": pytest.mark.longest,
-    "2x2-bf16": pytest.mark.longest,
-    "1x1-bf16": pytest.mark.longest,
-    "2x2-fp32": pytest.mark.longest,
-    "2x1-bf16-dropout": pytest.mark.slow,
-    "1x2-shared-rows": pytest.mark.slow,
-}
+SLOW = ("2x1-bf16-dropout", "1x2-shared-rows")  # the others take longest
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +89,9 @@ def losses(config: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in metrics(config.with_suffix("")) if "loss" in line]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=TIERS.get(name, ())) for name in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.longest) for name in CASES]
+)
 def test_killed_run_goes_on_to_the_last_bit(name: str, models: dict[str, Path], records: Path, tmp_path: Path) -> None:
     """The run that is killed evaluates as well, which must not change it."""
     shared = settings(models, records, name)
