@@ -157,12 +157,10 @@ def test_killed_process_leaves_no_model_and_the_next_one_cleans_up(command: str,
 
 def written(folder: Path) -> int:
     """Blocks that the files below a folder take on the disk, in bytes; -1 before there are any files."""
-    sizes = []
-    for path in folder.rglob("*"):
-        try:
-            sizes.append(path.stat().st_blocks * 512)
-        except FileNotFoundError:  # what the process before left is removed meanwhile
-            return 0
+    try:
+        sizes = [path.stat().st_blocks * 512 for path in folder.rglob("*")]
+    except FileNotFoundError:  # what the process before left is removed meanwhile, folder and all
+        return 0
     return sum(sizes) if sizes else -1
 
 
