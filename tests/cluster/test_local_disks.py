@@ -36,7 +36,7 @@ def ended_well(result: Any) -> str:
     return str(result.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.longest
 def test_a_run_on_two_disks_goes_on_and_comes_together(hosts: list[Host], disks: list[Path], tmp_path: Path) -> None:
     configured(disks, tmp_path / "shared")
     ended_well(trained(hosts, tmp_path))
