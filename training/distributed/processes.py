@@ -23,9 +23,10 @@ from training.config.sections import ModelTopo
 from training.distributed import freed_memory
 from training.errors import USER_ERRORS, ConfigError, RunRefused, ending, tell
 from training.launch import slurm
-from training.launch.agent import GRACE, free_port
+from training.launch.agent import free_port
 
 LAUNCHER_GONE = signal.SIGRTMIN  # a process sends it to itself; one that does not handle it ends at once
+SAVED = 3600.0  # seconds for it to save; if it hangs, the failure detector ends it before
 RUNNERS = ("deepspeed.launcher.runner", "deepspeed", "deepspeed.pt", "ds")  # what starts DeepSpeed's launch.py
 
 Value = TypeVar("Value")
@@ -107,7 +108,7 @@ def end_with_launcher(place: Place) -> None:
         if signal.getsignal(LAUNCHER_GONE) == signal.SIG_DFL and place.local_rank == 0:  # there is nothing to save yet
             tell("error: the launcher is gone")
         os.kill(os.getpid(), LAUNCHER_GONE)
-        time.sleep(GRACE)
+        time.sleep(SAVED)
         os._exit(1)
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()

@@ -1,9 +1,10 @@
 """Starts a run's ranks on one host, and ends them, as the supervisor says (`training.launch.supervisor`).
 
-Its order comes as a line of JSON on standard input. Each further line asks the ranks to save and leave; so does the
-input's end, which comes as well when the supervisor is killed or its connection breaks. What is left GRACE seconds
-later is killed, and with the ranks ends all that they started. Where a rank has failed, here or, as the line says,
-elsewhere, there is nothing to save: the others are asked too, but for a few words they need only FAREWELL seconds.
+Its order comes as a line of JSON on standard input. Each further line asks the ranks to save and leave, by the signal
+that it names; so do a signal to this process and the input's end, which comes as well when the supervisor is killed or
+its connection breaks. Saving may take as long as a run may go without progress (the order's `patience`): one that hangs
+ends itself before. What is left then is killed, and with the ranks ends all that they started. Where a rank has failed,
+here or, as the line says, elsewhere, there is nothing to save: the others get FAREWELL seconds for a few words.
 
 A run's processes carry its name in their environment, by which those that a fault left behind are found (`look`).
 This file is imported by nothing heavy, so that a start over ssh takes little more than ssh itself.
@@ -15,6 +16,7 @@ import ctypes
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -27,10 +29,10 @@ from typing import Any
 import psutil
 
 RUN = "PIPETUNE_RUN"  # in the environment: the name of a run that a supervisor has started
-GRACE = 30.0  # seconds to save and leave, as many as DeepSpeed's launcher gives
 FAREWELL = 10.0  # seconds to hear the failure detector's verdict, tell it and leave
 FAILED = b"failed"  # the line of a supervisor that knows of a failure
 LOOK = 0.1  # seconds between two looks
+GONE = 30.0  # seconds for what was killed to be gone
 TAIL = 2**16  # bytes at the end of metrics.jsonl
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl.h: orphans below this process become its children
 
@@ -43,11 +45,18 @@ def main() -> None:
     with open(0, "rb", buffering=0, closefd=False) as orders:
         order = json.loads(orders.readline())
     ctypes.CDLL(None).prctl(SUBREAPER, 1)
-    os._exit(serve(order["command"], order["environment"], order["ranks"]))
+    os._exit(serve(**order))
 
 
-def serve(command: list[str], environment: dict[str, str], numbers: list[int]) -> int:
-    """Run a command as these ranks; the exit code of the one that failed first, as a shell would give it."""
+def serve(
+    command: list[str], environment: dict[str, str], numbers: list[int], patience: float, signals: list[int]
+) -> int:
+    """Run a command as these ranks; the exit code of the one that failed first, as a shell would give it.
+
+    Args:
+        patience: seconds for them to save and leave.
+        signals: what asks for that besides SIGTERM, and is passed on as it is.
+    """
     ranks = []
     for local, rank in enumerate(numbers):
         place = {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_SIZE": str(len(numbers))}
@@ -55,22 +64,27 @@ def serve(command: list[str], environment: dict[str, str], numbers: list[int]) -
         ranks.append(subprocess.Popen(words, stdin=subprocess.DEVNULL, env=os.environ | environment | place))
     ends: list[float] = []
 
-    def ask(grace: float) -> None:
-        ends.append(time.monotonic() + grace)
+    def ask(number: int = signal.SIGTERM, seconds: float = patience) -> None:
+        ends.append(time.monotonic() + seconds)
         for rank in ranks:
-            rank.terminate()
+            rank.send_signal(number)
 
     def obey() -> None:
-        while line := os.read(0, 64):
-            ask(FAREWELL if FAILED in line else GRACE)
-        ask(GRACE)
+        while words := os.read(0, 64).split():
+            if FAILED in words:
+                ask(seconds=FAREWELL)
+            else:
+                ask(int(words[-1]))
+        ask()
 
+    for number in (signal.SIGTERM, *signals):  # which Slurm sends to each process of a step
+        signal.signal(number, lambda number, _: ask(number))
     threading.Thread(target=obey, daemon=True).start()
     failed = 0
     while None in (codes := [rank.poll() for rank in ranks]):
         failed = failed or next(filter(None, codes), 0)
         if failed and not ends:
-            ask(FAREWELL)
+            ask(seconds=FAREWELL)
         if ends and time.monotonic() > min(ends):
             break
         time.sleep(LOOK)
@@ -95,7 +109,7 @@ def look(save_path: str, run: str) -> dict[str, Any]:
             if process.pid != os.getpid() and process.environ().get(RUN) == run:
                 process.kill()
                 left.append(process)
-    psutil.wait_procs(left, timeout=GRACE)
+    psutil.wait_procs(left, timeout=GONE)
     found = {"address": reached_address(), "port": free_port(), "changed": 0, "step": 0, "saved": 0}
     with suppress(OSError, ValueError), open(Path(save_path) / "metrics.jsonl", "rb") as metrics:
         found["changed"] = os.fstat(metrics.fileno()).st_mtime_ns

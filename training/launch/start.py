@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -57,6 +58,7 @@ def launch(
         "save_path": config.save_path,
         "max_restarts": config.max_restarts,
         "patience": config.timeout_minutes * 60,
+        "signals": [signal.Signals[name] for name in config.preemption_signals],
         "port": config.ports.meeting,
     }
     sys.stdout.flush()

@@ -5,7 +5,8 @@ config. On each host it has an agent (`training.launch.agent`), to which it spea
 the host is another machine. When one of them fails, or somebody asks for an end, all are asked to end. So none outlives
 the others for long, and none this process, with which the pipes end however it ends.
 
-A fault is any end but a stop that somebody asked for and, of the first start, a user's mistake (exit code 2); one that
+A fault is any end but a stop that somebody asked for, by a signal to any process of the run, and, of the first start, a
+user's mistake (exit code 2); one that
 began well and cannot begin again has lost a host or a port. After a fault all hosts are looked at again, and what is
 left of the run there is killed. It goes on from the newest whole checkpoint: on all hosts if they answer within RETURN
 seconds, else on those that do, in the largest topology that fits; where none does, it waits.
@@ -24,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from training.errors import EXIT_CODE, INTERRUPTED, ConfigError, tell
-from training.launch.agent import FAILED, FAREWELL, GRACE, LOOK
+from training.launch.agent import FAILED, FAREWELL, LOOK
 from training.launch.hosts import Answer, look, start_agent
 
 JOB = "PIPETUNE_JOB"  # in the environment: a `Job` without its command, as JSON
@@ -44,7 +45,8 @@ class Job:
         hosts: the devices of each that may be used; the one with an empty name is this machine.
         shapes: the topologies that may be taken, the configured one first: number of processes, what to add to the
             command, and its name.
-        patience: seconds to wait for hosts without which no topology fits.
+        patience: seconds to wait for hosts without which no topology fits, and for ranks that save before they leave.
+        signals: those of `preemption_signals`.
         port: where the ranks meet; any free one where absent.
     """
 
@@ -55,6 +57,7 @@ class Job:
     save_path: str
     max_restarts: int
     patience: float
+    signals: list[int]
     port: int | None
 
 
@@ -71,7 +74,7 @@ class Supervisor:
         self._run = os.urandom(8).hex()
         self._since = self._gone = 0.0  # when the last attempt failed, and when nothing of it was left
         self._asked: list[int] = []  # signals, by which somebody asked for the end
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *job.signals):
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
                 signal.signal(number, lambda number, _: self._asked.append(number))
 
@@ -87,7 +90,7 @@ class Supervisor:
             host, code = self._attempt(hosts, shape)
             if code and self._asked:
                 return 128 + self._asked[0]
-            if code in (0, *STOPPED) or (code == EXIT_CODE and not restarts):
+            if code in (0, *STOPPED, *(128 + number for number in job.signals)) or (code == EXIT_CODE and not restarts):
                 return code
             before, after = furthest(hosts), furthest(self._look())
             moved = after["changed"] != before["changed"] and after["step"] > before["saved"]
@@ -162,17 +165,18 @@ class Supervisor:
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
             ranks = list(range(start, start := start + len(devices)))
             agents[host] = start_agent(host, self._run)
-            order = {"command": job.command + words, "environment": environment, "ranks": ranks}
-            say(agents[host], json.dumps(order))
+            order = {"command": job.command + words, "environment": environment, "numbers": ranks}
+            say(agents[host], json.dumps(order | {"patience": job.patience, "signals": job.signals}))
         failed, told, end = ("", 0), 0, math.inf
         while None in [agent.poll() for agent in agents.values()]:
             if not failed[1]:
                 failed, self._since = first_failure(agents), time.monotonic()
             if max(len(self._asked), bool(failed[1])) > told:
                 told += 1
-                end = min(end, time.monotonic() + (FAREWELL if failed[1] else GRACE) + MARGIN)
+                end = min(end, time.monotonic() + (FAREWELL if failed[1] else job.patience) + MARGIN)
+                asked = next((number for number in self._asked if number in job.signals), signal.SIGTERM)
                 for agent in agents.values():
-                    say(agent, FAILED.decode() if failed[1] else "stop")
+                    say(agent, FAILED.decode() if failed[1] else str(int(asked)))
             if time.monotonic() > end:  # it is frozen, or its host
                 for agent in agents.values():
                     agent.kill()

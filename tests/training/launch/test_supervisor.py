@@ -18,6 +18,8 @@ from training.launch.hosts import AGENT, there
 from training.launch.start import SUPERVISOR
 from training.launch.supervisor import JOB
 
+LONGEST = pytest.mark.longest
+
 # At its nth start rank 1 ends as the nth word says; rank 0 notes a step but where the word begins with a minus, has a
 # child in a session of its own, and waits. Asked to leave, it leaves as a run does that has saved.
 SCRIPT = """
@@ -29,8 +31,18 @@ with open(folder / f"starts-{rank}", "a+") as file:
     number = len(file.readlines())
     print(" ".join(os.environ[name] for name in ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE")), file=file)
 word = words[number]
+
+
+def leave(number, _):
+    signal.signal(number, signal.SIG_IGN)
+    time.sleep(float(os.environ.get("SAVES_FOR", "0")))
+    (folder / f"saved-{rank}").touch()
+    sys.exit(128 + number)
+
+
 if rank == "0":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for asked in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(asked, leave)
     subprocess.Popen(["sleep", "1000"], start_new_session=True)
     if not word.startswith("-"):
         with open(folder / "metrics.jsonl", "a") as file:
@@ -53,7 +65,7 @@ exec sh -c "$1"
 """
 
 
-def words_of(folder: Path, ends: str, hosts: dict[str, list[int]] | None = None) -> list[str]:
+def words_of(folder: Path, ends: str, hosts: dict[str, list[int]] | None = None, patience: float = 60.0) -> list[str]:
     """The command of a supervisor."""
     (folder / "script.py").write_text(SCRIPT)
     job = {
@@ -62,7 +74,8 @@ def words_of(folder: Path, ends: str, hosts: dict[str, list[int]] | None = None)
         "shapes": [(2, [], "dims [2, 1]")],
         "save_path": str(folder),
         "max_restarts": 3,
-        "patience": 60.0,
+        "patience": patience,
+        "signals": [signal.SIGUSR1],
         "port": None,
     }
     words = ["env", f"{JOB}={json.dumps(job)}", sys.executable, "-c", SUPERVISOR]
@@ -91,6 +104,7 @@ ENDS: dict[str, tuple[str, int, int, str, str]] = {
     "cannot begin again at once": ("dies,-2,ends", 3, 0, "", "it goes on with dims [2, 1]"),
     "cannot begin again": ("dies,-2,-2,ends", 3, 2, "error: this machine: ended with exit code 2", "does not pass"),
     "asked": ("143,ends", 1, 143, "", ""),
+    "taken away": ("138,ends", 1, 138, "", ""),
     "too often": (
         "dies,dies,dies,dies,ends",
         4,
@@ -131,6 +145,32 @@ def test_nothing_outlives_a_supervisor(number: signal.Signals, tmp_path: Path) -
     assert result.returncode == (-number if number == signal.SIGKILL else 128 + number)
     eventually(lambda: not of_run(tmp_path))
     assert starts(tmp_path) == 1 and "restart" not in result.stderr
+
+
+# Slurm tells each process of a step. Half a minute is what other launchers give.
+@pytest.mark.parametrize(
+    ("told", "seconds"),
+    [("supervisor", 1), ("agent", 1), ("everybody", 1), pytest.param("supervisor", 40, marks=LONGEST)],
+)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_who_is_asked_saves_first(told: str, seconds: int, number: signal.Signals, tmp_path: Path) -> None:
+    launch = start(*words_of(tmp_path, "waits,ends"), SAVES_FOR=str(seconds))
+    launch.until(lambda: (tmp_path / "begun-0").exists() and (tmp_path / "begun-1").exists())
+    _, agent, *ranks = launch.family()
+    asked = {"supervisor": [psutil.Process(launch.pid)], "agent": [agent]}
+    asked["everybody"] = [*asked["supervisor"], agent, *ranks]
+    for process in asked[told]:
+        process.send_signal(number)
+    assert launch.end().returncode == 128 + number
+    assert (tmp_path / "saved-0").exists() and starts(tmp_path) == 1
+
+
+def test_who_never_leaves_is_killed(tmp_path: Path) -> None:
+    launch = start(*words_of(tmp_path, "waits,ends", patience=1.0), SAVES_FOR="1000")
+    launch.until(lambda: (tmp_path / "begun-0").exists() and (tmp_path / "begun-1").exists())
+    psutil.Process(launch.pid).terminate()
+    assert launch.end().returncode == 128 + signal.SIGTERM
+    assert not of_run(tmp_path) and not (tmp_path / "saved-0").exists()
 
 
 def test_what_a_dead_agent_leaves_is_killed_first(tmp_path: Path) -> None:
