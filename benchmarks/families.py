@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from packaging.version import Version
 from rich.console import Console
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -68,7 +69,7 @@ class Verdict(NamedTuple):
             releases: others of transformers with which it holds.
         """
         if self.proof is None:
-            return f"| `{self.model_type}` | {REFUSED}{self.reason} | | | | | | | | | |\n"
+            return f"| `{self.model_type}` | {REFUSED}{self.reason} | | | | | | | | | {RELEASE} |\n"
         how = "declared" if self.model_type in FAMILIES else "derived"
         attention = "the layer's own" if self.proof.attention[0] == EAGER else "every kernel"
         packed = "one by one in linear attention" if self.proof.linear else "together"
@@ -130,14 +131,17 @@ def written(verdicts: list[Verdict], before: str) -> str:
     """
     lines = before.splitlines(keepends=True)
     told = {line for line in lines if line.startswith("With") and f"transformers {RELEASE}." not in line}
-    rows = {line.split("`")[1]: line for line in lines if line.startswith("| `") and REFUSED not in line}
+    rows = {line.split("`")[1]: line for line in lines if line.startswith("| `") and line not in HEADER}
     for each in verdicts:
-        known = rows.get(each.model_type, "").rstrip(" |\n").rpartition("| ")[2]
-        releases = set(filter(None, known.split(", "))) - {RELEASE}
-        if each.proof or not releases:
-            rows[each.model_type] = each.row(releases)
-        else:  # which holds with others
-            rows[each.model_type] = rows[each.model_type].replace(known, ", ".join(sorted(releases)))
+        row = rows.get(each.model_type, REFUSED)
+        known = row.rstrip(" |\n").rpartition("| ")[2]
+        others = set(filter(None, known.split(", "))) - {RELEASE}
+        if each.proof:
+            rows[each.model_type] = each.row(others if REFUSED not in row else ())
+        elif others and REFUSED not in row:  # it holds with others
+            rows[each.model_type] = row.replace(known, ", ".join(sorted(others)))
+        elif not others or Version(known) < Version(RELEASE):  # the newest one's reason is told
+            rows[each.model_type] = each.row()
     table = sorted(rows.values(), key=lambda row: (REFUSED in row, row))
     return "".join(sorted(told | {summary(verdicts)})) + "\n" + HEADER + "".join(table)
 
