@@ -29,7 +29,7 @@ from training.errors import ConfigError, RunRefused
 from training.evaluation import Evaluation
 from training.metrics.peak_memory import peak_memory_by_stage
 from training.metrics.reporter import Reporter
-from training.metrics.run_info import write_run_info
+from training.metrics.run_info import CONFIG_FILE, write_run_info
 from training.metrics.step_metrics import StepMetrics
 from training.metrics.tracking import open_trackers
 from training.optimizer.lr_schedules import LearningRate
@@ -83,8 +83,8 @@ class Run:
         with agreed(), writing(folder):
             trackers = open_trackers(config, folder, first) if reporting else []
             if reporting:
-                replace_text(folder / "config.yml", yaml.safe_dump(config.dump(), sort_keys=False))
                 write_run_info(folder, config, parts, first)
+                replace_text(folder / CONFIG_FILE, yaml.safe_dump(config.dump(), sort_keys=False))
             last, each = progress.total_steps, config.steps_per_print
             self.reporter = Reporter(folder, last, reporting, each, first, trackers, progress.evaluate_first, parts)
 

@@ -27,7 +27,7 @@ from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 from training.distributed.processes import agreed, gather
 from training.errors import ConfigError, RunRefused
-from training.metrics.run_info import CODE, versions
+from training.metrics.run_info import CODE, CONFIG_FILE, RUN_FILE, versions
 
 WINGS = ("common", "data", "models", "training")
 CONFIG, WEIGHTS = (".json", ".jinja", ".model", ".txt", ".tiktoken"), (".safetensors", ".bin", ".pt")
@@ -87,6 +87,11 @@ def check_folder(folder: Path, disk: Disk, log: Console) -> None:
     try:
         with agreed():
             try:
+                if (folder / CONFIG_FILE).exists() and not (folder / RUN_FILE).exists():
+                    raise ConfigError(
+                        f"save_path: {folder / CONFIG_FILE}: not written by a run, which would replace it; expected a "
+                        "folder of the run's own"
+                    )
                 folder.mkdir(parents=True, exist_ok=True)
                 if disk.keeps:
                     path.touch()

@@ -11,11 +11,11 @@ from rich.console import Console
 
 from training.checkpoint.exporting import EXPORTED, export_run
 from training.checkpoint.finding import find_checkpoint
-from training.checkpoint.folder import RECORD, CheckpointRecord, DataOrder, step_folder
+from training.checkpoint.folder import RECORD, CheckpointRecord, DataOrder, finished, step_folder
 from training.checkpoint.resume import check_resumable
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
-from training.distributed.processes import agreed
+from training.distributed.processes import agreed, gather
 from training.distributed.signals import StopRequest
 from training.errors import ConfigError
 from training.evaluation import Evaluation
@@ -108,9 +108,12 @@ class Progress:
         if self.checkpoint and self.done == step:  # which may lie elsewhere (`resume`)
             saved = self.checkpoint
         if step < self.total_steps:
-            self.log.print(
-                f"stopped after step {step} of {self.total_steps}; the same command goes on from there: {saved}"
-            )
+            told = f"stopped after step {step} of {self.total_steps}"
+            if all(gather((saved / RECORD).is_file())):
+                self.log.print(f"{told}; the same command goes on from there: {saved}")
+            else:
+                newest = next(map(str, finished(Path(self.config.save_path))), "the beginning")
+                self.log.print(f"{told}, which could not be saved; the same command goes on from {newest}")
             if stop.preempted and not self.log.quiet:
                 requeue()
             sys.exit(stop.exit_code)

@@ -47,6 +47,8 @@ def test_what_differs_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> 
     same, twin = model(tmp_path / "same"), model(tmp_path / "twin")
     other = model(tmp_path / "other", model_safetensors=bytes(range(255, -1, -1)) * 4096)
     more = model(tmp_path / "more", tokenizer_json=b"{}")
+    mine = model(tmp_path / "mine", config_yml=b"seed: 1")
+    begun = model(tmp_path / "begun", config_yml=b"seed: 1", run_json=b"{}")
     small, huge = architecture(tmp_path / "small", 64), architecture(tmp_path / "huge", 2**17)
     cases: list[dict[str, Any]] = [
         {"name": "same setup", "check": "setup", "keys": [{}, {}]},
@@ -57,6 +59,8 @@ def test_what_differs_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> 
         {"name": "weights of no account", "check": "model", "weights": False, "folders": [same, other]},
         {"name": "a file more", "check": "model", "weights": True, "folders": [same, more]},
         {"name": "shared", "check": "shared", "folders": [same, same]},
+        {"name": "a file of somebody's", "check": "shared", "folders": [mine, mine]},
+        {"name": "a run's", "check": "shared", "folders": [begun, begun]},
         {"name": "not shared", "check": "shared", "folders": [same, twin]},
         {"name": "room", "check": "room", "folders": [small, small]},
         {"name": "no memory", "check": "room", "folders": [huge, huge]},
@@ -78,6 +82,8 @@ def test_what_differs_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> 
         "weights of no account": None,
         "a file more": "model_path: tokenizer.json: 2 bytes with checksum",
         "shared": None,
+        "a file of somebody's": f"save_path: {mine / 'config.yml'}: not written by a run, which would replace it; e",
+        "a run's": None,
         "room": None,
         "no memory": "memory: ",
         "no memory for copies": "memory: ",

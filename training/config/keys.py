@@ -18,10 +18,14 @@ from training.config.sections import (
     FP8,
     FP16,
     DataPath,
+    DataTypes,
     EveryNth,
     ModelTopo,
+    NewPlace,
     Optimizer,
+    Place,
     Ports,
+    Precision,
     RouterLoss,
     Scheduler,
     Section,
@@ -50,7 +54,7 @@ ALIASES = {"n_epochs": "n_epoches"}  # other spellings of our own keys
 class TrainConfig(Section):
     """A whole run."""
 
-    model_path: str
+    model_path: Place
     """The folder of the model to start from, in either layout; the `save_path` of a run stands for its newest
     checkpoint."""
 
@@ -58,7 +62,7 @@ class TrainConfig(Section):
     """The records to train on: a file, a folder, a glob, or a list of them; an entry may be an object with the keys of
     docs/configuration.md#entries-of-data_path."""
 
-    save_path: str
+    save_path: NewPlace
     """The folder of the run: config.yml, metrics.jsonl, checkpoints. It is made where it does not exist."""
 
     from_scratch: bool = False
@@ -149,16 +153,15 @@ class TrainConfig(Section):
     """With `offload_optimizer`: DeepSpeed's own CPU AdamW or Lion, compiled at first use (about a minute); `false`
     keeps the optimizer that `optimizer.type` names."""
 
-    communication_data_type: str | None = None
-    """DeepSpeed's own, passed on: the dtype in which gradients are sent."""
+    communication_data_type: Precision | None = None
+    """DeepSpeed's own: the dtype in which gradients are sent, `fp32`, `bf16` or `fp16`."""
 
-    data_types: dict[str, Any] | None = None
-    """DeepSpeed's own, passed on: `grad_accum_dtype` is the dtype in which gradients are summed."""
+    data_types: DataTypes | None = None
 
     gradient_accumulation_steps: int | None = None
     """Computed; where it is given it must agree with the batch sizes."""
 
-    resume: str = "auto"
+    resume: Place = "auto"
     """`auto` goes on from the newest whole checkpoint in `save_path`, if there is one; a folder goes on from that
     checkpoint; `none` starts anew, in a `save_path` without checkpoints. What of the config may have changed meanwhile:
     docs/resuming.md."""

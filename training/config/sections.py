@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import isfinite, prod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import numpy
 from numpy.typing import NDArray
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -23,6 +24,7 @@ from pydantic import (
     model_validator,
 )
 
+from data.paths import expanded
 from data.records.sources import Source
 
 
@@ -31,10 +33,31 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        kinds = list(_kinds(cls.model_fields[str(info.field_name)].annotation))
+        if isinstance(value, bool) and bool not in kinds and (int in kinds or float in kinds):
+            raise ValueError("expected a number")
+        return value
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """A type and those that it is made of."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from _kinds(part)
+
 
 def nearest(name: object, known: Iterable[str]) -> str:
     """Which of the names that there are is most like one that there is not."""
     return difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
+
+
+# The home folder takes the place of `~`, which no shell replaces in a file.
+_HOME = AfterValidator(lambda path: str(expanded(path)) if path.startswith("~") else path)
+Place = Annotated[str, _HOME]
+NewPlace = Annotated[str, Field(min_length=1), _HOME]
 
 
 def _listed(value: Any) -> Any:
@@ -49,6 +72,9 @@ _Entry = Annotated[
     Discriminator(lambda entry: "source" if isinstance(entry, (dict, Source)) else "path"),
 ]
 DataPath = Annotated[list[_Entry], BeforeValidator(_listed)]
+
+
+SWITCHES = set("amsgrad maximize nesterov foreach fused capturable differentiable adamw_mode bias_correction".split())
 
 
 class Optimizer(Section):
@@ -73,7 +99,17 @@ class Optimizer(Section):
             value = self.params.get(name, 0.0)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value) or value < 0:
                 raise ValueError(f"params.{name}: expected a number of at least 0, found {value!r}")
+        betas = self.params.get("betas", (0.0, 0.0))
+        if not (isinstance(betas, (list, tuple)) and len(betas) == 2 and all(_is_share(beta) for beta in betas)):
+            raise ValueError(f"params.betas: expected two numbers of at least 0 and below 1, found {betas!r}")
+        for name in SWITCHES & self.params.keys():
+            if not isinstance(self.params[name], bool):
+                raise ValueError(f"params.{name}: expected true or false, found {self.params[name]!r}")
         return self
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
 
 
 class WarmUp(Section):
@@ -176,7 +212,8 @@ class FP16(Section):
     """`fp16`, passed to DeepSpeed, which decides what is absent."""
 
     enabled: bool = False
-    """Compute in fp16 and keep fp32 copies of the weights; for GPUs without bf16, such as V100 and T4."""
+    """Compute in fp16 and keep fp32 copies of the weights; for GPUs without bf16, such as V100 and T4; not with ZeRO
+    stage 0."""
 
     auto_cast: bool | None = None
     """DeepSpeed's own: convert the inputs to fp16."""
@@ -203,6 +240,16 @@ class FP16(Section):
     """DeepSpeed's own: keep the weights of the optimizer in fp16 too."""
 
 
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+class DataTypes(Section):
+    """`data_types`, passed to DeepSpeed."""
+
+    grad_accum_dtype: Precision
+    """DeepSpeed's own: the dtype in which gradients are summed, `fp32`, `bf16` or `fp16`."""
+
+
 class FP8(Section):
     """`fp8`: products of the blocks' linear layers in 8 bits (`models.blocks.fp8`)."""
 
@@ -210,7 +257,8 @@ class FP8(Section):
     """In a bf16 run: the products of the blocks' linear layers in fp8, by torchao (`pip install torchao==0.18.0`), on
     GPUs from Ada and Hopper on. Faster where blocks are compiled and layers are wide (docs/performance.md#fp8);
     coarser: 3 bits after the leading one, 2 for gradients, while sums, weights, checkpoints and exports stay those of a
-    bf16 run. Not with experts, ZeRO stage 3, `dualpipev`, or layers whose sizes are no multiples of 16."""
+    bf16 run. Not with experts, a `model` axis, ZeRO stage 3, `dualpipev`, or layers whose sizes are no multiples of
+    16."""
 
 
 class OptimizerOffload(BaseModel):

@@ -147,9 +147,11 @@ def override(raw: dict[str, Any], word: str) -> None:
     *parents, last = key.split(".")
     section = raw
     for parent in parents:
-        section = section.setdefault(parent, {})
-        if not isinstance(section, dict):
+        child = section.get(parent)
+        if not isinstance(child, dict | None):
             raise ConfigError(f"command line: {key}: {parent} is a value, not a section")
+        section[parent] = dict(child or {})  # a copy, as an alias in the file makes other keys the same section
+        section = section[parent]
     try:
         section[last] = _parse_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError):

@@ -27,6 +27,7 @@ from training.config.keys import TrainConfig
 from training.metrics.reporter import to_json
 
 RUN_FILE = "run.json"
+CONFIG_FILE = "config.yml"  # beside it: the config with every default filled in
 CODE = Path(__file__).resolve().parents[2]
 # What can change a run's numbers or speed.
 PACKAGES = (

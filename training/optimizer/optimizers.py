@@ -52,7 +52,7 @@ def build_optimizer(
     groups = parameter_groups(config.optimizer, parameters, tied_names)
     try:
         return builders[kind](groups, **config.optimizer.params)
-    except (TypeError, ValueError, AssertionError) as error:
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         raise ConfigError(f"optimizer.params: {kind} does not take them: {error}") from None
 
 

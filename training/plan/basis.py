@@ -22,6 +22,7 @@ import torch
 from pydantic import BaseModel, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from common.whole_files import replace_text
+from models.checkpoint.publish import writing
 from models.parallel.tensor import part_shapes
 from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
@@ -87,9 +88,10 @@ class Calibration(BaseModel):
         return found if found == cls.of(config, spec, found.layers, found.update) else None
 
     def write(self, folder: Path) -> Path:
-        """Into the run's folder, whole or not at all."""
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_text(folder / FILE, self.model_dump_json(indent=2) + "\n")
+        """Into the run's folder, whole or not at all; CheckpointError where that cannot be written."""
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_text(folder / FILE, self.model_dump_json(indent=2) + "\n")
         return folder / FILE
 
 

@@ -19,6 +19,7 @@ from common.terminal import reason_of
 from data.errors import DataError
 from data.tokenized.dataset import Dataset
 from models.checkpoint.layout import resolve
+from models.checkpoint.publish import writing
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 from training.config.deepspeed_config import check_fp8, check_shared_rows, check_tensor, router_loss_weight
@@ -94,8 +95,9 @@ def show(plan: Plan, log: Console) -> None:
     for line in facts(plan):
         log.print(line)
     save_path = Path(plan.basis.config.save_path)
-    save_path.mkdir(parents=True, exist_ok=True)
-    log.print(f"drawn: {draw(plan, save_path / PICTURE)}")
+    with writing(save_path):
+        save_path.mkdir(parents=True, exist_ok=True)
+        log.print(f"drawn: {draw(plan, save_path / PICTURE)}")
 
 
 def _on(config: TrainConfig, count: int | None, searches: bool) -> TrainConfig:

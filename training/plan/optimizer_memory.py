@@ -44,7 +44,7 @@ class StateBytes:
     def of(cls, config: TrainConfig) -> StateBytes:
         dtype, zero = training_dtype(config), config.zero_optimization
         weight, replicas = float(dtype.itemsize), config.model_topo.replicas
-        summed = (config.data_types or {}).get("grad_accum_dtype", "fp32")
+        summed = config.data_types.grad_accum_dtype if config.data_types else "fp32"
         gradient = weight if dtype != torch.bfloat16 or zero.stage == 0 or summed != "fp32" else 4.0
         optimizer = config.optimizer.type
         momentum = 4.0 if config.optimizer.params.get("momentum") else 0.0

@@ -95,6 +95,21 @@ def test_words_of_the_command_line_override_the_file(tmp_path: Path) -> None:
     assert config.data_path == ["a.json", "b.json"]
 
 
+def test_a_word_changes_the_one_section_that_it_names(tmp_path: Path) -> None:
+    path = write(tmp_path, "bf16: &on {enabled: true}", "tensorboard: *on")
+    config = load_config(path, ["tensorboard.enabled=false"])
+    assert (config.bf16.enabled, config.tensorboard.enabled) == (True, False)
+    config = load_config(write(tmp_path, "scheduler:"), ["scheduler.type=linear"])
+    assert config.scheduler is not None and config.scheduler.type == "linear"
+
+
+def test_a_home_folder_is_meant_by_its_short_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load_config(write(tmp_path), ["model_path=~/m", "save_path=~/run", "resume=~/run/step-000002"])
+    found = (config.model_path, config.save_path, config.resume)
+    assert found == (f"{tmp_path}/m", f"{tmp_path}/run", f"{tmp_path}/run/step-000002")
+
+
 def test_yaml_anchors_and_merge_keys_are_read(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, "bf16: &half {enabled: false}", "fp16: {<<: *half, loss_scale: 8}"))
     assert (config.fp16.enabled, config.fp16.loss_scale) == (False, 8)
@@ -318,6 +333,20 @@ def test_the_type_of_a_schedule_says_which_params_there_are(line: str, params: W
         ("profile_steps: [4, 3]", "profile_steps: expected [first, last], two steps from 1, found [4, 3]"),
         ("profile_steps: [1, 2.5]", "profile_steps: expected [first, last], two steps from 1, found [1, 2.5]"),
         ("model_topo: {parts: even}", "model_topo.parts: expected auto or a list of layers per stage, found 'even'"),
+        ("save_path: ''", "save_path: String should have at least 1 character"),
+        ("save_interval: yes", "save_interval: expected a number, found True"),
+        ("timeout_minutes: true", "timeout_minutes: expected a number, found True"),
+        ("max_steps: on", "max_steps: expected a number, found True"),
+        ("scheduler: {params: {warmup_num_steps: true}}", "scheduler.params.warmup_num_steps: expected a number"),
+        ("data_types: {grad_accum_dtyp: fp32}", "unknown key data_types.grad_accum_dtyp; did you mean data_types.grad"),
+        ("data_types: {grad_accum_dtype: fp33}", "data_types.grad_accum_dtype: expected 'fp32', 'bf16' or 'fp16', fou"),
+        ("communication_data_type: int3", "communication_data_type: expected 'fp32', 'bf16' or 'fp16', found 'int3'"),
+        *(
+            (f"optimizer: {{params: {{betas: {betas}}}}}", "optimizer.params.betas: expected two numbers of at l")
+            for betas in ("[0.9]", "[a, b]", "[0.9, 1]", "[0.9, 0.9, 0.9]", "0.9")
+        ),
+        ("optimizer: {params: {amsgrad: 'false'}}", "optimizer.params.amsgrad: expected true or false, found 'false'"),
+        ("optimizer: {type: SGD, params: {nesterov: 'no'}}", "optimizer.params.nesterov: expected true or false, fou"),
         ("model_topo: {parts: [0]}", "model_topo.parts.0: expected greater than 0, found 0"),
     ],
 )

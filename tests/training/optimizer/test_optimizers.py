@@ -112,7 +112,7 @@ def test_lion_in_pieces_takes_the_same_steps(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("kind", PARAMS)
-@pytest.mark.parametrize("params", [{"learning_rate": 0.1}, {"lr": 0.1, "betas": 3, "momentum": 1, "rate": 0}])
+@pytest.mark.parametrize("params", [{"learning_rate": 0.1}, {"lr": 0.1, "betas": [0.9, 0.9], "momentum": 1, "rate": 0}])
 def test_parameters_that_an_optimizer_does_not_take_are_refused(kind: str, params: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         build_optimizer(config_with(kind, params), [("weight", weights())])

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from models.costs.fake_layers import LayerCase, saved_by
+from models.errors import CheckpointError
 from models.spec import ModelSpec
 from tests.conftest import FAQ, TINY
 from tests.launching import error_lines, run, write_config
@@ -307,6 +308,14 @@ def test_the_door_plans_without_weights_and_records(tmp_path: Path, capsys: pyte
     assert "does not fit" in told and "offload_optimizer: {device: cpu}" in told
     with pytest.raises(ConfigError, match="--devices: 8 of them"):
         plan_run(config_of(tmp_path, 4), arguments(devices="8xV100-32G"))
+
+
+def test_a_plan_that_nobody_can_keep_is_told_in_one_line(tmp_path: Path) -> None:
+    llama(tmp_path)
+    (tmp_path / "file").touch()
+    config = config_of(tmp_path, 2, save_path=str(tmp_path / "file/run"))
+    with pytest.raises(CheckpointError, match=r"file/run: cannot be written: Not a directory; nothing was changed$"):
+        plan_run(config, arguments(devices="2xA100-80G"))
 
 
 def test_the_door_knows_the_records(tmp_path: Path, make_checkpoint: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,52 @@
+"""What a run says that somebody has stopped."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from common.log import Log
+from training.checkpoint.folder import RECORD, step_folder
+from training.config.keys import TrainConfig
+from training.progress import Progress
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    """This process is the only one of a run."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("kept", "told"),
+    [
+        ([5, 7], "stopped after step 7 of 10; the same command goes on from there: {folder}/step-000007"),
+        (
+            [3, 5],
+            "stopped after step 7 of 10, which could not be saved; the same command goes on from {folder}/step-000005",
+        ),
+        ([], "stopped after step 7 of 10, which could not be saved; the same command goes on from the beginning"),
+    ],
+)
+def test_who_is_stopped_names_the_checkpoint_that_there_is(
+    kept: list[int], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in kept:
+        step_folder(tmp_path, step).mkdir()
+        (step_folder(tmp_path, step) / RECORD).touch()
+    config = TrainConfig(model_path="m", data_path="d", save_path=str(tmp_path), train_batch_size=1)
+    order: Any = None
+    progress = Progress(config, Log(highlight=False, width=500), None, None, order, 10, False)
+    stop: Any = SimpleNamespace(preempted=False, exit_code=128 + signal.SIGTERM)
+    with pytest.raises(SystemExit) as leaving:
+        progress.end(7, stop, [], tmp_path)
+    assert leaving.value.code == 128 + signal.SIGTERM
+    assert capsys.readouterr().out == told.format(folder=tmp_path) + "\n"
