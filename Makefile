@@ -10,7 +10,7 @@ TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-r
 .PHONY: help quickstart test test-slow test-all lint format clean
 
 help:
-	@echo "make quickstart   fine-tune a real small model and see the effect (about 8 minutes on two cores)"
+	@echo "make quickstart   fine-tune a real small model and see the effect (about 10 minutes on two cores)"
 	@echo "make quickstart MODEL=DIR DATA=FILE   the same with your own model and records; KEYS='key.sub=value ...' too"
 	@echo "make test         lint, type check and tests"
 	@echo "make test-slow    the long tests"
