@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import datetime
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -51,6 +52,10 @@ NO_TOKEN = "the chat template ends an answer with {token}, which is no token of 
 NO_FORM = "the chat template writes calls in a form that cannot be read back; expected names and JSON objects"
 REWRITTEN = "rewritten: {feature}, which the chat template does not take, is said {told}"
 NEW_IDS = "rewritten: calls got ids of nine letters and digits, as the chat template takes no others"
+DATED = (
+    "the chat template writes the date of the day on which they are tokenized: once the cache is gone they become "
+    "other samples, and no stopped run goes on; expected a fixed date (by template_args, mostly date_string)"
+)
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 CONTROL = re.compile(r"\s*(<[|｜][^<>|｜]{1,40}[|｜]>|<\w*(?:end|eot|eos|eom|turn)\w*>|</s>)")
@@ -98,7 +103,8 @@ class ChatTemplate:
         self._text = text
         self._fallback = prompts.template_fallback
         self._eos_token = tokenizer.eos_token
-        self._names = dict(tokenizer.special_tokens_map) | prompts.template_args
+        self._date = ""  # that was asked for last
+        self._names = dict(tokenizer.special_tokens_map) | {"strftime_now": self._today} | prompts.template_args
         self._tracks = bool(GENERATION.search(text))
         added = [token for token in tokenizer.added_tokens_decoder.values() if not token.content.isspace()]
         special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
@@ -128,7 +134,10 @@ class ChatTemplate:
         if key not in self._frames:  # else the template takes such dialogues as they are
             said, tools, notes = self._fitted(said, tools)
             key = None if tools else frame_key(said)
+        self._date = ""
         text = self._render(said, tools)
+        if self._date and self._date in text:
+            notes[DATED] = self._date
         frame = self._frames.get(key)
         turns, more = (frame and turns_in(frame, said, text)) or self._turns(said, tools, text, key)
         notes = notes | more
@@ -258,6 +267,11 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template may raise anything
             raise DataError(REFUSED.format(reason=" ".join(str(error).split()))) from None
+
+    def _today(self, form: str) -> str:
+        """What transformers gives templates, too."""
+        self._date = datetime.now().strftime(form)
+        return self._date
 
     def _given(self, said: Sequence[Said], tools: list[JSON]) -> dict[str, Any]:
         """What a template can see."""

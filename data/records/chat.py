@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import from_json
 
 from data.records.fields import SWITCHES, from_text, left_over
@@ -23,6 +23,7 @@ ROLES = {
 CALLS = ("function_call", "tool_call")  # what such a sender says is a JSON object with name and arguments, or several
 # Other names of a message's fields.
 SPELLINGS = {"role": ("from",), "content": ("value",), "reasoning_content": ("reasoning", "thinking")}
+TEXTS = (None, "text", "input_text", "output_text")  # types of parts
 
 
 class Function(BaseModel):
@@ -46,7 +47,7 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """One message."""
+    """One message. What it has no place for is refused, or noted in the context of its validation, a set of names."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""  # what is said; absent where an assistant only calls tools
@@ -58,8 +59,11 @@ class Message(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _written_otherwise(cls, message: Any) -> Any:
-        if not isinstance(message, dict) or (message.keys() <= cls.model_fields.keys() and message.get("content")):
+    def _written_otherwise(cls, message: Any, info: ValidationInfo) -> Any:
+        if not isinstance(message, dict):
+            return message
+        as_here = message.keys() <= cls.model_fields.keys() and None not in message.values()
+        if as_here and message.get("content") and message.get("role") not in CALLS:
             return message
         message = {name: value for name, value in message.items() if value is not None}
         for name, others in SPELLINGS.items():
@@ -72,7 +76,7 @@ class Message(BaseModel):
         _take_switches(message)
         if not message.keys() & {"content", "tool_calls", "reasoning_content"}:
             raise ValueError("content: missing")
-        left_over({name: message[name] for name in message.keys() - cls.model_fields.keys()}, lambda: "")
+        _note(info, "messages", {name: message[name] for name in message.keys() - cls.model_fields.keys()})
         return message
 
     @field_validator("role", mode="before")
@@ -86,22 +90,21 @@ class Message(BaseModel):
 
     @field_validator("content", mode="before")
     @classmethod
-    def _join(cls, content: Any) -> Any:
+    def _join(cls, content: Any, info: ValidationInfo) -> Any:
         """Parts of text are joined, a tool's object is written as JSON."""
         if isinstance(content, dict):
-            return json.dumps(content, ensure_ascii=False)
-        if isinstance(content, list):
-            if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            if info.data.get("role") == "tool":
+                return json.dumps(content, ensure_ascii=False)
+            content = [content]
+        if not isinstance(content, list):
+            return content
+        for part in content:
+            if not (isinstance(part, dict) and part.get("type") in TEXTS and isinstance(part.get("text"), str)):
                 raise ValueError("expected a text or a list of parts with a text each")
-            if switched := next((name for part in content for name in SWITCHES & part.keys()), None):
+            if switched := next(iter(SWITCHES & part.keys()), None):
                 raise ValueError(f"{switched}: one part cannot bear loss and another not; expected it of the message")
-            return "".join(part["text"] for part in content)
-        return content
-
-    @field_validator("tool_calls", mode="before")
-    @classmethod
-    def _no_calls(cls, calls: Any) -> Any:
-        return [] if calls is None else calls
+            _note(info, "messages.content", {name: part[name] for name in part.keys() - {"type", "text"}})
+        return "".join(part["text"] for part in content)
 
 
 class Chat(BaseModel):
@@ -123,9 +126,20 @@ class Chat(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Chat:
+        for place, message in enumerate(self.messages):
+            if message.role != "assistant" and (message.tool_calls or message.reasoning_content):
+                name = "tool_calls" if message.tool_calls else "reasoning_content"
+                raise ValueError(f"messages[{place}].{name}: expected it of the assistant alone, not of {message.role}")
         if not any(message.role == "assistant" and message.weight for message in self.messages):
             raise ValueError("messages: expected at least one of the assistant, found none that bears loss")
         return self
+
+
+def _note(info: ValidationInfo, where: str, extra: dict[str, Any]) -> None:
+    """Refuse the fields that matter, and note the others."""
+    unused = left_over(extra, lambda: "")
+    if info.context is not None:
+        info.context.update(f"{where}.{name}" for name in unused)
 
 
 def _take_calls(message: dict[str, Any]) -> None:

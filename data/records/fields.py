@@ -12,16 +12,18 @@ from typing import Any
 
 from pydantic_core import from_json
 
+EMPTY: tuple[Any, ...] = (None, "", [], {})
+BAD_TOO = "preference data, which has bad answers too; expected the good ones alone, as prompt and completion"
 PREFERENCE = frozenset(
     "chosen rejected chosen_response rejected_response response_chosen response_rejected kto_tag preference".split()
 )
 MEDIA = frozenset("image images audio audios video videos".split())
 SWITCHES = frozenset("weight train training loss".split())  # 1 and true say what is done anyway
 MATTERS = SWITCHES | frozenset(
-    "answer answers article background completion context contexts conversation conversations cot dialogue document "
-    "documents functions generation history input inputs instruction instructions knowledge label labels messages "
-    "output outputs passage passages prompt query question reasoning reasoning_content reference response responses "
-    "rounds segments system system_prompt target targets thinking thought tools".split()
+    "answer answers article background choices completion context contexts conversation conversations cot dialogue "
+    "document documents functions generation history input inputs instruction instructions knowledge label labels "
+    "messages options output outputs passage passages prompt query question reasoning reasoning_content reference "
+    "response responses rounds segments system system_prompt target targets thinking thought tools".split()
 )
 QUIET = frozenset(
     "category created_at date dataset domain file hash id idx index lang language license meta metadata model name "
@@ -56,13 +58,10 @@ def left_over(extra: Mapping[str, Any] | None, texts: Callable[[], str]) -> list
     """
     unused = []
     for name, value in (extra or {}).items():
-        if value in (None, "", [], {}) or name in QUIET:
+        if value in EMPTY or name in QUIET:
             continue
         if name in PREFERENCE or (name == "label" and isinstance(value, bool)):
-            raise ValueError(
-                f"{name}: preference data, which has bad answers too; expected the good ones alone, as prompt and "
-                "completion"
-            )
+            raise ValueError(f"{name}: {BAD_TOO}")
         if name in MEDIA:
             raise ValueError(f"{name}: expected records without it, as Pipetune trains on text alone")
         idle = name in SWITCHES and value in (1, True)
@@ -72,3 +71,18 @@ def left_over(extra: Mapping[str, Any] | None, texts: Callable[[], str]) -> list
             )
         unused.append(name)
     return unused
+
+
+def check_left_over(extra: Mapping[str, Any], columns: Mapping[str, str]) -> None:
+    """The same where a user's columns say what counts: only what they name is missed, and that an answer is bad.
+
+    Raises:
+        ValueError: as `left_over`.
+    """
+    for name, value in extra.items():
+        if name in ("label", "kto_tag") and value is False:
+            raise ValueError(f"{name}: {BAD_TOO}")
+        if name in columns and value not in EMPTY:
+            raise ValueError(
+                f"{name}: the record's format has no place for it; expected no column {columns[name]} for it"
+            )

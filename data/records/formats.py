@@ -15,12 +15,15 @@ from pydantic import AliasChoices, BaseModel, ValidationError
 
 from data.errors import DataError
 from data.records import layouts
-from data.records.fields import left_over
+from data.records.fields import check_left_over, left_over
 from data.records.layouts import Layout
 from data.records.record import KINDS, Record, explain, json_type, parse_record, shown
 
+Names = Mapping[str, str]  # what a file calls our fields
+
 FIELDS_SHOWN = 12
 SPEAKERS = ("user", "assistant", "system", "tool")
+PARTS = ("role", "content", *SPEAKERS)  # what columns may name of messages
 LISTS = ("messages", "conversations", "conversation")  # of messages
 
 
@@ -29,6 +32,7 @@ class Converted(NamedTuple):
 
     records: list[Record]  # at least one
     unused: list[str]  # its fields that were not used, and that somebody might ask about
+    columns: list[str]  # which of the names that columns gives it has
 
 
 class Format(NamedTuple):
@@ -36,7 +40,8 @@ class Format(NamedTuple):
 
     fields: tuple[tuple[str, ...], ...]  # what tells it; of each group one field has to be there
     known: tuple[tuple[str, ...], ...]  # all that it takes: the first one of each group that is there
-    convert: Callable[[dict[str, Any]], list[Record]]  # raises DataError or pydantic's ValidationError
+    # Raises DataError or pydantic's ValidationError; notes which fields of its messages were not used.
+    convert: Callable[[dict[str, Any], set[str]], list[Record]]
 
     def extra(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """What it does not take."""
@@ -50,14 +55,16 @@ def _format(layout: type[Layout]) -> Format:
     fields = layout.model_fields.items()
     known = {name: _names(name, field.validation_alias) for name, field in fields}
     required = tuple(known[name] for name, field in fields if field.is_required())
-    return Format(required, tuple(known.values()), lambda raw: layout.model_validate(raw).records())
+    return Format(
+        required, tuple(known.values()), lambda raw, unused: layout.model_validate(raw, context=unused).records()
+    )
 
 
 def _names(name: str, alias: Any) -> tuple[str, ...]:
     return tuple(map(str, alias.choices)) if isinstance(alias, AliasChoices) else (name,)
 
 
-PIPETUNE = Format((("type",),), (("type",),), lambda raw: [parse_record(raw)])
+PIPETUNE = Format((("type",),), (("type",),), lambda raw, _: [parse_record(raw)])
 OWN = {kind: PIPETUNE._replace(known=tuple((name,) for name in model.model_fields)) for kind, model in KINDS.items()}
 FORMATS: dict[str, Format] = {
     "pipetune": PIPETUNE,
@@ -76,10 +83,10 @@ FORMATS: dict[str, Format] = {
 }
 # What `columns` may name: the fields of all formats, and the parts of messages.
 COLUMNS = {name for known in [*FORMATS.values(), *OWN.values()] for group in known.known for name in group}
-COLUMNS |= {"role", "content", *SPEAKERS}
+COLUMNS |= {*PARTS}
 
 
-def convert(raw: Any, format_name: str | None = None, columns: Mapping[str, str] | None = None) -> Converted:
+def convert(raw: Any, format_name: str | None = None, columns: Names | None = None) -> Converted:
     """The records in one object of any known layout.
 
     Args:
@@ -87,20 +94,23 @@ def convert(raw: Any, format_name: str | None = None, columns: Mapping[str, str]
         columns: what the object calls the fields; then it is up to the user which of the others are not used.
 
     Raises:
-        DataError: no layout fits, a field is missing or has the wrong type, or one that matters would not be used; the
-            text names the field.
+        DataError: no layout fits, a field is missing or has the wrong type, or one that matters, or that columns names,
+            would not be used; the text names the field.
     """
     if not isinstance(raw, dict):
         raise DataError(f"expected an object, found {json_type(raw)}")
-    named = _renamed(raw, columns) if columns else raw
+    named, mapped, parts = _renamed(raw, columns or {})
     there = {name: value for name, value in named.items() if value is not None}
     found = _find(there, named, format_name)
     try:
-        records = found.convert(there)
+        inside: set[str] = set()
+        records, extra = found.convert(there, inside), found.extra(there)
         if columns:
-            extra = found.extra(there).keys() - columns.keys()
-            return Converted(records, [name for name in raw if name in extra])
-        return Converted(records, left_over(found.extra(there), lambda: "\n".join(_texts(records))))
+            check_left_over(extra, mapped)
+            unused = [name for name in raw if (name in extra or name in mapped) and name not in mapped.values()]
+        else:
+            unused = left_over(extra, lambda: "\n".join(_texts(records)))
+        return Converted(records, unused + sorted(inside), [*mapped.values(), *parts.values()])
     except ValidationError as error:
         first = error.errors()[0]
         if first["type"] == "missing" and len(first["loc"]) == 1 and first["loc"][0] in named:
@@ -144,29 +154,30 @@ def _find(there: dict[str, Any], named: dict[str, Any], format_name: str | None)
     )
 
 
-def _renamed(raw: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """An object with our names for its fields; in its messages too, where these have names of their own."""
-    of_messages = bool(columns.keys() & {"role", "content"})
-    parts = {name for name in ("role", "content", *SPEAKERS) if of_messages and name in columns}
-    fields = {name: theirs for name, theirs in columns.items() if name not in parts}
-    renamed = {name: value for name, value in raw.items() if name not in fields.values()}
-    renamed |= {name: raw[theirs] for name, theirs in fields.items() if theirs in raw}
-    if of_messages:
-        for name in LISTS:
-            if isinstance(turns := renamed.get(name), list):
-                renamed[name] = [_renamed_turn(turn, columns) for turn in turns]
-    return renamed
+def _renamed(raw: dict[str, Any], columns: Names) -> tuple[dict[str, Any], Names, Names]:
+    """An object with our names for its fields; which of the columns are such names, and which are of its messages."""
+    if not columns:
+        return raw, {}, {}
+    of_messages = any(name in columns for name in PARTS if name != "system")  # alone it is a field
+    parts = {name: theirs for name, theirs in columns.items() if of_messages and name in PARTS}
+    mapped = {name: theirs for name, theirs in columns.items() if name not in parts and theirs in raw}
+    renamed = {name: value for name, value in raw.items() if name not in mapped.values()}
+    renamed |= {name: raw[theirs] for name, theirs in mapped.items()}
+    lists = [name for name in LISTS if isinstance(renamed.get(name), list)]
+    renamed |= {name: [_renamed_turn(turn, parts) for turn in renamed[name]] for name in lists if parts}
+    return renamed, mapped, parts if lists else {}
 
 
-def _renamed_turn(turn: Any, columns: Mapping[str, str]) -> Any:
+def _renamed_turn(turn: Any, columns: Names) -> Any:
     """The same for a message."""
     if not isinstance(turn, dict):
         return turn
     names = {columns.get(name, name): name for name in ("role", "content")}
     turn = {names.get(name, name): value for name, value in turn.items()}
     speakers = {columns[name]: name for name in SPEAKERS if name in columns}
-    if isinstance(turn.get("role"), str):
-        turn["role"] = speakers.get(turn["role"], turn["role"])
+    for name in ("role", "from"):
+        if isinstance(turn.get(name), str):
+            turn[name] = speakers.get(turn[name], turn[name])
     return turn
 
 

@@ -168,8 +168,9 @@ class PromptCompletion(Asked):
         return [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
 
     def records(self) -> list[Record]:
-        plain = [(each.role, bool(each.tool_calls)) for each in (*self.prompt, *self.completion)]
-        if plain == [("user", False), ("assistant", False)]:
+        both = [*self.prompt, *self.completion]
+        words_alone = all(each.model_fields_set <= {"role", "content"} for each in both)
+        if words_alone and [each.role for each in both] == ["user", "assistant"]:
             ask, answer = self.prompt[0].content, self.completion[0].content
             return [_instruct(ask, None, answer) if self.alone() else self.chat(ask, answer)]
         asked = [each.model_copy(update={"weight": 0}) for each in self.prompt]

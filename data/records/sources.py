@@ -32,8 +32,9 @@ TEXT_FILE = "text_file"  # a format of files, not of records: one file is one te
 TEXT_SUFFIXES = (".txt",)
 DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", *TEXT_SUFFIXES)
 DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}  # of a data set's files
-SPLITS = re.compile(r"(train|test|validation|valid|val|dev|eval)\b")
-COMPRESSED_SUFFIXES = (".gz", ".zst")
+DESCRIPTIONS |= {"readme.txt", "license.txt", "licence.txt", "notice.txt"}
+SPLITS = re.compile(r"(?<![a-z])(?:train|test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
+COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip")  # whoever reads a file says which of them it cannot unpack
 MOST_PLACES = 100_000  # files and folders that a glob may lead through
 
 
@@ -137,16 +138,30 @@ def _in_folder(place: Path, path: str) -> list[Path]:
         below = [entry.name for entry in sorted(place.iterdir()) if entry.is_dir() and _data_files(entry)]
         there = f"one of its folders {', '.join(below)}, or " if below else ""
         raise DataError(f"{path}: no data files in this folder; expected {there}{', '.join(DATA_SUFFIXES)}")
-    splits = sorted({match[1] for file in files if (match := SPLITS.match(file.name))})
-    if len(splits) > 1:
-        one = files[0].parent / f"{'train' if 'train' in splits else splits[0]}*"
-        raise DataError(f"{path}: holds the splits {', '.join(splits)}; expected one of them, such as {one}")
+    _check_together(files, path)
     return files
 
 
+def _check_together(files: list[Path], path: str) -> None:
+    """Refuse a folder's files where nobody would train on all of them."""
+    kinds = {bare_suffix(file) in TEXT_SUFFIXES: file for file in files}
+    if len(kinds) > 1:
+        one = kinds[False].with_name(f"*{bare_suffix(kinds[False])}*")
+        told = f"holds a text, {kinds[True].name}, beside other data"
+        raise DataError(f"{path}: {told}; expected one kind, such as {one}, or a list of both")
+    named = {file: words for file in files if (words := SPLITS.findall(file.name))}
+    splits = {frozenset(map(str.lower, words)) for words in named.values()}
+    if len(splits) > 1:
+        file = min(named, key=lambda file: [word.lower() for word in named[file]] != ["train"])
+        word = named[file][0]
+        one = file.with_name(f"{'' if file.name.startswith(word) else '*'}{word}*")
+        names = ", ".join(sorted(frozenset().union(*splits)))
+        raise DataError(f"{path}: holds the splits {names}; expected one of them, such as {one}")
+
+
 def _data_files(place: Path) -> list[Path]:
-    files = (file for file in place.iterdir() if bare_suffix(file) in DATA_SUFFIXES and file.name not in DESCRIPTIONS)
-    return sorted(file for file in files if file.is_file())
+    files = (file for file in place.iterdir() if file.name.lower() not in DESCRIPTIONS)
+    return sorted(file for file in files if bare_suffix(file) in DATA_SUFFIXES and file.is_file())
 
 
 def _matches(pattern: Path, path: str) -> set[Path]:

@@ -6,7 +6,8 @@ as much as a second column of ids and takes next to no room.
 Over-long texts are split into pieces of the limit. What becomes of a dialogue of more tokens than `max_seq_len`, the
 config's `truncate` says: `turns` cuts where the last supervised run ends that fits, which is the end of a turn, or at
 the limit where none fits; `oldest` leaves out the oldest turns, so that the last answer stays, and the system message;
-`refuse` refuses the record. What has one turn only is cut in any case but the last. What bears no loss is left out.
+`refuse` refuses the record. What has one turn only is cut in any case but the last. What bears no loss is left out, and
+what follows the last answer that bears some, such as a question that nobody answers, is no turn.
 
 Cost: a few microseconds a sample, a tenth of what tokenizing takes; for a dialogue that loses its oldest turns a few
 more encodings: as many as its number of turns has binary digits.
@@ -113,13 +114,17 @@ def fit(record: Record, tokens: Tokens, limit: int, how: Truncate, encode: Calla
 
 
 def _turns(record: Record) -> list[int]:
-    """Where the turns of a dialogue begin: at each question that follows no question."""
+    """Where the turns of a dialogue begin: at each question that follows no question, and that an answer follows."""
     asked: list[bool] = []
+    loud: list[bool] = []
     if isinstance(record, Chat):
         asked = [message.role == "user" for message in record.messages]
+        loud = [message.role == "assistant" and bool(message.weight) for message in record.messages]
     elif isinstance(record, (Conversation, ConverHasApi, RefQA)):
         asked = [role == "ask" for role, _ in record.rounds]
-    return [place for place, asks in enumerate(asked) if asks and (place == 0 or not asked[place - 1])]
+        loud = [not asks for asks in asked]
+    last = max((place for place, bears in enumerate(loud) if bears), default=0)
+    return [place for place, asks in enumerate(asked[:last]) if asks and (place == 0 or not asked[place - 1])]
 
 
 def _from(record: Record, begins: list[int], turn: int) -> Record:

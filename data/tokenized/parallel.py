@@ -63,6 +63,7 @@ class Answer:
     end: tuple[int, int]  # of the chunk
     bad: list[str] = field(default_factory=list)  # a line for each record that cannot be used
     unused: Counter[str] = field(default_factory=Counter)  # how many records have which fields that were not used
+    columns: set[str] = field(default_factory=set)  # which of the names that columns gives a record has
     # What has to be told of how records were written, and of how many.
     notes: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)  # of each of these, the first
@@ -96,6 +97,7 @@ class Encoder:
             else:
                 parsed += [(file, raw, record) for record in converted.records]
                 unused += converted.unused
+                answer.columns.update(converted.columns)
         answer.unused.update(unused)
         if only_check:
             return answer
@@ -137,6 +139,7 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
     tallies: Tallies = {}
     skipped: list[str] = []
     unused: Counter[str] = Counter()
+    columns: set[str] = set()
     notes: Counter[str] = Counter()
     examples: dict[str, str] = {}
     bad = BadRecords(recipe.on_bad_record, skipped.append)
@@ -149,6 +152,7 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
         for answer in answers:
             for line in answer.bad:
                 bad.add(line)
+            columns |= answer.columns
             if answer.samples is not None and not stopped():
                 writer.write(answer.samples)
                 unused.update(answer.unused)
@@ -163,6 +167,10 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
     if window is None and not any(tally.samples for tally in tallies.values()):
         limit = recipe.max_seq_len
         raise DataError(f"{recipe.names}: nothing bears loss within max_seq_len {limit}; expected a larger limit")
+    for file in recipe.files if window is None else ():
+        for name, theirs in file.columns.items():
+            if theirs not in columns:
+                raise DataError(f"{file.path}: columns: no record has {theirs!r}; expected what some call their {name}")
     digests = SampleFile(folder / SAMPLES).column("digest")
     meta = {
         "fingerprint": sha256(digests.tobytes()).hexdigest(),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from data.errors import DataError
 from data.records.formats import convert
 from data.records.record import Pretrain, Record
+from data.records.sources import Source
+from tests.data.caches import Load
 from tests.data.format_cases import ANSWER, USER, chat, instruct, refusal
 
 QA = {"question": "q", "answer": "a"}
@@ -32,6 +36,8 @@ QA = {"question": "q", "answer": "a"}
         (QA | {"reasoning": "because"}, "reasoning: the record's format has no place for it"),
         (QA | {"context": "c", "passage": "d"}, "passage: the record's format has no place for it"),
         (QA | {"train": False}, "train: the record's format has no place for it"),
+        (QA | {"choices": ["a", "b"]}, "choices: the record's format has no place for it"),
+        (QA | {"options": {"A": "a"}}, "options: the record's format has no place for it"),
         ({"type": "instruct", "instruct": "i", "output": "o", "system": "s"}, "system: the record's format has no "),
         ({"type": "pretrain", "text": "t", "images": ["a.png"]}, "images: expected records without it"),
     ],
@@ -43,19 +49,19 @@ def test_a_field_that_matters_is_used_or_refused_by_its_name(raw: dict[str, Any]
 @pytest.mark.parametrize("value", [None, "", [], {}])
 @pytest.mark.parametrize("name", ["images", "history", "rejected", "context"])
 def test_an_empty_field_is_no_field(name: str, value: Any) -> None:
-    assert convert({"messages": [USER, ANSWER], name: value}) == ([chat(USER, ANSWER)], [])
+    assert convert({"messages": [USER, ANSWER], name: value})[:2] == ([chat(USER, ANSWER)], [])
 
 
 def test_what_the_record_holds_already_may_stand_there_again() -> None:
     """As `prompt` does beside the messages of UltraChat."""
-    records, unused = convert({"messages": [USER | {"content": "What is it?"}, ANSWER], "prompt": "What is it?"})
+    records, unused, _ = convert({"messages": [USER | {"content": "What is it?"}, ANSWER], "prompt": "What is it?"})
     assert len(records) == 1
     assert unused == ["prompt"]
 
 
 def test_other_fields_are_named_but_for_those_that_nobody_would_ask_about() -> None:
     raw = QA | {"id": 7, "source": "web", "difficulty": "hard", "n_hops": 3, "weight": 1, "url": "u"}
-    assert convert(raw) == ([instruct("q", "a")], ["difficulty", "n_hops", "weight"])
+    assert convert(raw)[:2] == ([instruct("q", "a")], ["difficulty", "n_hops", "weight"])
 
 
 COLUMNS: list[tuple[dict[str, str], dict[str, Any], list[Record]]] = [
@@ -88,6 +94,16 @@ COLUMNS: list[tuple[dict[str, str], dict[str, Any], list[Record]]] = [
         },
         [chat({"role": "system", "content": "s"}, USER, ANSWER)],
     ),
+    (
+        {"user": "customer", "assistant": "agent"},
+        {"messages": [{"role": "customer", "content": "q"}, {"role": "agent", "content": "a"}]},
+        [chat(USER, ANSWER)],
+    ),
+    (
+        {"user": "customer", "assistant": "agent", "conversations": "talk"},
+        {"talk": [{"from": "customer", "value": "q"}, {"from": "agent", "value": "a"}]},
+        [chat(USER, ANSWER)],
+    ),
     ({"instruction": "task", "input": "data", "output": "result"}, {"task": "i", "result": "o"}, [instruct("i", "o")]),
 ]
 
@@ -102,3 +118,56 @@ def test_columns_name_the_fields_of_any_file(
 def test_a_column_that_is_missing_is_named() -> None:
     line = refusal({"q": "q", "b": "a"}, columns={"question": "q", "answer": "a"})
     assert line.startswith("no known format has the fields 'b', 'question'; expected columns that name them")
+
+
+@pytest.mark.parametrize(
+    ("raw", "columns", "name"),
+    [
+        ({"q": "q", "a": "a", "c": "c"}, {"prompt": "q", "completion": "a", "context": "c"}, "context"),
+        ({"q": "q", "a": "a", "completion": "b"}, {"prompt": "q", "response": "a"}, "response"),
+        ({"instruction": "i", "o": "o", "c": "c"}, {"output": "o", "answers": "c"}, "answers"),
+    ],
+)
+def test_what_columns_names_has_a_place(raw: dict[str, Any], columns: dict[str, str], name: str) -> None:
+    line = refusal(raw, columns=columns)
+    assert line == f"field {name}: the record's format has no place for it; expected no column {columns[name]} for it"
+    assert convert(raw | {columns[name]: ""}, columns=columns).records
+
+
+def test_a_bad_answer_stays_one_whatever_its_columns_are_called() -> None:
+    columns = {"prompt": "q", "completion": "a"}
+    for name in ("label", "kto_tag"):
+        assert refusal({"q": "q", "a": "a", name: False}, columns=columns).startswith(f"field {name}: preference data")
+        assert convert({"q": "q", "a": "a", name: True}, columns=columns).unused == [name]
+
+
+def test_a_field_in_whose_place_a_column_stands_is_named() -> None:
+    raw = {"q": "q", "a": "a", "question": "other"}
+    assert convert(raw, columns={"question": "q", "answer": "a"}).unused == ["question"]
+
+
+def test_which_columns_a_record_has_is_known() -> None:
+    columns = {"question": "q", "answer": "a", "context": "c", "user": "customer"}
+    assert convert({"q": "q", "a": "a"}, columns=columns).columns == ["q", "a"]
+    talk = {"messages": [{"role": "customer", "content": "q"}, ANSWER]}
+    assert convert(talk, columns=columns).columns == ["customer"]
+    assert convert({"question": "q", "answer": "a"}).columns == []
+
+
+def test_a_column_that_no_record_has_is_refused(tmp_path: Path, load: Load) -> None:
+    """One that some have is fine: single records may lack it, files of a glob, too."""
+    columns = {"question": "q", "answer": "a", "context": "c"}
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"q": "q", "a": "a"}\n{"q": "r", "a": "b"}\n')
+    other = tmp_path / "b.jsonl"
+    other.write_text('{"q": "q", "a": "a", "c": "see"}\n')
+    with pytest.raises(DataError) as caught:
+        load(Source(path=str(path), columns=columns))
+    assert str(caught.value) == f"{path}: columns: no record has 'c'; expected what some call their context"
+    assert len(load([Source(path=str(path), columns=columns), Source(path=str(other), columns=columns)])) == 3
+    for unused in ({"user": "customer"}, {"role": "who"}):
+        with pytest.raises(DataError, match=r"columns: no record has '(customer|who)'; expected"):
+            load(Source(path=str(other), columns={"question": "q", "answer": "a"} | unused))
+    (tmp_path / "c.txt").write_text("q a\n")
+    with pytest.raises(DataError, match="columns: no record has 'q'"):
+        load(Source(path=str(tmp_path / "c.txt"), columns={"question": "q"}))

@@ -29,7 +29,7 @@ def test_a_layout_is_recognised_and_converted(name: str, raw: dict[str, Any], ex
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_pipetunes_own_types_are_recognised(name: str) -> None:
-    (record,), unused = convert(RECORDS[name])
+    (record,), unused, _ = convert(RECORDS[name])
     assert not unused
     assert record.type == RECORDS[name]["type"]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
 import glob
+import lzma
 import os
 import re
 from collections import Counter
@@ -15,10 +17,11 @@ from pydantic import ValidationError
 from data.errors import DataError
 from data.records import sources
 from data.records.sources import Source, as_sources, files_of, mixture
+from tests.data.helpers import read
 
 
 def test_a_path_is_a_file_a_glob_a_folder_or_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ["b.jsonl", "a.json.gz", "c.parquet", "d.TXT", "e.ndjson.zst", "README.md", "x[1].json", "deep/f.json"]:
+    for name in ["b.jsonl", "a.json.gz", "c.parquet", "d.TSV", "e.ndjson.zst", "README.md", "x[1].json", "deep/f.json"]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
@@ -28,7 +31,7 @@ def test_a_path_is_a_file_a_glob_a_folder_or_a_list(tmp_path: Path, monkeypatch:
 
     assert names("b.jsonl") == ["b.jsonl"]
     assert names("README.md") == ["README.md"]  # who names a file wants it
-    assert names(str(tmp_path)) == ["a.json.gz", "b.jsonl", "c.parquet", "d.TXT", "e.ndjson.zst", "x[1].json"]
+    assert names(str(tmp_path)) == ["a.json.gz", "b.jsonl", "c.parquet", "d.TSV", "e.ndjson.zst", "x[1].json"]
     assert names("x[1].json") == ["x[1].json"]
     assert names("?.json*") == ["a.json.gz", "b.jsonl"]
     assert names("**/*.json") == ["f.json", "x[1].json"]
@@ -58,6 +61,63 @@ def test_what_is_kept_for_testing_is_not_trained_on(tmp_path: Path) -> None:
     assert str(caught.value) == f"{tmp_path}: {splits}; expected one of them, such as {one}"
     assert len(files_of(Source(path=one))) == 1
     assert len(files_of(Source(path=str(place(tmp_path / "one", "train.jsonl", "trains.jsonl"))))) == 2
+
+
+@pytest.mark.parametrize(
+    ("names", "splits", "one"),
+    [
+        (["train_sft-0.jsonl", "test_sft-0.jsonl"], "test, train", "train*"),
+        (["alpaca_test.json", "alpaca_train.json"], "test, train", "*train*"),
+        (["gsm8k-train.jsonl", "gsm8k-dev.jsonl"], "dev, train", "*train*"),
+        (["Test.jsonl", "Train.jsonl"], "test, train", "Train*"),
+        (["a.TEST.jsonl", "b.val2.jsonl"], "test, val", "*TEST*"),
+        (["train.jsonl", "train_test_split.jsonl"], "test, train", "train*"),
+    ],
+)
+def test_a_split_is_found_anywhere_in_a_name(names: list[str], splits: str, one: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"holds the splits {splits}; expected one of them, such as ") as caught:
+        files_of(Source(path=str(place(tmp_path, *names))))
+    assert str(caught.value).endswith(f"such as {tmp_path}/{one}")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["contest.jsonl", "latest.jsonl", "training_data.jsonl", "devices.jsonl", "train.jsonl"],
+        ["train_test_split.jsonl", "more.jsonl"],
+        ["train-0.jsonl", "math_TRAIN.jsonl"],
+    ],
+)
+def test_other_names_are_no_splits(names: list[str], tmp_path: Path) -> None:
+    assert len(files_of(Source(path=str(place(tmp_path, *names))))) == len(names)
+
+
+def test_what_tells_about_data_is_not_trained_on(tmp_path: Path) -> None:
+    place(tmp_path, "README.txt", "LICENSE.txt", "data/a.parquet", "data/License.txt")
+    assert [file.name for file in files_of(Source(path=str(tmp_path)))] == ["a.parquet"]
+    texts = place(tmp_path / "texts", "a.txt", "b.txt.gz", "readme.txt")
+    assert [file.name for file in files_of(Source(path=str(texts)))] == ["a.txt", "b.txt.gz"]
+
+
+def test_texts_beside_other_files_are_refused(tmp_path: Path) -> None:
+    folder = place(tmp_path, "a.jsonl.gz", "notes.txt")
+    with pytest.raises(DataError) as caught:
+        files_of(Source(path=str(folder)))
+    told = f"{folder}: holds a text, notes.txt, beside other data; expected one kind, such as "
+    assert str(caught.value) == f"{told}{folder}/*.jsonl*, or a list of both"
+    assert [file.name for file in files_of(Source(path=f"{folder}/*.jsonl*"))] == ["a.jsonl.gz"]
+
+
+def test_a_file_in_a_compression_that_is_not_read_is_named_and_not_left_out(tmp_path: Path) -> None:
+    names = ["a.jsonl", "b.jsonl.bz2", "c.jsonl.XZ"]
+    assert [file.name for file in files_of(Source(path=str(place(tmp_path, *names))))] == names
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "b.jsonl.bz2").write_bytes(bz2.compress(b'{"text": "b"}'))
+    (tmp_path / "c.jsonl.XZ").write_bytes(lzma.compress(b'{"text": "c"}'))
+    with pytest.raises(DataError) as caught:
+        list(read([Source(path=str(tmp_path))], "stop", pytest.fail))
+    for name, how in (("b.jsonl.bz2", "bzip2"), ("c.jsonl.XZ", "xz")):
+        assert f"{tmp_path}/{name}: is compressed by {how}; expected it unpacked, or gzip or zstd" in str(caught.value)
 
 
 def test_folders_with_data_below_are_named(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def files(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stream(tmp_path: Path, files: Path, tokenizer_folder: Path) -> Open:
-    def make(data: Any = files, folder: str = "samples", **options: Any) -> Stream:
+    def make(data: Any = files / "*", folder: str = "samples", **options: Any) -> Stream:
         defaults: dict[str, Any] = {"gigabytes": 2 * WINDOW / 1e9, "seed": 3, "folder": tmp_path / folder}
         return open_stream(data, tokenizer_folder, 64, "plain", **defaults | options)
 
@@ -293,14 +293,14 @@ def test_a_window_that_an_epoch_just_fills_is_its_last(stream: Open, tmp_path: P
 
 
 def test_repeats_are_whole(stream: Open, files: Path) -> None:
-    twice = stream(Source(path=str(files), repeat=2), gigabytes=1)
+    twice = stream(Source(path=f"{files}/*", repeat=2), gigabytes=1)
     once = stream(folder="other", gigabytes=1)
     taken(once, 0, 1)
     found = taken(twice, 0, 2 * n_samples(once, 0))
     assert all(count % 2 == 0 for count in Counter(found).values())
     for entry in ({"repeat": 0.5}, {"weight": 1.0}):
         with pytest.raises(DataError, match=r"expected a whole repeat, or no stream_gb"):
-            stream(Source(path=str(files), **entry))
+            stream(Source(path=f"{files}/*", **entry))
 
 
 def test_waiting_is_told(stream: Open, monkeypatch: pytest.MonkeyPatch) -> None:
