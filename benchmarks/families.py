@@ -133,14 +133,14 @@ def written(verdicts: list[Verdict], before: str) -> str:
     told = {line for line in lines if line.startswith("With") and f"transformers {RELEASE}." not in line}
     rows = {line.split("`")[1]: line for line in lines if line.startswith("| `") and line not in HEADER}
     for each in verdicts:
-        row = rows.get(each.model_type, REFUSED)
+        row = rows.get(each.model_type, "")
         known = row.rstrip(" |\n").rpartition("| ")[2]
-        others = set(filter(None, known.split(", "))) - {RELEASE}
+        others = set(filter(None, known.split(", "))) - {RELEASE} if REFUSED not in row else set()
         if each.proof:
-            rows[each.model_type] = each.row(others if REFUSED not in row else ())
-        elif others and REFUSED not in row:  # it holds with others
+            rows[each.model_type] = each.row(others)
+        elif others:  # with which it holds
             rows[each.model_type] = row.replace(known, ", ".join(sorted(others)))
-        elif not others or Version(known) < Version(RELEASE):  # the newest one's reason is told
+        elif REFUSED not in row or Version(known) <= Version(RELEASE):  # the newest one's reason is told
             rows[each.model_type] = each.row()
     table = sorted(rows.values(), key=lambda row: (REFUSED in row, row))
     return "".join(sorted(told | {summary(verdicts)})) + "\n" + HEADER + "".join(table)
