@@ -14,9 +14,8 @@ OLD, NEW = "5.17", "5.23"
 def table(before: str, release: str, monkeypatch: pytest.MonkeyPatch, **verdicts: str) -> dict[str, str]:
     """The rows after these verdicts with a release, by model: the reason of a refusal, or nothing."""
     monkeypatch.setattr(families, "RELEASE", release)
-    proof = Proof.model_construct(
-        figures={"loss": 1e-6}, attention=["sdpa"], linear=False, generates=True, shares_rows=True
-    )
+    kinds = {"generates": True, "routes": False, "shares_rows": True, "linear": False}
+    proof = Proof(attention=("sdpa",), figures={"loss": 1e-6}, seconds=1.0, **kinds)
     made = [Verdict(name, None if reason else proof, reason) for name, reason in verdicts.items()]
     after = written(made, before)
     assert after.count(HEADER) == 1

@@ -17,7 +17,7 @@ from __future__ import annotations
 import io
 import zlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from functools import partial
@@ -29,7 +29,7 @@ from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheck
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
-from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from common.whole_files import sync
 from models.checkpoint.parallel import in_parallel, write_behind
@@ -130,7 +130,7 @@ def in_host_memory(state: Any) -> Any:
     """A copy of a state dict, whatever its tensors' device; those that share memory do so in the copy too."""
     storages: dict[int, torch.UntypedStorage] = {}
     copies: dict[int, Any] = {}  # by the identity of what is copied, as `deepcopy` keeps them
-    for tensor in _tensors(state):
+    for tensor in filter(torch.is_tensor, tree_leaves(state)):
         whole = tensor.untyped_storage()
         if whole._cdata not in storages:
             storages[whole._cdata] = torch.UntypedStorage(whole.nbytes()).copy_(whole)
@@ -139,14 +139,6 @@ def in_host_memory(state: Any) -> Any:
         vars(copy).update(deepcopy(vars(tensor), copies))  # what DeepSpeed marks tensors with goes into the file
         copies[id(tensor)] = copy.requires_grad_(tensor.requires_grad)
     return deepcopy(state, copies)
-
-
-def _tensors(state: Any) -> Iterator[Tensor]:
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, (dict, list, tuple)):
-        for value in state.values() if isinstance(state, dict) else state:
-            yield from _tensors(value)
 
 
 class SummedFile(io.BufferedWriter):

@@ -85,8 +85,8 @@ def check_resumable(folder: Path, record: CheckpointRecord, data: DataOrder, con
     if before.fingerprint != data.fingerprint:
         counts = f" ({before.samples} then, {data.samples} now)" if before.samples != data.samples else ""
         raise ConfigError(
-            f"data_path: not the samples that {folder} was trained on{counts}; expected the same records, tokenizer "
-            "and max_seq_len, or another save_path"
+            f"data_path: not the samples that {folder} was trained on{counts}; expected the same records, tokenizer, "
+            "max_seq_len and, where the chat template writes it, date, or another save_path"
         )
     if before.packed_epoch != data.packed_epoch:
         if before.packed_epoch and data.packed_epoch:

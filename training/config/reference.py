@@ -15,15 +15,14 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from data.records.sources import Source
 from training.config.keys import TrainConfig
-from training.config.sections import EveryNth
+from training.config.sections import EveryNth, sections_in
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 CHINESE = PAGE.with_name("configuration_CN.md")
@@ -82,19 +81,12 @@ def _english(name: str, english: str) -> str:
 
 def _keys(name: str, field: FieldInfo) -> Iterator[tuple[str, FieldInfo]]:
     """A key that has a text, and the keys of the section that it may be."""
-    sections = [each for each in _models(field.annotation) if each not in VALUES]
+    sections = [each for each in sections_in(field.annotation) if each not in VALUES]
     if field.description or not sections:
         yield name, field
     inner = {key: each for section in sections for key, each in section.model_fields.items()}  # schedules share some
     for key, each in inner.items():
         yield from _keys(f"{name}.{key}", each)
-
-
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that a field's type names."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for part in get_args(annotation) for model in _models(part)]
 
 
 def _row(said: Said, name: str, field: FieldInfo) -> str:

@@ -49,6 +49,11 @@ def _kinds(annotation: Any) -> Iterator[Any]:
         yield from _kinds(part)
 
 
+def sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that a field's type names."""
+    return [kind for kind in _kinds(annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)]
+
+
 def nearest(name: object, known: Iterable[str]) -> str:
     """Which of the names that there are is most like one that there is not."""
     return difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
@@ -144,11 +149,8 @@ class ConstantParams(WarmUp):
     """`scheduler.params` of constant."""
 
 
-class WSDParams(WarmUp):
+class WSDParams(LinearParams):
     """`scheduler.params` of WSD."""
-
-    min_ratio: float = Field(default=0.0001, ge=0, le=1)
-    """`linear` and `WSD`: where the fall ends, as a share of `lr`."""
 
     decay_ratio: float = Field(default=0.1, gt=0, le=1)
     """`WSD`: the share of all steps that the decay takes, at the end."""

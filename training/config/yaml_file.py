@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from common.terminal import is_safe_line
 from data.paths import read_small
 from training.config.keys import ALIASES, NOT_PASSED_ON, TrainConfig
-from training.config.sections import nearest
+from training.config.sections import nearest, sections_in
 from training.errors import ConfigError
 
 MOST_VALUES = 100_000  # in a config, its aliases and merge keys followed
@@ -172,7 +172,7 @@ def _explain(error: ValidationError, kind: type[TrainConfig]) -> str:
         around: Any = kind
         for step in sections:
             if step in around.model_fields:  # else it is a place in a list
-                around = _section_in(around.model_fields[step].annotation)
+                around = sections_in(around.model_fields[step].annotation)[0]
         near = nearest(name, around.model_fields)
         return f"unknown key {place}; did you mean {'.'.join([*sections, near])}?"
     if first["type"] == "missing":
@@ -184,10 +184,3 @@ def _explain(error: ValidationError, kind: type[TrainConfig]) -> str:
         return f"{place}.{reason}" if place else reason
     message = first["msg"].replace("Input should be a valid", "expected a").replace("Input should be", "expected")
     return f"{place}: {message}, found {first['input']!r}"
-
-
-def _section_in(annotation: Any) -> Any:
-    """The section that a field's type names, if it names one."""
-    if hasattr(annotation, "model_fields"):
-        return annotation
-    return next(filter(None, map(_section_in, get_args(annotation))), None)

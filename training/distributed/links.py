@@ -88,8 +88,7 @@ def measure(topology: ModelTopo, hosts: list[str]) -> Links:
     Args:
         hosts: of each rank.
     """
-    rank, stages = torch.distributed.get_rank(), range(topology.stages)
-    held = [[each for each in range(topology.processes) if topology.stage_of(each) == stage] for stage in stages]
+    rank, held = torch.distributed.get_rank(), topology.along("pipe").T.tolist()
     own = topology.stage_of(rank)
     replica = held[own].index(rank)
     between: list[Link | None] = []
@@ -101,7 +100,7 @@ def measure(topology: ModelTopo, hosts: list[str]) -> Links:
     if topology.replicas > 1:
         with among_members():
             groups = [torch.distributed.new_group(ranks) for ranks in held]
-        sums = [_of_sums(groups[own], topology.replicas) if stage == own else None for stage in stages]
+        sums = [_of_sums(groups[own], topology.replicas) if stage == own else None for stage in range(topology.stages)]
     told = gather((between, sums))
     return Links(
         hosts=hosts,

@@ -42,13 +42,7 @@ class Placement:
     @property
     def pipelines(self) -> list[list[str]]:
         """The hosts of each replica, or of one process of each stage of it where several share its layers, by stage."""
-        topology = self.topology
-        rows: list[list[str]] = [[] for _ in range(topology.replicas * topology.tensor)]
-        for stage in range(topology.stages):
-            held = [rank for rank in range(topology.processes) if topology.stage_of(rank) == stage]
-            for row, rank in zip(rows, held, strict=True):
-                row.append(self.hosts[rank])
-        return rows
+        return [[self.hosts[rank] for rank in row] for row in self.topology.along("pipe").tolist()]
 
     @property
     def split_peers(self) -> dict[str, int]:

@@ -17,7 +17,7 @@ import torch
 from models.lean_loss import AMPERE
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
-from training.metrics.devices import Device, this_device
+from training.metrics.devices import this_device
 
 WORTH = 1.5  # times as fast as fp32: from there on the log tells of TF32
 
@@ -49,12 +49,7 @@ def describe_numerics(config: TrainConfig) -> list[str]:
     elif config.tf32:
         lines.append("products: TF32, with 10 bits of each factor")
     elif dtype is torch.float32 and torch.cuda.get_device_capability() >= AMPERE:
-        times = tf32_speed(this_device())
-        if times >= WORTH:
+        device = this_device()
+        if (times := device.half / 2 / device.single) >= WORTH:  # at half the rate of 16-bit numbers
             lines.append(f"products: fp32; with tf32: true they are up to {times:.0f} times as fast, and have 10 bits")
     return lines
-
-
-def tf32_speed(device: Device) -> float:
-    """How many times as fast as in fp32 a device multiplies in TF32, at half the rate of 16-bit numbers."""
-    return device.half / 2 / device.single

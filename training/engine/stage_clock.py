@@ -32,7 +32,7 @@ class StageClock:
     @contextmanager
     def step(self, engine: PipelineEngine, micro_batches: int) -> Iterator[None]:
         """Measure what the engine does in the block, which ends when the step's loss is known."""
-        mark = _event if engine.device.type == "cuda" else time.thread_time
+        mark = cuda_mark if engine.device.type == "cuda" else time.thread_time
         spans: list[tuple[Any, Any]] = []
 
         def framed(execute: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,12 +50,13 @@ class StageClock:
             yield
         finally:
             engine._INSTRUCTION_MAP = plain
-        on_gpu = mark is _event
+        on_gpu = mark is cuda_mark
         seconds = sum(begin.elapsed_time(end) / 1000 if on_gpu else end - begin for begin, end in spans)
         self.seconds.append(seconds / micro_batches)
 
 
-def _event() -> torch.cuda.Event:
+def cuda_mark() -> torch.cuda.Event:
+    """When the work that the device has by now is done."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

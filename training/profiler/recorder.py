@@ -19,6 +19,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from training.engine.stage_clock import cuda_mark
 from training.schedule.instructions import Meaning, Message, Reading
 from training.schedule.walk import Span
 
@@ -111,11 +112,7 @@ class Recorder:
 
     def _mark(self) -> Any:
         """This moment."""
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return cuda_mark() if self._on_gpu else time.perf_counter()
 
     def _seconds(self, mark: Any) -> float:
         """When it was, in common time; on a GPU this waits for the work before it."""
