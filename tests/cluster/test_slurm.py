@@ -78,3 +78,23 @@ def test_a_job_is_saved_requeued_and_goes_on(slurm: Slurm, hosts: list[Host], co
         assert steps(config) == list(range(1, len(steps(config)) + 1))
     finally:
         slurm.ask("scancel", job)
+
+
+def test_one_task_starts_its_processes_itself_and_passes_signals_on(
+    slurm: Slurm, hosts: list[Host], config: Path
+) -> None:
+    """The signal reaches the supervisor, its agent and the ranks at once, as all are of the step."""
+    log = config.parent / "job.log"
+    here = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--mem=1", f"--output={log}")
+    job = slurm.ask("sbatch", "--parsable", *here, "examples/slurm.sbatch", config).strip()
+    try:
+        eventually(lambda: len(steps(config)) > 2)
+        slurm.ask("scancel", "--signal=USR1", job)
+        eventually(lambda: f"requeue: Slurm is asked to start job {job} again" in log.read_text())
+        eventually(lambda: not any(found(host, "python", "train_ds.py") for host in hosts))
+        done = len(steps(config))
+        assert f"stopped after step {done} of 1000" in log.read_text() and "warning: requeue" not in log.read_text()
+        eventually(lambda: len(steps(config)) > done + 2)
+        assert f"resumed: {config.with_suffix('')}/step-{done:06d}" in log.read_text()
+    finally:
+        slurm.ask("scancel", job)
