@@ -77,7 +77,7 @@ class Inputs:
             RunRefused: on every rank, where hosts differ, or one cannot read something.
         """
         check_setup(config, log)
-        disk = Disk.of(config.storage, place)
+        disk = Disk.of(config.storage, place, config.model_topo)
         with agreed():
             inputs = cls.read(config, disk, log)
         check_folder(Path(config.save_path), disk, log)

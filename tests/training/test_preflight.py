@@ -22,6 +22,7 @@ CONFIG |= {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     "model_topo": topology((2, 1)),
 }
+LAYERS = {"process_topology": {"axes": ["pipe", "data", "model"], "dims": [1, 1, 2]}}
 
 
 def model(folder: Path, **files: bytes) -> Path:
@@ -67,6 +68,7 @@ def test_what_differs_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> 
         {"name": "no memory for copies", "check": "room", "folders": [huge, huge], "config": {"save_async": True}},
         {"name": "no disk", "check": "room", "folders": [small, huge]},
         {"name": "local", "check": "local", "folders": [same, twin]},
+        {"name": "layers of two hosts", "check": "local", "config": {"model_topo": LAYERS}},
         {"name": "not local", "check": "local", "folders": [same, same]},
     ]
     for case in cases:
@@ -90,6 +92,7 @@ def test_what_differs_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> 
         "no disk": f"save_path: {small}: ",
         "not shared": f"host node2: save_path: {twin}: not what rank 0 writes to; expected a folder",
         "local": None,
+        "layers of two hosts": "storage: local: node1 and node2 share layers; expected those who do on one host, or",
         "not local": f"save_path: {same}: hosts share it; expected a disk of its own on each, or storage: shared",
     }
     for name, message in expected.items():

@@ -35,7 +35,7 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
             spec = ModelSpec.from_folder(own)
             check_room(config.model_copy(update={"save_path": str(own)}), spec, range(spec.n_layers), Disk.of_all())
         else:
-            preflight.check_folder(own, Disk.of(case["check"], place), Log(quiet=True))
+            preflight.check_folder(own, Disk.of(case["check"], place, config.model_topo), Log(quiet=True))
     except RunRefused as refused:
         told = str(refused)
     finally:

@@ -58,7 +58,7 @@ def run_layers(
         elif config.eval_interval or config.eval_at_start:
             raise ConfigError("eval_interval, eval_at_start: without effect, as `train` was given no eval_dataset")
         parts = divide(layers, topo.parts, topo.stages)
-    disk = Disk.of(config.storage, place)
+    disk = Disk.of(config.storage, place, config.model_topo)
     check_folder(Path(config.save_path), disk, log)
     with agreed():
         monitor.hold(Path(config.save_path), disk)

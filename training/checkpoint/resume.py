@@ -8,12 +8,13 @@ it may be another than before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from rich.console import Console
+from torch import Tensor
 
 from models.config_json import QUANTIZATION
 from models.spec import ModelSpec
@@ -64,15 +65,26 @@ def resume(
     trainer, rank = build(), config.model_topo.first_peer(torch.distributed.get_rank())
     with agreed():
         take_over(trainer.engine, folder, record, spec)
+        seed = config.seed + rank + record.step * 2**20  # no rank draws what it drew at the run's start
         if changed:
-            torch.manual_seed(config.seed + rank + record.step * 2**20)  # no rank draws what it drew at the run's start
+            torch.manual_seed(seed)
         else:
-            states = read_mapped(folder / random_file(rank))
-            torch.set_rng_state(states["cpu"])
-            if "device" in states:  # not of an early version
-                get_accelerator().set_rng_state(states["device"])
+            known = draw_on(read_mapped(folder / random_file(rank)), seed)
+    if not changed and not known:
+        log.print(f"{folder.name} was saved on devices of another kind; dropout, if any, draws other numbers")
     log.print(f"resumed: {folder}, after step {record.step}")
     return trainer
+
+
+def draw_on(states: Mapping[str, Tensor], seed: int) -> bool:
+    """Draw random numbers as the states say; whether they are of a device of this kind, which else begins by a seed."""
+    torch.set_rng_state(states["cpu"])
+    known = len(states["device"]) == len(get_accelerator().get_rng_state())
+    if known:
+        get_accelerator().set_rng_state(states["device"])
+    else:
+        get_accelerator().manual_seed(seed)
+    return known
 
 
 def check_resumable(folder: Path, record: CheckpointRecord, data: DataOrder, config: TrainConfig) -> list[str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from training.config.sections import ModelTopo
 from training.distributed.processes import Place, gather
 from training.errors import RunRefused
 
@@ -32,11 +33,12 @@ class Disk:
     number: int
 
     @classmethod
-    def of(cls, storage: str, place: Place) -> Disk:
+    def of(cls, storage: str, place: Place, topology: ModelTopo) -> Disk:
         """As the config's `storage` says; all ranks call it together.
 
         Raises:
-            RunRefused: on every rank, where two hosts have the same name.
+            RunRefused: on every rank, where two hosts have the same name, or share layers, of which each would keep
+                a part.
         """
         if storage == "shared":
             return cls.of_all()
@@ -45,6 +47,12 @@ class Disk:
         twins = [host for host, count in Counter(host for host, first in told if first).items() if count > 1]
         if twins:
             raise RunRefused(f"storage: local: two hosts are called {twins[0]}; expected a name of its own for each")
+        for hosts in ({told[rank][0] for rank in peers} for peers in topology.sharing("layers").tolist()):
+            if len(hosts) > 1:
+                raise RunRefused(
+                    f"storage: local: {' and '.join(sorted(hosts))} share layers; expected those who do on one host, "
+                    "or storage: shared"
+                )
         ranks = [rank for rank, (host, _) in enumerate(told) if host == mine]
         return cls(mine, ranks, ranks.index(place.rank))
 

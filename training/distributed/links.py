@@ -100,7 +100,7 @@ def measure(topology: ModelTopo, hosts: list[str]) -> Links:
     if topology.replicas > 1:
         with among_members():
             groups = [torch.distributed.new_group(ranks) for ranks in held]
-        sums = [_of_sums(groups[own], topology.replicas) if stage == own else None for stage in range(topology.stages)]
+        sums = [_of_sums(groups[own]) if stage == own else None for stage in range(topology.stages)]
     told = gather((between, sums))
     return Links(
         hosts=hosts,
@@ -125,11 +125,11 @@ def _of_messages(sender: int, receiver: int) -> Link:
     return _time(there_and_back, agree, ways=2)
 
 
-def _of_sums(group: ProcessGroup, ranks: int) -> Link:
-    """Among so many ranks, which all call it."""
+def _of_sums(group: ProcessGroup) -> Link:
+    """Among its ranks, which all call it."""
     largest = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX, group=group)
     link = _time(partial(torch.distributed.all_reduce, group=group), largest, ways=1)
-    sent = 2 * (1 - 1 / ranks)  # times all bytes a process sends in a ring
+    sent = 2 * (1 - 1 / group.size())  # times all bytes a process sends in a ring
     return link.model_copy(update={"bandwidth": sent * link.bandwidth})
 
 

@@ -149,6 +149,8 @@ def join(place: Place, patience: timedelta, port: int | None = None) -> None:
     # Rows of many lengths leave no holes in a GPU's memory then. torch reads it before the first allocation.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # NCCL would abort who hears of a lost rank, before the failure detector can say which one it was.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     import torch
 
     if not torch.cuda.is_available():

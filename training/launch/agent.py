@@ -123,7 +123,7 @@ def look(save_path: str, run: str) -> dict[str, Any]:
 def reached_address() -> str:
     """That by which the supervisor has reached this host, which is in the network that the hostfile's names mean."""
     reached = os.environ.get("SSH_CONNECTION", "127.0.0.1").split()[-2:][0]
-    if not reached.startswith("127."):
+    if not reached.startswith("127.") and reached != "::1":
         return reached
     interfaces = psutil.net_if_addrs().values()
     found = [each.address for addresses in interfaces for each in addresses if each.family == socket.AF_INET]

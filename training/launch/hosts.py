@@ -55,7 +55,7 @@ def read_hostfile(path: str, include: str, exclude: str) -> dict[str, list[int]]
         chosen: dict[str, list[int]] = runner.parse_inclusion_exclusion(pool, include, exclude)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--hostfile {path}: {error}; expected lines such as: node1 slots=8") from None
-    return chosen
+    return {host: slots for host, slots in chosen.items() if slots}
 
 
 def exported() -> dict[str, str]:

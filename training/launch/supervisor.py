@@ -174,9 +174,10 @@ class Supervisor:
             if max(len(self._asked), bool(failed[1])) > told:
                 told += 1
                 end = min(end, time.monotonic() + (FAREWELL if failed[1] else job.patience) + MARGIN)
-                asked = next((number for number in self._asked if number in job.signals), signal.SIGTERM)
+                number = self._asked[told - 1] if not failed[1] else 0
+                asked = FAILED.decode() if failed[1] else str(number if number in job.signals else int(signal.SIGTERM))
                 for agent in agents.values():
-                    say(agent, FAILED.decode() if failed[1] else str(int(asked)))
+                    say(agent, asked)
             if time.monotonic() > end:  # it is frozen, or its host
                 for agent in agents.values():
                     agent.kill()

@@ -115,7 +115,8 @@ def this_device() -> Device:
     """The device that this process would run on. Ask one rank and tell the others: machines may differ."""
     if not torch.cuda.is_available():
         return CPU
-    name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
+    own = torch.cuda.get_device_properties(torch.cuda.current_device())
+    name, memory = own.name, own.total_memory
     known = _known(name)
     near = [size for size in _GPUS[known]["memory"] if 0.9 < memory / (size * GIB) <= 1.01] if known else []
     if known and near:

@@ -75,8 +75,11 @@ class LiveView:
             speed += f"  MFU {metrics.mfu:.0%}"
         lines: list[RenderableType] = [where, Text(loss), Text(speed)]
         if metrics.peak_memory:
-            stages = zip(range(len(metrics.peak_memory)), self._parts, metrics.peak_memory, strict=False)
-            told = [f"stage {stage}: {layers} layers, {most / GIB:.1f} GiB" for stage, layers, most in stages]
+            held, count = self._parts, len(metrics.peak_memory)
+            if len(held) == 2 * count:  # a stage has a chunk from either end
+                held = [first + last for first, last in zip(held[:count], reversed(held), strict=False)]
+            stages = enumerate(zip(held, metrics.peak_memory, strict=False))
+            told = [f"stage {stage}: {layers} layers, {most / GIB:.1f} GiB" for stage, (layers, most) in stages]
             lines.append(Text("  ".join(told), no_wrap=True, overflow="ellipsis"))
         return Group(*lines)
 

@@ -30,7 +30,7 @@ from training.config.keys import TrainConfig
 from training.distributed.links import Links
 from training.metrics.devices import Device
 from training.plan.fabric import Fabric
-from training.plan.workload import Workload
+from training.plan.workload import Workload, divided
 from training.schedule.instructions import Schedule
 
 Found = TypeVar("Found")
@@ -263,9 +263,7 @@ class Basis:
     def changed(self, **keys: Any) -> Basis:
         """The same run with other keys; a step has as many rows, in as many micro-batches as that makes."""
         config, work = self.config.model_copy(update=keys), self.workload
-        step = work.rows * work.micro_batches * self.config.model_topo.row_replicas
-        rows = config.train_micro_batch_size_per_gpu
-        micro_batches = max(1, math.ceil(step / (rows * config.model_topo.row_replicas)))
+        rows, micro_batches = divided(work.rows * work.micro_batches * self.config.model_topo.row_replicas, config)
         return replace(self, config=config, workload=replace(work, rows=rows, micro_batches=micro_batches))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, prod
 from statistics import mean
 
 from data.loader import Loader
@@ -46,14 +46,14 @@ class Workload:
     @classmethod
     def assumed(cls, config: TrainConfig) -> Workload:
         """As if every sample had `max_seq_len` tokens, all supervised."""
-        rows, length = config.train_micro_batch_size_per_gpu, config.max_seq_len
+        length, (rows, micro_batches) = config.max_seq_len, divided(config.train_batch_size, config)
         return cls(
             rows=rows,
             length=length,
             longest=length,
             attended=length,
             supervised=1.0,
-            micro_batches=config.train_batch_size // (rows * config.model_topo.row_replicas),
+            micro_batches=micro_batches,
             tokens=config.train_batch_size * length,
             steps=config.max_steps,
             source=f"assumed: every sample has max_seq_len, {length}, tokens, all supervised",
@@ -65,13 +65,14 @@ class Workload:
         batches = [loader.batch(step) for step in range(min(STEPS, loader.steps_per_epoch))]
         lengths = [length for batch in batches for length in batch.lengths]
         replicas = range(loader.replicas)
-        padded = [length for batch in batches for replica in replicas for _, length in loader.shapes(batch, replica)]
+        shapes = [shape for batch in batches for replica in replicas for shape in loader.shapes(batch, replica)]
+        padded, rows = sum(map(prod, shapes)), max(rows for rows, _ in shapes)  # smaller where the schedule needs more
         return cls(
-            rows=loader.micro_batch_size,
-            length=mean(padded),
-            longest=max(*padded, int(loader.data.lengths.max())),  # which may come later
+            rows=rows,
+            length=padded / (rows * len(shapes)),
+            longest=max(int(loader.data.lengths.max()), *(length for _, length in shapes)),  # which may come later
             attended=sum(length**2 for length in lengths) / sum(lengths),
-            supervised=sum(batch.supervised for batch in batches) / (sum(padded) * loader.micro_batch_size),
+            supervised=sum(batch.supervised for batch in batches) / padded,
             micro_batches=round(mean(batch.n_micro_batches for batch in batches)),
             tokens=mean(batch.tokens for batch in batches),
             steps=config.max_steps or config.n_epoches * loader.steps_per_epoch,
@@ -86,3 +87,13 @@ class Workload:
     def micro_tokens(self) -> float:
         """Tokens in a micro-batch, padding included."""
         return self.rows * self.length
+
+
+def divided(rows: int, config: TrainConfig) -> tuple[int, int]:
+    """Rows in a micro-batch and micro-batches of a replica, of a step's rows: smaller where the schedule needs more."""
+    size, least = config.train_micro_batch_size_per_gpu, config.least_micro_batches
+    replicas = config.model_topo.row_replicas
+    micro_batches = max(1, ceil(rows / (size * replicas)))
+    if micro_batches < least <= rows // replicas:
+        return ceil(rows / (least * replicas)), least
+    return size, micro_batches

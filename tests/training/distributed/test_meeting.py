@@ -32,6 +32,7 @@ try:
 except ConfigError as error:
     sys.exit(f"error: {error}")
 group = torch.distributed.new_group([0])
+print(os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"])
 print(*(os.environ.get(each) for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")))
 print(torch.distributed.distributed_c10d.default_pg_nccl_timeout)
 print(group._get_backend(torch.device("cpu")).options._timeout)
@@ -98,6 +99,7 @@ def test_the_allocator_is_set_where_the_user_has_not(
     result = started("127.0.0.1", free_port(), **own)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-4] == told
+    assert result.stdout.splitlines()[-5] == "0"  # NCCL's, which would abort before anybody can say who is lost
 
 
 def test_ranks_that_cannot_meet_say_so_in_one_line() -> None:

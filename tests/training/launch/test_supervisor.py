@@ -14,7 +14,7 @@ import pytest
 
 from tests.launching import eventually, start
 from training.launch.agent import look
-from training.launch.hosts import AGENT, there
+from training.launch.hosts import AGENT, read_hostfile, there
 from training.launch.start import SUPERVISOR
 from training.launch.supervisor import JOB
 
@@ -34,7 +34,9 @@ word = words[number]
 
 
 def leave(number, _):
-    signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if number == signal.SIGTERM else signal.SIG_DFL)
+    (folder / f"asked-{rank}").touch()
     time.sleep(float(os.environ.get("SAVES_FOR", "0")))
     (folder / f"saved-{rank}").touch()
     sys.exit(128 + number)
@@ -163,6 +165,21 @@ def test_who_is_asked_saves_first(told: str, seconds: int, number: signal.Signal
         process.send_signal(number)
     assert launch.end().returncode == 128 + number
     assert (tmp_path / "saved-0").exists() and starts(tmp_path) == 1
+
+
+def test_a_later_signal_ends_a_save_at_once(tmp_path: Path) -> None:
+    launch = start(*words_of(tmp_path, "waits,ends"), SAVES_FOR="1000")
+    launch.until(lambda: (tmp_path / "begun-0").exists() and (tmp_path / "begun-1").exists())
+    psutil.Process(launch.pid).send_signal(signal.SIGUSR1)
+    launch.until((tmp_path / "asked-0").exists)
+    psutil.Process(launch.pid).terminate()
+    assert launch.end().returncode == 128 + signal.SIGUSR1
+    assert not of_run(tmp_path) and not (tmp_path / "saved-0").exists()
+
+
+def test_a_host_without_slots_takes_no_part(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("node1 slots=0\nnode2 slots=2\n")
+    assert read_hostfile(str(tmp_path / "hosts"), "", "") == {"node2": [0, 1]}
 
 
 def test_who_never_leaves_is_killed(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import math
 import os
@@ -19,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tests.conftest import ROOT
 from training.engine.timings import PARTS
 from training.metrics import reporter as module
+from training.metrics.live_view import LiveView
 from training.metrics.reporter import METRICS_FILE, Reporter, read_metrics
 from training.metrics.step_metrics import StepMetrics
 
@@ -343,6 +346,18 @@ def test_the_time_left_counts_only_the_steps_of_this_start(
         reporter.report(metrics(102))
     left = [line.rsplit("  ", 1)[1] for line in capfd.readouterr().out.splitlines()]
     assert left == ["09:00 left", "05:20 left"]
+
+
+@pytest.mark.parametrize(("parts", "layers"), [((3, 4), (3, 4)), ((5, 2, 2, 1), (6, 4))])
+def test_the_view_has_the_layers_of_each_stage(parts: tuple[int, ...], layers: tuple[int, int]) -> None:
+    """Of two chunks with `schedule: dualpipev`."""
+    console = Console(file=io.StringIO(), width=120, force_terminal=True)
+    view = LiveView(console, 7, parts)
+    view.show(metrics(3), "00:09")
+    view.close()
+    assert isinstance(console.file, io.StringIO)
+    told = f"stage 0: {layers[0]} layers, 3.0 GiB  stage 1: {layers[1]} layers, 2.0 GiB"
+    assert told in console.file.getvalue()
 
 
 def test_on_a_terminal_the_view_goes_on_where_the_run_does(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from data.tokenized.dataset import InMemory
+from data.tokenized.tokenize import Sample
 from models.costs.fake_layers import LayerCase, saved_by
 from models.errors import CheckpointError
 from models.spec import ModelSpec
@@ -18,6 +20,7 @@ from tests.conftest import FAQ, TINY
 from tests.launching import error_lines, run, write_config
 from tests.training.plan.helpers import basis_of, config_of, llama, spec_of
 from training.config.keys import TrainConfig
+from training.data_setup import build_loader
 from training.errors import ConfigError
 from training.metrics.devices import GIB, USABLE, parse_devices, this_device
 from training.plan.alternatives import advise
@@ -308,6 +311,18 @@ def test_the_door_plans_without_weights_and_records(tmp_path: Path, capsys: pyte
     assert "does not fit" in told and "offload_optimizer: {device: cpu}" in told
     with pytest.raises(ConfigError, match="--devices: 8 of them"):
         plan_run(config_of(tmp_path, 4), arguments(devices="8xV100-32G"))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+def test_micro_batches_that_the_schedule_makes_smaller_are_planned_so(rows: int, tmp_path: Path) -> None:
+    """A batch of 16 rows in eight micro-batches, as two chunks on each of four stages need them, whatever is asked."""
+    keys: dict[str, Any] = {"schedule": "dualpipev", "packing": False, "max_seq_len": 128, "train_batch_size": 16}
+    config = config_of(tmp_path, 4, train_micro_batch_size_per_gpu=rows, **keys)
+    samples: list[Sample] = [{"input_ids": [3] * 128, "labels": [3] * 128}] * 64
+    cut = min(rows, 2)
+    for work in (Workload.assumed(config), Workload.measured(build_loader(InMemory(samples), config), config)):
+        assert (work.rows, work.micro_batches, work.length, work.tokens) == (cut, 16 // cut, 128, 16 * 128)
+        assert work.supervised == pytest.approx(1.0, abs=0.01)
 
 
 def test_a_plan_that_nobody_can_keep_is_told_in_one_line(tmp_path: Path) -> None:
