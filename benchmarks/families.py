@@ -27,7 +27,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from benchmarks.server_classes import CLASSES
 from models.architectures import FAMILIES, family_of
 from models.attention.kernels import EAGER
+from models.derived.derive import BLOCKS, derive
 from models.derived.proof import Proof, prove
+from models.derived.shrink import shrunk_fields
+from models.parallel.tensor import obstacle
+from models.spec import ModelSpec
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- proven: begin -->\n", "<!-- proven: end -->\n"
@@ -56,11 +60,16 @@ REFUSED = "refused: "
 
 
 class Verdict(NamedTuple):
-    """What came out for a `model_type`: what holds, or why it is refused."""
+    """What came out for a `model_type`: what holds, or why it is refused.
+
+    Attributes:
+        divided: whether several processes can share its layers.
+    """
 
     model_type: str
     proof: Proof | None
     reason: str = ""
+    divided: bool = False
 
     def row(self, releases: Iterable[str] = ()) -> str:
         """A line of the table.
@@ -74,7 +83,6 @@ class Verdict(NamedTuple):
         attention = "the layer's own" if self.proof.attention[0] == EAGER else "every kernel"
         packed = "one by one in linear attention" if self.proof.linear else "together"
         routed = "losses of the router" in self.proof.figures
-        plan = "yes" if CONFIG_MAPPING[self.model_type].base_model_tp_plan else "no"
         architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.model_type]
         serving = (server for server, classes in SERVERS.items() if architecture in classes)
         worst = max(self.proof.figures.values())
@@ -85,7 +93,7 @@ class Verdict(NamedTuple):
             "yes" if routed else "",
             "yes" if self.proof.generates else "no",
             "yes" if self.proof.shares_rows else "no",
-            plan,
+            "yes" if self.divided else "no",
             ", ".join(serving),
         )
         return (
@@ -111,7 +119,12 @@ def verdict(model_type: str) -> Verdict:
         return Verdict(model_type, None, "it has parts for images and sound")
     try:
         family = family_of(model_type) if model_type in FAMILIES else None
-        return Verdict(model_type, prove(*config_of(model_type), family))
+        config, fields = config_of(model_type)
+        proof = prove(config, fields, family)
+        small = shrunk_fields(config, fields, BLOCKS)
+        config = type(config).from_dict(small)
+        spec = ModelSpec(family or derive(config, small), config, small, small)
+        return Verdict(model_type, proof, divided=obstacle(spec, 2) is None)
     except Exception as error:  # whatever transformers makes of a small config
         return Verdict(model_type, None, " ".join(str(error).split()).partition(";")[0])
 

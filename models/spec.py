@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from models.architectures import FAMILIES, Family, WeightMap, family_of, proven_family
 from models.attention.kernels import WITHOUT_DROPOUT
 from models.attention.positions import Positions
-from models.attention.rope import DYNAMIC
+from models.attention.rope import DYNAMIC, YARN
 from models.config_json import model_fields
 from models.errors import CheckpointError
 from models.layers import Block, Embedding, Head
@@ -86,8 +86,11 @@ class ModelSpec:
         if self.family.rotary is None:
             return None
         rope = getattr(self.config, "rope_parameters", None) or {}
-        stretched = rope["factor"] if rope.get("rope_type") == DYNAMIC else 1
-        return int(self.config.max_position_embeddings * stretched)
+        longest = self.config.max_position_embeddings  # where YaRN is written in by hand, that of before
+        stretched = {DYNAMIC: longest, YARN: rope.get("original_max_position_embeddings")}.get(
+            str(rope.get("rope_type"))
+        )
+        return int(max(longest, (stretched or 0) * (rope.get("factor") or 1)))
 
     @property
     def has_experts(self) -> bool:

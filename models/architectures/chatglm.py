@@ -1,8 +1,9 @@
 """ChatGLM3-6B, also -base and -32k: transformers' Glm block under the names of the original code.
 
 query_key_value is fused on disk and three projections in memory; dense_h_to_4h is the gate over the up projection in
-both. The original code never runs. `-32k` differs by `rope_ratio`, which multiplies the base of the rotary angles. The
-stored `rotary_pos_emb.inv_freq` is computed, not learned, and carried along.
+both. The original code never runs. `-32k` differs by `rope_ratio`, which multiplies the base of the rotary angles; of
+ChatGLM2, whose config.json differs by its name only, it divides positions, and is refused. The stored
+`rotary_pos_emb.inv_freq` is computed, not learned, and carried along.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from transformers.models.glm.modeling_glm import GlmDecoderLayer, GlmRMSNorm, Gl
 from models.architectures import glm, llama
 from models.architectures.family import Family, Native, Rule, Tie
 from models.architectures.published import published
+from models.errors import CheckpointError
 
 BLOCK = "transformer.encoder.layers.{i}."
 PUBLISHED = {
@@ -31,6 +33,9 @@ def translate(raw: dict[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: a field is missing, or has a value that no published checkpoint has.
     """
+    if "chatglm2" in str(raw.get("_name_or_path")).lower() and raw.get("rope_ratio", 1) != 1:
+        told = "by which ChatGLM2 (_name_or_path) divides positions; expected 1, or ChatGLM3, which multiplies the base"
+        raise CheckpointError(f"rope_ratio is {raw['rope_ratio']}, {told}")
     with published(raw, PUBLISHED, "ChatGLM3"):
         return {
             "model_type": "glm",

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from models.attention.position_ids import document_lengths
 
-LONGROPE, DYNAMIC = "longrope", "dynamic"
+LONGROPE, DYNAMIC, YARN = "longrope", "dynamic", "yarn"
 
 
 class DocumentRotary(nn.Module):

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from models.checkpoint import layout
-from models.checkpoint.layout import CARRIED, Manifest, layer_file, side_files
+from models.checkpoint.layout import CARRIED, TEMPLATES, Manifest, flat, layer_file, side_files
 from models.checkpoint.parallel import byte_bar, write_behind
 from models.checkpoint.publish import publish_folder
 from models.checkpoint.safetensors_files import DTYPE_NAMES, SafetensorsWriter
@@ -48,41 +48,48 @@ def hg_to_pp(input_path: str | Path, save_path: str | Path, overwrite: bool = Fa
                 bar.update(_write_layer(source, layer, target))
                 for recent in range(max(0, layer - 1), layer + 1):
                     write_behind(target / layer_file(recent))
-        copy_side_files(folder, target)
+        copy_side_files(folder, target, in_folders=True)
         if verify:
             _verify(source, target)
 
 
-def copy_files(source: Path, target: Path, names: list[str]) -> None:
+def copy_files(source: Path, target: Path, names: list[str], in_folders: bool = True) -> None:
     """Copy files byte for byte; the links of HuggingFace's cache, from snapshots/<revision>/ to blobs/, are its own.
+
+    Args:
+        in_folders: the names have folders; else all files lie side by side.
 
     Raises:
         CheckpointError: one is missing, or a link to somewhere else on this machine.
     """
     folder = Path(os.path.realpath(source))
     cache = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
-    for path in (source / name for name in names):
-        if path.is_symlink() and Path(os.path.realpath(path)).parent not in (folder, cache):
+    for name in names:
+        path = source / (flat(name) if (source / flat(name)).exists() else name)
+        if Path(os.path.realpath(path)).parent not in (folder, folder / TEMPLATES, cache):
             raise CheckpointError(f"{path}: a link that leads out of the folder; expected the file itself")
+        copy = target / (name if in_folders else flat(name))
+        copy.parent.mkdir(exist_ok=True)
         try:
-            shutil.copyfile(path, target / path.name)
+            shutil.copyfile(path, copy)
         except FileNotFoundError:
             raise CheckpointError(f"{path}: not found; the folder is incomplete") from None
 
 
-def copy_side_files(source: Path, target: Path) -> None:
+def copy_side_files(source: Path, target: Path, in_folders: bool = False) -> None:
     """Make a folder of layer files a complete pipeline folder: config, tokenizer, manifest, carried tensors.
 
     Args:
         source: of either layout: what the layers or the training came from; from scratch it needs no weights.
         target: of the layer files.
+        in_folders: as `copy_files`; a run's checkpoint has none.
     """
     manifest = Manifest.read(source)
     if manifest is None and layout.has_huggingface_weights(source):
         manifest = _write_carried(HuggingFaceSource(source, ModelSpec.from_folder(source)), target)
     elif (source / CARRIED).is_file():
         copy_files(source, target, [CARRIED])
-    copy_files(source, target, side_files(source))
+    copy_files(source, target, side_files(source), in_folders)
     path = target / "config.json"
     if path.is_file() and QUANTIZATION in (config := read_json(path)):  # the weights beside it no longer are
         logger.info("%s: quantized weights are read as what they stand for, and written in 16 or 32 bits", target)
@@ -109,7 +116,7 @@ def _verify(source: HuggingFaceSource, target: Path) -> None:
 
 def _write_carried(source: HuggingFaceSource, target: Path) -> Manifest:
     """Write the tensors that belong to no layer; gives what else an export needs."""
-    if carried := source.carried():
+    if carried := source.carried:
         infos = {name: source.info(name) for name in carried}
         with SafetensorsWriter(target, {CARRIED: carried}, infos) as writer:
             for name in carried:

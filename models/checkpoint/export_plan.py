@@ -48,6 +48,8 @@ def original_infos(
         raise CheckpointError(f"{path}: lists {next(name for name in listed if listed.count(name) > 1)} twice")
     if unknown := names - infos.keys():
         raise CheckpointError(f"{path}: lists {min(unknown)}, which neither a layer nor {CARRIED} holds")
+    if spec.tied and weight_map.tied_head in names:
+        spare = {weight_map.tied_embedding}  # which some store as the head alone
     if forgotten := infos.keys() - names - spare:
         raise CheckpointError(f"{path}: does not list {min(forgotten)}, which the model has")
     for name in sorted(names):

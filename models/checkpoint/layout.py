@@ -21,15 +21,18 @@ from models.errors import CheckpointError, reading
 MANIFEST = "pipetune.json"
 CARRIED = "carried.safetensors"
 LATEST = "latest"
+TEMPLATES = "additional_chat_templates"  # the one folder that tokenizers have
 RECORD = "checkpoint.json"  # of a run's checkpoint, which is a pipeline folder
 
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf"}
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_SINGLE = ("model.safetensors", "pytorch_model.bin")
+_INDEXES = tuple(f"{name}.index.json" for name in _SINGLE)
 
 
 def _in_the_folder(name: str) -> str:
     """A manifest may come from anywhere: what it names must not lead out of the folder."""
-    if name in ("", "..") or Path(name).name != name or "\0" in name:
+    inner = name.removeprefix(f"{TEMPLATES}/")
+    if inner in ("", "..") or Path(inner).name != inner or "\0" in name:
         raise ValueError("expected the name of a file")
     return name
 
@@ -107,9 +110,9 @@ def weight_index(folder: Path) -> dict[str, str] | None:
     """The weight map (tensor name -> file name) of a sharded HuggingFace folder, or None for a single file.
 
     Raises:
-        CheckpointError: the index cannot be read.
+        CheckpointError: the index cannot be read, or the files that it lists lie beside a single one.
     """
-    for name in _INDEXES:
+    for name, single in zip(_INDEXES, _SINGLE, strict=True):
         path = folder / name
         if name == _INDEXES[1] and weight_files(folder, (".safetensors",)):
             return None  # a .bin index beside safetensors is a leftover
@@ -117,9 +120,13 @@ def weight_index(folder: Path) -> dict[str, str] | None:
             with reading(path):
                 try:
                     weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-                    return {str(tensor): _in_the_folder(str(file)) for tensor, file in weight_map.items()}
+                    files = {str(tensor): _in_the_folder(str(file)) for tensor, file in weight_map.items()}
                 except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
                     raise CheckpointError(f"{path}: expected a weight_map, of files in its folder") from None
+            two = single not in files.values() and (folder / single).is_file()
+            if two and all((folder / file).is_file() for file in files.values()):
+                raise CheckpointError(f"{folder / single}: beside the weights of {name}; expected one of the two")
+            return None if two else files  # with some of its files gone the index is a leftover
     return None
 
 
@@ -161,10 +168,17 @@ class Manifest(BaseModel):
 
 def side_files(folder: Path) -> list[str]:
     """The names of what is copied byte for byte: of a HuggingFace folder everything that is not weights (config,
-    tokenizer, chat template, licence), of a pipeline folder what its manifest lists.
+    tokenizer, chat templates, licence), of a pipeline folder what its manifest lists.
     """
     if manifest := Manifest.read(folder):
         return manifest.side_files
     own = (*_INDEXES, MANIFEST, LATEST)
-    found = (path for path in sorted(folder.iterdir()) if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES)
-    return [path.name for path in found if path.name not in own and not path.name.startswith(".")]
+    paths = [*sorted(folder.iterdir()), *sorted((folder / TEMPLATES).glob("*.jinja"))]
+    found = (path for path in paths if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES)
+    names = (path.relative_to(folder).as_posix() for path in found if not path.name.startswith("."))
+    return [name.replace(f"{TEMPLATES}.", f"{TEMPLATES}/") for name in names if name not in own]
+
+
+def flat(name: str) -> str:
+    """What a side file is called in a run's checkpoint, which has no folders."""
+    return name.replace("/", ".")

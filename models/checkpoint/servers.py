@@ -19,7 +19,7 @@ from typing import Any
 
 from models.checkpoint.layout import Layout, layout_of, resolve
 from models.checkpoint.source import HuggingFaceSource
-from models.config_json import read_json, write_json
+from models.config_json import TEXT, read_json, write_json
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 
@@ -46,6 +46,8 @@ REFUSALS: dict[tuple[str, str], tuple[Callable[[ModelSpec], bool], str]] = {
     ),
 }
 
+# What transformers 4 calls a setting of the angles, where it has a name of its own.
+ROTARY = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
 LEFTOVERS = (
     "_name_or_path _model_name_or_path name_or_path is_local local_files_only _attn_implementation_autoset".split()
 )
@@ -77,7 +79,7 @@ def check(input_path: str | Path) -> dict[str, list[str]]:
     if not template.is_file() and "chat_template" not in settings:
         general.append("no chat template, so that it takes raw prompts alone")
     adapted = _older_tokenizer(dict(settings), template)
-    older = [name for name in _older_fields(spec) if name not in spec.raw]
+    older = [name for part in _parts(spec) for name in _older_fields(spec, part) if name not in part]
     older += [name for name in adapted if adapted[name] != settings.get(name)]
     special = f"config.json or tokenizer_config.json without {', '.join(older)} that it knows; export it with --compat"
     found = {server: general + [special] * (is_older and bool(older)) for server, is_older in SERVERS.items()}
@@ -102,7 +104,8 @@ def write_compat(folder: Path) -> None:
         CheckpointError: one of them is no JSON object.
     """
     spec = ModelSpec.from_folder(folder)
-    rewritten = {folder / "config.json": _older_fields(spec) | spec.raw}
+    config, *text = [_older_fields(spec, part) | part for part in _parts(spec)]
+    rewritten = {folder / "config.json": config | ({TEXT: text[0]} if text else {})}
     tokenizer = folder / "tokenizer_config.json"
     if tokenizer.is_file():
         rewritten[tokenizer] = _older_tokenizer(read_json(tokenizer), folder / "chat_template.jinja")
@@ -110,9 +113,13 @@ def write_compat(folder: Path) -> None:
         write_json(path, {key: value for key, value in settings.items() if key not in LEFTOVERS})
 
 
-def _older_fields(spec: ModelSpec) -> dict[str, Any]:
-    """What transformers 4 looks for and a config.json of transformers 5 says under other names."""
-    raw = spec.raw
+def _parts(spec: ModelSpec) -> list[dict[str, Any]]:
+    """config.json, and in one of images and text what it says of the part for text."""
+    return [spec.raw, spec.raw[TEXT]] if spec.is_part else [spec.raw]
+
+
+def _older_fields(spec: ModelSpec, raw: dict[str, Any]) -> dict[str, Any]:
+    """What transformers 4 looks for and a part of config.json of transformers 5 says under other names."""
     older = {"torch_dtype": raw["dtype"]} if "dtype" in raw else {}
     if "rope_parameters" in raw:
         if "num_local_experts" in raw:
@@ -120,7 +127,8 @@ def _older_fields(spec: ModelSpec) -> dict[str, Any]:
         rope = spec.config.rope_parameters
         angles = rope.get("full_attention", rope)  # Gemma 3 has one base for these layers, another for the rest
         scaling = {key: value for key, value in angles.items() if key not in ("rope_theta", "partial_rotary_factor")}
-        older |= {key: value for key, value in angles.items() if key not in scaling}
+        names = ROTARY.get(spec.config.model_type, {})
+        older |= {names.get(key, key): value for key, value in angles.items() if key not in scaling}
         if "sliding_attention" in rope:
             older["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         if scaling["rope_type"] == "longrope":  # of which Phi-3's class takes three keys, with the name before this one

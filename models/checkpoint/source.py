@@ -85,8 +85,13 @@ class HuggingFaceSource:
         self.weight_map = spec.weight_map.for_names(self.names)  # in this folder's spelling
         layers = range(spec.n_layers)
         expected = {name for layer in layers for each in self._bindings(layer, tied=False) for name in each.disk}
-        optional = {self.weight_map.tied_head} - self.names if spec.tied else set()
-        _check_names(folder, self.names - set(self.carried()), expected - optional, f"for {spec.family.name}")
+        self._ends = [self.weight_map.tied_embedding, self.weight_map.tied_head]
+        # Which of a tied weight's two names is stored, where only one is; mostly the embedding's.
+        self._shared = next((name for name in self._ends if name in self.names), self._ends[0])
+        optional = set(self._ends) - self.names - {self._shared} if spec.tied else set()
+        # Of names that belong to no layer, those that have to come back.
+        self.carried = sorted(name for name in self.names - expected if self.weight_map.is_carried(name))
+        _check_names(folder, self.names - set(self.carried), expected - optional, f"for {spec.family.name}")
 
     def check_layer(self, layer: int) -> None:
         self._check_shapes(layer)
@@ -126,19 +131,14 @@ class HuggingFaceSource:
         return self._find(disk_name).read(disk_name)
 
     def dtype(self) -> torch.dtype:
-        return self.info(self.weight_map.tied_embedding).dtype
-
-    def carried(self) -> list[str]:
-        """Names on disk of the tensors that belong to no layer but have to come back."""
-        return [name for name in self.names if self.weight_map.is_carried(name)]
+        return self.info(self._shared).dtype
 
     def _bindings(self, layer: int, tied: bool = True) -> list[Binding]:
-        """The bindings of a layer; where `tied` counts, a tied head reads the embedding."""
+        """The bindings of a layer; where `tied` counts, both ends of a tied weight read the stored one."""
         bindings = self.weight_map.bindings(layer, self.spec.shapes(layer))
-        if not (tied and self.spec.tied and layer == self.weight_map.head_layer):
+        if not (tied and self.spec.tied):
             return bindings
-        own, shared = (self.weight_map.tied_head,), (self.weight_map.tied_embedding,)
-        return [binding._replace(disk=shared) if binding.disk == own else binding for binding in bindings]
+        return [each._replace(disk=(self._shared,)) if each.disk[0] in self._ends else each for each in bindings]
 
     def _check_shapes(self, layer: int) -> None:
         for binding in self._bindings(layer):

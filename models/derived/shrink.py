@@ -40,6 +40,8 @@ MOST = {
     "topk_group": 1,
     "linear_key_head_dim": HEAD,
     "linear_value_head_dim": HEAD,
+    "linear_head_dim": HEAD,
+    "linear_num_heads": HEADS,
     "index_head_dim": HEAD,
     "index_n_heads": 16,  # with few of them scores of keys are equal, and which are chosen is chance
     "index_topk": MULTIPLE,
@@ -81,6 +83,8 @@ def shrunk_fields(config: PreTrainedConfig, raw: dict[str, Any], n_blocks: int) 
         WORDS: min(int(config.vocab_size), VOCABULARY),
     }
     known = config.to_dict()
+    # Defaults too, of which the small vocabulary has no row.
+    raw = {name: value for name, value in known.items() if name.endswith("_token_id")} | raw
     for name, value in known.items():
         if name.endswith(INNER) and isinstance(value, int):
             sizes[(name,)] = _multiple(narrow * min(2, value / width))
@@ -138,6 +142,10 @@ def _small_value(name: str, value: Any, words: int, share: float) -> Any:
         return 0.0
     if name.endswith("_token_id"):
         return [each % words for each in value] if isinstance(value, list) else value and value % words
+    if name == "rotary_dim" and value:
+        return max(2, round(value * share / 2) * 2)
+    if name == "linear_attn_config" and value:  # Kimi-Linear's, which counts before the fields above
+        return value | {"head_dim": HEAD, "num_heads": HEADS}
     if name in ("rope_scaling", "rope_parameters") and isinstance(value, dict):
         return {key: _thinned(key, entry, share) for key, entry in value.items()}
     return value

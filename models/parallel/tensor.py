@@ -240,11 +240,13 @@ def obstacle(spec: ModelSpec, size: int, spread: bool = False) -> str | None:
             f"{experts} experts cannot be spread over {size} processes to a layer; expected model_topo.experts: columns"
         )
     for layer in range(1, spec.n_blocks + 1):
-        for name, shape in spec.shapes(layer).items():
+        shapes = spec.shapes(layer)
+        by_heads = [name for name in plan if "att" in name and plan[name] in BY_HEADS and f"{name}.weight" in shapes]
+        modules = tuple(f"{name.rpartition('.')[0]}." for name in by_heads)
+        for name, shape in shapes.items():
             owner = name.rpartition(".")[0]
-            uneven = (
-                "att" in owner and plan.get(owner) in BY_HEADS and shape[-1 if plan[owner] == "rowwise" else 0] % heads
-            )
-            if uneven or (plan.get(owner) == EXPERTS and name not in plan):
+            uneven = owner in by_heads and shape[-1 if plan[owner] == "rowwise" else 0] % heads
+            untold = name.startswith(modules) and not {name, owner} & plan.keys()  # as a norm with rows by head
+            if uneven or untold or (plan.get(owner) == EXPERTS and name not in plan):
                 return f"layer {layer}: it is not known how to cut {name}; expected 1 process to a layer"
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import families
-from benchmarks.families import HEADER, Verdict, written
+from benchmarks.families import HEADER, Verdict, verdict, written
 from models.derived.proof import Proof
 
 OLD, NEW = "5.17", "5.23"
@@ -35,3 +35,12 @@ def test_of_two_releases(monkeypatch: pytest.MonkeyPatch) -> None:
         "\n".join([HEADER.strip(), *after.values(), ""]), NEW, monkeypatch, mistral="better reason", qwen3="no"
     )
     assert "better reason" in again["mistral"] and "refused: no" in again["qwen3"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "divided"), [("qwen3", True), ("bloom", True), ("aria_text", False), ("minicpm3", False)]
+)
+def test_the_tensor_plan_is_what_a_run_would_take(model_type: str, divided: bool) -> None:
+    found = verdict(model_type)
+    assert found.proof and found.divided == divided
+    assert found.row().split(" | ")[7] == ("yes" if divided else "no")

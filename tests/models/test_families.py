@@ -63,6 +63,7 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("chatglm", {"add_bias_linear": True}, "add_bias_linear"),
     ("chatglm", {"post_layer_norm": False}, "post_layer_norm"),
     ("chatglm", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
+    ("chatglm", {"_name_or_path": "THUDM/chatglm2-6b-32k", "rope_ratio": 16}, "rope_ratio is 16"),
 ]
 
 
@@ -91,6 +92,33 @@ def test_alibi_slopes_are_those_of_the_paper(heads: int) -> None:
     series = [2 ** (-8 * number / power) for number in range(1, power + 1)]
     finer = [2 ** (-4 * number / power) for number in range(1, 2 * power, 2)]
     torch.testing.assert_close(alibi_slopes(heads), torch.tensor(series + finer[: heads - power]))
+
+
+@pytest.mark.parametrize(("name", "ratio"), [("THUDM/chatglm2-6b", 1), ("THUDM/chatglm3-6b-32k", 50)])
+def test_chatglms_whose_angles_are_known_are_read(name: str, ratio: int, make_checkpoint: Callable[..., Path]) -> None:
+    folder = make_checkpoint("chatglm", rope_ratio=ratio)
+    change_config(folder, _name_or_path=name)
+    assert ModelSpec.from_folder(folder).config.rope_parameters["rope_theta"] == 10_000 * ratio
+
+
+@pytest.mark.parametrize(
+    ("rope", "context"),
+    [
+        ({"rope_type": "default"}, 1000),
+        ({"rope_type": "dynamic", "factor": 4.0}, 4000),
+        ({"rope_type": "linear", "factor": 4.0}, 1000),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 800}, 3200),
+        ({"rope_type": "yarn", "factor": 4.0}, 4000),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 250}, 1000),
+        ({"rope_type": "yarn", "factor": 1.5, "original_max_position_embeddings": 250}, 1000),
+    ],
+)
+def test_the_context_counts_how_angles_are_stretched(
+    rope: dict[str, Any], context: int, make_checkpoint: Callable[..., Path]
+) -> None:
+    rope = {"rope_theta": 10_000.0} | rope
+    folder = make_checkpoint("llama", max_position_embeddings=1000, rope_parameters=rope)
+    assert ModelSpec.from_folder(folder).context == context
 
 
 PLAIN_ROPE = {"rope_theta": 10000.0, "rope_type": "default"}

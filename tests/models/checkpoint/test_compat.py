@@ -6,14 +6,17 @@ import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.checkpoint.convert import hg_to_pp
 from models.checkpoint.export import ExportOptions, pp_to_hg
-from tests.conftest import ORIGINALS
+from models.checkpoint.servers import check
+from tests.conftest import ORIGINALS, TINY
 from tests.environments import environment
 from tests.models.cases import CASES
 from tests.models.checkpoint.older_transformers import CHAT, TEXT
@@ -84,6 +87,46 @@ def test_transformers_5_computes_the_same(name: str, make_checkpoint: Make, tmp_
     assert tokenizers[0](TEXT)["input_ids"] == tokenizers[1](TEXT)["input_ids"]
     prompts = [each.apply_chat_template(CHAT)["input_ids"] for each in tokenizers]
     assert prompts[0] == prompts[1]
+
+
+VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 28, "patch_size": 14}
+STRETCHED = {"rope_type": "linear", "factor": 8.0}
+BASE = {"rope_theta": 50_000.0}
+# By kind of model: the settings of its decoder, and what transformers 4 calls them there.
+ROTARY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gemma3": (
+        {"full_attention": BASE | STRETCHED, "sliding_attention": {"rope_type": "default", "rope_theta": 2e4}},
+        BASE | {"rope_scaling": STRETCHED, "rope_local_base_freq": 2e4},
+    ),
+    "mistral3": (BASE | {"rope_type": "default"}, BASE),
+    "gpt_neox": (
+        BASE | STRETCHED | {"partial_rotary_factor": 0.5},
+        {"rotary_emb_base": 50_000.0, "rotary_pct": 0.5, "rope_scaling": STRETCHED},
+    ),
+}
+PARTS = {"gemma3": ("gemma3_text", "siglip_vision_model"), "mistral3": ("mistral", "pixtral")}
+
+
+@pytest.mark.parametrize("model_type", ROTARY)
+def test_angles_are_said_where_older_releases_look_for_them(model_type: str, tmp_path: Path) -> None:
+    rope, older = ROTARY[model_type]
+    text, vision = PARTS.get(model_type, (model_type, None))
+    fields: dict[str, Any] = TINY | {"model_type": text, "rope_parameters": rope}
+    if vision:
+        fields = {"text_config": fields, "vision_config": VISION | {"model_type": vision}}
+    config = CONFIG_MAPPING[model_type](**fields)
+    make = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+    make.from_config(config).save_pretrained(tmp_path / "base")
+    assert any(next(iter(older)) in told for told in check(tmp_path / "base")["transformers 4"])
+    found = compatible(tmp_path / "base", tmp_path)
+    servers = check(found)
+    assert servers["transformers 4"] == servers["transformers 5"]
+    said = read_config(found)
+    assert (said["text_config"] if vision else said).items() >= older.items()
+    assert (
+        AutoConfig.from_pretrained(found).get_text_config().rope_parameters == config.get_text_config().rope_parameters
+    )
 
 
 def test_only_the_settings_change_and_leftovers_go(make_checkpoint: Make, tmp_path: Path) -> None:

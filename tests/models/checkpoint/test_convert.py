@@ -57,7 +57,13 @@ def give_own_rotary_buffer(files: WeightFiles, model_type: str, dtype: torch.dty
     return name
 
 
-@pytest.mark.parametrize("tying", ["tied", "untied", "repeated"])
+def keep_the_head_only(files: WeightFiles) -> None:
+    """Store a tied weight under its other name."""
+    holder = next(tensors for tensors in files.values() if EMBEDDING in tensors)
+    holder[HEAD] = holder.pop(EMBEDDING)
+
+
+@pytest.mark.parametrize("tying", ["tied", "untied", "repeated", "head-only"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 @pytest.mark.parametrize("division", SHARDED)
@@ -73,11 +79,22 @@ def test_round_trip_is_exact(
     assert {tensor.dtype for tensor in tensors.values()} == {DTYPES[dtype]}
     if tying == "repeated":
         files[next(reversed(files))][HEAD] = tensors[EMBEDDING].clone()
+    elif tying == "head-only":
+        keep_the_head_only(files)
     write_weights(folder, as_bin(files) if suffix == "bin" else files)
 
     exported = assert_round_trip(folder, tmp_path)
     pp_to_hg(tmp_path / "layers", tmp_path / "again")
     assert contents(tmp_path / "again") == contents(exported)
+
+
+def test_a_tied_weight_may_be_stored_as_the_head_alone(llama: Callable[..., Path], tmp_path: Path) -> None:
+    folder, ids = copy_of(llama(tied=True), tmp_path / "original"), random_ids(1, 8)
+    files = read_weights(folder)
+    keep_the_head_only(files)
+    write_weights(folder, files)
+    with torch.inference_mode():
+        torch.testing.assert_close(load_model(folder)(ids), oracle(folder)(ids).logits)
 
 
 @pytest.mark.parametrize("name", CASES)

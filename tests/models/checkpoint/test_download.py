@@ -89,8 +89,13 @@ def test_download_takes_weights_and_side_files_and_no_code(
     repository: Path, llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     (repository / "pytorch_model-00001-of-00002.bin").write_bytes(b"the same weights, once more")
+    (repository / "additional_chat_templates").mkdir()
+    for name in ("tool_use.jinja", "of_tools.py"):
+        (repository / "additional_chat_templates" / name).write_text("{{ tools }}")
     download(NAME, tmp_path / "model")
-    assert fetched(tmp_path / "model") == contents(llama())
+    assert fetched(tmp_path / "model") == contents(llama()) | {
+        "additional_chat_templates/tool_use.jinja": b"{{ tools }}"
+    }
 
 
 def test_download_takes_bin_files_where_there_is_nothing_else(repository: Path, tmp_path: Path) -> None:

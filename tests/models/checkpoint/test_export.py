@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from shutil import copyfile
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from models import load_model
 from models.checkpoint import export
@@ -23,6 +25,7 @@ from tests.models.helpers import (
     assert_round_trip,
     assert_same_bits,
     copy_of,
+    error_line,
     joined,
     oracle,
     random_ids,
@@ -31,6 +34,8 @@ from tests.models.helpers import (
     side_files,
     write_weights,
 )
+
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 
 
 @pytest.fixture
@@ -98,6 +103,50 @@ def test_trained_layers_with_the_side_files_export_like_the_original(
         trained = {name: tensor if "inv_freq" in name else tensor + 1 for name, tensor in tensors.items()}
         assert_same_bits(exported[file], trained)
     assert side_files(tmp_path / "exported") == side_files(llama_of_2023)
+
+
+@pytest.fixture
+def llama_of_two_templates(llama: Callable[..., Path], tmp_path: Path) -> Path:
+    """A checkpoint whose tokenizer has a template of its own for dialogues with tools."""
+    folder = copy_of(llama(), tmp_path / "two-templates")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(folder)
+    assert (folder / TOOL_TEMPLATE).is_file()
+    return folder
+
+
+def test_templates_in_a_folder_of_their_own_come_back(llama_of_two_templates: Path, tmp_path: Path) -> None:
+    exported = assert_round_trip(llama_of_two_templates, tmp_path)
+    wanted = AutoTokenizer.from_pretrained(llama_of_two_templates).chat_template
+    assert wanted["tool_use"] == "{{ tools }}"
+    for folder in (tmp_path / "layers", exported):
+        assert AutoTokenizer.from_pretrained(folder).chat_template == wanted
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_templates_in_a_folder_come_back_from_a_run(
+    llama_of_two_templates: Path, layout: str, manifest: bool, tmp_path: Path
+) -> None:
+    """A run's checkpoint has no folders; what is saved from scratch has no manifest."""
+    hg_to_pp(llama_of_two_templates, tmp_path / "layers")
+    (tmp_path / "saved").mkdir()
+    for path in (tmp_path / "layers").glob("layer_*"):
+        copyfile(path, tmp_path / "saved" / path.name)
+    copy_side_files(llama_of_two_templates if layout == "huggingface" else tmp_path / "layers", tmp_path / "saved")
+    assert all(path.is_file() for path in (tmp_path / "saved").iterdir())
+    if not manifest:
+        (tmp_path / "saved" / "pipetune.json").unlink()
+    pp_to_hg(tmp_path / "saved", tmp_path / "exported")
+    assert side_files(tmp_path / "exported") == side_files(llama_of_two_templates)
+
+
+def test_a_folder_of_templates_that_is_a_link_is_not_copied(llama_of_two_templates: Path, tmp_path: Path) -> None:
+    folder = (llama_of_two_templates / TOOL_TEMPLATE).parent
+    folder.rename(tmp_path / "secrets")
+    folder.symlink_to(tmp_path / "secrets")
+    assert "link" in error_line(lambda: hg_to_pp(llama_of_two_templates, tmp_path / "layers"))
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])

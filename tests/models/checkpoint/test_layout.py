@@ -54,6 +54,30 @@ def test_index_of_bin_shards_that_were_not_fetched_does_not_matter(llama: Callab
     assert_round_trip(folder, tmp_path)
 
 
+@pytest.mark.parametrize("single", ["model.safetensors", "pytorch_model.bin"])
+def test_a_single_file_beside_an_index_of_others_counts_where_these_are_gone(
+    single: str, both_layouts: dict[str, Path], tmp_path: Path
+) -> None:
+    """transformers takes the single file in any case; where the others are there too, somebody trained one of them."""
+    folder = copy_of(both_layouts["huggingface"], tmp_path / "two")
+    files = read_weights(folder)
+    if single.endswith(".bin"):
+        files = {f"pytorch_{file}".replace(".safetensors", ".bin"): tensors for file, tensors in files.items()}
+    write_weights(folder, files)
+    index = next(folder.glob("*.index.json"))
+    newer = {name: tensor + 1 for name, tensor in joined(files).items()}
+    write_weights(tmp_path, {single: newer})
+    (tmp_path / single).rename(folder / single)
+    told = error_line(lambda: load_model(folder))
+    assert str(folder / single) in told and index.name in told
+
+    (folder / max(files)).unlink()
+    found = load_model(folder).embedding.embed_tokens.weight
+    torch.testing.assert_close(found, newer["model.embed_tokens.weight"], atol=0, rtol=0)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(newer, single)}))  # as an index may list it
+    assert load_model(folder).spec.n_blocks == 2
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_folder_of_a_run_stands_for_its_newest_checkpoint(
     both_layouts: dict[str, Path], layout: str, tmp_path: Path
@@ -75,6 +99,7 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "with-side-files-outside": lambda manifest: manifest["side_files"].append("../bad/config.json"),
     "without-a-weight": lambda manifest: manifest["files"][SHARD].pop(),
     "with-a-weight-twice": lambda manifest: manifest["files"][SHARD].append(QUERY),
+    "with-side-files-in-a-folder": lambda manifest: manifest["side_files"].append("additional_chat_templates/../x"),
     "with-a-file-above": lambda manifest: manifest["side_files"].append(".."),
     "with-an-unknown-weight": lambda manifest: manifest["files"][SHARD].append("model.layers.9.x"),
     "with-an-unknown-dtype": lambda manifest: manifest["dtypes"].update({QUERY: "F99"}),

@@ -24,7 +24,7 @@ from models import CheckpointError, load_model
 from models.architectures import FAMILIES, family_of
 from models.costs.fake_layers import LayerCase
 from models.costs.layer_work import work_of
-from models.derived import outline, proven
+from models.derived import derive, outline, proven
 from models.derived.derive import small_model
 from models.derived.proof import BOUND, prove, roughen
 from models.loss import token_loss
@@ -153,6 +153,20 @@ def test_angles_by_kind_that_depend_on_the_length_are_refused(tmp_path: Path) ->
     assert "angles depend on a document's length and are of several kinds" in told
 
 
+@pytest.mark.parametrize(
+    ("model_type", "name"), [("starcoder2", "embedding_dropout"), ("phi", "embd_pdrop"), ("gpt_neox", "hidden_dropout")]
+)
+def test_dropout_outside_of_blocks_is_refused(model_type: str, name: str, tmp_path: Path) -> None:
+    fields = config_of(model_type, attention_dropout=0.1)[1]
+    for share in (0.1, 0.0):
+        (tmp_path / "config.json").write_text(json.dumps(fields | {name: share}, default=str))
+        if share:
+            told = error_line(lambda: ModelSpec.from_folder(tmp_path))
+            assert f"drops hidden states outside of its blocks; expected {name}: 0.0" in told
+        else:
+            assert ModelSpec.from_folder(tmp_path).config.attention_dropout == 0.1
+
+
 def test_masks_of_an_unknown_kind_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_small(tmp_path / "model", "smollm3")
     monkeypatch.delitem(outline.MASKS, "create_causal_mask")
@@ -204,11 +218,19 @@ def test_what_no_gradient_reaches_is_left_alone(tmp_path: Path) -> None:
     assert_round_trip(tmp_path / "model", tmp_path)
 
 
-def test_layers_that_only_transformers_ignores_are_carried(tmp_path: Path) -> None:
-    write_small(tmp_path / "model", "deepseek_v3")
-    path = tmp_path / "model" / "model.safetensors"
-    spare = {"model.layers.61.eh_proj.weight": torch.randn(8, 4)}
-    save_file(load_file(path) | spare, path, metadata={"format": "pt"})
+@pytest.mark.parametrize(("model_type", "blocks", "spare"), [("deepseek_v3", 4, 61), ("glm4_moe", 48, 92)])
+def test_layers_that_only_transformers_ignores_are_carried(
+    model_type: str, blocks: int, spare: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of GLM-4.5 transformers ignores block 46 too, which is one of the small model and spare in a smaller one."""
+    with monkeypatch.context() as deep:
+        deep.setattr(derive, "BLOCKS", blocks)
+        model = write_small(tmp_path / "model", model_type, num_hidden_layers=blocks)
+    path, ids = tmp_path / "model" / "model.safetensors", random_ids(1, 20)
+    extra = {f"model.layers.{spare}.eh_proj.weight": torch.randn(8, 4)}
+    save_file(load_file(path) | extra, path, metadata={"format": "pt"})
+    with torch.inference_mode():
+        torch.testing.assert_close(load_model(tmp_path / "model")(ids), model(ids).logits, atol=2e-5, rtol=0)
     assert_round_trip(tmp_path / "model", tmp_path)
 
 

@@ -139,6 +139,9 @@ def test_heads_drop_apart_and_all_else_alike(name: str, outcomes: dict[str, Any]
         ("mixtral", {"num_local_experts": 3, "num_key_value_heads": 4}, 4, True, "3 experts cannot be spread over 4"),
         ("qwen3_moe", EXPERTS, 2, True, None),
         ("llama", {}, 1, False, None),
+        ("cohere", {"use_qk_norm": True}, 2, False, "it is not known how to cut block.self_attn.q_norm.weight"),
+        ("cohere", {"use_qk_norm": False}, 2, False, None),
+        ("olmo2", {}, 2, False, None),
     ],
 )
 def test_what_cannot_be_shared_is_told(

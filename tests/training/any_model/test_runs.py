@@ -71,7 +71,7 @@ def losses(path: Path) -> list[float]:
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
     """Of the newest checkpoint, as a script would take them in one process."""
-    model = torch.nn.Sequential(*(make(layer, 0) for layer in layers(Config(save_path="", train_batch_size=1))))
+    model = torch.nn.Sequential(*(make(layer, 0) for layer in layers(Config(save_path="unused", train_batch_size=1))))
     load_trained(model, path.with_suffix(""))
     return {name: torch.atleast_1d(tensor) for name, tensor in model.state_dict().items()}
 
