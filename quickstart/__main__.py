@@ -31,7 +31,7 @@ from quickstart import own
 from quickstart.answers import comparison
 from quickstart.arithmetic import CORES, same_everywhere
 from quickstart.base_model import ABOUT, NAME, make_base
-from quickstart.job import PIPELINE, RUN, Job, ask, console, is_known, say, train
+from quickstart.job import PIPELINE, RUN, Job, ask, console, is_known, say, settings, train
 from quickstart.questions import sample_of, shipped
 from training.errors import ConfigError, one_line_at_the_end
 
@@ -44,7 +44,6 @@ def main() -> int:
     arguments = parse_arguments()
     begin = time.monotonic()
     job = own_job(arguments) if arguments.model else shipped_job(arguments.save_path or ROOT)
-    replace_text(job.folder / "fingerprint", job.fingerprint)
     say(2, "ask it")
     before = ask(job, job.base, "before")
     train(job)
@@ -95,6 +94,7 @@ def shipped_job(folder: Path) -> Job:
             if old.exists():
                 console.print(f"{old}: of another version of the records or the program; made anew")
                 shutil.rmtree(old)
+        replace_text(job.folder / "fingerprint", job.fingerprint)
     return job
 
 
@@ -102,7 +102,7 @@ def own_job(arguments: argparse.Namespace) -> Job:
     """The user's records on the user's model.
 
     Raises:
-        ConfigError: the folder holds another job.
+        ConfigError: the folder holds another job, or a key is wrong.
         CheckpointError, DataError: the model or the records cannot be read.
     """
     model = Path(arguments.model)
@@ -113,11 +113,17 @@ def own_job(arguments: argparse.Namespace) -> Job:
     questions = sample_of(arguments.data, "on_bad_record=skip" in arguments.overrides)
     job = Job(folder, model, config, questions, arguments.overrides, fingerprint, {})
     if not is_known(job):
-        if folder.exists() and any(folder.iterdir()):
+        begun = (folder / "fingerprint").is_file() and not job.run_folder.exists() and not job.tuned.exists()
+        if folder.exists() and any(folder.iterdir()) and not begun:
             raise ConfigError(
                 f"{folder}: holds another model, other records or other keys; move it away, or give --save-path"
             )
+        if begun:
+            console.print(f"{folder}: of another model, other records or other keys, and not trained yet; made anew")
+            shutil.rmtree(job.pipeline, ignore_errors=True)
         own.write_config(config, arguments.model, job.pipeline, arguments.data, job.run_folder)
+        replace_text(folder / "fingerprint", job.fingerprint)
+    settings(job)  # a wrong key is told before anything is asked
     return job
 
 

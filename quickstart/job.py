@@ -9,15 +9,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import yaml
 from rich.console import Console
 from rich.markup import escape
 
 from common.whole_files import replace_text
 from quickstart.questions import Question
+from training.config.keys import TrainConfig
+from training.config.yaml_file import load_config
 from training.distributed.processes import free_port
 
 PIPELINE, RUN, TUNED = "base_pp", "checkpoints", "tuned"
@@ -84,17 +84,18 @@ def train(job: Job) -> None:
 
 def training_arguments(job: Job) -> list[str]:
     """What follows `deepspeed` on the command line: a process for each stage."""
-    config = yaml.safe_load(job.config.read_text(encoding="utf-8"))
-    given = value_of(job, "model_topo.process_topology.dims")
-    stages, replicas = given or config["model_topo"]["process_topology"]["dims"]
-    arguments = ["--num_gpus", str(stages * replicas), "--master_port", str(free_port())]
+    processes = settings(job).model_topo.processes
+    arguments = ["--num_gpus", str(processes), "--master_port", str(free_port())]
     return [*arguments, "train_ds.py", "--config", str(job.config), *job.overrides]
 
 
-def value_of(job: Job, key: str) -> Any:
-    """What an override gives a key; None where none does."""
-    words = (word.partition("=") for word in job.overrides)
-    return next((yaml.safe_load(value) for name, _, value in words if name == key), None)
+def settings(job: Job) -> TrainConfig:
+    """The run's config.
+
+    Raises:
+        ConfigError: its file or an override is wrong.
+    """
+    return load_config(job.config, list(job.overrides))
 
 
 def ask(job: Job, model: Path, name: str) -> list[str]:
@@ -112,8 +113,9 @@ def ask(job: Job, model: Path, name: str) -> list[str]:
         words: list[str | Path] = ["--model", model, "--prompts-file", prompts, "--output", target, "--greedy"]
         words += ["--max-new-tokens", str(MOST_TOKENS), *(["--raw"] if raw else [])]
         words += ["--dtype", "fp32", "--threads", str(job.threads)] if job.threads else []
-        prompt_format = value_of(job, "prompt_format")
-        words += ["--prompt-format", prompt_format] if prompt_format and not raw else []
+        config = settings(job)
+        words += ["--prompt-format", config.prompt_format] if config.prompt_format and not raw else []
+        words += ["--template-args", json.dumps(config.template_args)] if config.template_args and not raw else []
         run(job, sys.executable, "demo.py", *words)
         told = target.read_text(encoding="utf-8").splitlines()
         answers |= {number: json.loads(line)["answer"] for number, line in zip(asked, told, strict=True)}

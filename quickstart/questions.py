@@ -1,7 +1,7 @@
 """What a model is asked before and after: the shipped questions, or a sample of the user's own records.
 
 A question is a line of a file of prompts for demo.py. Of a dialogue it is all that stands before the first answer that
-is trained; of a text to go on with, its first half.
+is trained; of a text to go on with, what stands before its middle.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from data.chat.messages import Form, as_dicts, in_questions, said_in
+from data.chat.messages import as_record, said_in
 from data.errors import DataError
 from data.records.chat import Chat
 from data.records.raw_records import read_file
@@ -26,6 +26,7 @@ SHIPPED = Path(__file__).with_name("questions.json")
 ASKED = 8  # of the user's own records
 LOOKED_AT = 2000  # records, from which they are taken
 COMPARED = 200  # characters of an answer
+OF_A_TEXT, LONGEST = 1000, 4000  # characters of a question: what a text goes on from, and as long as there are others
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ def sample_of(data: str, skip_bad: bool = False) -> list[Question]:
             f"{data}: none of the first {LOOKED_AT} records can be asked alone; expected some of instruct, "
             "conversation, chat or pretrain"
         )
+    found = [each for each in found if len(json.dumps(each.line, ensure_ascii=False)) <= LONGEST] or found
     step = max(1, len(found) // ASKED)
     return found[::step][:ASKED]
 
@@ -87,9 +89,8 @@ def question_of(record: Record) -> Question | None:
     """The first question of a record; none where demo.py's files of prompts have no place for what it rests on."""
     if isinstance(record, Pretrain):
         half = len(record.text) // 2
-        return (
-            Question({"prompt": record.text[:half]}, record.text[:half], record.text[half:], raw=True) if half else None
-        )
+        prompt, rest = record.text[max(0, half - OF_A_TEXT) : half], record.text[half:]
+        return Question({"prompt": prompt}, prompt, rest, raw=True) if half else None
     if isinstance(record, Instruct):
         about = {"input": record.input} if record.input else {}
         shown = " ".join([record.instruct, *about.values()])
@@ -103,7 +104,7 @@ def question_of(record: Record) -> Question | None:
     answer = said[place]
     called = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in answer.calls]
     tools = {"tools": record.tools} if isinstance(record, Chat) and record.tools else {}
-    line = {"messages": as_dicts(in_questions(said[:place]), Form())} | tools
+    line = {"messages": as_record(said[:place])} | tools
     return Question(line, said[place - 1].text, "\n".join([answer.text, *called]).strip())
 
 

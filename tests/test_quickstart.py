@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,17 @@ from rich.console import Console
 from data.errors import DataError
 from data.records.record import parse_record
 from models.spec import ModelSpec
+from quickstart.__main__ import own_job
 from quickstart.answers import AS_TRAINED, HOLDS, OTHERWISE, comparison
 from quickstart.arithmetic import distinct_cores
 from quickstart.base_model import PACKAGE
+from quickstart.job import Job, ask, training_arguments
 from quickstart.own import learning_rate
-from quickstart.questions import ASKED, Question, question_of, sample_of, shipped
+from quickstart.questions import ASKED, LONGEST, OF_A_TEXT, Question, question_of, sample_of, shipped
 from tests.conftest import FAQ, ROOT
 from tests.environments import give_up
 from tests.launching import metrics, run
+from training.errors import ConfigError
 
 PIPETUNE = [sys.executable, "-m", "quickstart"]
 CHAT: dict[str, Any] = {
@@ -57,6 +61,8 @@ def test_a_question_is_what_stands_before_the_first_answer() -> None:
     assert plain == Question({"prompt": "Add.", "input": "1, 2"}, "Add. 1, 2", "3")
     text = question_of(parse_record({"type": "pretrain", "text": "abcdef"}))
     assert text == Question({"prompt": "abc"}, "abc", "def", raw=True)
+    book = question_of(parse_record({"type": "pretrain", "text": "".join(map(str, range(9000)))}))
+    assert book and len(book.shown) == OF_A_TEXT and book.shown + book.answer in "".join(map(str, range(9000)))
     rounds = [["ask", "One?"], ["ask", "Two?"], ["ans", "Both."], ["ask", "More?"], ["ans", "No."]]
     asked = question_of(parse_record({"type": "conversation", "rounds": rounds}))
     assert asked and asked.line == {"messages": [{"role": "user", "content": "One?\nTwo?"}]} and asked.answer == "Both."
@@ -68,6 +74,9 @@ def test_a_sample_is_spread_over_the_records(tmp_path: Path) -> None:
     records = [{"type": "instruct", "instruct": f"{number}?", "output": "!"} for number in range(80)]
     asked = sample_of(str(write_records(tmp_path / "many.json", records)))
     assert [question.shown for question in asked] == [f"{number}?" for number in range(0, 80, 80 // ASKED)]
+    long = {"type": "instruct", "instruct": "? " * LONGEST, "output": "!"}
+    assert [each.shown for each in sample_of(str(write_records(tmp_path / "a.json", [long, records[3]])))] == ["3?"]
+    assert len(sample_of(str(write_records(tmp_path / "b.json", [long])))) == 1, "where there is nothing else"
     (called,) = sample_of(str(write_records(tmp_path / "chat.json", [CHAT])))
     assert called.line["messages"] == CHAT["messages"][:2] and called.line["tools"][0]["function"]["name"] == "look"
     assert json.loads(called.answer) == {"name": "look", "arguments": {"up": "a"}}
@@ -149,6 +158,39 @@ def own(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathF
     data = write_records(folder / "records.json", records)
     words = ["--model", str(make_checkpoint("qwen2")), "--data", str(data), "--save-path", str(folder / "job")]
     return folder / "job", [*PIPETUNE, *words, "train_batch_size=8"]
+
+
+def test_a_wrong_key_is_told_at_once_and_locks_nothing(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_records(tmp_path / "records.json", [{"type": "instruct", "instruct": "?", "output": "!"}])
+    asked: list[list[str]] = []
+    monkeypatch.setattr("quickstart.job.run", lambda job, *words: asked.append(list(map(str, words))))
+    words = Namespace(model=str(make_checkpoint("qwen2")), data=str(data), save_path=tmp_path / "job", overrides=[])
+
+    def job_with(*overrides: str) -> Job:
+        return own_job(Namespace(**vars(words) | {"overrides": list(overrides)}))
+
+    for override in ("n_epoch=5", "model_topo.process_topology.dims=4", "model_topo.process_topology.dims=[1,x]", "x"):
+        with pytest.raises(ConfigError) as refused:
+            job_with(override)
+        assert "\n" not in str(refused.value)
+    job = job_with("model_topo={process_topology: {dims: [1, 1]}}", "template_args={mood: glad}")
+    job.pipeline.mkdir()  # of the model that it was
+    assert training_arguments(job)[:2] == ["--num_gpus", "1"]
+    with pytest.raises(FileNotFoundError):  # of the answers, as nobody gives them here
+        ask(job, job.base, "before")
+    assert asked[0][-2:] == ["--template-args", '{"mood": "glad"}']
+    job = job_with("n_epoches=5")
+    assert not job.pipeline.exists() and job_with("n_epoches=5") == job
+    for made in (job.run_folder, job.tuned):
+        made.mkdir()
+        with pytest.raises(ConfigError, match="holds another model, other records or other keys"):
+            job_with("n_epoches=6")
+        made.rmdir()
+    (job.folder / "fingerprint").unlink()
+    with pytest.raises(ConfigError, match="holds another model"):  # nobody knows whose folder that is
+        job_with("n_epoches=6")
 
 
 @pytest.mark.slow

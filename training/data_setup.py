@@ -13,6 +13,7 @@ import numpy
 from numpy.typing import NDArray
 from rich.console import Console
 
+from data.chat.native.kinds import end_tokens
 from data.chat.prompts import Prompts, format_of
 from data.errors import DataError
 from data.loader import PAD_MULTIPLE, Loader
@@ -20,10 +21,12 @@ from data.packing import choose_row_length
 from data.paths import expanded
 from data.records.sources import Source
 from data.streaming.stream import Stream, StreamLoader, open_stream
+from data.tokenized.answer_end import answer_end
 from data.tokenized.dataset import Dataset, SampleSet, load_dataset
 from data.tokenized.store import default_folder
 from data.tokenized.tokenize import load_tokenizer
 from models.blocks import fp8
+from models.generation.generate import stop_ids
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 
@@ -34,6 +37,9 @@ class RecordReader:
     Args:
         folder: of the model, with its tokenizer's files.
         log: of the rank that speaks; quiet on the others.
+
+    Attributes:
+        ends: the ids at which servers are to stop, where those that the model's files list are not enough; else none.
     """
 
     def __init__(self, config: TrainConfig, folder: Path, log: Console) -> None:
@@ -46,6 +52,13 @@ class RecordReader:
         self._folder = folder
         self._log = log
         log.print(f"prompts: {self.prompts.prompt_format}")
+        known = stop_ids(folder)
+        self.ends = answer_end(self.tokenizer, self.prompts) - known
+        if self.ends:
+            end = self.tokenizer.decode(list(self.ends))
+            told = f"end of answers: {end}, which the model's generation_config.json does not list"
+            log.print(f"{told}; that of the checkpoints does")
+            self.ends |= known | end_tokens(self.tokenizer)
 
     def read(self, what: str, data_path: Sequence[str | Source]) -> Dataset:
         """The tokenized records, and a line about where they lie."""

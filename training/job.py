@@ -21,7 +21,7 @@ from models.spec import ModelSpec
 from training.checkpoint.exporting import EXPORTED
 from training.checkpoint.folder import DataOrder
 from training.checkpoint.resume import check_same_model, resume
-from training.checkpoint.saving import read_side_files
+from training.checkpoint.side_files import read_side_files
 from training.config.deepspeed_config import (
     check_fp8,
     check_shared_rows,
@@ -103,7 +103,7 @@ class Inputs:
             evaluation = Evaluation.on(held_out, config, loader.steps_per_epoch, active=not log.quiet)
         sets = [dataset] if held_out is None else [dataset, held_out]
         check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), *sets)
-        side_files = read_side_files(folder) if disk.keeps else {}
+        side_files = read_side_files(folder, reader.ends) if disk.keeps else {}
         return cls(folder, spec, dataset, loader, evaluation, side_files, disk)
 
     def order(self, config: TrainConfig) -> DataOrder:

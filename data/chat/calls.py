@@ -69,10 +69,10 @@ def learn(one: str, two: str | None) -> CallForm | None:
         return None
     name, arguments, _ = found
     between = one[name + len(KNOWN[0].name) : arguments]
-    opening, rest = _loose(one[:name]), _NAME + _loose(between) + _ARGUMENTS_NEXT
+    opening, rest = loose(one[:name]), _NAME + loose(between) + _ARGUMENTS_NEXT
     following = None
     if two and (first := _find(two, KNOWN[0])) and (second := _find(two, KNOWN[1])):
-        following = re.compile(_loose(two[first[2] : second[0]]) + rest)
+        following = re.compile(loose(two[first[2] : second[0]]) + rest)
     return CallForm(re.compile(opening), re.compile(opening + rest), following)
 
 
@@ -114,7 +114,7 @@ def _object_at(text: str, place: int) -> tuple[JSON, int]:
     return value, end
 
 
-def _loose(text: str) -> str:
+def loose(text: str) -> str:
     """A pattern of a text, whatever its white space and its calls' ids are."""
     pattern = r"\s*".join(re.escape(piece) for piece in re.split(r"\s+", text))
     for call in KNOWN:

@@ -42,6 +42,8 @@ from data.chat.marks import NAME, TOOL, Frame, Marked, Markers, Turn, frame_key,
 from data.chat.messages import JSON, Call, Form, Said, as_dicts, in_questions
 from data.chat.prompts import CHAT_TEMPLATE, Prompts, template_in_file
 from data.chat.sandbox import SlowTemplate, generated_spans, render
+from data.chat.thoughts import KNOWN as THOUGHT
+from data.chat.thoughts import AnswerForm, learn_answer
 from data.chat.written import Range, Written, join, joined, without
 from data.errors import DataError
 
@@ -173,12 +175,21 @@ class ChatTemplate:
                 return form
         raise DataError(NO_FORM)
 
+    def answer_form(self) -> AnswerForm:
+        """How thoughts and words are written."""
+        tools = [EXAMPLE_TOOL] if self._needs_tools else []
+        return learn_answer(*(self._answer(said, tools) or "" for said in (THOUGHT._replace(reasoning=""), THOUGHT)))
+
     def _called(self, words: str, calls: tuple[Call, ...]) -> str | None:
         """What is written behind the words of an answer with these calls; None where the template refuses it."""
+        answer = self._answer(Said("assistant", words, calls=calls), [EXAMPLE_TOOL])
+        return answer.partition(words)[2] or None if answer and words else answer
+
+    def _answer(self, said: Said, tools: list[JSON]) -> str | None:
+        """What is written behind the prompt of a question for this answer; None where the template refuses it."""
         with suppress(DataError):
-            text = self._render([QUESTION, Said("assistant", words, calls=calls)], [EXAMPLE_TOOL])
-            answer = text[agreement(self._render([QUESTION], [EXAMPLE_TOOL], asking=True), text) :]
-            return answer.partition(words)[2] or None if words else answer
+            text = self._render([QUESTION, said], tools)
+            return text[agreement(self._render([QUESTION], tools, asking=True), text) :]
         return None
 
     def _fitted(self, said: Sequence[Said], tools: list[JSON]) -> tuple[Sequence[Said], list[JSON], dict[str, str]]:

@@ -149,6 +149,12 @@ def as_dicts(said: Sequence[Said], form: Form) -> list[JSON]:
     return messages
 
 
+def as_record(said: Sequence[Said]) -> list[JSON]:
+    """The messages of a record of chat, in which everything has one name."""
+    messages = as_dicts(in_questions(said), Form())
+    return [{name: each[name] for name in each if name not in ("reasoning", "thinking")} for each in messages]
+
+
 def call_id_of(number: int) -> str:
     """Nine letters and digits: Mistral's templates take no other ids."""
     return f"call{number:05d}"

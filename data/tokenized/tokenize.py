@@ -11,6 +11,7 @@ the encoding only for the tokens at the ends of each range.
 from __future__ import annotations
 
 import logging
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
@@ -32,9 +33,11 @@ from data.chat.sandbox import SlowTemplate
 from data.chat.written import Span, Written, join
 from data.errors import DataError
 from data.records.chat import Chat
-from data.records.record import IGNORED, Pretrain, Record, Segments, Tokenized, parse_record
+from data.records.formats import convert
+from data.records.record import IGNORED, Pretrain, Record, Segments, Tokenized
 
 JOINED = "one token holds the end of a prompt and the beginning of its answer, so that a server sends others"
+SURROGATE = re.compile("[\ud800-\udfff]")
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json")
 
 AnyRecord = Record | dict[str, Any]  # parsed, or its JSON object
@@ -128,7 +131,7 @@ def encode_many(
     made: list[tuple[Written, list[int]] | Tokens | DataError] = []
     for given in records:
         try:
-            record = given if isinstance(given, BaseModel) else parse_record(given)
+            record = given if isinstance(given, BaseModel) else _record(given)
             made.append(_ready_made(record, tokenizer) if isinstance(record, Tokenized) else writer.write(record))
         except DataError as error:
             made.append(error)
@@ -205,24 +208,38 @@ def encode_question(
     Args:
         tools: what the answer may call.
         begun: the beginning of the answer, where that is known.
+
+    Raises:
+        DataError: the format cannot hold the dialogue, or some of it is no text.
     """
     try:
         text, prefix = Writer(tokenizer, as_prompts(prompt_format)).ask(said, tools or [])
     except SlowTemplate as error:
         raise DataError(str(error)) from None
-    ids: list[int] = tokenizer(text + begun, add_special_tokens=False)["input_ids"]
-    return prefix + ids
+    return prefix + _ids(text + begun, tokenizer)
 
 
 def encode_beginning(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The token ids that a model is asked with to go on with a text: those of a record of pretrain that begins so.
 
     Raises:
-        DataError: there are none.
+        DataError: there are none, or it is no text.
     """
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if not (ids := Writer(tokenizer, Prompts()).beginning + ids):
+    if not (ids := Writer(tokenizer, Prompts()).beginning + _ids(text, tokenizer)):
         raise DataError("expected a text to go on with, found none")
+    return ids
+
+
+def _record(given: Any) -> Record:
+    if len(records := convert(given).records) > 1:
+        raise DataError(f"expected an object that makes one record, found one that makes {len(records)}")
+    return records[0]
+
+
+def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    if (broken := SURROGATE.search(text)) is not None:  # as Python keeps a byte that it could not read
+        raise DataError(f"{broken.group()!a}: no character; expected text, in UTF-8 where it comes from outside")
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 
 

@@ -109,13 +109,13 @@ def generate(
 
 
 def stop_ids(folder: Path) -> set[int]:
-    """The ends of sequence that generation_config.json lists (Llama 3 has several).
+    """The ends of sequence that generation_config.json lists (Llama 3 has several), or config.json where it is absent.
 
     Raises:
         CheckpointError: the file is damaged.
     """
-    path = folder / "generation_config.json"
-    if not path.is_file():
+    paths = (folder / "generation_config.json", folder / "config.json")
+    if (path := next(filter(Path.is_file, paths), None)) is None:
         return set()
     try:
         ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")

@@ -238,6 +238,25 @@ GENERATION = Style(  # says itself what is generated, and forgets the end of the
 """
     + ASK_CHATML
 )
+HARMONY = Style(  # gpt-oss: channels, which no content may hold, and an end of the last answer alone
+    """
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {%- if '<|channel|>analysis<|message|>' in m.content or '<|channel|>final<|message|>' in m.content %}
+            {{- raise_exception('channel tags in the content') }}
+        {%- endif %}
+        {%- if loop.last and m.thinking %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}
+        {%- endif %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + m.content + ('<|return|>' if loop.last else '<|end|>') }}
+    {%- else %}
+        {{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}
+""",
+    ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"),
+)
 STYLES = {
     "smollm2": SMOLLM2,
     "qwen2.5": QWEN25,

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
+from transformers import PreTrainedTokenizerBase
 
 from data.records import layouts
 from data.records.chat import Chat
 from data.records.formats import FORMATS, convert
 from data.records.record import Record, RefQA
+from data.tokenized.tokenize import encode_many
 from tests.data.format_cases import ANSWER, CASES, USER, ref_qa, refusal
-from tests.data.helpers import RECORDS
+from tests.data.helpers import RECORDS, REWRITING
 
 
 def test_every_format_is_tested() -> None:
@@ -25,6 +27,18 @@ def test_every_format_is_tested() -> None:
 def test_a_layout_is_recognised_and_converted(name: str, raw: dict[str, Any], expected: list[Record]) -> None:
     assert convert(raw).records == expected
     assert convert(raw, name).records == expected
+
+
+@pytest.mark.parametrize(("raw", "records"), [case for cases in CASES.values() for case in cases])
+def test_an_object_of_any_layout_can_be_encoded(
+    raw: dict[str, Any], records: list[Record], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    (given,) = encode_many([raw], tokenizer, REWRITING)
+    if len(records) == 1:
+        (expected,) = encode_many(records, tokenizer, REWRITING)
+        assert str(given) == str(expected)
+    else:
+        assert str(given) == f"expected an object that makes one record, found one that makes {len(records)}"
 
 
 @pytest.mark.parametrize("name", RECORDS)

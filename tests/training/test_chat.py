@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
@@ -22,6 +23,7 @@ from data.chat.messages import Said
 from data.records.raw_records import read_file
 from data.records.reading import parse
 from data.tokenized.tokenize import encode, load_tokenizer
+from models.checkpoint.convert import hg_to_pp
 from models.generation.generate import Request, generate_many
 from models.generation.sampling import GREEDY
 from tests.conftest import save_original
@@ -30,6 +32,7 @@ from tests.data.template_styles import STYLES
 from tests.data.test_native_tokenizers import Kit, flat
 from training.demo.answer import Answer
 from training.demo.chat import Chat
+from training.demo.command_line import converse
 from training.demo.speaker import Speaker, Wishes
 
 WISHES = Wishes(6, GREEDY)
@@ -306,6 +309,14 @@ def test_a_file_of_prompts_is_answered(run: Run, tmp_path: Path) -> None:
         ("--tools a --api-results a --api-command b", "--api-results and --api-command: expected one of them"),
         ("--stop=", "--stop: expected a text, found an empty one"),
         ("--prompt-format none.jinja", "none.jinja: not found; expected a Jinja file"),
+        ("--raw --template-args {}", "--raw: nothing stands around the text; expected it without --template-args"),
+        ("--template-args {", "--template-args: Invalid JSON: EOF while parsing an object at line 1 column 1"),
+        ("--template-args [1]", "--template-args: expected an object"),
+        ('--template-args {"tools":1}', "--template-args: expected others than tools, which Pipetune gives"),
+        (
+            '--template-args {"a":1} --prompt-format plain',
+            "--template-args: a chat template gets them; expected it without --prompt-format plain",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(words: str, told: str, run: Run) -> None:
@@ -318,6 +329,53 @@ def test_what_needs_a_prompt_is_refused_without_one(run: Run) -> None:
     assert run("--input", "?") == run("--input", "?", "--prompts-file", "x", "--output", "y") == (2, "", told)
     told = "error: --raw: goes on with one text; expected it with --prompt or --prompts-file (see docs/demo.md)\n"
     assert run("--raw") == (2, "", told)
+
+
+def test_a_model_is_asked_as_it_was_trained(
+    run: Run, folder: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, asked: list[list[int]]
+) -> None:
+    template = tmp_path / "mood.jinja"
+    template.write_text("{{ mood }}{% for m in messages %}{{ m.content }}:{% endfor %}", encoding="utf-8")
+    trained = tmp_path / "run"
+    hg_to_pp(folder, trained / "step-1")
+    (trained / "step-1" / "checkpoint.json").touch()
+    (trained / "latest").write_text("step-1")
+    config = {"prompt_format": str(template), "template_args": {"mood": "glad"}}
+    (trained / "run.json").write_text(json.dumps({"config": config}), encoding="utf-8")
+    words = ("--prompt", "Why?", "--greedy")
+    for model in (trained, trained / "step-1"):
+        _, _, told = run(*words, "--model", str(model))
+        assert told == (
+            f"asked as the run was trained, prompt_format: {template}, template_args: {{'mood': 'glad'}} "
+            f"({trained / 'run.json'})\n"
+        )
+    run(*words, "--model", str(trained), "--template-args", '{"mood": "sad"}')
+    run(*words, "--model", str(trained), "--prompt-format", "plain")
+    assert run(*words, "--prompt-format", str(template), "--template-args", '{"mood": "sad"}')[2] == ""
+    assert "{" not in run(*words, "--model", str(trained), "--template-args", "{}")[2]
+    assert tokenizer.decode(asked.pop()) == "Why?:"
+    texts = [tokenizer.decode(prompt) for prompt in asked]
+    assert texts[:3] == ["gladWhy?:", "gladWhy?:", "sadWhy?:"] and "### Instruction" in texts[3]
+    assert texts[4] == "sadWhy?:"
+    template.unlink()
+    assert run(*words, "--model", str(trained))[0] == 2, "asked in another way it would answer worse"
+    (trained / "run.json").write_text("{", encoding="utf-8")
+    assert run(*words, "--model", str(trained))[::2] == (0, "")
+
+
+def test_what_is_no_text_is_refused_and_a_chat_goes_on(
+    run: Run, speaker: Speaker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = r"'\udce9': no character; expected text, in UTF-8 where it comes from outside"
+    for words in (("--prompt", "a\udce9"), ("--prompt", "a", "--system", "\udce9"), ("--raw", "--prompt", "\udce9")):
+        code, _, line = run(*words)
+        assert code == 2 and line == f"error: {told} (see docs/data.md)\n"
+    typed = io.TextIOWrapper(io.BytesIO(b"caf\xe9\nWhy?\n\n"), encoding="utf-8")
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, "stdin", typed)
+    chat = Chat(speaker, WISHES, pytest.fail)
+    converse(chat)
+    assert capsys.readouterr().err == f"error: {told}\n" and [each.text for each in chat.said[::2]] == ["Why?"]
 
 
 def test_a_prompt_that_is_longer_than_the_context_is_refused(run: Run) -> None:

@@ -147,6 +147,7 @@ def test_answers_to_other_prompts_are_left_alone(
         ("{", "no JSON: "),
         ("[1]", "expected an object with a prompt or messages, found a list"),
         ('{"text": "?"}', "expected either prompt or messages"),
+        ('{"prompt": "?", "id": 1e400}', "no JSON: "),
         ('{"prompt": "?", "messages": []}', "expected either prompt or messages"),
         ('{"prompt": 3}', "field prompt: expected a string, found a number"),
         ('{"prompt": "?", "answer": "!"}', "field answer: expected it absent, as the answer is written there"),
@@ -191,6 +192,13 @@ def test_a_line_that_asks_for_two_things_is_named(
     with pytest.raises(DataError) as refused:
         answer_all(speaker, WISHES, source, tmp_path / "out.jsonl", [], 1, print, raw)
     assert str(refused.value).startswith(f"{source}: line 1: {told}")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_line(speaker: Speaker, tmp_path: Path) -> None:
+    source = tmp_path / "prompts.jsonl"
+    source.write_text('{"prompt": "Why?"}\n', encoding="utf-8-sig")
+    answer(speaker, source, tmp_path / "out.jsonl")
+    assert read(tmp_path / "out.jsonl")[0]["prompt"] == "Why?"
 
 
 def test_files_that_cannot_be_used_are_named(speaker: Speaker, source: Path, tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from models.spec import ModelSpec
 from tests.workers.cases import loader_of
 from tests.workers.topology import KINDS, ORDER
 from training.checkpoint.folder import CheckpointRecord, step_folder
-from training.checkpoint.saving import Checkpointer, read_side_files
+from training.checkpoint.saving import Checkpointer
+from training.checkpoint.side_files import read_side_files
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 from training.plan.auto import divide

@@ -23,7 +23,8 @@ from tests.workers.cases import loader_of
 from tests.workers.topology import ORDER, state_of
 from training.checkpoint.folder import CheckpointRecord, step_folder
 from training.checkpoint.resume import resume
-from training.checkpoint.saving import Checkpointer, read_side_files
+from training.checkpoint.saving import Checkpointer
+from training.checkpoint.side_files import read_side_files
 from training.config.changes import settings_of
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk

@@ -25,7 +25,8 @@ from models.spec import ModelSpec
 from tests.workers.cases import loader_of
 from training.checkpoint.folder import CheckpointRecord, DataOrder, step_folder
 from training.checkpoint.resume import resume
-from training.checkpoint.saving import Checkpointer, read_side_files
+from training.checkpoint.saving import Checkpointer
+from training.checkpoint.side_files import read_side_files
 from training.config.changes import settings_of
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk

@@ -26,7 +26,6 @@ from functools import partial
 from itertools import chain
 from operator import methodcaller
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ from deepspeed.accelerator import get_accelerator
 from rich.console import Console
 
 from common.whole_files import replace_text, sync
-from models.checkpoint.convert import copy_side_files
 from models.checkpoint.layout import LATEST
 from models.checkpoint.publish import sweep, workplace, writing
 from models.errors import CheckpointError
@@ -249,14 +247,3 @@ class Checkpointer:
             if failure:
                 self.log.print(f"warning: {failure}")
         return [each for done, each, _ in results if done]
-
-
-def read_side_files(model_folder: Path) -> dict[str, bytes]:
-    """What makes a folder of layer files complete, by name: read once, as the model may be gone when a run saves.
-
-    Raises:
-        CheckpointError: the folder is incomplete.
-    """
-    with TemporaryDirectory() as made:
-        copy_side_files(model_folder, Path(made))
-        return {path.name: path.read_bytes() for path in Path(made).iterdir()}

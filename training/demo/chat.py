@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
 from data.chat.calls import RESULT_FOLLOWS, read_text_call
-from data.chat.messages import JSON, Call, Form, Said, as_dicts, in_questions
+from data.chat.messages import JSON, Call, Said, as_record
 from data.errors import DataError
 from data.prompt_texts import API_RESULT
 from training.demo.answer import Answer
@@ -65,8 +65,8 @@ class Chat:
             answer = Answer(self._speaker.tokenizer, self._wishes.stop)
             said, prompt = self._fitted(said)
             yield from self._speaker.written(prompt, self._wishes, answer)
-            words, calls = self._calls_in(answer.text, sum(len(each.calls) for each in said))
-            said = (*said, Said("assistant", words, calls=calls, supervised=True))
+            text, calls = self._calls_in(answer.text, sum(len(each.calls) for each in said))
+            said = (*said, self._answer(text)._replace(calls=calls))
             if not self._tools or not calls:
                 break
             results = [Said("tool", self._result(call, self._tools), call_id=call.id, name=call.name) for call in calls]
@@ -83,7 +83,7 @@ class Chat:
         """
         if self.said == self._opening:
             raise DataError("nothing was said yet; expected a question first")
-        record: JSON = {"messages": as_dicts(in_questions(self.said), Form())}
+        record: JSON = {"messages": as_record(self.said)}
         if self._schemas:
             record["tools"] = self._schemas
         try:
@@ -100,7 +100,7 @@ class Chat:
             begin = len(answer.raw)
             yield from self._speaker.written(prompt, self._wishes, answer)
             if answer.stopped != RESULT_FOLLOWS:
-                return (*said, Said("assistant", answer.text, supervised=True))
+                return (*said, self._answer(answer.text))
             answer.insert(RESULT_FOLLOWS)
             yield RESULT_FOLLOWS
             try:
@@ -112,6 +112,12 @@ class Chat:
             yield result
             prompt = self._speaker.encode(said, begun=answer.raw)
         raise DataError(TOO_MANY)
+
+    def _answer(self, text: str) -> Said:
+        """An answer, its thoughts apart from its words: templates leave them out of later questions, or refuse them."""
+        form = self._speaker.answer_form
+        thought, words = form.read(text) if form else ("", text)
+        return Said("assistant", words, thought, supervised=True)
 
     def _calls_in(self, text: str, made: int) -> tuple[str, tuple[Call, ...]]:
         """The words of an answer, and the calls behind them, with ids that were not used yet."""

@@ -6,15 +6,18 @@ torch and all that takes seconds to import is imported once the words are checke
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from common.terminal import safe_line, safe_text
-from data.chat.prompts import check_prompt_format
+from data.chat.prompts import PLAIN, Prompts, TemplateArguments, check_prompt_format
 from data.errors import DataError
 from training.errors import ConfigError
 
@@ -83,6 +86,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--prompt-format", metavar="FORMAT", help="chat_template, plain or a Jinja file, as in the training config"
     )
+    parser.add_argument(
+        "--template-args", metavar="JSON", help='what a template gets, as in the config: {"enable_thinking": false}'
+    )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     return parser.parse_args()
 
@@ -118,8 +124,13 @@ def talk(arguments: argparse.Namespace, dtype: torch.dtype | None, model: Passes
     from training.demo.chat import Chat
     from training.demo.prompts_file import answer_all
     from training.demo.speaker import Speaker
+    from training.demo.trained import as_trained
 
-    speaker = Speaker(arguments.model, arguments.prompt_format, dtype, model)
+    prompts = Prompts(arguments.prompt_format, template_args_of(arguments))
+    if not arguments.raw and arguments.prompt_format != PLAIN:
+        absent = [name for name in ("prompt_format", "template_args") if getattr(arguments, name) is None]
+        prompts = replace(prompts, **as_trained(arguments.model, absent, tell))
+    speaker = Speaker(arguments.model, prompts, dtype, model)
     opening, tools = opening_of(arguments, speaker)
     wishes = wishes_of(arguments)
     if arguments.prompts_file:
@@ -154,7 +165,21 @@ def check(arguments: argparse.Namespace) -> None:
         raise ConfigError("--stop: expected a text, found an empty one")
     if arguments.prompt_format:
         check_prompt_format(arguments.prompt_format)
+    template_args_of(arguments)
     check_together(arguments)
+
+
+def template_args_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What a chat template gets beside the messages.
+
+    Raises:
+        ConfigError: it is no JSON object, or holds what Pipetune gives.
+    """
+    try:
+        return TypeAdapter(TemplateArguments).validate_json(arguments.template_args or "{}")
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].replace("Input should be", "expected")
+        raise ConfigError(f"--template-args: {reason}") from None
 
 
 def check_together(arguments: argparse.Namespace) -> None:
@@ -169,9 +194,11 @@ def check_together(arguments: argparse.Namespace) -> None:
         raise ConfigError("--input: expected it with --prompt; a line of --prompts-file has its own")
     if arguments.raw and arguments.prompt is None and not arguments.prompts_file:
         raise ConfigError("--raw: goes on with one text; expected it with --prompt or --prompts-file")
-    around = ("input", "system", "reference", "tools", "api_desc", "prompt_format")
+    around = ("input", "system", "reference", "tools", "api_desc", "prompt_format", "template_args")
     if arguments.raw and (given := [name for name in around if getattr(arguments, name)]):
         raise ConfigError(f"--raw: nothing stands around the text; expected it without {_option(given[0])}")
+    if arguments.template_args is not None and arguments.prompt_format == PLAIN:
+        raise ConfigError("--template-args: a chat template gets them; expected it without --prompt-format plain")
     if not arguments.prompts_file and (arguments.output or arguments.batch_size):
         raise ConfigError("--output and --batch-size: expected them with --prompts-file")
     if sum(map(bool, (arguments.reference, arguments.tools, arguments.api_desc))) > 1:
@@ -226,6 +253,8 @@ def opening_of(arguments: argparse.Namespace, speaker: Speaker) -> tuple[list[Sa
 def converse(chat: Chat) -> None:
     """Ask what is typed, until an empty line or the end of the input."""
     print(HELP)
+    if isinstance(sys.stdin, io.TextIOWrapper):  # what is no text is refused as a question, and the chat goes on
+        sys.stdin.reconfigure(errors="surrogateescape")
     while True:
         try:
             text = input("> ").strip()

@@ -10,6 +10,7 @@ All prompts are looked at before the first is answered.
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -118,7 +119,8 @@ def _lines(source: Path) -> list[tuple[int, JSON]]:
     """The objects of a file of lines, with their numbers."""
     found = []
     try:
-        for number, line in enumerate(source.read_bytes().splitlines(), start=1):
+        content = source.read_bytes().removeprefix(codecs.BOM_UTF8)
+        for number, line in enumerate(content.splitlines(), start=1):
             if line.strip():
                 found.append((number, _object(line, f"{source}: line {number}")))
     except OSError as error:
@@ -131,6 +133,7 @@ def _lines(source: Path) -> list[tuple[int, JSON]]:
 def _object(line: bytes, where: str) -> JSON:
     try:
         value: Any = from_json(line, allow_inf_nan=False)
+        json.dumps(value, allow_nan=False)  # 1e400 is read as what JSON cannot write
     except ValueError as error:
         raise DataError(f"{where}: no JSON: {error}") from None
     if not isinstance(value, dict):

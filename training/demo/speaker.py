@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -15,8 +16,10 @@ from data.chat.calls import CallForm
 from data.chat.chat_template import chat_template
 from data.chat.messages import JSON, Said
 from data.chat.native.kinds import end_tokens
-from data.chat.prompts import PLAIN, PromptFormat, Prompts, format_of
+from data.chat.prompts import PLAIN, AnyPrompts, as_prompts, format_of
+from data.chat.thoughts import AnswerForm
 from data.errors import DataError
+from data.tokenized.answer_end import answer_end
 from data.tokenized.tokenize import encode_beginning, encode_question, load_tokenizer
 from models import load_model
 from models.checkpoint.layout import resolve
@@ -53,15 +56,16 @@ class Speaker:
     def __init__(
         self,
         folder: str | Path,
-        prompt_format: PromptFormat | None = None,
+        prompts: AnyPrompts = None,
         dtype: torch.dtype | None = None,
         model: Passes | None = None,
     ) -> None:
         resolved = resolve(folder)
         # What a template does not take was trained rewritten or not at all.
-        self.prompts = Prompts(prompt_format, template_fallback="rewrite")
+        self.prompts = replace(as_prompts(prompts), template_fallback="rewrite")
         self.tokenizer = load_tokenizer(resolved)
-        self._stop = stop_ids(resolved) | end_tokens(self.tokenizer)
+        # A base model learns its template's end of an answer, which none of its files names.
+        self._stop = stop_ids(resolved) | end_tokens(self.tokenizer) | answer_end(self.tokenizer, self.prompts)
         self.model = model or load_model(resolved, dtype, "cuda" if torch.cuda.is_available() else "cpu")
         self.context = self.model.spec.context
 
@@ -82,6 +86,13 @@ class Speaker:
         if format_of(self.prompts, self.tokenizer) == PLAIN:
             return None
         return chat_template(self.tokenizer, self.prompts, tools=True).call_form()
+
+    @cached_property
+    def answer_form(self) -> AnswerForm | None:
+        """How the model writes thoughts and words; None where all that it writes is words."""
+        if format_of(self.prompts, self.tokenizer) == PLAIN:
+            return None
+        return chat_template(self.tokenizer, self.prompts).answer_form()
 
     def request(self, prompt: list[int], wishes: Wishes, seed: int | None = None) -> Request:
         """What the model is to be asked; the answer ends where the context does.

@@ -62,7 +62,7 @@ def native_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
             **options if kind.fixed else options | _stated(folder, settings, options),
         )
         stated = _read_json(folder / "generation_config.json").get("eos_token_id")
-        if stated is not None and end_tokens(tokenizer).isdisjoint(stated if isinstance(stated, list) else [stated]):
+        if stated is not None and end_tokens(tokenizer).isdisjoint(_ids(stated)):
             # Lines may be lost at the end of a vocabulary, so that what follows it has other ids.
             raise DataError(
                 f"{path}: has other ids than generation_config.json (eos_token_id {stated}); fetch it again"
@@ -77,7 +77,8 @@ def native_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
 def export_tokenizer(source: Path, target: Path) -> None:
     """Write the tokenizer of a folder of these kinds as a tokenizer.json, which needs no code to load.
 
-    generation_config.json gets the tokens that end an answer. A folder without a tokenizer is left without one.
+    generation_config.json gets the tokens that end an answer beside its own. A folder without a tokenizer is left
+    without one.
 
     Raises:
         DataError: as `native_tokenizer`.
@@ -88,7 +89,8 @@ def export_tokenizer(source: Path, target: Path) -> None:
     tokenizer.save_pretrained(target)
     (target / kind.vocabulary).unlink(missing_ok=True)  # the copy of what nothing reads there
     path = target / "generation_config.json"
-    settings = _read_json(path) | {"eos_token_id": sorted(end_tokens(tokenizer))}
+    settings = _read_json(path)
+    settings["eos_token_id"] = sorted(end_tokens(tokenizer) | _ids(settings.get("eos_token_id")))
     path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -101,6 +103,11 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 def _kind(folder: Path, settings: Settings) -> Kind | None:
     stated = settings.get("tokenizer_class") or _read_json(folder / "config.json").get("model_type")
     return KINDS.get(str(stated).removesuffix("Fast"))
+
+
+def _ids(stated: Any) -> set[int]:
+    """Those of an eos_token_id, which may be one, several or none."""
+    return {each for each in (stated if isinstance(stated, list) else [stated]) if isinstance(each, int)}
 
 
 def _stated(folder: Path, settings: Settings, options: Settings) -> Settings:

@@ -200,3 +200,10 @@ def test_stop_ids_are_those_of_generation_config(
     if stored is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(stored))
     assert stop_ids(tmp_path) == expected
+
+
+def test_without_one_they_are_those_of_the_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert stop_ids(tmp_path) == {7, 8}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}')
+    assert stop_ids(tmp_path) == {5}

@@ -69,6 +69,19 @@ def test_what_the_user_says_stays_and_the_rest_is_chosen_around_it(model: Path, 
     assert reason(path, "parts") != "yours"
 
 
+def test_a_home_folder_is_meant_in_every_path(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(model)
+    (tmp_path / "faq.json").symlink_to(FAQ)
+    for _ in range(2):  # the second one goes on
+        path = auto("~/model", Path("~/run"), data="~/faq.json")
+        assert path == tmp_path / "run" / "auto.yml" and path.is_file()
+    config = load_config(path)
+    assert (config.model_path, config.data_path) == (str(tmp_path / "model"), [str(tmp_path / "faq.json")])
+    assert not (tmp_path / "~").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "dims", "parts"),
     [

@@ -1,0 +1,29 @@
+"""What a model learns to end an answer with, which need not be what its tokenizer calls the end of sequence.
+
+The last answer of a dialogue tells it: between others a template may write another token (gpt-oss does).
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+
+from transformers import PreTrainedTokenizerBase
+
+from data.chat.prompts import Prompts
+from data.errors import DataError
+from data.tokenized.tokenize import encode_tokens
+
+QUESTION = {"role": "user", "content": "?"}
+ANSWER = {"role": "assistant", "content": "!", "reasoning_content": "."}
+
+
+def answer_end(tokenizer: PreTrainedTokenizerBase, prompts: Prompts) -> set[int]:
+    """The id of the token; none where that is text, or where it may stand within an answer, behind a thought."""
+    asked = replace(prompts, template_fallback="rewrite", mask="assistant")
+    with suppress(DataError):
+        tokens = encode_tokens({"type": "chat", "messages": [QUESTION, ANSWER]}, tokenizer, asked)
+        *within, last = [each for begin, end in tokens.loss for each in tokens.ids[begin:end]] or [-1]
+        if last not in within and last in {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}:
+            return {last}
+    return set()

@@ -1,0 +1,39 @@
+"""What stands beside a checkpoint's layers, so that they are a model: config, tokenizer, and where it is to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from models.checkpoint.convert import copy_side_files
+from models.checkpoint.layout import Manifest
+from models.config_json import read_json, write_json
+
+GENERATION = "generation_config.json"
+
+
+def read_side_files(model_folder: Path, ends: Collection[int] = ()) -> dict[str, bytes]:
+    """What makes a folder of layer files complete, by name: read once, as the model may be gone when a run saves.
+
+    Args:
+        ends: the ids at which servers are to stop; those of the model where there are none.
+
+    Raises:
+        CheckpointError: the folder is incomplete.
+    """
+    with TemporaryDirectory() as made:
+        folder = Path(made)
+        copy_side_files(model_folder, folder)
+        if ends:
+            _write_ends(folder, ends)
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def _write_ends(folder: Path, ends: Collection[int]) -> None:
+    path, manifest = folder / GENERATION, Manifest.read(folder)
+    settings = read_json(path) if path.is_file() else {}
+    write_json(path, settings | {"eos_token_id": sorted(ends)})
+    if manifest and GENERATION not in manifest.side_files:  # an export has the files that it lists
+        manifest.side_files.append(GENERATION)
+        manifest.write(folder)
