@@ -21,6 +21,11 @@ def expanded(path: str | Path) -> Path:
         raise DataError(f"{path}: no such user, or no home folder; expected a path without ~") from None
 
 
+def with_home(path: str) -> str:
+    """The same as text; any other path stays as it was written."""
+    return str(expanded(path)) if path.startswith("~") else path
+
+
 def read_small(path: str | Path) -> bytes:
     """The bytes of a regular file; a pipe or a device might never end.
 

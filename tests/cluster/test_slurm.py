@@ -58,19 +58,24 @@ def test_srun_is_a_launcher(slurm: Slurm, config: Path) -> None:
     assert other.returncode != 0 and "2 were started; expected" in other.stderr and "srun --ntasks 3" in other.stderr
 
 
+def assert_it_goes_on(slurm: Slurm, hosts: list[Host], config: Path, job: str, log: Path) -> None:
+    """A job that has to go saves, is requeued, and goes on from there."""
+    eventually(lambda: len(steps(config)) > 2)
+    slurm.ask("scancel", "--signal=USR1", job)
+    eventually(lambda: f"requeue: Slurm is asked to start job {job} again" in log.read_text())
+    eventually(lambda: not any(found(host, "python", "train_ds.py") for host in hosts))
+    done = len(steps(config))
+    assert f"stopped after step {done} of 1000" in log.read_text() and "warning: requeue" not in log.read_text()
+    eventually(lambda: len(steps(config)) > done + 2)
+    assert f"resumed: {config.with_suffix('')}/step-{done:06d}" in log.read_text()
+
+
 def test_a_job_is_saved_requeued_and_goes_on(slurm: Slurm, hosts: list[Host], config: Path) -> None:
     log = config.parent / "job.log"
     here = ("--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--mem=1", "--time=600", f"--output={log}")
     job = slurm.ask("sbatch", "--parsable", *here, "examples/slurm.sbatch", config).strip()
     try:
-        eventually(lambda: len(steps(config)) > 2)
-        slurm.ask("scancel", "--signal=USR1", job)
-        eventually(lambda: f"requeue: Slurm is asked to start job {job} again" in log.read_text())
-        eventually(lambda: not any(found(host, "python", "train_ds.py") for host in hosts))
-        done = len(steps(config))
-        assert f"stopped after step {done} of 1000" in log.read_text() and "warning: requeue" not in log.read_text()
-        eventually(lambda: len(steps(config)) > done + 2)
-        assert f"resumed: {config.with_suffix('')}/step-{done:06d}" in log.read_text()
+        assert_it_goes_on(slurm, hosts, config, job, log)
         (launcher,) = found(hosts[1], "slurmstepd:", f"[{job}.")
         psutil.Process(launcher).send_signal(signal.SIGKILL)
         eventually(lambda: not any(found(host, "python", "train_ds.py") for host in hosts))
@@ -88,13 +93,6 @@ def test_one_task_starts_its_processes_itself_and_passes_signals_on(
     here = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--mem=1", f"--output={log}")
     job = slurm.ask("sbatch", "--parsable", *here, "examples/slurm.sbatch", config).strip()
     try:
-        eventually(lambda: len(steps(config)) > 2)
-        slurm.ask("scancel", "--signal=USR1", job)
-        eventually(lambda: f"requeue: Slurm is asked to start job {job} again" in log.read_text())
-        eventually(lambda: not any(found(host, "python", "train_ds.py") for host in hosts))
-        done = len(steps(config))
-        assert f"stopped after step {done} of 1000" in log.read_text() and "warning: requeue" not in log.read_text()
-        eventually(lambda: len(steps(config)) > done + 2)
-        assert f"resumed: {config.with_suffix('')}/step-{done:06d}" in log.read_text()
+        assert_it_goes_on(slurm, hosts, config, job, log)
     finally:
         slurm.ask("scancel", job)

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from models.checkpoint.export import ExportOptions, pp_to_hg
 from models.generation.sampling import GREEDY
 from tests.conftest import save_original
 from tests.launching import run
+from tests.training.reciting import make_recite
 from training.demo.chat import Chat
 from training.demo.command_line import HELP
 from training.demo.speaker import Speaker, Wishes
@@ -147,12 +147,7 @@ def reciter(shared: Path, tmp_path: Path) -> Callable[[int], Path]:
         tokenizer = load_tokenizer(folder)
         written = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("\n", ANSWER, "and more")]
         ids = [ASSISTANT, *written[0], *written[1], stop, *written[2]]
-        assert len(set(ids)) == len(ids) <= 32
-        tensors = load_file(folder / "model.safetensors")
-        for number, (token, following) in enumerate(pairwise(ids)):
-            tensors["transformer.embedding.word_embeddings.weight"][token, number] = 1.0
-            tensors["transformer.output_layer.weight"][following, number] = 1.0
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        make_recite(folder, ids, "transformer.embedding.word_embeddings", "transformer.output_layer")
         return folder
 
     return write

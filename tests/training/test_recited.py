@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 from transformers import AddedToken, AutoModelForCausalLM, GenerationConfig
 
 from common.log import Log
@@ -20,6 +18,7 @@ from models.generation.sampling import GREEDY
 from tests.conftest import FAQ
 from tests.data.template_styles import HARMONY, STYLES, Style
 from tests.launching import write_config
+from tests.training.reciting import make_recite
 from training.config.yaml_file import load_config
 from training.demo.chat import Chat
 from training.demo.speaker import Speaker, Wishes
@@ -46,12 +45,7 @@ def recite(make_checkpoint: Callable[..., Path]) -> Recite:
         tokenizer.save_pretrained(folder)
         prompt = tokenizer.apply_chat_template([{"role": "user", "content": "?"}], add_generation_prompt=True)
         ids = [prompt["input_ids"][-1], *tokenizer(text, add_special_tokens=False)["input_ids"]]
-        assert len(set(ids)) == len(ids) <= 64
-        tensors = load_file(folder / "model.safetensors")
-        for number, (token, following) in enumerate(pairwise(ids)):
-            tensors["model.embed_tokens.weight"][token, number] = 1.0
-            tensors["lm_head.weight"][following, number] = 1.0
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        make_recite(folder, ids, "model.embed_tokens", "lm_head")
         for name in ("config.json", "generation_config.json"):
             settings = json.loads((folder / name).read_text(encoding="utf-8"))
             settings["eos_token_id"] = tokenizer.convert_tokens_to_ids(end)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common.log import Log
 from common.whole_files import replace_text
-from data.paths import expanded
+from data.paths import with_home
 from models.checkpoint.download import download
 from models.errors import CheckpointError
 from training.auto.choices import Choices
@@ -40,9 +40,8 @@ def configure(arguments: argparse.Namespace, hosts: Hosts | None) -> Path:
         ConfigError, CheckpointError, DataError: there is no model, no record, or no room for the run.
     """
     # A shell leaves ~ as it is behind = and in quotes.
-    arguments.save, arguments.model, *arguments.data = (
-        str(expanded(path)) if path.startswith("~") else path
-        for path in (arguments.save, arguments.model, *arguments.data)
+    arguments.save, arguments.model, *arguments.data = map(
+        with_home, (arguments.save, arguments.model, *arguments.data)
     )
     log = Log(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     save, model = Path(arguments.save), arguments.model

@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from data.paths import expanded
+from data.paths import with_home
 from data.records.sources import Source
 
 
@@ -60,7 +60,7 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
 
 # The home folder takes the place of `~`, which no shell replaces in a file.
-_HOME = AfterValidator(lambda path: str(expanded(path)) if path.startswith("~") else path)
+_HOME = AfterValidator(with_home)
 Place = Annotated[str, _HOME]
 NewPlace = Annotated[str, Field(min_length=1), _HOME]
 
