@@ -20,7 +20,7 @@ from rich.table import Column, Table
 
 from common.log import Log
 from training.config.keys import TrainConfig
-from training.config.sections import ModelTopo
+from training.config.model_topo import ModelTopo
 from training.distributed.links import FILE, Link, Links, measure
 from training.distributed.meeting import interface_of, own_address
 from training.distributed.placement import Placement

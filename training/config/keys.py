@@ -13,6 +13,7 @@ from data.chat.prompts import Fallback, Mask, PromptFormat, TemplateArguments, T
 from data.packing import Packing
 from data.records.reading import OnBadRecord
 from training.config.contradictions import contradictions
+from training.config.model_topo import ModelTopo
 from training.config.sections import (
     BF16,
     FP8,
@@ -20,7 +21,6 @@ from training.config.sections import (
     DataPath,
     DataTypes,
     EveryNth,
-    ModelTopo,
     NewPlace,
     Optimizer,
     Place,

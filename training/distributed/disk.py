@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from training.config.sections import ModelTopo
+from training.config.model_topo import ModelTopo
 from training.distributed.processes import Place, gather
 from training.errors import RunRefused
 

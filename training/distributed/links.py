@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from common.whole_files import replace_text
-from training.config.sections import ModelTopo
+from training.config.model_topo import ModelTopo
 from training.distributed.groups import among_members
 from training.distributed.processes import gather
 

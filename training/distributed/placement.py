@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from training.config.keys import TrainConfig
-from training.config.sections import ModelTopo
+from training.config.model_topo import ModelTopo
 
 Config = TypeVar("Config", bound=TrainConfig)
 

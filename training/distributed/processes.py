@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, TypeVar, cast
 
-from training.config.sections import ModelTopo
+from training.config.model_topo import ModelTopo
 from training.distributed import freed_memory
 from training.errors import USER_ERRORS, ConfigError, RunRefused, ending, tell
 from training.launch import slurm

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from models.parallel.peers import ALONE, Peers, Sharing
-from training.config.sections import ModelTopo
+from training.config.model_topo import ModelTopo
 from training.distributed.groups import among_members
 
 

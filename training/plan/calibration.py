@@ -31,7 +31,8 @@ from models.router import n_experts
 from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
-from training.config.sections import FP8, ModelTopo
+from training.config.model_topo import ModelTopo
+from training.config.sections import FP8
 from training.engine.gradient_sums import add
 from training.engine.numerics import set_numerics
 from training.metrics.devices import this_device

@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy
 
-from training.config.sections import ModelTopo
+from training.config.model_topo import ModelTopo
 from training.distributed.links import Link
 from training.errors import ConfigError
 from training.metrics.devices import GIGA, HOST_LINK, LINKED, Device

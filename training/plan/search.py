@@ -20,7 +20,7 @@ from tqdm import tqdm
 from training.config.contradictions import contradictions
 from training.config.deepspeed_config import check_shared_rows, check_tensor
 from training.config.keys import TrainConfig
-from training.config.sections import ModelTopo
+from training.config.model_topo import ModelTopo
 from training.errors import ConfigError
 from training.plan.basis import Basis
 from training.plan.costs import layer_times

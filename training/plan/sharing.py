@@ -17,7 +17,7 @@ from models.parallel.peers import Peers
 from models.parallel.tensor import plan_of
 from models.spec import ModelSpec, key_heads
 from training.config.deepspeed_config import training_dtype
-from training.config.sections import ModelTopo
+from training.config.model_topo import ModelTopo
 from training.plan.basis import Basis
 from training.plan.roofline import Spent
 

@@ -16,7 +16,8 @@ import torch
 from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
-from training.config.sections import EveryNth, ModelTopo
+from training.config.model_topo import ModelTopo
+from training.config.sections import EveryNth
 from training.errors import ConfigError
 
 MODEL, DATA, EVALUATION = "model", "data.jsonl", "evaluation.jsonl"  # in the folder of a small run

@@ -15,13 +15,12 @@ from pydantic import BaseModel
 
 from training.config.deepspeed_config import check_device, deepspeed_config
 from training.config.keys import NOT_PASSED_ON, TrainConfig
+from training.config.model_topo import ModelTopo, ProcessTopology
 from training.config.sections import (
     BF16,
     FP16,
     ConstantParams,
     LinearParams,
-    ModelTopo,
-    ProcessTopology,
     Section,
     WarmUp,
     WarmupCosineParams,

@@ -11,7 +11,7 @@ from tests.launching import topology
 from tests.ranks import Ranks
 from tests.training.plan.helpers import basis_of, config_of, llama
 from tests.training.test_preflight import CONFIG
-from training.config.sections import ModelTopo
+from training.config.model_topo import ModelTopo
 from training.distributed.links import FILE, Link, Links
 from training.plan.basis import Basis
 from training.plan.plan import Plan

@@ -23,7 +23,7 @@ STARTED = """
 import os, sys
 from datetime import timedelta
 import psutil, torch
-from training.config.sections import ModelTopo
+from training.config.model_topo import ModelTopo
 from training.distributed.processes import Place, start
 from training.errors import ConfigError
 topology = ModelTopo(process_topology={"axes": ["pipe", "data"], "dims": [1, 1]})

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from training.config.keys import TrainConfig
-from training.config.sections import ModelTopo
+from training.config.model_topo import ModelTopo
 from training.config.yaml_file import checked
 from training.distributed.placement import Placement, place
 

@@ -14,7 +14,7 @@ from benchmarks.scale import LLAMA, RUNS, Run, basis_of
 from models.spec import ModelSpec
 from tests.training.plan.helpers import config_of, spec_of
 from training.config.deepspeed_config import check_shared_rows, check_tensor
-from training.config.sections import ModelTopo
+from training.config.model_topo import ModelTopo
 from training.errors import ConfigError
 from training.metrics.devices import parse_devices
 from training.plan.basis import Basis
