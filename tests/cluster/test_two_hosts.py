@@ -231,7 +231,7 @@ def test_what_is_installed_otherwise_is_named(name: str, hosts: list[Host], disk
     assert not any(host.processes() for host in hosts)
 
 
-@pytest.mark.slow
+@pytest.mark.longest
 def test_a_folder_that_is_not_shared_is_refused(hosts: list[Host], disks: list[Path], tmp_path: Path) -> None:
     configured(disks, "/mnt/run")
     result = trained(hosts, tmp_path)

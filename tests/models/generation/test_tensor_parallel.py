@@ -56,7 +56,7 @@ def outcomes(make_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory, as
 
 @pytest.mark.launched
 @pytest.mark.parametrize(
-    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in SHARED]
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.longest) for name in SHARED]
 )
 def test_two_processes_write_what_one_writes(name: str, outcomes: dict[str, Any]) -> None:
     folder, ranks = outcomes[name]

@@ -91,7 +91,7 @@ def outcomes(make_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory, as
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow)
+        name if name in OFTEN else pytest.param(name, marks=pytest.mark.longest)
         for name in SHARED
         if not name.startswith(("fault", "dropout"))
     ],

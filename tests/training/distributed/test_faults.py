@@ -50,7 +50,7 @@ TIERS = {
     "dies": pytest.mark.slow,
     "hangs": pytest.mark.longest,
     "mistake": pytest.mark.longest,
-    "starves": pytest.mark.slow,
+    "starves": pytest.mark.longest,
     "rank 0 raises": pytest.mark.longest,
     "rank 0 dies": pytest.mark.longest,
     "freezes": pytest.mark.slow,
@@ -218,7 +218,7 @@ def test_records_that_make_nan_are_named(make_checkpoint: Callable[..., Path], t
     "scale",
     [
         {"initial_scale_power": 40, "min_loss_scale": 2**40, "hysteresis": 1},
-        pytest.param({"loss_scale": 2**40}, marks=pytest.mark.slow),
+        pytest.param({"loss_scale": 2**40}, marks=pytest.mark.longest),
     ],
     ids=["dynamic", "static"],
 )

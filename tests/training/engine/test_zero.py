@@ -78,7 +78,8 @@ CASES = [
     Case("shared-rows-1", "untied", stage(1), SHARED_ROWS),
     Case("shared-rows-3", "mixtral", stage(3), SHARED_ROWS | {"use_grad_ckpt": True}),
 ]
-LONGEST = ("tied-0", "tied-1", "offload-2", "hpz-3", "bf16-2")  # stages 0 to 3 are in each run of test_exactness
+# Stages 0 to 3 are in each run of test_exactness.
+LONGEST = ("tied-0", "tied-1", "untied-3", "offload-2", "hpz-3", "bf16-2")
 UNDER_TEST = [
     pytest.param(case, id=case.name, marks=pytest.mark.longest if case.name in LONGEST else ()) for case in CASES
 ]
