@@ -59,7 +59,7 @@ def check_survival(
             begin = begins.get(number, turn_of[leaf.message].parts[0][0])
             if not _whole(whole.text[begin : ends[number]], each.text.strip(), number in begins):
                 if leaf.message > asked:
-                    raise _refusal("the thoughts in the words of an answer", leaf.message)
+                    raise refusal("the thoughts in the words of an answer", leaf.message)
                 thoughts.append(each.text)
     _check_unmarked(said, tools, whole.text, {leaf.message for leaf in leaves}, turn_of)
     return {NO_THOUGHTS: thoughts[0][:LONGEST_THOUGHT]} if thoughts else {}
@@ -72,11 +72,11 @@ def named_by_id(call: Call, text: str) -> bool:
 
 def _refuse_leaf(leaf: Leaf, said: Said) -> None:
     if leaf.part == REASONING:
-        raise _refusal("the thoughts of an answer", leaf.message)
+        raise refusal("the thoughts of an answer", leaf.message)
     if leaf.part == CONTENT:
-        raise _refusal("the words beside a call" if said.calls else f"what the {said.role} says", leaf.message)
+        raise refusal("the words beside a call" if said.calls else f"what the {said.role} says", leaf.message)
     if leaf.part in (NAME, ARGUMENTS):
-        raise _refusal(f"a call of {said.calls[leaf.call].name[:LONGEST_NAME]}", leaf.message)
+        raise refusal(f"a call of {said.calls[leaf.call].name[:LONGEST_NAME]}", leaf.message)
 
 
 def _whole(written: str, core: str, begun: bool) -> bool:
@@ -107,14 +107,14 @@ def _check_unmarked(
             # Most stand in their order; one that does not is looked for everywhere.
             found = max(text.find(core, place), text.find(_escaped(core), place))
             if found < 0 and not _is_in(core, text):
-                raise _refusal(f"what the {each.role} says", number)
+                raise refusal(f"what the {each.role} says", number)
             place = max(place, found)
         if each.calls:
             begin, end = turns[number].parts[0]
             for call in each.calls:
                 numbers = [str(value) for value in call.arguments.values() if type(value) in (int, float)]
                 if not all(_is_in(value, text[begin:end]) for value in (*call.arguments, *numbers)):
-                    raise _refusal(f"arguments of a call of {call.name[:LONGEST_NAME]}", number)
+                    raise refusal(f"arguments of a call of {call.name[:LONGEST_NAME]}", number)
 
 
 def _is_in(words: str, text: str) -> bool:
@@ -130,7 +130,8 @@ def _parts(words: str) -> set[str]:
     return {part.strip() for part in TAG.split(words) if part.strip()}
 
 
-def _refusal(what: str, message: int) -> DataError:
+def refusal(what: str, message: int) -> DataError:
+    """Of a dialogue of which the template leaves out something of this message, counted from 0."""
     return DataError(LEFT_OUT.format(what=f"{what} (message {message + 1})"))
 
 

@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from data.chat.control_tokens import one_of
-from data.chat.faithful import EXAMPLE, agreement, differences
+from data.chat.faithful import EXAMPLE, agreement, differences, refusal
 from data.chat.marks import ARGUMENTS, CONTENT, NAME, REASONING, Mark, Marked, Turn
 from data.chat.messages import Said, last_question
 
@@ -98,7 +98,8 @@ class TurnFinder:
         asked = last_question(said)
         call_ids = one_of(one for each in said for one in each.ids)
         shapes = [_shape(each) for each in said]
-        alike = cache(lambda side: VALUES.sub("#", call_ids.sub("#", side)))  # without what each turn has of its own
+        # Without what each turn has of its own, but for its length: a kind's places are counted in characters.
+        alike = cache(lambda side: VALUES.sub(_hidden, call_ids.sub(_hidden, side)))
         turns = []
         notes: dict[str, str] = {}
         thoughts = False
@@ -179,6 +180,9 @@ class TurnFinder:
             raise Unplaceable
         if words:
             return words.edge
+        asked = prompt.text[len(unasked.text) :]
+        if not gap.first and asked.strip() and agreed < len(unasked.text) - at + (self._vocabulary.leading(asked) or 1):
+            raise refusal("an answer", len(before))  # there is nothing of what an answer begins with
         tokens = self._vocabulary.any.finditer(between)
         return start + next((token.start() for token in tokens if token.end() > agreed), agreed)
 
@@ -194,11 +198,12 @@ class TurnFinder:
             elif (found := _last(upto, last)) is not None:
                 rest = upto.text[found.edge :]
         agreed = agreement(rest, behind)
-        # A call is closed by tokens of its own, so that only special ones, or what ends any answer, end its turn.
-        calls = last is not None and last.leaf.part in (NAME, ARGUMENTS)
-        if calls and self.end_of_turn and (at := behind.rfind(self.end_of_turn, 0, agreed)) >= 0:
+        # Calls and thoughts are closed by tokens of their own, so that only special ones, or what ends any answer, end
+        # a turn without words behind them.
+        wordless = last is None or last.leaf.part in (NAME, ARGUMENTS, REASONING)
+        if wordless and self.end_of_turn and (at := behind.rfind(self.end_of_turn, 0, agreed)) >= 0:
             return place + at + len(self.end_of_turn), True
-        for pattern in self._vocabulary[: 1 if calls else 2]:
+        for pattern in self._vocabulary[: 1 if wordless else 2]:
             tokens = list(pattern.finditer(behind, 0, agreed))
             if tokens and not behind[tokens[-1].end() : agreed].strip():  # else it is part of what the model says
                 return place + tokens[-1].end(), True
@@ -207,6 +212,10 @@ class TurnFinder:
         if length:
             return place + (agreed if agreed == len(rest) else 0) + length, True
         return place + len(behind[:agreed].rstrip() if last else behind[:agreed]), False
+
+
+def _hidden(value: re.Match[str]) -> str:
+    return "#" * len(value.group())
 
 
 def generated(turns: list[Turn], spans: list[tuple[int, int]], text: str, vocabulary: Vocabulary) -> list[Turn]:

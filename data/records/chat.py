@@ -100,7 +100,9 @@ class Message(BaseModel):
             return content
         for part in content:
             if not (isinstance(part, dict) and part.get("type") in TEXTS and isinstance(part.get("text"), str)):
-                raise ValueError("expected a text or a list of parts with a text each")
+                kind = part.get("type") if isinstance(part, dict) else None
+                found = f", found one of type {kind!r:.40}" if kind not in TEXTS else ""
+                raise ValueError(f"expected a text or a list of parts with a text each{found}")
             if switched := next(iter(SWITCHES & part.keys()), None):
                 raise ValueError(f"{switched}: one part cannot bear loss and another not; expected it of the message")
             _note(info, "messages.content", {name: part[name] for name in part.keys() - {"type", "text"}})

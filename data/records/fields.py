@@ -18,12 +18,15 @@ PREFERENCE = frozenset(
     "chosen rejected chosen_response rejected_response response_chosen response_rejected kto_tag preference".split()
 )
 MEDIA = frozenset("image images audio audios video videos".split())
-SWITCHES = frozenset("weight train training loss".split())  # 1 and true say what is done anyway
+# 1 and true say what is done anyway.
+SWITCHES = frozenset("weight train training trainable loss loss_weight loss_scale".split())
 MATTERS = SWITCHES | frozenset(
-    "answer answers article background choices completion context contexts conversation conversations cot dialogue "
-    "document documents functions generation history input inputs instruction instructions knowledge label labels "
-    "messages options output outputs passage passages prompt query question reasoning reasoning_content reference "
-    "response responses rounds segments system system_prompt target targets thinking thought tools".split()
+    "answer answers article assistant_mask assistant_masks background choices completion completion_mask "
+    "context contexts conversation conversations cot dialogue document documents functions generation history "
+    "input inputs instruction instructions knowledge label labels loss_mask mask masked messages options "
+    "output outputs passage passages position_ids prompt query question reasoning reasoning_content reference "
+    "response responses rounds segments seq_lengths system system_prompt target targets thinking thought "
+    "tools train_detail training_detail".split()
 )
 QUIET = frozenset(
     "category created_at date dataset domain file hash id idx index lang language license meta metadata model name "

@@ -21,6 +21,7 @@ ZSTD_CHUNK = 4 << 10  # compressed bytes: few, as each may hold megabytes
 
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 ARCHIVE = "expected it unpacked"
+SURROGATE = re.compile("[\ud800-\udfff]")  # what Python makes of a byte that is no UTF-8
 MARKS: dict[bytes | tuple[bytes, ...], tuple[str, str]] = {
     b"PK\x03\x04": ("a zip archive", ARCHIVE),
     b"7z\xbc\xaf\x27\x1c": ("a 7z archive", ARCHIVE),

@@ -7,13 +7,13 @@ article, all instances of an instruction) it becomes several records.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import AliasChoices, BaseModel, Field, field_validator, model_validator
 
 from data.prompt_texts import CHAT_CONTEXT, CHAT_INPUT, REFERENCE_TITLE
 from data.records.chat import Chat, Message
-from data.records.record import Instruct, Pretrain, Record, RefQA, Segments, Tokenized
+from data.records.record import IGNORED, Instruct, Pretrain, Record, RefQA, Segments, Tokenized
 
 
 class Layout(BaseModel):
@@ -206,14 +206,35 @@ class ReadySegments(Layout):
 
 
 class ReadyTokens(Layout):
-    """`input_ids` and `labels`, tokenized by somebody else."""
+    """`input_ids` and `labels` (or a mask of those that bear loss), tokenized by somebody else."""
 
     input_ids: Any
     labels: Any = None
     attention_mask: Any = None
+    loss_mask: list[Literal[0, 1]] | None = Field(
+        None,
+        fail_fast=True,
+        validation_alias=AliasChoices("loss_mask", "completion_mask", "assistant_masks", "assistant_mask"),
+    )
+    position_ids: list[int] | None = Field(None, fail_fast=True)
+
+    @field_validator("position_ids")
+    @classmethod
+    def _one_document(cls, places: list[int] | None) -> list[int] | None:
+        if places is not None and places != list(range(len(places))):
+            raise ValueError("expected one document a record, counted from 0, as Pipetune packs by itself")
+        return places
 
     def records(self) -> list[Record]:
-        return [Tokenized.model_validate(dict(self))]
+        record = Tokenized.model_validate(self.model_dump(include={*Tokenized.model_fields} - {"type"}))
+        if self.loss_mask is None:
+            return [record]
+        labels = record.labels or record.input_ids
+        if len(self.loss_mask) != len(labels):
+            found = f"found {len(self.loss_mask)}"
+            raise ValueError(f"loss_mask: expected {len(labels)}, one for each of input_ids, {found}")
+        labels = [label if bears else IGNORED for label, bears in zip(labels, self.loss_mask, strict=True)]
+        return [record.model_copy(update={"labels": labels})]
 
 
 class Text(Layout):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from common.terminal import reason_of
-from data.records.files import Unpacked, foreign
+from data.records.files import SURROGATE, Unpacked, foreign
 from data.records.json_values import DECODER, LONGEST_TOKEN, MAX_RECORD, split
 from data.records.sources import TEXT_FILE, TEXT_SUFFIXES, bare_suffix
 
@@ -153,24 +153,27 @@ def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
 
 
 def _cells(stream: BinaryIO, delimiter: str) -> Iterator[RawRecord]:
-    """The rows of a table as text. An empty cell is left out, as such a table has no null."""
+    """The rows of a table as text. An empty cell is null, as such a table has no other."""
     csv.field_size_limit(MAX_RECORD)
     number = 0
     try:
-        rows = csv.reader(io.TextIOWrapper(stream, "utf-8-sig", newline="\n"), delimiter=delimiter, strict=True)
+        # A byte that is no UTF-8 costs its row alone, so it goes through the reader as half a character.
+        text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="\n")
+        rows = csv.reader(text, delimiter=delimiter, strict=True)
         header = next(rows, [])
         if repeated := [name for name in header if header.count(name) > 1]:
             yield _damage(0, f"two columns are called {repeated[0]!r}; expected a first line of different names")
             return
         for row in filter(None, rows):
             number += 1
-            if len(row) == len(header):
-                yield RawRecord(number, "row", {name: cell for name, cell in zip(header, row, strict=True) if cell})
+            if any(map(SURROGATE.search, row)):
+                yield _damage(number, "not UTF-8; expected text in UTF-8")
+            elif len(row) == len(header):
+                yield RawRecord(number, "row", {name: cell or None for name, cell in zip(header, row, strict=True)})
             else:
                 yield _damage(number, f"expected {len(header)} cells, as in the first line, found {len(row)}")
-    except (csv.Error, UnicodeDecodeError) as error:
-        reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else error
-        yield _damage(number + 1, f"cannot be read, and what follows neither: {reason}")
+    except csv.Error as error:
+        yield _damage(number + 1, f"cannot be read, and what follows neither: {error}")
 
 
 def _batches(file: Path, head: bytes) -> Iterator[Any]:
@@ -189,7 +192,7 @@ def _batches(file: Path, head: bytes) -> Iterator[Any]:
 
 
 def _rows(file: Path, head: bytes) -> Iterator[RawRecord]:
-    """The rows of a table. What is null is left out: a table has all fields in all its rows."""
+    """The rows of a table. What is null in its values is left out: a table has all fields in all its rows."""
     import pyarrow
 
     number = 0
@@ -197,7 +200,10 @@ def _rows(file: Path, head: bytes) -> Iterator[RawRecord]:
         for batch in _batches(file, head):
             for row in _rows_of(batch):
                 number += 1
-                yield _damage(number, row) if isinstance(row, str) else RawRecord(number, "row", _without_nulls(row))
+                if isinstance(row, str):
+                    yield _damage(number, row)
+                else:
+                    yield RawRecord(number, "row", {name: _without_nulls(field) for name, field in row.items()})
     except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
         yield _damage(0, f"cannot be read to its end, records may be missing: {reason_of(error)}")
 

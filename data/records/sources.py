@@ -160,7 +160,10 @@ def _check_together(files: list[Path], path: str) -> None:
 
 
 def _data_files(place: Path) -> list[Path]:
+    """Without hidden ones (macOS leaves some beside each file) and what `datasets` kept of its own computations."""
     files = (file for file in place.iterdir() if file.name.lower() not in DESCRIPTIONS)
+    saved = (place / "state.json").exists()
+    files = (file for file in files if not (file.name.startswith(".") or (saved and file.name.startswith("cache-"))))
     return sorted(file for file in files if bare_suffix(file) in DATA_SUFFIXES and file.is_file())
 
 

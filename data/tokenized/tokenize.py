@@ -11,7 +11,6 @@ the encoding only for the tokens at the ends of each range.
 from __future__ import annotations
 
 import logging
-import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
@@ -33,11 +32,11 @@ from data.chat.sandbox import SlowTemplate
 from data.chat.written import Span, Written, join
 from data.errors import DataError
 from data.records.chat import Chat
+from data.records.files import SURROGATE
 from data.records.formats import convert
 from data.records.record import IGNORED, Pretrain, Record, Segments, Tokenized
 
 JOINED = "one token holds the end of a prompt and the beginning of its answer, so that a server sends others"
-SURROGATE = re.compile("[\ud800-\udfff]")
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json")
 
 AnyRecord = Record | dict[str, Any]  # parsed, or its JSON object
@@ -266,6 +265,8 @@ def _tokens(written: Written, prefix: list[int], encoding: Encoding) -> Tokens:
         first = bisect_left(tokens, (begin,), key=chars)  # that begins there, or behind what the normalizer dropped
         last = bisect_left(tokens, (end,), first, key=chars)
         while first and chars(first - 1)[1] > begin:  # the token before holds this character, too
+            if encoding.tokens[first - 1].strip() == written.text[chars(first - 1)[0] : begin].strip():
+                break  # it is the prompt's and took the white space behind it
             first -= 1
             notes = {JOINED: repr(written.text[slice(*chars(first))])} | notes
         if first < last:

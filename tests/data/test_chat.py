@@ -285,6 +285,6 @@ def test_a_record_with_turns_of_known_kinds_is_rendered_twice(
     encode_tokens(chat(other, tools), tokenizer, REWRITING)
     encode_tokens(chat([*other, *other], tools), tokenizer, REWRITING)
     renders = 0
-    other[3]["tool_calls"][0]["function"]["arguments"] = {"x": -12.5}
+    other[3]["tool_calls"][0]["function"]["arguments"] = {"x": 5}
     encode_tokens(chat([*other, *other], tools), tokenizer, REWRITING)
     assert renders == 2

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.chat_template import chat_template
+from data.chat.chat_template import ChatTemplate, chat_template
 from data.chat.messages import said_in
 from data.chat.prompts import Prompts
 from data.chat.written import Span, Written, join
@@ -117,6 +117,41 @@ def test_any_words_are_supervised_whole_and_alone(name: str, tokenizer: PreTrain
         assert losses(written) == expected
 
     check()
+
+
+# What differs from turn to turn stands around answers: ids of calls, numbers of rounds. Lengths must not leak from one
+# dialogue into the mask of another.
+CALLER = """{% for m in messages %}<|im_start|>{{ m.role }}{{ ' of ' + m.tool_call_id if m.role == 'tool' }}
+{% for call in m.tool_calls or [] %}<tool_call>{{ call.id }} {{ call.function | tojson }}</tool_call>
+{% endfor %}{{ m.content }}<|im_end|>
+{% endfor %}{{ '<|im_start|>assistant\n' if add_generation_prompt }}"""
+ROUNDS = """{% for m in messages %}{% if m.role == 'user' %}[Round {{ loop.index // 2 + 1 }}]
+{{ m.content }}
+{% elif m.role == 'assistant' %}Answer {{ loop.index // 2 }}: {{ m.content }}
+{% endif %}{% endfor %}{{ 'Answer ' ~ (messages | length + 1) // 2 ~ ':' if add_generation_prompt }}"""
+
+
+def called(call_id: str, value: Any) -> JSON:
+    call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": {"n": value}}}
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    messages += [{"role": "tool", "tool_call_id": call_id, "content": "r"}, {"role": "assistant", "content": "a"}]
+    return {"messages": messages}
+
+
+@pytest.mark.parametrize("template", [CALLER, ROUNDS])
+def test_the_mask_of_a_dialogue_is_the_same_whatever_was_read_before(
+    template: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    pair = [{"role": role, "content": "w"} for role in ("user", "assistant")]
+    rounds = [chat(pair * count) for count in (2, 12)]
+    calls = [Chat.model_validate(called(name, value)) for name in ("f:1", "f:123", "g") for value in (1, 2000, True)]
+    tokenizer.chat_template = template
+    for order in (slice(None), slice(None, None, -1)):
+        used = ChatTemplate(tokenizer, template, Prompts())
+        for record in (calls if template == CALLER else rounds)[order]:
+            written = used.write(said_in(record), record.tools)
+            assert written == ChatTemplate(tokenizer, template, Prompts()).write(said_in(record), record.tools)
+            assert all(text.rstrip().endswith((END, "w")) for text in losses(written))
 
 
 def test_real_tool_dialogues_are_masked_whole(shared: Path, tokenizer: PreTrainedTokenizerBase) -> None:

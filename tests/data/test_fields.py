@@ -36,6 +36,14 @@ QA = {"question": "q", "answer": "a"}
         (QA | {"reasoning": "because"}, "reasoning: the record's format has no place for it"),
         (QA | {"context": "c", "passage": "d"}, "passage: the record's format has no place for it"),
         (QA | {"train": False}, "train: the record's format has no place for it"),
+        (QA | {"loss_weight": 0.5}, "loss_weight: the record's format has no place for it"),
+        *(
+            (
+                {"messages": [USER, ANSWER | {name: value}]},
+                f"messages[1].{name}: the record's format has no place for it",
+            )
+            for name, value in (("mask", True), ("masked", 1), ("train_detail", [{"begin_offset": 0}]))
+        ),
         (QA | {"choices": ["a", "b"]}, "choices: the record's format has no place for it"),
         (QA | {"options": {"A": "a"}}, "options: the record's format has no place for it"),
         ({"type": "instruct", "instruct": "i", "output": "o", "system": "s"}, "system: the record's format has no "),

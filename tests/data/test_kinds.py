@@ -55,15 +55,24 @@ def test_a_table_as_text_may_have_columns_of_its_own(tmp_path: Path) -> None:
         (b"question,answer\nq\n", "record 1: expected 2 cells, as in the first line, found 1"),
         (b"question,answer\nq,a,b\n", "record 1: expected 2 cells, as in the first line, found 3"),
         (b"text,text\na,b\n", "two columns are called 'text'"),
-        (b"text\n\xff\n", "record 1: cannot be read, and what follows neither: not UTF-8"),
+        (b"text\n\xff\n", "record 1: not UTF-8; expected text in UTF-8"),
         (b'text\n"open\n', "record 1: cannot be read, and what follows neither: unexpected end of data"),
         (b"text\n", "expected at least one record, found none"),
-        (b"question,answer\nq,\n", "record 1: no known format has the fields 'question'"),
+        (b"question,answer\nq,\n", "record 1: field answer: expected a value, found null"),
     ],
 )
 def test_what_is_wrong_with_a_table_is_named(content: bytes, reason: str, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(content)
     assert refused(tmp_path / "a.csv").startswith(reason)
+
+
+def test_a_row_that_is_no_utf8_costs_no_other(tmp_path: Path) -> None:
+    rows = [b"q%d,%s" % (number, b"\xe9" if number == 5_001 else b"a") for number in range(1, 10_001)]
+    (tmp_path / "a.csv").write_bytes(b"question,answer\n" + b"\n".join(rows))
+    told: list[str] = []
+    found = list(read(as_sources(str(tmp_path / "a.csv")), "skip", told.append))
+    assert len(found) == len(rows) - 1
+    assert [line for line in told if "record 5001: not UTF-8" in line]
 
 
 @pytest.mark.parametrize("writer", [ipc.new_file, ipc.new_stream])

@@ -39,6 +39,24 @@ def test_token_ids_stay_what_they_are(labels: list[int] | None, tokenizer: PreTr
     assert sample_of({"input_ids": ids, "labels": labels}, tokenizer) == {"input_ids": ids, "labels": labels or ids}
 
 
+@pytest.mark.parametrize("name", ["completion_mask", "assistant_masks", "loss_mask"])
+def test_a_mask_of_ready_made_tokens_says_what_bears_loss(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    ids, mask = [3, 5, 6, 7], [0, 0, 1, 1]
+    assert sample_of({"input_ids": ids, name: mask}, tokenizer)["labels"] == [-100, -100, 6, 7]
+    labels = [3, -100, -100, 7]
+    assert sample_of({"input_ids": ids, "labels": labels, name: mask}, tokenizer)["labels"] == [-100, -100, -100, 7]
+    for wrong in ([0, 1], [0, 0, 1, 2]):
+        with pytest.raises(DataError, match=name if len(wrong) == 4 else "loss_mask: expected 4, one for each"):
+            sample_of({"input_ids": ids, name: wrong}, tokenizer)
+
+
+def test_packed_rows_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    ids = [3, 5, 6, 7]
+    assert sample_of({"input_ids": ids, "position_ids": [0, 1, 2, 3]}, tokenizer)["labels"] == ids
+    with pytest.raises(DataError, match="field position_ids: expected one document a record"):
+        sample_of({"input_ids": ids, "position_ids": [0, 1, 0, 1]}, tokenizer)
+
+
 def test_a_token_that_the_tokenizer_does_not_have_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(DataError) as caught:
         sample_of({"input_ids": [3, len(tokenizer)]}, tokenizer)

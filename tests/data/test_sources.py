@@ -99,6 +99,13 @@ def test_what_tells_about_data_is_not_trained_on(tmp_path: Path) -> None:
     assert [file.name for file in files_of(Source(path=str(texts)))] == ["a.txt", "b.txt.gz"]
 
 
+def test_what_others_keep_beside_data_is_not_trained_on(tmp_path: Path) -> None:
+    saved = place(tmp_path / "saved", "data-00000-of-00001.arrow", "cache-1f2e.arrow", "state.json", "._data.jsonl")
+    assert [file.name for file in files_of(Source(path=str(saved)))] == ["data-00000-of-00001.arrow"]
+    own = place(tmp_path / "own", "cache-of-mine.jsonl", ".cache-of-mine.jsonl")
+    assert [file.name for file in files_of(Source(path=str(own)))] == ["cache-of-mine.jsonl"]
+
+
 def test_texts_beside_other_files_are_refused(tmp_path: Path) -> None:
     folder = place(tmp_path, "a.jsonl.gz", "notes.txt")
     with pytest.raises(DataError) as caught:
