@@ -17,6 +17,7 @@ backward pass; the embedding one, the head three numbers a token and the gradien
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,6 +39,7 @@ EXPERTS, ALIKE = "moe_tp_experts", "replicated_with_grad_allreduce"
 KNOWN = {*BY_OUTPUT, *BY_INPUT, EXPERTS, ALIKE}
 BY_HEADS = ("colwise", "rowwise")  # in attention; what is gathered there is not
 ENDS = {"embed_tokens": "colwise", "lm_head": "colwise"}
+ALIGNED = 8  # numbers; a grouped product wants rows of a multiple of 16 bytes
 HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads")  # what blocks call their numbers
 
 
@@ -141,18 +143,26 @@ class TensorShare:
             if word in BY_INPUT and module.bias is not None:
                 module.__class__ = RowwiseLinear
                 module.peers = self.peers
-            elif word in BY_INPUT or word == EXPERTS:
+            elif word in BY_INPUT:
                 module.register_forward_hook(lambda _, inputs, output: summed(output, self.peers))
             if word == EXPERTS:
-                module.register_forward_pre_hook(self._to_experts)
-                if self._spread:
-                    module.num_experts = len(range(module.num_experts)[self.peers.part(module.num_experts)])
-                    module._is_expert_parallel = True  # transformers' word for tokens that none of them takes
+                self._connect_experts(module)
             if word == ALIKE:  # its inputs are of this process's heads
                 for weight in module.parameters():
                     weight.register_hook(lambda gradient: add_up(gradient.contiguous().clone(), self.peers))
         for owner in dict.fromkeys(name.rpartition(".")[0] for name in readers):
             self._connect_owner(owner, modules, [name for name in readers if name.rpartition(".")[0] == owner])
+
+    def _connect_experts(self, module: Any) -> None:
+        module.register_forward_pre_hook(self._to_experts)
+        module.register_forward_hook(_touch)
+        module.register_forward_hook(lambda _, inputs, output: summed(output, self.peers))
+        if any(weight.shape[-1] % ALIGNED for weight in module.parameters() if weight.dim() == 3):
+            module.config = copy(module.config)
+            module.config._experts_implementation = "eager"  # the grouped product does not take such parts
+        if self._spread:
+            module.num_experts = len(range(module.num_experts)[self.peers.part(module.num_experts)])
+            module._is_expert_parallel = True  # transformers' word for tokens that none of them takes
 
     def _connect_owner(self, owner: str, modules: dict[str, Any], readers: list[str]) -> None:
         """Sum the gradient of what linear layers of one module read: once, where nothing else in there reads it."""
@@ -206,6 +216,13 @@ class TensorShare:
         with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
             torch.manual_seed(seed)
             return forward(*inputs, **named)
+
+
+def _touch(module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> Tensor:
+    """Let experts have a gradient, of zeros, where no token came to any of them: the others' sums wait for it."""
+    if output.requires_grad or not torch.is_grad_enabled():
+        return output
+    return output + sum(tensor[:0].sum() for tensor in (inputs[0], inputs[2], *module.parameters()))
 
 
 def part_shapes(spec: ModelSpec, layer: int, size: int) -> dict[str, torch.Size]:

@@ -1,9 +1,9 @@
 """A micro-batch through shares of a model and through the whole one: started by the real launcher.
 
-usage: tensor_shares.py CASES.json, a list of {"folder", "dtype", "spread", "own", "z_loss", "dropout", "fault"}; writes
-outcomes.json beside it: for each case the two losses, how far each gradient is from that of the whole model, in parts
-of its largest number, how many sums were made in the forward and in the backward pass, and what part of the weights
-this process holds.
+usage: tensor_shares.py CASES.json, a list of {"folder", "dtype", "spread", "short", "grouped", "own", "z_loss",
+"dropout", "fault"}; writes outcomes.json beside it: for each case the two losses, how far each gradient is from that of
+the whole model, in parts of its largest number, how many sums were made in the forward and in the backward pass, and
+what part of the weights this process holds.
 """
 
 from __future__ import annotations
@@ -43,14 +43,16 @@ def main() -> None:
     leave()
 
 
-def micro_batch() -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, positions and labels of two rows: one of two documents, and one that is padded."""
+def micro_batch(short: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, positions and labels of two rows: one of two documents, and one that is padded; or one row of two tokens."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, 512, (2, 24), generator=generator)
     positions = torch.stack([torch.cat([torch.arange(10), torch.arange(14)]), torch.arange(24)])
     positions[1, 19:] = -1 - positions[1, 19:]
     labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.3, IGNORED)
     labels[0, 10] = labels[1, 19:] = IGNORED
+    if short:
+        return ids[:1, :2], positions[:1, :2], ids[:1, :2]
     return ids, positions, labels
 
 
@@ -60,7 +62,7 @@ def squared(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def loss_of(model: CausalLM, case: dict[str, Any]) -> Tensor:
-    ids, positions, labels = micro_batch()
+    ids, positions, labels = micro_batch(case.get("short", False))
     stream: tuple[Tensor, ...] = (ids, positions)
     model.head.project_in_loss = True
     for layer in model.layers:
@@ -104,6 +106,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         return run_dropout(case)
     size, rank = distributed.get_world_size(), distributed.get_rank()
     spec = ModelSpec.from_folder(Path(case["folder"]))
+    if case.get("grouped"):
+        spec.config._experts_implementation = "grouped_mm"  # as on a GPU
     source, dtype = open_source(Path(case["folder"]), spec), getattr(torch, case.get("dtype", "float32"))
     share = TensorShare(spec, Peers(size, rank, distributed.group.WORLD), case.get("spread", False))
     model = CausalLM(spec, source, dtype, torch.device("cpu"), share=share).train()

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from common.log import Log
 from training.any_model.config import PipelineConfig
-from training.any_model.layers import ForwardStep, Layer, Loss, divide
+from training.any_model.layers import ForwardStep, Layer, Loss, check_functions, divide
 from training.any_model.samples import Collate, SampleLoader
 from training.any_model.trainer import LayerTrainer
 from training.checkpoint.folder import CheckpointRecord, DataOrder
@@ -57,6 +57,7 @@ def run_layers(
                 log.print(f"evaluation: without the last {left} samples, which fill no micro-batch for each replica")
         elif config.eval_interval or config.eval_at_start:
             raise ConfigError("eval_interval, eval_at_start: without effect, as `train` was given no eval_dataset")
+        check_functions(forward_step=forward_step, loss=loss)
         parts = divide(layers, topo.parts, topo.stages)
     disk = Disk.of(config.storage, place, config.model_topo)
     check_folder(Path(config.save_path), disk, log)

@@ -25,10 +25,22 @@ def make(layer: Layer, seed: int) -> nn.Module:
         return layer()
 
 
-def count_weights(layers: Sequence[Layer]) -> list[int]:
-    """The parameters of each layer; none that is yet to be made takes memory."""
+def check_functions(**functions: Callable[..., Any]) -> None:
+    """Raise a ConfigError where one is a module with weights of its own."""
+    for name, function in functions.items():
+        if isinstance(function, nn.Module) and any(True for _ in function.parameters()):
+            raise ConfigError(f"{name}: has weights, which no layer's file would hold; expected them in the layers")
+
+
+def on_meta(layers: Sequence[Layer]) -> list[nn.Module]:
+    """The layers; those that are yet to be made take no memory."""
     with torch.device("meta"):
-        return [sum(weight.numel() for weight in make(layer, 0).parameters()) for layer in layers]
+        return [make(layer, 0) for layer in layers]
+
+
+def count_weights(layers: Sequence[Layer]) -> list[int]:
+    """The parameters of each layer."""
+    return [sum(weight.numel() for weight in layer.parameters()) for layer in on_meta(layers)]
 
 
 def divide(layers: Sequence[Layer], parts: Sequence[int] | None, stages: int) -> list[int]:
@@ -49,8 +61,12 @@ def divide(layers: Sequence[Layer], parts: Sequence[int] | None, stages: int) ->
         raise ConfigError(f"parts: {list(parts)} sums to {sum(parts)}, but there are {len(layers)} layers")
     holders: dict[int, int] = {}
     stage_of = [stage for stage, size in enumerate(parts) for _ in range(size)]
-    for number, layer in enumerate(layers):
-        for name, weight in layer.named_parameters() if isinstance(layer, nn.Module) else ():
+    made = on_meta(layers)  # all of them stay, so that no id is given twice
+    for number, layer in enumerate(made):
+        for name, weight in layer.named_parameters():
+            if weight.is_complex():
+                kind = type(layer).__name__
+                raise ConfigError(f"layers: {name} of layer {number} ({kind}) is complex; expected a real weight")
             other = holders.setdefault(id(weight), number)
             if stage_of[other] != stage_of[number]:
                 raise ConfigError(

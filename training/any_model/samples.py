@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from data.loader import GlobalBatch, Loader
 from training.any_model.config import PipelineConfig
@@ -53,8 +53,9 @@ class SampleLoader(Loader):
         what, least, why = "dataset", config.train_batch_size, "train_batch_size"
         if evaluates:
             what, least, why = "eval_dataset", rows * replicas, "a micro-batch for each replica"
-        if not hasattr(samples, "__len__"):
-            raise ConfigError(f"{what}: {type(dataset).__name__} has no length; expected one with __len__")
+        if isinstance(samples, IterableDataset) or not hasattr(samples, "__len__"):
+            told = f"{type(dataset).__name__} has no length; expected one with __len__ and __getitem__"
+            raise ConfigError(f"{what}: {told}")
         if len(samples) < least:
             raise ConfigError(f"{what}: {len(samples)} samples; expected at least {least}, {why}")
         numbers = range(len(samples) // least * least) if evaluates else None

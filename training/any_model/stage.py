@@ -111,13 +111,13 @@ class LayerStage(PipelineModule):
         self._recompute = config.recomputed(len(layers))  # numbers from 1
         grid = config.model_topo.process_topology
         topology = ProcessTopology(axes=list(grid.axes), dims=list(grid.dims))
-        self._forward_step = forward_step
-        self._loss = loss
         made = [LaterLayer(make, layer, config.seed + number) for number, layer in enumerate(layers)]
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its seed settings, which mean nothing here
             # With dynamic_shape its engine has every micro-batch looked at before it is sent.
             super().__init__(made, topology=topology, loss_fn=self.loss, dynamic_shape=True)
-        self.to(training_dtype(config))
+        self._forward_step, self._loss = forward_step, loss  # may be modules, whose buffers move with the stage
+        dtype = training_dtype(config)
+        self._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)  # complex buffers stay
         if folder:
             load_layers(self.numbered(), folder)
         with agreed():

@@ -38,8 +38,11 @@ SHARED |= {
     "uneven-untied": Shared("llama-untied", {"z_loss": 0.1}, 3, UNEVEN),
     "uneven-bloom": Shared("bloom", {}, 3, {"hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 5}),
     "uneven-experts": Shared("mixtral", {}, 3, UNEVEN),
+    "uneven-grouped": Shared("mixtral", {"grouped": True}, 3, UNEVEN | {"intermediate_size": 104}),
     "uneven-spread": Shared("mixtral", {"spread": True}, 3, UNEVEN),
     "spread": Shared("mixtral", {"spread": True}),
+    # In one block no token comes to any expert of one process.
+    "spread-short": Shared("mixtral", {"spread": True, "short": True}, changes={"num_experts_per_tok": 1}),
     "spread-recomputed": Shared("qwen3_moe-some-dense", {"spread": True, "recompute": True}),
     "recomputed": Shared("llama-tied", {"recompute": True}),
     "own-loss": Shared("baichuan2-7b", {"own": True}, 3, {"num_attention_heads": 4}),
@@ -52,8 +55,9 @@ SHARED |= {f"dropout-{model}": Shared(model, {"dropout": True}) for model in ("b
 FAULTS = {"copy": "llama-untied", "norm": "qwen3", "head": "llama-tied"}
 SHARED |= {f"fault-{fault}": Shared(model, {"fault": fault}) for fault, model in FAULTS.items()}
 OFTEN = (
-    *("bloom", "llama-tied", "llama-untied", "baichuan2-7b", "chatglm3", "mixtral", "spread", "biases", "uneven"),
-    *("baichuan2-13b", "uneven-bloom", "uneven-spread", "own-loss", "phi3", "qwen3", "gemma2", "bf16", "recomputed"),
+    *("bloom", "llama-tied", "llama-untied", "baichuan2-7b", "chatglm3", "mixtral", "spread", "spread-short", "biases"),
+    *("uneven", "baichuan2-13b", "uneven-bloom", "uneven-grouped", "uneven-spread", "own-loss", "phi3", "qwen3"),
+    *("gemma2", "bf16", "recomputed"),
 )
 FULLY_CUT = ("bloom", "llama-untied", "baichuan2-7b", "chatglm3", "mixtral")
 

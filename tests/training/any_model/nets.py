@@ -92,8 +92,22 @@ def seeded(make: Callable[[], list[Layer]]) -> Callable[[], list[Layer]]:
     return layers
 
 
+class Turn(nn.Module):
+    """Turns pairs of numbers by the angles of a complex buffer, as Llama's own code does."""
+
+    turns: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("turns", torch.polar(torch.ones(width // 2), torch.arange(width // 2) / 5))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(hidden.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * self.turns).flatten(-2).to(hidden.dtype)
+
+
 def perceptron() -> list[Layer]:
-    return [nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 4)]
+    return [nn.Linear(10, 32), Turn(32), nn.ReLU(), nn.Linear(32, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 4)]
 
 
 def convolutions() -> list[Layer]:
@@ -139,7 +153,7 @@ def weighted_square(outputs: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
 
 
 NETS = {
-    "perceptron": Net(seeded(perceptron), F.cross_entropy, vectors, {1: [6], 2: [2, 4]}),
+    "perceptron": Net(seeded(perceptron), nn.CrossEntropyLoss(), vectors, {1: [7], 2: [3, 4]}),
     "convolutions": Net(seeded(convolutions), F.cross_entropy, images, {1: [6], 2: [3, 3]}),
     "mixed": Net(seeded(lambda: [Embed(), Mix(), Mix(), Pool()]), weighted_square, Sentences, {1: [4], 2: [2, 2]}),
     "made_later": Net(made_later, F.cross_entropy, vectors, {1: [3], 2: [1, 2]}),

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from tests.launching import topology
 from training import Pipeline, PipelineConfig
-from training.any_model.layers import Layer, count_weights, divide, make
+from training.any_model.layers import Layer, check_functions, count_weights, divide, make
 from training.any_model.samples import SampleLoader
 from training.errors import ConfigError
 
@@ -52,6 +52,17 @@ class TestDivision:
         assert divide(layers, [3], 1) == [3]
         with pytest.raises(ConfigError, match="layers 0 and 2 share weight"):
             divide(layers, [1, 2], 2)
+        with pytest.raises(ConfigError, match="layers 0 and 2 share weight"):
+            divide([lambda: shared, nn.ReLU, lambda: shared], [1, 2], 2)
+
+    def test_a_complex_weight_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match=r"layers: weight of layer 1 \(Linear\) is complex"):
+            divide([linear(4), linear(4).to(torch.complex64)], None, 2)
+
+    def test_weights_lie_in_layers_alone(self) -> None:
+        check_functions(forward_step=nn.Module.__call__, loss=nn.CrossEntropyLoss(weight=torch.ones(4)))
+        with pytest.raises(ConfigError, match="loss: has weights"):
+            check_functions(loss=linear(4))
 
     def test_too_few_layers(self) -> None:
         with pytest.raises(ConfigError, match="3 stages for 2 layers"):
@@ -150,8 +161,13 @@ class TestSamples:
             def __iter__(self) -> Any:
                 return iter(())
 
-        with pytest.raises(ConfigError, match="dataset: Stream has no length"):
-            SampleLoader(Stream(), config())
+        class Counted(Stream):
+            def __len__(self) -> int:
+                return 20
+
+        for stream in (Stream(), Counted()):
+            with pytest.raises(ConfigError, match=r"dataset: \w+ has no length"):
+                SampleLoader(stream, config())
         with pytest.raises(ConfigError, match="dataset: 7 samples; expected at least 8, train_batch_size"):
             SampleLoader(points(7), config())
         with pytest.raises(ConfigError, match="eval_dataset: 1 samples; expected at least 2, a micro-batch"):
