@@ -130,14 +130,14 @@ def hanging(name: str, after: int) -> Iterator[None]:
     """Let the GPU hang in an instruction of the schedule, once it has come to the end of `after` of its kind."""
     counted = count()
 
-    def followed_to_there(instructions: Any) -> Any:
+    def followed_to_there(instructions: Any, shared: bool) -> Any:
         kind = next(each for each in instructions if each.__name__ == name)
 
         def execute(*args: Any, **kwargs: Any) -> Any:
             Stream.hangs = Stream.hangs or next(counted) == after
             return instructions[kind](*args, **kwargs)
 
-        return followed(instructions | {kind: execute})
+        return followed(instructions | {kind: execute}, shared)
 
     with patch("training.engine.pipeline.followed", followed_to_there):
         yield

@@ -25,6 +25,12 @@ def test_a_gpu_in_a_computation_waits_for_nobody(run_pretended: Run, make_case: 
         assert place["text"].endswith(f"its GPU in {name}")
 
 
+def test_a_gpu_that_shares_rows_may_wait_for_its_peer(run_pretended: Run, make_case: MakeCase) -> None:
+    rows = {"model_topo": {"process_topology": {"axes": ["pipe", "data"], "dims": [1, 2]}, "sequence": 2}}
+    found = run_pretended([make_case("shared", "llama-tied", "hang", hang="ForwardPass", **rows)], 2)
+    assert [rank["place"]["waiting"] for rank in found["shared"]] == [True, True]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("hang", "named"),

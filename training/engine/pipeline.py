@@ -43,7 +43,7 @@ class PipelineTrainer(Trainer):
         # By the number that names its files; DeepSpeed's depends on the order of the axes.
         engine.checkpoint_mp_rank = self.stage * sharing.tensor.size + sharing.tensor.rank
         engine._INSTRUCTION_MAP = followed(
-            engine._INSTRUCTION_MAP | {schedule.OptimizerStep: self._take_optimizer_step}
+            engine._INSTRUCTION_MAP | {schedule.OptimizerStep: self._take_optimizer_step}, sharing != NONE_SHARED
         )
 
     @classmethod

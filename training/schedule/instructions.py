@@ -29,6 +29,7 @@ _KINDS: dict[str, tuple[Kind, tuple[Literal["activation", "gradient"], int] | No
     "OptimizerStep": ("optimizer", None),
 }
 ON_ITS_OWN = frozenset(name for name, (kind, _) in _KINDS.items() if kind in (*WORK, "data"))  # needs no other rank
+JOINED = frozenset({"ForwardPass", "BackwardPass"})  # of these, what needs those with whom layers or rows are shared
 
 PASSES = frozenset(name for name, (kind, _) in _KINDS.items() if kind in WORK)
 
