@@ -13,6 +13,7 @@ python convert_model.py download --model-name NAME --save-path DIR
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
@@ -67,8 +68,11 @@ def run(arguments: argparse.Namespace) -> None:
         dtype = GGUF_TYPES[arguments.dtype] if arguments.dtype else None
         print(safe_line(hg_to_gguf(arguments.input_path, arguments.save_path, dtype, arguments.converter)))
     elif arguments.command == "check":
-        for server, missing in check(arguments.input_path).items():
+        found = check(arguments.input_path)
+        for server, missing in found.items():
             print(safe_line(f"{server}: {'; '.join(missing) or 'complete'}"))
+        if all(found.values()):
+            sys.exit(1)
     else:
         download(arguments.model_name, Path(arguments.save_path))
 

@@ -42,6 +42,7 @@ def hg_to_pp(input_path: str | Path, save_path: str | Path, overwrite: bool = Fa
         raise CheckpointError(f"{folder}: already in the pipeline layout; hg_to_pp expects a HuggingFace folder")
     spec = ModelSpec.from_folder(folder)
     source = HuggingFaceSource(folder, spec)
+    paths_of(folder, side_files(folder))  # or the end of the conversion would refuse them
     with publish_folder(Path(save_path), overwrite, [folder]) as target:
         with byte_bar("hg_to_pp", source.size()) as bar:
             for layer in range(spec.n_layers):
@@ -53,6 +54,21 @@ def hg_to_pp(input_path: str | Path, save_path: str | Path, overwrite: bool = Fa
             _verify(source, target)
 
 
+def paths_of(source: Path, names: list[str]) -> dict[str, Path]:
+    """Where the files of a folder lie, by name.
+
+    Raises:
+        CheckpointError: one is a link to somewhere else on this machine.
+    """
+    folder = Path(os.path.realpath(source))
+    cache = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+    paths = {name: source / (flat(name) if (source / flat(name)).exists() else name) for name in names}
+    for path in paths.values():
+        if Path(os.path.realpath(path)).parent not in (folder, folder / TEMPLATES, cache):
+            raise CheckpointError(f"{path}: a link that leads out of the folder; expected the file itself")
+    return paths
+
+
 def copy_files(source: Path, target: Path, names: list[str], in_folders: bool = True) -> None:
     """Copy files byte for byte; the links of HuggingFace's cache, from snapshots/<revision>/ to blobs/, are its own.
 
@@ -60,14 +76,9 @@ def copy_files(source: Path, target: Path, names: list[str], in_folders: bool = 
         in_folders: the names have folders; else all files lie side by side.
 
     Raises:
-        CheckpointError: one is missing, or a link to somewhere else on this machine.
+        CheckpointError: one is missing, or as `paths_of`.
     """
-    folder = Path(os.path.realpath(source))
-    cache = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
-    for name in names:
-        path = source / (flat(name) if (source / flat(name)).exists() else name)
-        if Path(os.path.realpath(path)).parent not in (folder, folder / TEMPLATES, cache):
-            raise CheckpointError(f"{path}: a link that leads out of the folder; expected the file itself")
+    for name, path in paths_of(source, names).items():
         copy = target / (name if in_folders else flat(name))
         copy.parent.mkdir(exist_ok=True)
         try:

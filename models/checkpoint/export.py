@@ -12,6 +12,7 @@ would share one it is cut between them, which is the only way in which the resul
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,18 +22,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from models.checkpoint.convert import copy_files
+from models.checkpoint.convert import copy_files, paths_of
 from models.checkpoint.export_plan import SINGLE_FILE, cast, cut_between, divide, native_infos, original_infos
 from models.checkpoint.layout import CARRIED, Layout, Manifest, layout_of, resolve, side_files
 from models.checkpoint.parallel import byte_bar, in_parallel
 from models.checkpoint.publish import publish_folder
 from models.checkpoint.safetensors_files import SafetensorsFile, SafetensorsWriter
-from models.checkpoint.servers import write_compat
+from models.checkpoint.servers import odd_prefix, write_compat
 from models.checkpoint.source import PipelineSource
-from models.checkpoint.verify import compare, forget_cached, warn_of_nan
+from models.checkpoint.verify import check_range, compare, forget_cached, warn_of_nan
 from models.config_json import write_json
 from models.errors import CheckpointError
 from models.spec import ModelSpec
+
+logger = logging.getLogger("pipetune")
 
 MAX_SHARD_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
@@ -99,10 +102,13 @@ class Export:
                 "model; expected --layout original"
             )
         self.source = PipelineSource(folder, self.spec)
+        paths_of(folder, side_files(folder))  # or the end of the export would refuse them
         self.manifest = Manifest.read(folder)
         self.carried = SafetensorsFile(folder / CARRIED) if (folder / CARRIED).is_file() else None
         carried = {name: self.carried.info(name) for name in self.carried} if self.carried else {}
         self.weight_map = self.spec.weight_map.for_names(self.manifest.dtypes if self.manifest else ())
+        if odd := odd_prefix(self.weight_map):
+            logger.warning("warning: %s: %s", folder, odd)
         self.infos = original_infos(self.source, self.weight_map, self.manifest, carried)
         if self.native:
             original, self.weight_map = self.weight_map, replace(self.weight_map, family=self.native.family)
@@ -185,7 +191,10 @@ class Export:
         if self.native and layer == self.weight_map.head_layer:
             state |= {name: change(state[name]) for name, change in self.native.changes.items()}
         found = self.weight_map.on_disk(layer, state)
-        return {name: tensor for name, tensor in found.items() if name in self.infos}  # a tied head may stay out
+        found = {name: tensor for name, tensor in found.items() if name in self.infos}  # a tied head may stay out
+        for name, tensor in found.items():
+            check_range(name, tensor, self.infos[name].dtype)
+        return found
 
     def _config(self) -> dict[str, Any]:
         """config.json for other weights than the original's."""

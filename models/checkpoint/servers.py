@@ -17,7 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from models.checkpoint.layout import Layout, layout_of, resolve
+from models.architectures.weight_map import WeightMap
+from models.checkpoint.layout import Layout, layout_of, resolve, weight_index
 from models.checkpoint.source import HuggingFaceSource
 from models.config_json import TEXT, read_json, write_json
 from models.errors import CheckpointError
@@ -70,6 +71,10 @@ def check(input_path: str | Path) -> dict[str, list[str]]:
         source = HuggingFaceSource(folder, spec)
         for layer in range(spec.n_layers):
             source.check_layer(layer)
+        if odd := odd_prefix(source.weight_map):
+            general.append(odd)
+        if len(source.files) > 1 and weight_index(folder) is None:
+            general.append("no index of its weight files")
     except CheckpointError as error:
         general.append(str(error))
     if code := foreign_code(spec):
@@ -87,6 +92,14 @@ def check(input_path: str | Path) -> dict[str, list[str]]:
         if spec.family.name == family and refused(spec):
             found[server] = [*found[server], why]
     return found
+
+
+def odd_prefix(weight_map: WeightMap) -> str | None:
+    """What is told of weights under names that only Pipetune takes, as wrappers of torch and peft leave them."""
+    usual = (None, "", f"model.{weight_map.family.prefix}")
+    if weight_map.prefix in usual or weight_map.is_part:
+        return None
+    return f"the names of its weights begin with {weight_map.prefix}, which no server looks for"
 
 
 def foreign_code(spec: ModelSpec) -> str | None:

@@ -30,6 +30,15 @@ def _has_nan(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
 
 
+def check_range(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Raise a CheckpointError where a number is too large for the dtype that a tensor is to be written in."""
+    if not (dtype.is_floating_point and torch.finfo(dtype).max < torch.finfo(tensor.dtype).max):
+        return
+    if bool((tensor.to(dtype).isinf() & tensor.isfinite()).any()):
+        kind = str(dtype).removeprefix("torch.")
+        raise CheckpointError(f"{name}: holds numbers that are too large for {kind}; expected --dtype bf16 or fp32")
+
+
 def same_bytes(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same dtype and bits: NaN equals NaN here, and -0.0 differs from 0.0."""
     return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(

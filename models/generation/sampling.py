@@ -47,7 +47,7 @@ def choose(
     if sampling.temperature == 0.0:
         return int(logits.argmax())
     scores, tokens = logits.topk(min(sampling.top_k or len(logits), len(logits)))
-    probabilities = torch.softmax(scores / sampling.temperature, dim=-1)
+    probabilities = torch.softmax((scores - scores[0]) / sampling.temperature, dim=-1)  # however small it is
     outside = probabilities.cumsum(dim=-1) - probabilities >= sampling.top_p
     outside[0] = False  # the likeliest token is always a choice
     probabilities[outside] = 0.0

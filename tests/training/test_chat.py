@@ -292,6 +292,7 @@ def test_a_file_of_prompts_is_answered(run: Run, tmp_path: Path) -> None:
     [
         ("--top-p 1.5", "--top-p: expected 0.0 to 1.0, found 1.5"),
         ("--temperature nan", "--temperature: expected at least 0.0, found nan"),
+        ("--temperature inf", "--temperature: expected at least 0.0, found inf"),
         ("--top-k 0", "--top-k: expected at least 1, found 0"),
         ("--max-new-tokens 0", "--max-new-tokens: expected at least 1, found 0"),
         ("--threads 0", "--threads: expected at least 1, found 0"),

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,7 +153,7 @@ def check(arguments: argparse.Namespace) -> None:
     """
     for name, (least, most) in RANGES.items():
         value = getattr(arguments, name)
-        if value is not None and not (least <= value and (most is None or value <= most)):
+        if value is not None and not (least <= value < inf and (most is None or value <= most)):
             expected = f"at least {least}" if most is None else f"{least} to {most}"
             raise ConfigError(f"{_option(name)}: expected {expected}, found {value}")
     if not 0 < arguments.repetition_penalty < float("inf"):

@@ -6,13 +6,16 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from shutil import copyfile
+from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from models import load_model
+from models.checkpoint import convert as converting
 from models.checkpoint import export
 from models.checkpoint.convert import copy_side_files, hg_to_pp
 from models.checkpoint.export import Export, ExportOptions, pp_to_hg
@@ -146,7 +149,19 @@ def test_a_folder_of_templates_that_is_a_link_is_not_copied(llama_of_two_templat
     folder = (llama_of_two_templates / TOOL_TEMPLATE).parent
     folder.rename(tmp_path / "secrets")
     folder.symlink_to(tmp_path / "secrets")
-    assert "link" in error_line(lambda: hg_to_pp(llama_of_two_templates, tmp_path / "layers"))
+    with mock.patch.object(converting, "_write_layer", side_effect=AssertionError("found after hours")):
+        assert "link" in error_line(lambda: hg_to_pp(llama_of_two_templates, tmp_path / "layers"))
+
+
+def test_numbers_that_a_dtype_cannot_hold_are_refused(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder = copy_of(make_checkpoint("llama"), tmp_path / "folder")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][3] = 1e6
+    save_file(weights, folder / "model.safetensors")
+    hg_to_pp(folder, tmp_path / "layers")
+    code, lines = convert("pp_to_hg", tmp_path / "layers", tmp_path / "cast", "--dtype", "fp16")
+    assert code == 2 and "model.norm.weight: holds numbers that are too large for float16" in lines[-1]
+    assert convert("pp_to_hg", tmp_path / "layers", tmp_path / "cast", "--dtype", "bf16") == (0, [])
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])

@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import convert_model
 from models.checkpoint.convert import hg_to_pp
@@ -60,7 +61,11 @@ def test_what_a_server_does_not_take_is_named(name: str, make_checkpoint: Make) 
 def test_what_transformers_5_saves_is_told_to_the_door(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with mock.patch.object(sys, "argv", ["convert_model.py", "check", "--input-path", str(folder)]):
         convert_model.main()
-    told = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+        (folder / "tokenizer.json").rename(folder / "other.json")
+        with pytest.raises(SystemExit, match=r"\A1\Z"):
+            convert_model.main()
+    lines = capsys.readouterr().out.splitlines()
+    told = dict(line.split(": ", 1) for line in lines[: len(SERVERS)])
     assert [told[server] for server in NEW] == ["complete"] * len(NEW)
     for server in OLD:
         assert "without torch_dtype, rope_theta, tokenizer_class, chat_template that it knows" in told[server]
@@ -77,6 +82,25 @@ def test_a_missing_shard_is_named(folder: Path) -> None:
     shard = sorted(folder.glob("model-*.safetensors"))[1]
     shard.unlink()
     assert_all_lack(folder, shard.name)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model."])
+def test_names_that_no_server_looks_for_are_told(
+    prefix: str, make_checkpoint: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copy_of(make_checkpoint("llama"), tmp_path / "folder")
+    path = folder / "model.safetensors"
+    save_file({prefix + name: tensor for name, tensor in load_file(path).items()}, path)
+    told = f"the names of its weights begin with {prefix}model., which no server looks for"
+    assert_all_lack(folder, told)
+    hg_to_pp(folder, tmp_path / "layers")
+    pp_to_hg(tmp_path / "layers", tmp_path / "out")
+    assert told in caplog.text
+
+
+def test_shards_without_an_index_are_told(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+    assert_all_lack(folder, "no index of its weight files")
 
 
 @pytest.mark.parametrize(("name", "told"), [("chatglm3", "--layout native"), ("baichuan2-13b", "has no class")])

@@ -149,6 +149,7 @@ def test_penalty_top_k_and_top_p_leave_what_transformers_leaves(penalty: float, 
     assert {choose(logits, sampling, text, generator) for _ in range(2000)} == expected
     likeliest = choose(logits, replace(sampling, temperature=0.0), text)
     assert likeliest == int(scores[0].argmax())
+    assert choose(logits, replace(sampling, temperature=1e-45), text, generator) == likeliest
 
 
 @settings(max_examples=50, deadline=None)
