@@ -60,6 +60,8 @@ def hg_to_gguf(input_path: str | Path, save_path: str | Path, dtype: str | None,
             if done.returncode:
                 *_, last = ["no word", *done.stderr.strip().splitlines()]
                 raise CheckpointError(f"{converter} ended with {done.returncode}: {last}")
+            if not path.is_file():
+                raise CheckpointError(f"{converter} wrote no file; expected llama.cpp's converter")
             tensors = GGUFReader(path).tensors
             blocks = {tensor.name.split(".")[1] for tensor in tensors if tensor.name.startswith("blk.")}
             if len(blocks) != spec.n_blocks:

