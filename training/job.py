@@ -22,6 +22,7 @@ from training.checkpoint.exporting import EXPORTED
 from training.checkpoint.folder import DataOrder
 from training.checkpoint.resume import check_same_model, resume
 from training.checkpoint.side_files import read_side_files
+from training.checkpoint.tidying import best_so_far, make_room
 from training.config.deepspeed_config import (
     check_fp8,
     check_shared_rows,
@@ -155,6 +156,8 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
     layers = topology.layers(stage, spec.n_layers)
     if progress.is_over(layers, inputs.folder):
         return False
+    save_path, records = Path(config.save_path), inputs.evaluation.records if inputs.evaluation else ""
+    make_room(save_path, config.keep_last, best_so_far(save_path, progress.done, records), disk, log)
     check_room(config, spec, layers, disk)
     with agreed():
         inputs.begin(progress, place, monitor)
@@ -170,7 +173,7 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
     config = config.with_parts(topology.parts).model_copy(update={"compile": kernels.compile})
     with agreed():
         if config.export_hf and place.rank == 0:  # no run of days is to find out at its end
-            try_publishing(Path(config.save_path) / EXPORTED, [inputs.folder])
+            try_publishing(save_path / EXPORTED, [inputs.folder])
 
     def build() -> Trainer:
         asked = config.model_copy(update={"from_scratch": config.from_scratch and not progress.checkpoint})

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from models.checkpoint.publish import workplace
+from tests.accidents import killed_at
 from tests.conftest import FAQ
 from tests.disks import fill, small_disk
 from tests.launching import deepspeed, error_lines, metrics, topology, write_config
-from training.checkpoint.folder import RECORD
+from training.checkpoint.folder import RECORD, step_folder
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
@@ -43,6 +47,7 @@ def test_a_full_disk_at_the_start_and_at_the_next(make_checkpoint: Callable[...,
         assert_one_line(longer.stderr, error_lines(longer), longer.returncode)
         assert {path: data for path, data in contents(disk / "run").items() if path in files} == files
         filler.unlink()
+        left_by_a_kill(disk / "run")
         again = deepspeed(*start, f"max_steps={steps + 2}", "n_epoches=3")
         assert again.returncode == 0, again.stdout + again.stderr
         assert [line["step"] for line in metrics(disk / "run")] == list(range(1, steps + 3))
@@ -52,6 +57,17 @@ def assert_one_line(stderr: str, errors: list[str], code: int) -> None:
     assert code != 0
     assert len(errors) == 1 and "No space left on device" in errors[0], stderr
     assert "Traceback" not in stderr
+
+
+def left_by_a_kill(run_folder: Path) -> None:
+    """The files of a save that was under way take nearly all the room."""
+
+    def save() -> None:
+        with workplace(step_folder(run_folder, 9)) as new:
+            filler = fill(new)
+            os.truncate(filler, filler.stat().st_size - 2**18)
+
+    assert killed_at("shutil.rmtree", 1, save) == signal.SIGKILL
 
 
 def contents(run_folder: Path) -> dict[Path, bytes]:

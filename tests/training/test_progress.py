@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from common.log import Log
 from training.checkpoint.folder import RECORD, step_folder
 from training.config.keys import TrainConfig
 from training.progress import Progress
 
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    """This process is the only one of a run."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("group")
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,12 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from operator import methodcaller
 from pathlib import Path
-from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -34,11 +32,11 @@ from rich.console import Console
 
 from common.whole_files import replace_text, sync
 from models.checkpoint.layout import LATEST
-from models.checkpoint.publish import sweep, workplace, writing
-from models.errors import CheckpointError
+from models.checkpoint.publish import workplace, writing
 from training.checkpoint.deepspeed_files import CheckpointFiles
-from training.checkpoint.folder import BEST, Best, CheckpointRecord, FileRecord, finished, prune, set_aside, step_folder
+from training.checkpoint.folder import BEST, Best, CheckpointRecord, FileRecord, set_aside, step_folder
 from training.checkpoint.resharding import slices_of
+from training.checkpoint.tidying import best_so_far, on_each_disk, sweep_partial, tidy_up
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 from training.distributed.processes import agreed, gather
@@ -105,10 +103,7 @@ class Checkpointer:
         held = gather(own)
         if own not in [held[rank] for rank in disk.ranks[: disk.number]]:
             engine.save_non_zero_checkpoint = True  # what a stage's replicas have in common is written once a disk
-        best = None
-        with agreed():
-            best = Best.read(self.save_path, self.record.step, self.eval_records)
-        self.best = gather(best)[0]
+        self.best = best_so_far(self.save_path, self.record.step, self.eval_records)
 
     def due(self, step: int) -> bool:
         """Whether the config asks for a checkpoint after `step`; of the minutes only this rank's clock is asked."""
@@ -127,7 +122,7 @@ class Checkpointer:
             return
         name = step_folder(self.save_path, step).name
         self.best = Best(checkpoint=name, step=step, eval_loss=eval_loss, records=self.eval_records)
-        self._on_each_disk(f"{BEST} could not be written", partial(self.best.write, self.save_path))
+        on_each_disk(f"{BEST} could not be written", partial(self.best.write, self.save_path), self.disk, self.log)
 
     def save(self, step: int, eval_loss: float | None = None) -> None:
         """Save the state after `step`, with the loss of the evaluation after it, if there was one.
@@ -162,7 +157,7 @@ class Checkpointer:
             self.saved = saving.record.step
             if saving.eval_loss is not None:
                 self.note(self.saved, saving.eval_loss)
-            self._tidy_up()
+            tidy_up(self.save_path, self.config.keep_last, self.best, self.disk, self.log)
 
     @contextmanager
     def _failure_told(self, folder: Path) -> Iterator[None]:
@@ -186,7 +181,7 @@ class Checkpointer:
             place = None
             with agreed(), writing(folder):
                 if self.disk.keeps:
-                    sweep(self.save_path.glob(".step-*.partial-*"))
+                    sweep_partial(self.save_path)
                     place = hidden.enter_context(workplace(folder))
             new = gather(place)[self.disk.ranks[0]]
             assert new is not None
@@ -224,26 +219,3 @@ class Checkpointer:
             with agreed(), writing(folder):
                 if keeps:
                     replace_text(self.save_path / LATEST, folder.name)
-
-    def _tidy_up(self) -> None:
-        """Remove earlier checkpoints; the new one counts whether that works or not."""
-        told = "an earlier checkpoint stays"
-        held = self._on_each_disk(told, lambda: [path.name for path in finished(self.save_path)])
-        kept = [name for name in chain(*held[:1]) if all(name in names for names in held)][: self.config.keep_last]
-        if self.best:
-            kept.append(self.best.checkpoint)
-        self._on_each_disk(told, partial(prune, self.save_path, self.config.keep_last, set(kept)))
-
-    def _on_each_disk(self, what: str, work: Callable[[], Any]) -> list[Any]:
-        """What those who keep the folder give when they do something; a failure is told, and no more."""
-        given, told = None, None
-        if self.disk.keeps:
-            try:
-                given = work()
-            except (OSError, CheckpointError) as error:
-                told = self.disk.told(f"{what}: {' '.join(str(error).split())}")
-        results = gather((self.disk.keeps and told is None, given, told))
-        for _, _, failure in results:
-            if failure:
-                self.log.print(f"warning: {failure}")
-        return [each for done, each, _ in results if done]
