@@ -5,13 +5,15 @@ All ranks call what is here together, and come to the same.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from models.checkpoint.layout import RECORD, resolve
+from models.checkpoint.layout import LATEST, RECORD, resolve
 from models.checkpoint.publish import NEW, writing
 from training.checkpoint.folder import CheckpointRecord, fault, set_aside, step_folders
+from training.checkpoint.tidying import name_latest, on_each_disk
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 from training.distributed.processes import agreed, gather
@@ -44,7 +46,7 @@ def find_checkpoint(config: TrainConfig, save_path: Path, disk: Disk, log: Conso
 
 
 def _newest(save_path: Path, disk: Disk, log: Console) -> Path | None:
-    """The newest checkpoint that is whole on every disk; those that are passed over are named, and set aside.
+    """The newest checkpoint that is whole on every disk, `latest` from now on; others are named, and set aside.
 
     Of each disk one rank's list counts, as a shared one may show each host another. A disk that has never seen a
     checkpoint beside one that has is not the run's: no weights of a run of days may be lost to a new one by that.
@@ -66,6 +68,7 @@ def _newest(save_path: Path, disk: Disk, log: Console) -> Path | None:
     for _, folder in known:
         reason = _fault_together(folder, disk)
         if reason is None:
+            on_each_disk(f"{LATEST} could not be written", partial(name_latest, folder), disk, log)
             return folder
         log.print(f"warning: {folder.name} is passed over: {reason}")
         with agreed(), writing(save_path):

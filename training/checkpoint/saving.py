@@ -30,13 +30,13 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from rich.console import Console
 
-from common.whole_files import replace_text, sync
+from common.whole_files import sync
 from models.checkpoint.layout import LATEST
 from models.checkpoint.publish import workplace, writing
 from training.checkpoint.deepspeed_files import CheckpointFiles
 from training.checkpoint.folder import BEST, Best, CheckpointRecord, FileRecord, set_aside, step_folder
 from training.checkpoint.resharding import slices_of
-from training.checkpoint.tidying import best_so_far, on_each_disk, sweep_partial, tidy_up
+from training.checkpoint.tidying import best_so_far, name_latest, on_each_disk, sweep_partial, tidy_up
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 from training.distributed.processes import agreed, gather
@@ -155,6 +155,7 @@ class Checkpointer:
         with self._failure_told(saving.folder):
             self._finish(saving)
             self.saved = saving.record.step
+            on_each_disk(f"{LATEST} could not be written", partial(name_latest, saving.folder), self.disk, self.log)
             if saving.eval_loss is not None:
                 self.note(self.saved, saving.eval_loss)
             tidy_up(self.save_path, self.config.keep_last, self.best, self.disk, self.log)
@@ -216,6 +217,3 @@ class Checkpointer:
                         set_aside(folder)
                     new.rename(folder)
                     sync(self.save_path)  # which lists the checkpoint
-            with agreed(), writing(folder):
-                if keeps:
-                    replace_text(self.save_path / LATEST, folder.name)

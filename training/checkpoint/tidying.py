@@ -1,11 +1,12 @@
-"""What is removed from a run's folder: what killed writers left, and checkpoints that are not to stay.
+"""Order in a run's folder: what killed writers left and checkpoints that are not to stay go, `latest` names the newest.
 
-All ranks call what is here together. No failure ends a run by it: it is told, for each disk.
+No failure ends a run by that: it is told, for each disk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 
 from rich.console import Console
 
+from common.whole_files import replace_text
+from models.checkpoint.layout import LATEST
 from models.checkpoint.publish import sweep
 from models.errors import CheckpointError
 from training.checkpoint.folder import Best, finished, prune
@@ -40,6 +43,15 @@ def tidy_up(save_path: Path, keep_last: int, best: Best | None, disk: Disk, log:
     if best:
         kept.append(best.checkpoint)
     on_each_disk(STAYS, partial(prune, save_path, keep_last, set(kept)), disk, log)
+
+
+def name_latest(folder: Path) -> None:
+    """Let `latest` name a checkpoint; a kill between two moments of a save leaves it at the one before."""
+    path = folder.with_name(LATEST)
+    with suppress(FileNotFoundError):
+        if path.read_bytes() == folder.name.encode():
+            return
+    replace_text(path, folder.name)
 
 
 def best_so_far(save_path: Path, step: int, records: str) -> Best | None:

@@ -50,6 +50,8 @@ def test_a_thread_writes_the_same_files_while_training_goes_on(
         told = json.loads((tmp_path / f"{name}.json").read_text())
         assert RECORD in told["files"] and not told["early"], name
         assert told["differ"] == [], name
+        lines = told["told"].splitlines()
+        assert len(lines) == 2 and all("warning: latest could not be written: " in line for line in lines), lines
 
 
 def slow_start(config: Path, step: int, seconds: float, monkeypatch: pytest.MonkeyPatch) -> Launch:

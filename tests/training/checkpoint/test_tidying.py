@@ -1,4 +1,4 @@
-"""What a start removes that the one before was killed too soon to remove."""
+"""What a start does that the one before was killed too soon to do."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pytest
 from common.log import Log
 from models.checkpoint.publish import workplace
 from tests.accidents import killed_at
-from tests.training.checkpoint.test_folder import whole
+from tests.training.checkpoint.test_folder import flip, whole
+from training.checkpoint.finding import find_checkpoint
 from training.checkpoint.folder import Best, step_folder
 from training.checkpoint.tidying import make_room
+from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -29,5 +31,19 @@ def test_what_a_killed_save_left_goes_and_what_was_to_stay_stays(tmp_path: Path)
     assert killed_at("shutil.rmtree", 1, lambda: begin_save(tmp_path)) == signal.SIGKILL
     (tmp_path / "notes.txt").write_text("mine")
     best = Best(checkpoint="step-000003", step=3, eval_loss=1.0)
-    make_room(tmp_path, 2, best, Disk.of_all(), Log(highlight=False))
+    make_room(tmp_path, 2, best, Disk.of_all(), Log(quiet=True, highlight=False))
     assert {path.name for path in tmp_path.iterdir()} == {"step-000003", "step-000009", "step-000012", "notes.txt"}
+
+
+@pytest.mark.parametrize("named", ["step-000003", "step-000009", None], ids=["earlier", "set aside", "nothing"])
+def test_latest_names_what_a_start_takes_up(named: str | None, tmp_path: Path) -> None:
+    """A kill between the new name and `latest` left it where it was."""
+    for step in (3, 6, 9):
+        whole(tmp_path, step)
+    flip(tmp_path / "step-000009" / "config.json")
+    if named:
+        (tmp_path / "latest").write_text(named)
+    config = TrainConfig(model_path="m", data_path="d", save_path=str(tmp_path), train_batch_size=1)
+    found = find_checkpoint(config, tmp_path, Disk.of_all(), Log(quiet=True, highlight=False))
+    assert found == tmp_path / "step-000006"
+    assert (tmp_path / "latest").read_text() == "step-000006"
