@@ -9,7 +9,7 @@ Cost: a forward pass for each sample, about a third of a training step on as man
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy
 from tqdm import tqdm
@@ -67,8 +67,12 @@ class Evaluation:
             return self._at_start
         return last or (self._interval > 0 and step % self._interval == 0)
 
-    def run(self, trainer: Trainer, monitor: RankMonitor) -> dict[str, float]:
-        """`eval_loss`; of records `eval_perplexity` too and, where there are several types, `eval_loss/<type>`."""
+    def run(self, trainer: Trainer, monitor: RankMonitor, stopping: Callable[[], bool]) -> dict[str, float] | None:
+        """`eval_loss`; of records `eval_perplexity` too and, where there are several types, `eval_loss/<type>`.
+
+        Args:
+            stopping: asked after each batch whether to leave it, the same on all ranks; the result is None then.
+        """
         losses, tokens = dict.fromkeys(self._loaders, 0.0), dict.fromkeys(self._loaders, 0)
         batches = sum(loader.steps_per_epoch for loader in self._loaders.values())
         hidden = None if self._active else True  # None: only on a terminal
@@ -80,6 +84,8 @@ class Evaluation:
                     tokens[kind] += batch.supervised
                     bar.update()
                     monitor.mark("a batch of an evaluation")
+                    if stopping():
+                        return None
         mean = sum(losses.values()) / sum(tokens.values())
         found = {"eval_loss": mean} | ({"eval_perplexity": math.exp(min(mean, 700.0))} if self.dataset else {})
         if len(losses) > 1:

@@ -15,7 +15,7 @@ from common.whole_files import replace_text
 from data.loader import Loader
 from models.checkpoint.publish import writing
 from training.bad_steps import BadSteps
-from training.checkpoint.folder import CheckpointRecord
+from training.checkpoint.folder import CheckpointRecord, step_folder
 from training.checkpoint.saving import Checkpointer
 from training.config.changes import settings_of
 from training.config.keys import TrainConfig
@@ -110,7 +110,11 @@ def train(run: Run) -> int:
 def _train(run: Run, done: int, total_steps: int) -> int:
     if run.progress.evaluate_first:
         found = evaluate(run, done)
-        if done:
+        if found is None:
+            return done
+        # A checkpoint of another folder (`resume`) is not this run's to name.
+        newest, taken_up = step_folder(Path(run.config.save_path), done), run.progress.checkpoint
+        if taken_up and taken_up.resolve() == newest.resolve():
             run.checkpointer.note(done, found)
     freed_memory = FreedMemory(kept=not torch.cuda.is_available())
     for step in range(done + 1, total_steps + 1):
@@ -124,10 +128,11 @@ def _train(run: Run, done: int, total_steps: int) -> int:
         stopping, due = run.stop.agreed(run.checkpointer.due(step))
         last = step == total_steps
         # Before the save: a run that is killed in between repeats the step, and the evaluation with it. One that has to
-        # stop saves first, and the next start evaluates; after the last step there may be no next one.
-        evaluating = run.evaluation and run.evaluation.due(step, last) and (last or not stopping)
-        loss = evaluate(run, step) if evaluating else None
-        if evaluating:
+        # stop saves at once, and the next start evaluates; after the last step there may be no next one.
+        loss = None
+        if run.evaluation and run.evaluation.due(step, last) and (last or not stopping):
+            loss = evaluate(run, step)
+            stopping = stopping or loss is None
             run.checkpointer.settle()  # which may be the best so far
         if due or stopping or last or (loss is not None and run.checkpointer.is_best(loss)):
             with run.trainer.timings("checkpoint"):
@@ -141,10 +146,13 @@ def _train(run: Run, done: int, total_steps: int) -> int:
     return total_steps
 
 
-def evaluate(run: Run, step: int) -> float:
-    """Measure and report the evaluation loss."""
+def evaluate(run: Run, step: int) -> float | None:
+    """Measure and report the evaluation loss; None where the run is asked to stop meanwhile, but for the last step."""
     assert run.evaluation is not None
-    found = run.evaluation.run(run.trainer, run.monitor)
+    last = step == run.progress.total_steps
+    found = run.evaluation.run(run.trainer, run.monitor, lambda: not last and run.stop.agreed(False)[0])
+    if found is None:
+        return None
     run.reporter.report_evaluation(step, found)
     return found["eval_loss"]
 

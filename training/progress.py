@@ -113,7 +113,8 @@ class Progress:
                 self.log.print(f"{told}; the same command goes on from there: {saved}")
             else:
                 newest = next(map(str, finished(Path(self.config.save_path))), "the beginning")
-                self.log.print(f"{told}, which could not be saved; the same command goes on from {newest}")
+                unsaved = ", which could not be saved" if step else ""
+                self.log.print(f"{told}{unsaved}; the same command goes on from {newest}")
             if stop.preempted and not self.log.quiet:
                 requeue()
             sys.exit(stop.exit_code)

@@ -66,7 +66,7 @@ class Job(NamedTuple):
     kind: str = "pipeline"
     run: str = ""
     source: str = ""
-    events: dict[int, str] = {}
+    events: dict[int | str, str] = {}
 
     @property
     def folder(self) -> str:
@@ -111,6 +111,7 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], str]] = {
 }
 QUICK_LEFT_OUT = {"pipeline-0", "pipeline-1"}
 EVALUATED = PIPE | {"eval_interval": 2}
+EVALUATING = "a batch of an evaluation"  # as the failure detector hears of it
 
 Outcomes = Callable[[str], dict[str, Any]]
 
@@ -168,12 +169,16 @@ def jobs() -> dict[str, list[Job]]:
     ]
     needed["test_evaluations_of_a_stopped_run_are_made_up_for"] = [
         Job("evaluated", EVALUATED),
-        Job("evaluation-missed", EVALUATED, run="interrupted", events={2: "stop"}),
+        Job("evaluation-left", EVALUATED, run="interrupted", events={EVALUATING: "stop"}),
+        Job("evaluation-left-again", EVALUATED, run="interrupted", events={EVALUATING: "stop"}),
+        Job("evaluation-missed", EVALUATED, run="interrupted", events={4: "stop"}),
         Job("evaluation-due", EVALUATED, run="interrupted", events={6: "stop"}),
         Job("evaluation-done", EVALUATED, run="interrupted"),
         Job("shortened-before", PIPE | {"eval_interval": 9}, run="cut-short", events={4: "stop"}),
         Job("shortened-after", PIPE | {"eval_interval": 9, "max_steps": 4}, run="cut-short"),
     ]
+    unmoved = EXACT["packed"][0] | {"eval_interval": TAKEN_UP_AT, "optimizer": {"params": {"lr": 0.0}}}
+    needed["test_the_best_checkpoint_is_one_of_the_run_s_own"] = [packed, Job("unmoved", unmoved, source="packed")]
     needed["test_an_evaluation_that_is_no_number_is_never_the_best"] = [
         Job("nan-evaluation", EVALUATED | {"max_steps": 2, "optimizer": {"params": {"lr": 0.0}}}, "nan")
     ]
@@ -433,16 +438,27 @@ def test_max_steps_at_or_below_the_steps_done(outcomes: Outcomes, folder: Path) 
 def test_evaluations_of_a_stopped_run_are_made_up_for(outcomes: Outcomes, folder: Path) -> None:
     expected = evaluations(folder / "evaluated")
     assert list(expected) == [2, 4, 6]
-    assert outcomes("evaluation-missed")["code"] == 128 + 15
-    assert "eval_perplexity" not in outcomes("evaluation-missed")["told"]
+    for name, step in (("left", 2), ("left-again", 2), ("missed", 4)):
+        outcome = outcomes(f"evaluation-{name}")
+        assert outcome["code"] == 128 + 15
+        assert f"stopped after step {step} of 6; the same command goes on from there" in outcome["told"]
+        assert ("eval_perplexity" in outcome["told"]) == (name == "missed"), "that of step 2"
     assert evaluations(folder / "interrupted") == expected
     order = [line["step"] for line in metrics(folder / "interrupted")]
-    assert order == [1, 2, 2, 3, 4, 4, 5, 6, 6], "the one that was missed came before the next step"
+    assert order == [1, 2, 2, 3, 4, 4, 5, 6, 6], "those that were missed came before the next step"
     assert outcomes("evaluation-due")["code"] == 0, "asked to stop in the last step, which was the end anyway"
     assert "nothing to train" in outcomes("evaluation-done")["told"]
     best = [json.loads((folder / name / BEST).read_text()) for name in ("evaluated", "interrupted")]
     assert best[0] == best[1]
     assert list(evaluations(folder / "cut-short")) == [4], "the run's last step, as it turned out"
+
+
+def test_the_best_checkpoint_is_one_of_the_run_s_own(outcomes: Outcomes, folder: Path) -> None:
+    """The first evaluation is that of a checkpoint in another folder, and no later one is better."""
+    assert outcomes("unmoved")["error"] is None
+    found = evaluations(folder / "unmoved")
+    assert list(found) == [TAKEN_UP_AT, STEPS] and len(set(found.values())) == 1
+    assert json.loads((folder / "unmoved" / BEST).read_text())["checkpoint"] == f"step-{STEPS:06d}"
 
 
 def test_an_evaluation_that_is_no_number_is_never_the_best(outcomes: Outcomes, folder: Path) -> None:

@@ -50,7 +50,7 @@ def run_case(case: dict[str, Any], _: TrainConfig, folder: Path) -> None:
         norms.append(float(engine.get_global_grad_norm()))
     alone, counted = trainer.eval_loss(loader, loader.batch_of([0])), sum(forwards)
     held_out = SampleLoader(net.dataset(), config, evaluates=True)
-    evaluated = Evaluation({"": held_out}, config, 0, active=False).run(trainer, monitor)  # type: ignore[arg-type]
+    evaluated = Evaluation({"": held_out}, config, 0, active=False).run(trainer, monitor, bool)  # type: ignore[arg-type]
     tensors |= {f"weight/{name}": weight.detach().clone() for name, weight in engine.module.named_parameters()}
     if trainer.replica == 0:
         save_file(tensors, folder / f"{case['name']}.stage{trainer.stage}.safetensors")

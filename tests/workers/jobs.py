@@ -1,7 +1,7 @@
 """Whole jobs, case by case (see `cases.py`), in two processes.
 
-Its cases are {"name", "kind": "pipeline" | "zero", "config": {...}, "events": {step: what happens when it is done}}.
-Events: "stop" sends this process SIGTERM; "remove FOLDER"
+Its cases are {"name", "kind": "pipeline" | "zero", "config": {...}, "events": {step, or a mark of the failure
+detector: what happens when it is done}}. Events: "stop" sends this process SIGTERM; "remove FOLDER"
 removes a folder. Writes <folder>/<name>.json: what the job printed, its error or exit code, and the learning rate of
 each update, by step, as the optimizer saw it.
 """
@@ -38,7 +38,7 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     assert place is not None
     outcome: dict[str, Any] = {"error": None, "code": 0, "used": {}}
     told = io.StringIO()
-    report, set_rate = Reporter.report, LearningRate.set
+    report, set_rate, mark = Reporter.report, LearningRate.set, RankMonitor.mark
     seen: list[float] = []
 
     def set_and_forget(self: LearningRate, step: int) -> float:
@@ -51,9 +51,13 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
             outcome["used"][metrics.step] = seen[-1]
         happen(case["events"].get(str(metrics.step)), place.rank)
 
+    def marked(self: RankMonitor, what: str) -> None:
+        mark(self, what)
+        happen(case["events"].get(what), place.rank)
+
     hook = register_optimizer_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"]))
     patched = patch.object(Reporter, "report", reported), patch.object(LearningRate, "set", set_and_forget)
-    with patched[0], patched[1], contextlib.redirect_stdout(told):
+    with patched[0], patched[1], patch.object(RankMonitor, "mark", marked), contextlib.redirect_stdout(told):
         try:
             with RankMonitor(place, config.model_topo.stage_of(place.rank), config.timeout_minutes) as monitor:
                 ended(lambda: run_job(config, place, monitor, KINDS[case["kind"]]), outcome)
