@@ -29,12 +29,14 @@ class BadSteps:
     Attributes:
         limit: how many end the run.
         origin: says of a sample's number where it comes from.
+        mark: notes that the run has got somewhere.
     """
 
     trainer: Trainer
     limit: int
     origin: Callable[[int], str]
     log: Console
+    mark: Callable[[str], None]
     in_a_row: int = 0
 
     def __post_init__(self) -> None:
@@ -64,12 +66,12 @@ class BadSteps:
 
     def _cause(self, loader: Loader, batch: GlobalBatch) -> str:
         numbers = sorted(batch.samples)
+        bad = []
         with paused():
-            bad = [
-                number
-                for number in tqdm(numbers, "looking for the records", disable=self.log.quiet or None, leave=False)
-                if not math.isfinite(self.trainer.eval_loss(loader, loader.batch_of([number])))
-            ]
+            for number in tqdm(numbers, "looking for the records", disable=self.log.quiet or None, leave=False):
+                if not math.isfinite(self.trainer.eval_loss(loader, loader.batch_of([number]))):
+                    bad.append(number)
+                self.mark("a sample alone")
         if not bad:
             return "each of its records alone gives a finite loss: expected a lower learning rate or fp32"
         if len(bad) == len(numbers):

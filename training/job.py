@@ -200,6 +200,7 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
     if feedback and feedback.moves and done < progress.total_steps and not stop.agreed(False)[0]:
         log.print(f"rebalance: after step {done} of {progress.total_steps} the same command goes on in better parts")
         return True
+    monitor.rest()  # an export takes as long as the model is large
     progress.end(done, stop, layers, inputs.folder)
     if isinstance(inputs.dataset, Stream):
         inputs.dataset.close()

@@ -76,7 +76,7 @@ class Run:
         settings = settings_of(progress.config)
         record = CheckpointRecord(step=progress.done, topology=self.topology, data=progress.order, settings=settings)
         self.checkpointer = Checkpointer(trainer, config, folder, self.disk, self.side_files, record, log, records)
-        self.bad_steps = BadSteps(trainer, config.max_bad_steps, self.origin, log)
+        self.bad_steps = BadSteps(trainer, config.max_bad_steps, self.origin, log, self.monitor.mark)
         self.learning_rate = LearningRate(trainer.engine.basic_optimizer, config.scheduler, progress.total_steps)
         steps, parts = config.profile_steps, self.topology.parts
         self.timeline = Timeline(steps, trainer, parts, folder, log) if steps else None

@@ -190,7 +190,7 @@ class TrainConfig(Section):
 
     timeout_minutes: float = Field(default=30, gt=0, le=YEAR)
     """End the run when nothing moved for so long, and name the rank that holds the others up; a step, an evaluation's
-    batch and a save must take less."""
+    batch and a save must take less, the export at the end need not."""
 
     max_restarts: int = Field(default=0, ge=0)
     """Start the run so many times again after a fault, from the newest checkpoint, also on fewer machines

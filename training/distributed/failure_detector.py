@@ -80,6 +80,10 @@ class FailureDetector:
         """Note that the run has got somewhere."""
         self._marked = (time.monotonic(), what)
 
+    def rest(self) -> None:
+        """Expect no further mark."""
+        self._marked = None
+
     async def _watch(self, listener: socket.socket) -> None:
         await asyncio.start_server(self._serve, sock=listener, limit=LONGEST)
         verdict = None
@@ -90,8 +94,8 @@ class FailureDetector:
                 certain = any(isinstance(failure, str) or not failure.waiting for failure in self._failures.values())
                 if now - self._first_failure > (TOGETHER if certain else LATE):
                     verdict = self._first_to_fail()
-            elif self._marked and now - self._marked[0] > self._timeout * 60:
-                verdict = await self._hanging(self._marked[1])
+            elif (marked := self._marked) and now - marked[0] > self._timeout * 60:
+                verdict = await self._hanging(marked[1])
         self._tell({"kind": "verdict", **asdict(verdict)} if verdict else {"kind": "end"})
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

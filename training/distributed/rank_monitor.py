@@ -104,6 +104,11 @@ class RankMonitor:
         if self._lease and (successor := self._lease.successor()):
             raise taken_over(self._folder, successor)
 
+    def rest(self) -> None:
+        """From now on the run may take its time, as no marks come; a rank that dies is noticed all the same."""
+        if self._detector:
+            self._detector.rest()
+
     def __enter__(self) -> RankMonitor:
         return self
 

@@ -129,6 +129,18 @@ def test_a_rank_that_waits_for_nobody_hangs(busy: list[int], names: list[str], s
     assert verdict["code"] == 1
 
 
+def test_a_run_at_its_end_may_take_its_time() -> None:
+    """An export takes longer than any step."""
+    run = Run(minutes=1e-4)
+    lines = run.join()
+    run.detector.mark("step 7")
+    run.detector.rest()
+    time.sleep(3 * failure_detector.POLL)
+    for line in lines:
+        line.say("done")
+    assert [line.hear()["kind"] for line in lines] == ["end"] * RANKS
+
+
 def test_a_silent_stranger_holds_nobody_up() -> None:
     run = Run()
     strangers = [Line(run.port) for _ in range(20)]
