@@ -128,7 +128,7 @@ def hosts_of(listed: str | None, hostfile: str | None) -> list[str]:
     hosts = listed.split(",") if listed is not None else []
     if hostfile is not None:
         try:
-            lines = Path(hostfile).read_text(encoding="utf-8").splitlines()
+            lines = Path(hostfile).read_text(encoding="utf-8-sig").splitlines()
         except (OSError, ValueError) as error:
             raise CheckpointError(f"--hostfile: {hostfile}: cannot be read: {error}") from None
         hosts = [words[0] for line in lines if (words := line.partition("#")[0].split())]

@@ -43,18 +43,22 @@ def read_hostfile(path: str, include: str, exclude: str) -> dict[str, list[int]]
     """The slots of each host, as DeepSpeed's launcher understands a hostfile and its two filters.
 
     Raises:
-        ConfigError: the file or a filter makes no hosts.
+        ConfigError: the file or a filter makes no hosts, or leaves no slot.
     """
     from deepspeed.launcher import runner
 
     runner.logger.setLevel("CRITICAL")  # it would print the whole file
     try:
-        pool = runner.fetch_hostfile(path)
-        if pool is None:
-            raise ValueError("not found")
+        # Its own reader would take a byte order mark, as Windows writes it, for a part of the first name.
+        pool = runner._parse_hostfile(Path(path).read_text(encoding="utf-8-sig").splitlines())
         chosen: dict[str, list[int]] = runner.parse_inclusion_exclusion(pool, include, exclude)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--hostfile {path}: {error}; expected lines such as: node1 slots=8") from None
+        told = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--hostfile {path}: {told}; expected lines such as: node1 slots=8") from None
+    if not any(chosen.values()):
+        raise ConfigError(
+            f"--hostfile {path}: no slot is left; expected hosts that --include and --exclude leave, with slots="
+        )
     return {host: slots for host, slots in chosen.items() if slots}
 
 

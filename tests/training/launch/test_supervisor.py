@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.launching import eventually, start
+from training.errors import ConfigError
 from training.launch.agent import look
 from training.launch.hosts import AGENT, read_hostfile, there
 from training.launch.start import SUPERVISOR
@@ -178,8 +179,11 @@ def test_a_later_signal_ends_a_save_at_once(tmp_path: Path) -> None:
 
 
 def test_a_host_without_slots_takes_no_part(tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("node1 slots=0\nnode2 slots=2\n")
+    (tmp_path / "hosts").write_text("\ufeffnode1 slots=0\nnode2 slots=2\n", encoding="utf-8")
     assert read_hostfile(str(tmp_path / "hosts"), "", "") == {"node2": [0, 1]}
+    for include, exclude in (("node1", ""), ("", "node2"), ("", "node1@node2")):
+        with pytest.raises(ConfigError, match="hosts: no slot is left; expected hosts that --include and --exclude"):
+            read_hostfile(str(tmp_path / "hosts"), include, exclude)
 
 
 def test_who_never_leaves_is_killed(tmp_path: Path) -> None:
