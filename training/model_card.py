@@ -74,6 +74,8 @@ def card(info: dict[str, Any], lines: list[dict[str, Any]], name: str) -> str:
         rows["evaluation loss"] = _short(evaluated[-1])
     table = "\n".join(f"| {key} | {value.replace('|', chr(92) + '|')} |" for key, value in rows.items())
     kept = {key: value for key, value in config.items() if key not in PLACES}
+    if kept.get("prompt_format"):
+        kept["prompt_format"] = _end(kept["prompt_format"], 1)  # which may be a file
     settings = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
     return f"""---
 library_name: transformers

@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard
 
 from common.version import VERSION
 from models.checkpoint.convert import hg_to_pp
+from tests.conftest import CHATML
 from tests.models.command_line import convert
 from tests.models.helpers import copy_of
 from training.checkpoint.folder import CheckpointRecord, DataOrder
@@ -34,6 +35,8 @@ def run_from(base: Path, run: Path) -> Path:
     run.mkdir()
     data = {"path": str(run / "facts.json"), "repeat": 2}
     keys = {"model_path": str(base), "data_path": [data], "save_path": str(run), "train_batch_size": 8}
+    (run / "turns.jinja").write_text(CHATML)
+    keys["prompt_format"] = str(run / "turns.jinja")
     topo = {"process_topology": {"axes": ["pipe", "data"], "dims": [2, 1]}, "parts": TOPOLOGY.parts}
     config = TrainConfig.model_validate(keys | {"model_topo": topo, "optimizer": {"type": "Lion"}})
     write_run_info(run, config, TOPOLOGY.parts)
@@ -67,7 +70,7 @@ def test_export_of_a_run_has_a_card(make_checkpoint: Callable[..., Path], tmp_pa
     revision = json.loads((run / "run.json").read_text())["git"]["revision"]
     assert f"| Pipetune | {VERSION}, revision {revision}" in card.text
     settings = yaml.safe_load(card.text.partition("```yaml\n")[2].partition("```")[0])
-    assert settings["optimizer"]["type"] == "Lion"
+    assert (settings["optimizer"]["type"], settings["prompt_format"]) == ("Lion", "turns.jinja")
     assert str(tmp_path) not in card.content  # the paths of the machine are nobody's business
     assert (tmp_path / "out" / "training.png").stat().st_size > 10_000
     assert (tmp_path / "out" / "README.base.md").read_text() == "The base model.\n"
