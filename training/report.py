@@ -17,6 +17,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from models.errors import GONE
 from training.metrics.reporter import METRICS_FILE, read_metrics
 
 REPORT_FILE = "report.png"
@@ -47,9 +48,12 @@ def draw(run_folder: Path, output: Path | None = None, last_step: float = math.i
 
     Raises:
         OSError: metrics.jsonl cannot be read or the picture not be written.
-        ValueError: no step is done yet.
+        ValueError: there is no run, or no step is done yet.
     """
-    lines = [line for line in read_metrics(run_folder / METRICS_FILE) if line["step"] <= last_step]
+    try:
+        lines = [line for line in read_metrics(run_folder / METRICS_FILE) if line["step"] <= last_step]
+    except GONE:
+        raise ValueError(f"{run_folder}: no run here; expected a run's save_path") from None
     steps = [line for line in lines if "loss" in line]
     if not steps:
         raise ValueError(f"{run_folder / METRICS_FILE}: no step is done yet")
