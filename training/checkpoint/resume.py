@@ -31,6 +31,7 @@ from training.topology import Topology
 
 # Of config.json, what the computation does not depend on.
 UNUSED = {"_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", QUANTIZATION}
+AXES = "model_topo.process_topology.axes"  # by which each rank finds its place in the grid
 
 
 def resume(
@@ -55,8 +56,8 @@ def resume(
     """
     if folder is None or record is None:
         return build()
-    changed = record.topology != topology
-    if changed:
+    changed = not same_places(record, topology, config)
+    if record.topology != topology:
         log.print(
             f"{folder.name} was saved {record.topology.full_description}; dividing its weights and optimizer states "
             f"anew: {topology.full_description}; dropout, if any, draws other numbers"
@@ -74,6 +75,12 @@ def resume(
         log.print(f"{folder.name} was saved on devices of another kind; dropout, if any, draws other numbers")
     log.print(f"resumed: {folder}, after step {record.step}")
     return trainer
+
+
+def same_places(record: CheckpointRecord, topology: Topology, config: TrainConfig) -> bool:
+    """Whether each rank is where it was, among its peers too: then it goes on with its own random numbers."""
+    now = settings_of(config)[AXES]
+    return record.topology == topology and record.settings.get(AXES, now) == now
 
 
 def draw_on(states: Mapping[str, Tensor], seed: int) -> bool:
