@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, TextIO, TypeVar, cast
 
 from training.config.model_topo import ModelTopo
@@ -25,6 +26,10 @@ from training.errors import USER_ERRORS, ConfigError, RunRefused, ending, tell
 from training.launch import slurm
 from training.launch.agent import free_port
 
+# By which somebody asks a run to save and leave; a terminal that closes sends SIGHUP.
+REQUESTS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as nohup has it
+    REQUESTS.remove(signal.SIGHUP)
 LAUNCHER_GONE = signal.SIGRTMIN  # a process sends it to itself; one that does not handle it ends at once
 SAVED = 3600.0  # seconds for it to save; if it hangs, the failure detector ends it before
 RUNNERS = ("deepspeed.launcher.runner", "deepspeed", "deepspeed.pt", "ds")  # what starts DeepSpeed's launch.py
@@ -51,6 +56,15 @@ class Place:
         world_size = int(environment["WORLD_SIZE"])
         local_size = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or world_size
         return cls(int(environment["RANK"]), world_size, int(environment.get("LOCAL_RANK", 0)), int(local_size))
+
+
+class Noted:
+    """Handles a signal of `preemption_signals` while a process loads; `StopRequest` sees whether it came."""
+
+    came = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
 
 
 class Heard:
@@ -223,7 +237,7 @@ def start_over(port: int | None = None) -> NoReturn:
     stop()
     os.environ |= {"MASTER_PORT": str(port or free), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     signal.setitimer(signal.ITIMER_REAL, 0)  # of a signal that came too late; whoever sent it has to send another
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in REQUESTS:
         signal.signal(number, signal.SIG_DFL)
     sys.stdout.flush()
     sys.stderr.flush()

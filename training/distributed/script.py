@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from training.config.yaml_file import Config
 from training.distributed import placement, processes
-from training.distributed.processes import LAUNCHER_GONE, Place
+from training.distributed.processes import LAUNCHER_GONE, REQUESTS, Noted, Place
 from training.errors import ConfigError, keep_tracebacks_in, one_line_at_the_end
 from training.launch.agent import RUN
 from training.launch.start import launch
@@ -37,7 +37,9 @@ def in_processes(config: Config, place: Place | None, run: Callable[[Config, Pla
             f"max_restarts: {config.max_restarts}: a launcher such as deepspeed or torchrun ends with its run; "
             f"expected python {Path(sys.argv[0]).name}, for several machines with --hostfile, or max_restarts: 0"
         )
-    from training.distributed.rank_monitor import RankMonitor
+    for name in config.preemption_signals:
+        signal.signal(signal.Signals[name], Noted())
+    from training.distributed.rank_monitor import RankMonitor  # takes seconds
 
     # The failure detector must find a hang, and name the rank, before the process group gives up.
     patience = timedelta(minutes=max(30, 2 * config.timeout_minutes))
@@ -72,7 +74,7 @@ def run_from_script(load: Callable[[Place | None], Config], run: Callable[[Confi
         config.check_door(in_stages=True)
         keep_tracebacks_in(config.save_path)
         preemption = [signal.Signals[name] for name in config.preemption_signals]
-        numbers = (signal.SIGTERM, signal.SIGINT, LAUNCHER_GONE, *preemption)
+        numbers = (*REQUESTS, LAUNCHER_GONE, *preemption)
         handlers = {number: signal.getsignal(number) for number in numbers}
         in_processes(config, place, run)
         for number, handler in handlers.items():  # a run makes them a wish to save, which nobody hears any more

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: save after the step that is under way, and leave; a later one ends the process at once.
+"""SIGTERM, SIGINT, SIGHUP: save after the step that is under way, and leave; a later one ends the process at once.
 
 So does one of `preemption_signals`, by which a cluster says that it is about to take the machines away; a later one
 changes nothing, and Slurm is asked to start the job again.
@@ -19,9 +19,8 @@ from types import FrameType
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from training.distributed.processes import LAUNCHER_GONE, tell
+from training.distributed.processes import LAUNCHER_GONE, REQUESTS, Noted, tell
 
-REQUESTS = (signal.SIGTERM, signal.SIGINT)
 SAME_REQUEST = 5.0  # seconds
 
 
@@ -40,10 +39,14 @@ class StopRequest:
         self.signal: int | None = None
         self.preempted = False
         signal.setitimer(signal.ITIMER_REAL, 0)  # that of a run before in this process
-        for number in (*REQUESTS, LAUNCHER_GONE):
+        preempts = [signal.Signals[name] for name in preemption]
+        self._requests = [number for number in REQUESTS if number not in preempts]
+        for number in (*self._requests, LAUNCHER_GONE):
             signal.signal(number, self._take)
-        for name in preemption:
-            signal.signal(signal.Signals[name], self._take_preemption)
+        for number in preempts:
+            before = signal.signal(number, self._take_preemption)
+            if isinstance(before, Noted) and before.came:
+                self._take_preemption(number, None)
 
     @property
     def exit_code(self) -> int:
@@ -71,11 +74,10 @@ class StopRequest:
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or number
-        _answer_by(signal.SIG_IGN)
-        signal.signal(signal.SIGALRM, lambda *_: _answer_by(signal.SIG_DFL))
+        self._answer_by(signal.SIG_IGN)
+        signal.signal(signal.SIGALRM, lambda *_: self._answer_by(signal.SIG_DFL))
         signal.setitimer(signal.ITIMER_REAL, SAME_REQUEST)
 
-
-def _answer_by(action: signal.Handlers) -> None:
-    for number in REQUESTS:
-        signal.signal(number, action)
+    def _answer_by(self, action: signal.Handlers) -> None:
+        for number in self._requests:
+            signal.signal(number, action)

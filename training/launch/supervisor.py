@@ -29,7 +29,8 @@ from training.launch.agent import FAILED, FAREWELL, LOOK
 from training.launch.hosts import Answer, look, start_agent
 
 JOB = "PIPETUNE_JOB"  # in the environment: a `Job` without its command, as JSON
-STOPPED = (INTERRUPTED, 128 + signal.SIGTERM)  # exit codes of ranks that somebody has asked to save and leave
+# Exit codes of ranks that somebody has asked to save and leave.
+STOPPED = (INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
 LOST = 255  # ssh's, where there is no connection any more
 MARGIN = 5.0  # seconds more than an agent takes at most
 RETURN, AGAIN = 30.0, 2.0  # seconds until a run goes on without a host, and between two looks at it

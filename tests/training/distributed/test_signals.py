@@ -5,10 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.launching import heed_signals
 
 ASKED = """
 import os, signal, sys, time
@@ -16,22 +18,51 @@ from training.distributed import signals
 signals.SAME_REQUEST = float(sys.argv[1])
 stop = signals.StopRequest()
 stop.signal = int(sys.argv[2]) or None
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
     os.kill(os.getpid(), number)
 print(stop.exit_code, flush=True)
 while signal.getsignal(signal.SIGTERM) is signal.SIG_IGN and float(sys.argv[1]) < 1:
     time.sleep(0.01)
-os.kill(os.getpid(), signal.SIGTERM)
+os.kill(os.getpid(), int(sys.argv[3]))
 """
 
 
-@pytest.mark.parametrize("known", [0, signal.SIGTERM], ids=["asked first", "another rank was asked first"])
-@pytest.mark.parametrize(("same_request", "code"), [(1e4, 0), (0.1, -signal.SIGTERM)])
-def test_only_a_later_signal_ends_a_rank_at_once(same_request: float, code: int, known: int) -> None:
-    words = [sys.executable, "-c", ASKED, str(same_request), str(int(known))]
-    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(
+    ("known", "last"), [(0, signal.SIGHUP), (signal.SIGTERM, signal.SIGTERM)], ids=["asked first", "another rank was"]
+)
+@pytest.mark.parametrize(("same_request", "later"), [(1e4, False), (0.1, True)])
+def test_only_a_later_signal_ends_a_rank_at_once(same_request: float, later: bool, known: int, last: int) -> None:
+    result = ran(ASKED, str(same_request), str(int(known)), str(int(last)))
     assert result.stdout.endswith(f"{128 + (known or signal.SIGINT)}\n"), result.stderr
-    assert result.returncode == code
+    assert result.returncode == (-last if later else 0)
+
+
+def ran(program: str, *words: str, before: Callable[[], object] = heed_signals) -> subprocess.CompletedProcess[str]:
+    """Run a program, whose signals are as `before` leaves them."""
+    command = [sys.executable, "-c", program, *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, preexec_fn=before)
+
+
+HUNG_UP = """
+import os, signal
+from training.distributed import signals
+stop = signals.StopRequest()
+os.kill(os.getpid(), signal.SIGHUP)
+print(stop.signal, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "signal_taken"),
+    [(heed_signals, signal.SIGHUP), (lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN), None)],
+    ids=["", "nohup"],
+)
+def test_a_terminal_that_closes_is_a_request_but_under_nohup(
+    before: Callable[[], object], signal_taken: int | None
+) -> None:
+    result = ran(HUNG_UP, before=before)
+    assert result.stdout.endswith(f"{signal_taken and int(signal_taken)}\n"), result.stderr
 
 
 TWO_RUNS = """
@@ -48,24 +79,31 @@ os._exit(0)  # as a rank ends, whose timer must not meet Python's teardown
 
 
 def test_each_run_of_a_process_has_its_own_request() -> None:
-    result = subprocess.run([sys.executable, "-c", TWO_RUNS], cwd=ROOT, capture_output=True, text=True, check=False)
+    result = ran(TWO_RUNS)
     assert result.returncode == 0, result.stderr
 
 
 PREEMPTED = """
-import os, signal
+import os, signal, sys
+from training.distributed.processes import Noted
+if sys.argv[1] == "early":
+    signal.signal(signal.SIGUSR1, Noted())
+    os.kill(os.getpid(), signal.SIGUSR1)
 from training.distributed import signals
 stop = signals.StopRequest(["SIGUSR1", "SIGHUP"])
-for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR1):
+for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR1)[sys.argv[1] == "early":]:
     os.kill(os.getpid(), number)
 print(stop.preempted, stop.exit_code, flush=True)
 os.kill(os.getpid(), signal.SIGTERM)
-print("still there", flush=True)
+os.kill(os.getpid(), signal.SIGHUP)
+print("still there", stop.exit_code, flush=True)
 os._exit(0)
 """
 
 
-def test_preemption_is_a_request_that_may_be_repeated() -> None:
-    result = subprocess.run([sys.executable, "-c", PREEMPTED], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.stdout.endswith(f"True {128 + signal.SIGUSR1}\nstill there\n"), result.stderr
+@pytest.mark.parametrize("when", ["early", "later"], ids=["while it loads", "once it trains"])
+def test_preemption_is_a_request_that_may_be_repeated(when: str) -> None:
+    result = ran(PREEMPTED, when)
+    code = 128 + signal.SIGUSR1
+    assert result.stdout.endswith(f"True {code}\nstill there {code}\n"), result.stderr
     assert result.returncode == 0
