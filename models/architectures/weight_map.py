@@ -66,12 +66,30 @@ class WeightMap:
     is_part: bool = False  # whether the checkpoint holds more than this model, as those with a vision tower do
 
     def for_names(self, disk_names: Iterable[str]) -> WeightMap:
-        """The same table in the spelling of a checkpoint, which the name of its embedding shows."""
+        """The same table in the spelling of a checkpoint.
+
+        How names begin shows that of its embedding. What a rule for blocks stores in a form of its own, as each expert
+        for itself, may lie there as the modules have it too: where those names are there instead, the rule is left out.
+        """
+        disk_names = list(disk_names)
         embedding = replace(self, prefix=None).tied_embedding
         rest = embedding.removeprefix(self.family.prefix)
         found = [name for name in disk_names if name == rest or name.endswith(f".{rest}")]
         prefix = None if embedding in found or not found else found[0].removesuffix(rest)
-        return replace(self, prefix=prefix)
+        spelled = replace(self, prefix=prefix)
+        full = {each for name in disk_names for each in spelled._full_names(name)}
+
+        def lie_there(templates: Iterable[str]) -> bool:
+            return any(pattern.fullmatch(name) for pattern in map(_pattern, templates) for name in full)
+
+        begin = [rule.disk_names[0].removesuffix("*") for rule in self.family.block if rule.module == "block.*"]
+        block = tuple(
+            rule
+            for rule in self.family.block
+            if lie_there(rule.disk_names)
+            or not lie_there(each + name.removeprefix("block.") for each in begin for name in rule.module_names)
+        )
+        return replace(spelled, family=replace(self.family, block=block))
 
     def binding(self, disk_name: str) -> Binding | None:
         """The binding of a tensor on disk, or None where the family has none for it."""
