@@ -11,6 +11,7 @@ Cost: a tensor of the size that is read, and of an expert's size in fp32.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from math import ceil, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -36,11 +37,19 @@ class Quantized(NamedTuple):
     scales: str
     dtype: torch.dtype  # it is read as
     block: tuple[int, int] | None  # rows and columns that share a scale, of fp8
+    where: object  # the folder, for a message
 
-    def info(self, numbers: TensorInfo) -> TensorInfo:
-        """What it looks like when it is read."""
+    def info(self, numbers: TensorInfo, scales: TensorInfo) -> TensorInfo:
+        """What it looks like when it is read.
+
+        Raises:
+            CheckpointError: the scales do not fit the numbers.
+        """
         if self.block:
+            self._sizes(numbers.shape, scales.shape)
             return TensorInfo(self.dtype, numbers.shape)
+        if len(numbers.shape) < 4 or scales.shape != numbers.shape[:-1]:
+            raise self._misfit(numbers.shape, scales.shape)
         *outer, rows, groups, width = numbers.shape
         return TensorInfo(self.dtype, torch.Size((*outer, groups * width * 2, rows)))
 
@@ -50,11 +59,33 @@ class Quantized(NamedTuple):
         return self._from_fp8(numbers, scales) if self.block else self._from_mxfp4(numbers, scales)
 
     def _from_fp8(self, numbers: Tensor, scales: Tensor) -> Tensor:
-        assert self.block is not None
+        grid, sizes = self._sizes(numbers.shape, scales.shape)
         factors = _powers(scales) if scales.dtype == torch.uint8 else scales.float()
-        for dimension, size in zip((-2, -1), self.block, strict=True):
+        factors = factors.reshape(*numbers.shape[:-2], *grid)
+        for dimension, size in zip((-2, -1), sizes, strict=True):
             factors = factors.repeat_interleave(size, dim=dimension).narrow(dimension, 0, numbers.shape[dimension])
         return (numbers.float() * factors).to(self.dtype)
+
+    def _sizes(self, numbers: torch.Size, scales: torch.Size) -> tuple[torch.Size, list[int]]:
+        """Rows and columns of scales, and those of numbers that share one.
+
+        Where there are not as many scales as config.json's blocks, each has an equal share, as transformers has it.
+        """
+        assert self.block is not None
+        outer, matrix, grid = numbers[:-2], numbers[-2:], scales[-2:] if len(scales) > 1 else torch.Size((1, 1))
+        if len(matrix) < 2 or prod(scales) != prod(outer) * prod(grid) or not prod(grid):
+            raise self._misfit(numbers, scales)
+        sizes = []
+        for length, count, size in zip(matrix, grid, self.block, strict=True):
+            if count != ceil(length / size) and length % count:
+                raise self._misfit(numbers, scales)
+            sizes.append(size if count == ceil(length / size) else length // count)
+        return grid, sizes
+
+    def _misfit(self, numbers: torch.Size, scales: torch.Size) -> CheckpointError:
+        blocks = f" in blocks of {list(self.block)}" if self.block else ""
+        what = f"scales {list(scales)} do not fit {list(numbers)}{blocks}"
+        return CheckpointError(f"{self.where}: {self.numbers}: {what}")
 
     def _from_mxfp4(self, numbers: Tensor, scales: Tensor) -> Tensor:
         pairs = torch.tensor([[FP4[byte & 15], FP4[byte >> 4]] for byte in range(256)])
@@ -75,22 +106,28 @@ def quantized_tensors(config: dict[str, Any], names: Iterable[str], where: objec
     settings = config.get(QUANTIZATION)
     if not settings:
         return {}
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{where}: {QUANTIZATION}: expected an object, found {settings!r}")
     known, method = set(names), settings.get("quant_method")
     stored = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     dtype = getattr(torch, stored, torch.bfloat16)
     if method == FP8:
         block = settings.get("weight_block_size")
-        if not (isinstance(block, list) and len(block) == 2):
-            what = "fp8 without weight_block_size; expected a scale for each block"
+        sizes = block if isinstance(block, list) else []
+        if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+            what = f"fp8 with weight_block_size {block}; expected the rows and columns that share a scale"
             raise CheckpointError(f"{where}: {QUANTIZATION}: {what}")
         weights = [name.removesuffix(SCALE) for name in known if name.endswith(SCALE)]
-        return {name: Quantized(name, name + SCALE, dtype, (block[0], block[1])) for name in weights if name in known}
+        both = [name for name in weights if name in known]
+        return {name: Quantized(name, name + SCALE, dtype, (sizes[0], sizes[1]), where) for name in both}
     if method == MXFP4:
         weights = [name.removesuffix(BLOCKS) for name in known if name.endswith(BLOCKS)]
         both = [name for name in weights if name + EXPONENTS in known]
-        return {name: Quantized(name + BLOCKS, name + EXPONENTS, dtype, None) for name in both}
+        return {name: Quantized(name + BLOCKS, name + EXPONENTS, dtype, None, where) for name in both}
+    asked = ", ".join(name for name, value in settings.items() if name.startswith("load_in_") and value)
+    told = method or asked or "a method that it does not name"
     raise CheckpointError(
-        f"{where}: {QUANTIZATION}: the weights are quantized by {method}; expected 16 or 32 bits, {FP8} or {MXFP4}"
+        f"{where}: {QUANTIZATION}: the weights are quantized by {told}; expected 16 or 32 bits, {FP8} or {MXFP4}"
     )
 
 

@@ -121,7 +121,7 @@ class HuggingFaceSource:
     def info(self, disk_name: str) -> TensorInfo:
         """Dtype and shape of a tensor by its name on disk; of a quantized one as it is read."""
         if each := self._quantized.get(disk_name):
-            return each.info(self._find(each.numbers).info(each.numbers))
+            return each.info(*(self._find(name).info(name) for name in (each.numbers, each.scales)))
         return self._find(disk_name).info(disk_name)
 
     def read(self, disk_name: str) -> Tensor:
@@ -145,7 +145,7 @@ class HuggingFaceSource:
             for name, shape in binding.disk_shapes(self.spec.shapes(layer)).items():
                 info = self.info(name)
                 _check_shape(self.folder, name, info.shape, shape)
-                if info.dtype.itemsize < 2 and QUANTIZATION in self.spec.raw:
+                if info.dtype.itemsize < 2 and (QUANTIZATION in self.spec.raw or not info.dtype.is_floating_point):
                     raise CheckpointError(f"{self.folder}: {name} has 8 bits and no scales; expected 16 or 32 bits")
 
     def _find(self, disk_name: str) -> TensorFile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from models import load_model
+from models import CheckpointError, load_model
 from models.checkpoint.convert import hg_to_pp
 from models.checkpoint.export import pp_to_hg
+from models.checkpoint.quantized import Quantized
+from models.checkpoint.safetensors_files import TensorInfo
 from tests.models.derived.cases import write_small
-from tests.models.helpers import assert_same_bits, change_config, error_line, random_ids, read_config
+from tests.models.helpers import assert_same_bits, change_config, change_weights, error_line, random_ids, read_config
 
 BLOCK = 16  # rows and columns that share a scale; 128 in large models
 FP8 = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
@@ -96,9 +99,49 @@ def test_weights_are_transformers_own_and_come_back_in_16_bits(kind: str, tmp_pa
     torch.testing.assert_close(direct, converted, atol=0, rtol=0)
 
 
-BAD = {
+@pytest.mark.parametrize("grid", [(), (1,), (1, 1), (3, 2), (6, 4), (48, 1), (24, 32)], ids=str)
+def test_scales_of_other_blocks_than_the_named_ones_count_as_in_transformers(grid: tuple[int, ...]) -> None:
+    tensors = {"w": torch.randn(48, 32).to(torch.float8_e4m3fn), "s": torch.rand(grid) + 0.5}
+    found = Quantized("w", "s", torch.bfloat16, (BLOCK, BLOCK), "folder").read(tensors.__getitem__)
+    assert torch.equal(found, Fp8Dequantize(None)._dequantize_one(tensors["w"], tensors["s"], torch.bfloat16))
+
+
+MISFITS = [((48, 32), grid) for grid in [(3,), (3, 3), (5, 2), (96, 64), (0, 2), (2, 3, 2)]] + [((48,), (1,))]
+
+
+@pytest.mark.parametrize(("numbers", "scales"), MISFITS, ids=str)
+def test_scales_that_fit_no_blocks_are_refused(numbers: tuple[int, ...], scales: tuple[int, ...]) -> None:
+    infos = (TensorInfo(torch.float8_e4m3fn, torch.Size(shape)) for shape in (numbers, scales))
+    told = f"folder: w: scales {list(scales)} do not fit {list(numbers)} in blocks of [16, 16]"
+    with pytest.raises(CheckpointError, match=re.escape(told)):
+        Quantized("w", "s", torch.bfloat16, (BLOCK, BLOCK), "folder").info(*infos)
+
+
+@pytest.mark.parametrize("numbers", [(4, 8, 2, 16), (32, 16)], ids=str)
+def test_exponents_that_do_not_fit_are_refused(numbers: tuple[int, ...]) -> None:
+    infos = (TensorInfo(torch.uint8, torch.Size(shape)) for shape in (numbers, (4, 8, 1)))
+    with pytest.raises(CheckpointError, match=re.escape(f"w: scales [4, 8, 1] do not fit {list(numbers)}")):
+        Quantized("w", "s", torch.bfloat16, None, "folder").info(*infos)
+
+
+def test_no_layer_is_written_where_scales_do_not_fit(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.o_proj.weight"
+    write_small(tmp_path, "qwen3_moe")
+    to_fp8(tmp_path)
+    change_weights(tmp_path, lambda tensors: tensors.update({f"{name}_scale_inv": torch.ones(99, 9)}))
+    assert f"{name}: scales [99, 9] do not fit" in error_line(lambda: hg_to_pp(tmp_path, tmp_path / "layers"))
+    assert not (tmp_path / "layers").exists()
+
+
+OF_BLOCKS = "expected the rows and columns that share a scale"
+BAD: dict[str, tuple[Any, str]] = {
     "method": ({"quant_method": "gptq"}, "quantized by gptq; expected 16 or 32 bits, fp8 or mxfp4"),
-    "block": (FP8 | {"weight_block_size": None}, "fp8 without weight_block_size"),
+    "no method": ({"load_in_8bit": True, "load_in_4bit": False}, "quantized by load_in_8bit; expected 16"),
+    "a word": ("fp8", "quantization_config: expected an object, found 'fp8'"),
+    "no block": (FP8 | {"weight_block_size": None}, f"fp8 with weight_block_size None; {OF_BLOCKS}"),
+    "empty blocks": (FP8 | {"weight_block_size": [0, 0]}, f"fp8 with weight_block_size [0, 0]; {OF_BLOCKS}"),
+    "words": (FP8 | {"weight_block_size": ["16", "16"]}, f"fp8 with weight_block_size ['16', '16']; {OF_BLOCKS}"),
+    "fractions": (FP8 | {"weight_block_size": [16.0, 16]}, f"fp8 with weight_block_size [16.0, 16]; {OF_BLOCKS}"),
 }
 
 
@@ -116,6 +159,13 @@ def test_a_matrix_of_8_bits_without_its_scales_is_refused(tmp_path: Path) -> Non
     path = tmp_path / "model.safetensors"
     name = "model.layers.0.self_attn.q_proj.weight"
     save_file({key: tensor for key, tensor in load_file(path).items() if key != name + "_scale_inv"}, path)
+    assert f"{name} has 8 bits and no scales" in error_line(lambda: load_model(tmp_path))
+
+
+def test_integers_are_no_weights(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    write_small(tmp_path, "qwen3_moe")
+    change_weights(tmp_path, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
     assert f"{name} has 8 bits and no scales" in error_line(lambda: load_model(tmp_path))
 
 
