@@ -13,6 +13,8 @@ from models.errors import CheckpointError
 
 # Far above any model; more layers and experts would be counted, one by one, for hours, and wider heads fill the memory.
 MOST = dict.fromkeys(["num_hidden_layers", "num_layers", "n_layer", "num_experts", "num_local_experts"], 10_000)
+AHEAD = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", "mtp_num_hidden_layers")
+MOST |= dict.fromkeys(AHEAD, 100)  # layers behind the blocks, which predict tokens further ahead
 MOST |= {"hidden_size": 2**20, "head_dim": 2**16, "kv_channels": 2**16}
 TEXT, TIED = "text_config", "tie_word_embeddings"
 QUANTIZATION = "quantization_config"  # of weights that are read as what they stand for (`checkpoint.quantized`)

@@ -23,6 +23,7 @@ from models.architectures.family import Family, Tie
 from models.attention.kernels import ALL, EAGER
 from models.attention.positions import LINEAR, attention_kind
 from models.attention.rope import several_depend_on_length
+from models.config_json import AHEAD
 from models.derived.names import tables_of
 from models.derived.outline import FIRST, LENGTH, Outline, Source, Underivable, outline_of
 from models.derived.positions import DerivedPositions, by_document
@@ -75,6 +76,7 @@ def derive(config: PreTrainedConfig, fields: dict[str, Any]) -> Family:
             raise Underivable(f"blocks of {kind} are made or called in several ways")
     given = {kind: each.arguments for kind, each in made.items()}
     ends = Ends.measured(config, outline)
+    ignored = getattr(outline.model, "_keys_to_ignore_on_load_unexpected", None) or ()
 
     def modules(config: PreTrainedConfig) -> dict[str, nn.Module]:
         base = getattr(bare_model(config), outline.base)
@@ -89,7 +91,7 @@ def derive(config: PreTrainedConfig, fields: dict[str, Any]) -> Family:
         block=block,
         head=head,
         tie=Tie(embedding="embed_tokens.weight", head="lm_head.weight"),
-        carried=(*(getattr(outline.model, "_keys_to_ignore_on_load_unexpected", None) or ()), NEVER_LEARNED),
+        carried=(*ignored, *_layers_ahead(config, outline), NEVER_LEARNED),
         positions=lambda family, config: DerivedPositions(family, config, outline.calls, given, modules),
         embedding_scale=None if ends.scale == 1 else lambda config: ends.scale,
         rounds_scale=ends.rounds_scale,
@@ -188,6 +190,13 @@ def _block(made: dict[str, Made], config: PreTrainedConfig, index: int) -> nn.Mo
     if kind == LINEAR:
         by_document(block.get_submodule(made[kind].mixer))
     return block
+
+
+def _layers_ahead(config: PreTrainedConfig, outline: Outline) -> list[str]:
+    """Patterns of what predicts tokens further ahead, numbered on behind the blocks; transformers passes over it."""
+    counts = [count for name in AHEAD if isinstance(count := getattr(config, name, None), int)]
+    first = config.num_hidden_layers
+    return [rf"\.{outline.blocks}\.{number}\." for number in range(first, first + max(counts, default=0))]
 
 
 def _unreached(model: Any, outline: Outline) -> tuple[str, ...]:

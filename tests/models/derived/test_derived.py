@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -244,12 +244,22 @@ def test_layers_that_only_transformers_ignores_are_carried(
     with monkeypatch.context() as deep:
         deep.setattr(derive, "BLOCKS", blocks)
         model = write_small(tmp_path / "model", model_type, num_hidden_layers=blocks)
-    path, ids = tmp_path / "model" / "model.safetensors", random_ids(1, 20)
-    extra = {f"model.layers.{spare}.eh_proj.weight": torch.randn(8, 4)}
-    save_file(load_file(path) | extra, path, metadata={"format": "pt"})
+    ids, ahead = random_ids(1, 20), torch.randn(8, 4)
+    change_weights(tmp_path / "model", lambda tensors: tensors.update({f"model.layers.{spare}.eh_proj.weight": ahead}))
     with torch.inference_mode():
         torch.testing.assert_close(load_model(tmp_path / "model")(ids), model(ids).logits, atol=2e-5, rtol=0)
     assert_round_trip(tmp_path / "model", tmp_path)
+
+
+def test_layers_that_predict_further_ahead_are_carried_behind_any_number_of_blocks(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write_small(folder, "glm4_moe")
+    change_config(folder, num_nextn_predict_layers=1)
+    change_weights(folder, lambda tensors: tensors.update({"model.layers.4.mlp.gate.weight": torch.zeros(8, 4)}))
+    assert_round_trip(folder, tmp_path)
+    change_weights(folder, lambda tensors: tensors.update({"model.layers.5.eh_proj.weight": torch.zeros(8, 4)}))
+    told = error_line(lambda: load_model(folder))
+    assert "unexpected weights for glm4_moe: model.layers.5.eh_proj.weight" in told
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() & CONFIG_MAPPING.keys()))
