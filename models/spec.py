@@ -5,6 +5,7 @@ Reading a spec touches config.json only, so the converters, the planner and ever
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +63,7 @@ class ModelSpec:
             if not (family and family.translate):  # else transformers has nothing to hold it against
                 family = proven_family(config, fields, family)
         except Exception as error:  # transformers raises many kinds for a config that makes no sense
-            raise CheckpointError(f"{path}: {' '.join(str(error).split())}") from None
+            raise CheckpointError(f"{path}: {_reason(error, part)}") from None
         config._experts_implementation = experts_implementation()
         spec = cls(family, config, raw, fields, is_part=part["model_type"] != raw["model_type"])
         if spec.n_blocks < 1:
@@ -160,8 +161,8 @@ class ModelSpec:
                 self.shapes(layer)
             self.positions()
         except Exception as error:  # whatever the layers make of it
-            reason = " ".join(str(error).split())
-            raise CheckpointError(f"{path}: no model can be built from it: {type(error).__name__}: {reason}") from None
+            reason = f"{type(error).__name__}: {_reason(error, self.fields)}"
+            raise CheckpointError(f"{path}: no model can be built from it: {reason}") from None
 
 
 def declared(fields: dict[str, Any]) -> Family | None:
@@ -170,6 +171,21 @@ def declared(fields: dict[str, Any]) -> Family | None:
         return None
     family = family_of(fields["model_type"])
     return family.variant(fields) if family.variant else family
+
+
+def _reason(error: Exception, fields: dict[str, Any]) -> str:
+    """What an error says in one line; where a table of transformers lacks a word of config.json, which field's."""
+    word = error.args[0] if isinstance(error, KeyError) and error.args else None
+    named = next(_where(word, fields), None) if isinstance(word, str) else None
+    return f"{named}: transformers knows no {word!r}" if named else " ".join(str(error).split())
+
+
+def _where(word: str, fields: dict[str, Any]) -> Iterator[str]:
+    for name, value in fields.items():
+        if value == word:
+            yield name
+        if isinstance(value, dict):
+            yield from (f"{name}.{inner}" for inner in _where(word, value))
 
 
 def key_heads(config: PreTrainedConfig) -> int:

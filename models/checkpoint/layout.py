@@ -22,6 +22,7 @@ MANIFEST = "pipetune.json"
 CARRIED = "carried.safetensors"
 LATEST = "latest"
 TEMPLATES = "additional_chat_templates"  # the one folder that tokenizers have
+ADAPTER = "adapter_config.json"
 RECORD = "checkpoint.json"  # of a run's checkpoint, which is a pipeline folder
 
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf"}
@@ -68,21 +69,27 @@ def resolve(folder: str | Path) -> Path:
     """The folder that holds the model: `folder` itself, or the newest checkpoint of a run whose folder it is.
 
     Raises:
-        CheckpointError: there is no such folder, or `latest` names none in it.
+        CheckpointError: there is no such folder, it holds an adapter, or `latest` names none in it.
     """
     path = Path(folder)
     if "\0" in str(path):
         raise CheckpointError("a path with a NUL character; expected a model folder")
     with reading(path):
         if not path.is_dir():
-            raise CheckpointError(f"{path}: not found; expected a model folder")
+            raise CheckpointError(f"{path}: {'a file' if path.exists() else 'not found'}; expected a model folder")
+        if (path / ADAPTER).is_file():
+            done = "merge it into its base first (merge_and_unload, save_pretrained)"
+            raise CheckpointError(f"{path}: an adapter ({ADAPTER}), no whole model; {done}")
         latest = path / LATEST
         if not latest.is_file() or (path / "config.json").is_file():
             return path
         try:
-            return path / _in_the_folder(latest.read_text(encoding="utf-8").strip())
+            newest = path / _in_the_folder(latest.read_text(encoding="utf-8").strip())
         except ValueError:
             raise CheckpointError(f"{latest}: expected the name of a folder in {path}") from None
+        if not newest.is_dir():
+            raise CheckpointError(f"{newest}: not found, but {latest} names it")
+        return newest
 
 
 def layout_of(folder: Path) -> Layout:

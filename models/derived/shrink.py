@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from models.errors import CheckpointError
 from models.router import EXPERTS, n_experts, top_k
 
 HEAD, WINDOW, VOCABULARY = 16, 16, 512
@@ -62,10 +63,16 @@ def _has(config: PreTrainedConfig, name: str) -> bool:
 
 
 def shrunk_fields(config: PreTrainedConfig, raw: dict[str, Any], n_blocks: int) -> dict[str, Any]:
-    """The config.json `raw`, which `config` was read from, with small layers: `n_blocks` of them at most."""
+    """The config.json `raw`, which `config` was read from, with small layers: `n_blocks` of them at most.
+
+    Raises:
+        CheckpointError: it has no heads.
+    """
     raw = dict(raw)
     depth = int(config.num_hidden_layers)
     n_blocks = min(n_blocks, depth)
+    if not _get(config, "num_attention_heads"):
+        raise CheckpointError(f"{config.model_type} has no num_attention_heads; expected a decoder with attention")
     queries, width = int(_get(config, "num_attention_heads")), int(config.hidden_size)
     keys = int(_get(config, "num_key_value_heads") or queries)
     head = int(_get(config, "head_dim") or width // queries)

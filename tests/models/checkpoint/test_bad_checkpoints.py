@@ -127,8 +127,15 @@ COMMON: dict[str, Bad] = {
     "no-model-type": (text("config.json", '{"hidden_size": 64}'), ("config.json", "model_type")),
     "unknown-model-type": (config(model_type="gpt9"), ("config.json", "gpt9", "llama")),
     "field-of-wrong-type": (config(hidden_size="wide"), ("config.json", "hidden_size")),
-    "unknown-activation": (config(hidden_act="gleam"), ("config.json", "gleam")),
-    "unknown-rope": (config(rope_parameters={"rope_type": "gleam", "rope_theta": 1e4}), ("config.json", "gleam")),
+    "unknown-activation": (config(hidden_act="gleam"), ("config.json: hidden_act: transformers knows no 'gleam'",)),
+    "unknown-rope": (
+        config(rope_parameters={"rope_type": "gleam", "rope_theta": 1e4}),
+        ("config.json: rope_parameters.rope_type: transformers knows no 'gleam'",),
+    ),
+    "no-heads": (
+        config(model_type="mamba", num_attention_heads=None),
+        ("config.json: mamba has no num_attention_heads; expected a decoder with attention",),
+    ),
     "nested-deeply": (text("config.json", "[" * 10**5), ("config.json", "nested too deeply")),
     "number-of-thousands-of-digits": (
         text("config.json", '{"num_hidden_layers": ' + "9" * 5000 + "}"),
@@ -244,8 +251,8 @@ READERS: list[Callable[[Path], object]] = [
 @pytest.mark.parametrize("use", READERS)
 def test_folder_that_is_not_there_is_told(use: Callable[[Path], object], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    for name in ("nowhere", "file"):
-        assert str(tmp_path / name) in error_line(partial(use, tmp_path / name))
+    for name, what in (("nowhere", "not found"), ("file", "a file")):
+        assert f"{tmp_path / name}: {what}; expected a model folder" in error_line(partial(use, tmp_path / name))
 
 
 def test_each_converter_refuses_the_other_layout(both_layouts: dict[str, Path], tmp_path: Path) -> None:

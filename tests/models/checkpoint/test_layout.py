@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from models import load_model
+from models.checkpoint.convert import hg_to_pp
 from models.checkpoint.export import pp_to_hg
 from tests.models.helpers import (
     BIN_INDEX,
@@ -86,7 +88,18 @@ def test_folder_of_a_run_stands_for_its_newest_checkpoint(
     (tmp_path / "run" / "latest").write_text("step_8\n")
     torch.testing.assert_close(logits(tmp_path / "run"), logits(both_layouts[layout]), atol=0, rtol=0)
     (tmp_path / "run" / "latest").write_text("step_9")
-    assert str(tmp_path / "run" / "step_9") in error_line(lambda: load_model(tmp_path / "run"))
+    told = error_line(lambda: load_model(tmp_path / "run"))
+    assert told == f"{tmp_path / 'run' / 'step_9'}: not found, but {tmp_path / 'run' / 'latest'} names it"
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_an_adapter_is_no_model(beside: bool, llama: Callable[..., Path], tmp_path: Path) -> None:
+    folder = copy_of(llama(), tmp_path / "adapter") if beside else tmp_path
+    (folder / "adapter_config.json").write_text("{}")
+    for read in (load_model, lambda path: hg_to_pp(path, tmp_path / "layers")):
+        assert f"{folder}: an adapter (adapter_config.json), no whole model; merge it" in error_line(
+            partial(read, folder)
+        )
 
 
 MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
