@@ -87,7 +87,7 @@ class Proof(BaseModel):
             text += "; attention is the layer's own arithmetic, as torch's kernels do not compute it"
         if self.linear:
             text += "; linear attention sees packed documents one by one"
-        return text if self.generates else text + "; no generation here, as its cache is of a kind of its own"
+        return text if self.generates else text + "; no generation here, as tokens one by one are not transformers'"
 
 
 def prove(config: PreTrainedConfig, fields: dict[str, Any], family: Family | None = None) -> Proof:
@@ -218,7 +218,7 @@ def compare(spec: ModelSpec, model: Any, folder: Path) -> Figures:
         figures["stages"] = apart(in_stages(spec, source, ids), found)
         figures["documents in a packed row"] = packed(ours, model, ids)
         figures |= {"padded rows": padded(ours, model, ids), GENERATION: torch.inf, PARTS: torch.inf}
-        with suppress(Exception):  # a cache of an own kind: a family without generation
+        with suppress(Exception):  # a cache of a kind of its own: a family without generation
             figures[GENERATION] = one_by_one(ours, model, ids)
         with suppress(Exception):  # attention that does not know of parts
             figures[PARTS] = rows_in_parts(ours, ids)

@@ -97,9 +97,8 @@ def test_an_adapter_is_no_model(beside: bool, llama: Callable[..., Path], tmp_pa
     folder = copy_of(llama(), tmp_path / "adapter") if beside else tmp_path
     (folder / "adapter_config.json").write_text("{}")
     for read in (load_model, lambda path: hg_to_pp(path, tmp_path / "layers")):
-        assert f"{folder}: an adapter (adapter_config.json), no whole model; merge it" in error_line(
-            partial(read, folder)
-        )
+        told = error_line(partial(read, folder))
+        assert f"{folder}: an adapter (adapter_config.json), no whole model; merge it" in told
 
 
 MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {

@@ -174,6 +174,14 @@ def test_masks_of_an_unknown_kind_are_refused(tmp_path: Path, monkeypatch: pytes
     assert "a mask of create_causal_mask, which is not known" in told
 
 
+def test_what_generation_is_refused_for_is_true(tmp_path: Path) -> None:
+    """Of angles by the length transformers keeps those of the keys that were there before a text became long."""
+    folder = tmp_path / "model"
+    write_small(folder, "internlm3", max_position_embeddings=16, rope_scaling={"rope_type": "dynamic", "factor": 6.0})
+    spec = ModelSpec.from_folder(folder)
+    assert spec.family.proof.endswith("no generation here, as tokens one by one are not transformers'")
+
+
 def test_a_stray_text_config_makes_no_weight_one_to_carry(make_checkpoint: Callable[..., Path]) -> None:
     folder = make_checkpoint("llama")
     change_config(folder, text_config={})
