@@ -18,7 +18,7 @@ from models.checkpoint.quantized import quantized_tensors, without_parts
 from models.checkpoint.safetensors_files import SafetensorsFile, TensorInfo
 from models.checkpoint.torch_files import MappedFile
 from models.checkpoint.verify import same_bytes
-from models.config_json import QUANTIZATION
+from models.config_json import QUANTIZATION, TIED
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 
@@ -89,6 +89,9 @@ class HuggingFaceSource:
         # Which of a tied weight's two names is stored, where only one is; mostly the embedding's.
         self._shared = next((name for name in self._ends if name in self.names), self._ends[0])
         optional = set(self._ends) - self.names - {self._shared} if spec.tied else set()
+        if not spec.tied and expected - self.names == {head := self._ends[1]}:
+            what = f"expected {TIED}: true in config.json where the head is the embedding"
+            raise CheckpointError(f"{folder}: missing weights: {head}; {what}")
         # Of names that belong to no layer, those that have to come back.
         self.carried = sorted(name for name in self.names - expected if self.weight_map.is_carried(name))
         _check_names(folder, self.names - set(self.carried), expected - optional, f"for {spec.family.name}")

@@ -166,7 +166,7 @@ HUGGINGFACE: dict[str, Bad] = COMMON | {
     "missing-weight": (without(QUERY), (QUERY,)),
     "missing-embedding": (without(EMBEDDING), (EMBEDDING,)),
     "missing-norm": (without("model.norm.weight"), ("model.norm.weight",)),
-    "missing-head": (without("lm_head.weight"), ("lm_head.weight",)),
+    "missing-head": (without("lm_head.weight"), ("missing weights: lm_head.weight; ", "tie_word_embeddings: true")),
     "a-block-too-many": (config(num_hidden_layers=1), ("unexpected", "layers.1.input_layernorm.weight", " and 4 more")),
     "a-block-too-few": (config(num_hidden_layers=3), ("missing", "layers.2.input_layernorm.weight", " and 4 more")),
     "unexpected-weight": (weights(lambda t: t.update({f"{QUERY}_scale": torch.ones(1)})), ("q_proj.weight_scale",)),
