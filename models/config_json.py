@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,21 @@ def model_fields(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             f"Pipetune declares {known}"
         )
     return raw, {name: value for name, value in part.items() if name != QUANTIZATION}
+
+
+def reason_of(error: Exception, fields: dict[str, Any]) -> str:
+    """What an error says in one line; where a table of transformers lacks a word of config.json, which field's."""
+    word = error.args[0] if isinstance(error, KeyError) and error.args else None
+    named = next(_where(word, fields), None) if isinstance(word, str) else None
+    return f"{named}: transformers knows no {word!r}" if named else " ".join(str(error).split())
+
+
+def _where(word: str, fields: dict[str, Any]) -> Iterator[str]:
+    for name, value in fields.items():
+        if value == word:
+            yield name
+        if isinstance(value, dict):
+            yield from (f"{name}.{inner}" for inner in _where(word, value))
 
 
 def write_json(path: Path, value: object, sort_keys: bool = False) -> None:

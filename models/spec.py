@@ -5,7 +5,6 @@ Reading a spec touches config.json only, so the converters, the planner and ever
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ from models.architectures import FAMILIES, Family, WeightMap, family_of, proven_
 from models.attention.kernels import WITHOUT_DROPOUT
 from models.attention.positions import Positions
 from models.attention.rope import DYNAMIC, YARN
-from models.config_json import model_fields
+from models.config_json import model_fields, reason_of
 from models.errors import CheckpointError
 from models.layers import Block, Embedding, Head
 from models.parallel.peers import NONE_SHARED, Sharing
@@ -56,16 +55,17 @@ class ModelSpec:
         """
         path = folder / "config.json"
         raw, part = model_fields(path)
+        whole = raw["model_type"] if part["model_type"] != raw["model_type"] else None
         try:
             family = declared(part)
             fields = family.translate(part) if family and family.translate else part
             config = CONFIG_MAPPING[fields["model_type"]].from_dict(deepcopy(fields))  # which it changes
             if not (family and family.translate):  # else transformers has nothing to hold it against
-                family = proven_family(config, fields, family)
+                family = proven_family(config, fields, family, whole)
         except Exception as error:  # transformers raises many kinds for a config that makes no sense
-            raise CheckpointError(f"{path}: {_reason(error, part)}") from None
+            raise CheckpointError(f"{path}: {reason_of(error, part)}") from None
         config._experts_implementation = experts_implementation()
-        spec = cls(family, config, raw, fields, is_part=part["model_type"] != raw["model_type"])
+        spec = cls(family, config, raw, fields, is_part=whole is not None)
         if spec.n_blocks < 1:
             raise CheckpointError(f"{path}: num_hidden_layers: expected at least 1, found {spec.n_blocks}")
         spec.set_attention(family.attention[0])
@@ -161,7 +161,7 @@ class ModelSpec:
                 self.shapes(layer)
             self.positions()
         except Exception as error:  # whatever the layers make of it
-            reason = f"{type(error).__name__}: {_reason(error, self.fields)}"
+            reason = f"{type(error).__name__}: {reason_of(error, self.fields)}"
             raise CheckpointError(f"{path}: no model can be built from it: {reason}") from None
 
 
@@ -171,21 +171,6 @@ def declared(fields: dict[str, Any]) -> Family | None:
         return None
     family = family_of(fields["model_type"])
     return family.variant(fields) if family.variant else family
-
-
-def _reason(error: Exception, fields: dict[str, Any]) -> str:
-    """What an error says in one line; where a table of transformers lacks a word of config.json, which field's."""
-    word = error.args[0] if isinstance(error, KeyError) and error.args else None
-    named = next(_where(word, fields), None) if isinstance(word, str) else None
-    return f"{named}: transformers knows no {word!r}" if named else " ".join(str(error).split())
-
-
-def _where(word: str, fields: dict[str, Any]) -> Iterator[str]:
-    for name, value in fields.items():
-        if value == word:
-            yield name
-        if isinstance(value, dict):
-            yield from (f"{name}.{inner}" for inner in _where(word, value))
 
 
 def key_heads(config: PreTrainedConfig) -> int:

@@ -32,15 +32,18 @@ def family_of(model_type: str) -> Family:
     return family
 
 
-def proven_family(config: PreTrainedConfig, fields: dict[str, Any], declared: Family | None) -> Family:
+def proven_family(
+    config: PreTrainedConfig, fields: dict[str, Any], declared: Family | None, whole: str | None = None
+) -> Family:
     """The family of a config, held against transformers.
 
     Args:
         fields: of the config.json that `config` was read from.
         declared: what a file declares; derived from transformers where absent.
+        whole: the `model_type` of the model of images and text whose part for text it is.
 
     Raises:
         CheckpointError: it is not understood, or does not hold.
     """
-    family: Family = import_module("..derived.proven", __name__).proven(config, fields, declared)
+    family: Family = import_module("..derived.proven", __name__).proven(config, fields, declared, whole)
     return family

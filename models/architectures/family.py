@@ -84,6 +84,8 @@ class Family:
         tie: the pair of weights that `config.tie_word_embeddings` makes one.
         carried: regular expressions of names on disk that no module owns but that a round trip must give back
             (buffers that older releases of transformers stored).
+        block_in_whole: rules for blocks that count first, each where its names are on disk: those of a model of images
+            and text, of which this one is a part.
         prefix: how names on disk begin; some checkpoints leave it out, or have another one in its place.
         positions: the class that derives masks, angles and biases for the blocks; `Positions` where absent.
         embedding_norm: makes the norm right after the embedding, where there is one.
@@ -116,6 +118,7 @@ class Family:
     head: tuple[Rule, ...]
     tie: Tie
     carried: tuple[str, ...] = ()
+    block_in_whole: tuple[Rule, ...] = ()
     prefix: str = "model."
     positions: Callable[[Family, PreTrainedConfig], Any] | None = None
     embedding_norm: Callable[[PreTrainedConfig], nn.Module] | None = None

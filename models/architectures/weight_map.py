@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from models.architectures.block_rules import block_rules, pattern
 from models.architectures.family import Family, Rule
 
 
@@ -66,10 +67,8 @@ class WeightMap:
     is_part: bool = False  # whether the checkpoint holds more than this model, as those with a vision tower do
 
     def for_names(self, disk_names: Iterable[str]) -> WeightMap:
-        """The same table in the spelling of a checkpoint.
-
-        How names begin shows that of its embedding. What a rule for blocks stores in a form of its own, as each expert
-        for itself, may lie there as the modules have it too: where those names are there instead, the rule is left out.
+        """The same table in the spelling of a checkpoint: how names begin, which that of its embedding shows, and which
+        rules its blocks go by.
         """
         disk_names = list(disk_names)
         embedding = replace(self, prefix=None).tied_embedding
@@ -78,24 +77,13 @@ class WeightMap:
         prefix = None if embedding in found or not found else found[0].removesuffix(rest)
         spelled = replace(self, prefix=prefix)
         full = {each for name in disk_names for each in spelled._full_names(name)}
-
-        def lie_there(templates: Iterable[str]) -> bool:
-            return any(pattern.fullmatch(name) for pattern in map(_pattern, templates) for name in full)
-
-        begin = [rule.disk_names[0].removesuffix("*") for rule in self.family.block if rule.module == "block.*"]
-        block = tuple(
-            rule
-            for rule in self.family.block
-            if lie_there(rule.disk_names)
-            or not lie_there(each + name.removeprefix("block.") for each in begin for name in rule.module_names)
-        )
-        return replace(spelled, family=replace(self.family, block=block))
+        return replace(spelled, family=replace(self.family, block=block_rules(self.family, full)))
 
     def binding(self, disk_name: str) -> Binding | None:
         """The binding of a tensor on disk, or None where the family has none for it."""
         for name in self._full_names(disk_name):
             for rule, patterns in self._disk_patterns:
-                match = next((found for pattern in patterns if (found := pattern.fullmatch(name))), None)
+                match = next((found for each in patterns if (found := each.fullmatch(name))), None)
                 if match is None:
                     continue
                 layer = self._layer_of(rule, match.groupdict())
@@ -115,7 +103,7 @@ class WeightMap:
         """
         for rule in self._rules_of(layer):
             for template in rule.module_names:
-                match = _pattern(template).fullmatch(name)
+                match = pattern(template).fullmatch(name)
                 if match is not None:
                     return self._bind(rule, layer, match.groupdict().get("rest", ""))
         raise KeyError(f"{self.family.name} has no tensor {name} in layer {layer}")
@@ -137,7 +125,7 @@ class WeightMap:
         """Whether the tensor is kept beside the layers only to be given back."""
         prefix = self.family.prefix if self.prefix is None else self.prefix
         other = self.is_part and not disk_name.startswith(prefix) and self.binding(disk_name) is None
-        return other or any(re.search(pattern, disk_name) for pattern in self.family.carried)
+        return other or any(re.search(each, disk_name) for each in self.family.carried)
 
     @property
     def head_layer(self) -> int:
@@ -156,7 +144,7 @@ class WeightMap:
     @cached_property
     def _disk_patterns(self) -> list[tuple[Rule, list[re.Pattern[str]]]]:
         rules = (*self.family.embedding, *self.family.block, *self.family.head)
-        return [(rule, [_pattern(template) for template in rule.disk_names]) for rule in rules]
+        return [(rule, [pattern(template) for template in rule.disk_names]) for rule in rules]
 
     def _full_names(self, disk_name: str) -> list[str]:
         """What the family may call a tensor that has this name on disk."""
@@ -236,11 +224,3 @@ def _cut_in_turns(tensors: Sequence[Tensor], shapes: Sequence[torch.Size], group
 def _counts(number: str, limit: int) -> bool:
     """Whether the text is one of 0 .. limit-1 as Python writes it: "00" and other digits would not come back."""
     return number.isascii() and number == str(int(number)) and int(number) < limit
-
-
-def _pattern(template: str) -> re.Pattern[str]:
-    """The regular expression of a name with `{i}`, `{e}` and `*`."""
-    escaped = re.escape(template)
-    for mark, group in ((r"\{i\}", r"(?P<i>\d+)"), (r"\{e\}", r"(?P<e>\d+)"), (r"\*", r"(?P<rest>.+)")):
-        escaped = escaped.replace(mark, group)
-    return re.compile(escaped)

@@ -75,8 +75,10 @@ def resolve(folder: str | Path) -> Path:
     if "\0" in str(path):
         raise CheckpointError("a path with a NUL character; expected a model folder")
     with reading(path):
+        if path.is_file():
+            raise CheckpointError(f"{path}: a file; expected a model folder")
         if not path.is_dir():
-            raise CheckpointError(f"{path}: {'a file' if path.exists() else 'not found'}; expected a model folder")
+            raise CheckpointError(f"{path}: not found; expected a model folder")
         if (path / ADAPTER).is_file():
             done = "merge it into its base first (merge_and_unload, save_pretrained)"
             raise CheckpointError(f"{path}: an adapter ({ADAPTER}), no whole model; {done}")

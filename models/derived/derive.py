@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import re
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from models.architectures.family import Family, Tie
+from models.architectures.family import Family, Rule, Tie
 from models.attention.kernels import ALL, EAGER
 from models.attention.positions import LINEAR, attention_kind
 from models.attention.rope import several_depend_on_length
@@ -57,8 +58,12 @@ def bare_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> 
     return AutoModelForCausalLM.from_config(bare, attn_implementation="eager", dtype=dtype)
 
 
-def derive(config: PreTrainedConfig, fields: dict[str, Any]) -> Family:
+def derive(config: PreTrainedConfig, fields: dict[str, Any], whole: str | None = None) -> Family:
     """The family of a config.
+
+    Args:
+        fields: of the config.json that `config` was read from.
+        whole: the `model_type` of the model of images and text whose part for text it is.
 
     Raises:
         Underivable: the architecture has a part that is not understood.
@@ -69,6 +74,9 @@ def derive(config: PreTrainedConfig, fields: dict[str, Any]) -> Family:
     model = small_model(config, fields)
     outline = outline_of(model)
     embedding, block, head = tables_of(model, outline)
+    in_whole: tuple[Rule, ...] = ()
+    with suppress(Exception):  # whatever a mapping for other modules beside these makes of them
+        in_whole = tables_of(model, outline, whole)[1] if whole else ()
     made: dict[str, Made] = {}
     for number, each in enumerate(map(Made, outline.classes, outline.mixers, outline.arguments)):
         kind = attention_kind(model.config, number)
@@ -89,6 +97,7 @@ def derive(config: PreTrainedConfig, fields: dict[str, Any]) -> Family:
         rotary=(lambda config: next(iter(modules(config).values()))) if outline.calls else None,
         embedding=embedding,
         block=block,
+        block_in_whole=tuple(rule for rule in in_whole if rule not in block),
         head=head,
         tie=Tie(embedding="embed_tokens.weight", head="lm_head.weight"),
         carried=(*ignored, *_layers_ahead(config, outline), NEVER_LEARNED),

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from models.architectures.family import Rule
 from models.derived.outline import Outline, Underivable
@@ -21,8 +22,11 @@ from models.derived.outline import Outline, Underivable
 Tables = tuple[tuple[Rule, ...], tuple[Rule, ...], tuple[Rule, ...]]  # of embedding, blocks, head
 
 
-def tables_of(model: Any, outline: Outline) -> Tables:
+def tables_of(model: Any, outline: Outline, whole: str | None = None) -> Tables:
     """The rules of the three kinds of layer.
+
+    Args:
+        whole: the `model_type` of the model of images and text whose part for text this is, to be saved with it.
 
     Raises:
         Underivable: a weight lies outside of them, or its numbers lie in another order on disk.
@@ -33,7 +37,7 @@ def tables_of(model: Any, outline: Outline) -> Tables:
         first += tensor.numel()
     owners = {int(tensor.flatten()[0]): name for name, tensor in numbered.items()}
     starts = torch.tensor(sorted(owners))
-    written = revert_weight_conversion(model, numbered)
+    written = _saved_as_part(model, numbered, outline, whole) if whole else revert_weight_conversion(model, numbered)
     groups: dict[frozenset[str], list[str]] = {}
     for name, tensor in written.items():
         places = torch.searchsorted(starts, tensor.flatten(), right=True) - 1
@@ -65,6 +69,24 @@ def tables_of(model: Any, outline: Outline) -> Tables:
         prefix, ours, table = found
         table |= {Rule(disk[0], ours + module[0].removeprefix(prefix)): None}
     return tuple(embedding), _shortened(blocks), tuple(head)
+
+
+def _saved_as_part(model: Any, tensors: dict[str, Tensor], outline: Outline, whole: str) -> dict[str, Tensor]:
+    """What the saver makes of the tensors in a model of another type, under names that begin as those of this one."""
+    mapping = [
+        *(get_checkpoint_conversion_mapping(whole) or ()),
+        *get_model_conversion_mapping(model, add_legacy=False),
+    ]
+    model._weight_conversions = [each for each in mapping if not isinstance(each, PrefixChange)]
+    base, inside = f"{outline.base}.", f"{outline.base}.language_model."
+    embedding = f"{outline.embedding}.weight"
+    try:
+        named = {re.sub(f"^{base}", inside, name): tensor for name, tensor in tensors.items()}
+        found = revert_weight_conversion(model, named)
+    finally:
+        del model._weight_conversions
+    begin = next(name for name in found if name.endswith(embedding)).removesuffix(embedding)
+    return {name.replace(begin, base, 1) if name.startswith(begin) else name: each for name, each in found.items()}
 
 
 def _in_order(tensors: dict[str, Tensor], names: Iterable[str], whole: Tensor | None = None) -> list[str]:

@@ -33,23 +33,24 @@ ABOUT_FILES = ("architectures", "dtype", "torch_dtype", "transformers_version", 
 _families: dict[str, Family] = {}  # by config.json
 
 
-def proven(config: PreTrainedConfig, fields: dict[str, Any], declared: Family | None) -> Family:
+def proven(config: PreTrainedConfig, fields: dict[str, Any], declared: Family | None, whole: str | None) -> Family:
     """The family of a config, which was held against transformers now or before.
 
     Args:
         fields: of the config.json that `config` was read from.
         declared: what a file declares; derived where absent.
+        whole: the `model_type` of the model of images and text whose part for text it is.
 
     Raises:
         Underivable: it does not hold, or is not understood.
     """
-    key = json.dumps(fields, sort_keys=True)
+    key = json.dumps([fields, whole], sort_keys=True)
     if key not in _families:
         found = proof_of(config, fields, declared)
         family = declared
         if family is None:
             with apart_from_callers(config):
-                family = replace(derive(config, fields), attention=found.attention)
+                family = replace(derive(config, fields, whole), attention=found.attention)
         router = family.router if found.routes else None
         proof = f"{'declared' if declared else 'derived from transformers'}, {found}"
         if family.frozen:

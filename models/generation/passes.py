@@ -37,8 +37,8 @@ class Passes:
     def __init__(self, model: CausalLM, groups: int = 1) -> None:
         if not model.spec.family.generates:
             raise CheckpointError(
-                f"{model.spec.family.name}: tokens one by one are not transformers'; expected an export that transformers "
-                "generates with"
+                f"{model.spec.family.name}: tokens one by one are not transformers'; expected an export that "
+                "transformers generates with"
             )
         self.spec = model.spec
         self.groups = groups

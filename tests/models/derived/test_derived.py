@@ -38,6 +38,7 @@ from tests.models.helpers import (
     error_line,
     in_layout,
     random_ids,
+    read_config,
     shifted_loss,
 )
 
@@ -204,12 +205,25 @@ def test_names_of_modules_are_read_as_transformers_reads_them(model_type: str, t
     assert_round_trip(tmp_path / "model", tmp_path)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe"])
+SIGHT = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_attention_heads": 2}
+WHOLE: dict[str, tuple[str, dict[str, Any]]] = {  # the part for text, and what the tower for images has of its own
+    "qwen3_5": ("qwen3_5_text", {"depth": 1, "patch_size": 4, "num_position_embeddings": 16}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {"depth": 1, "patch_size": 4, "num_position_embeddings": 16}),
+    "minimax_m3_vl": ("minimax_m3_vl_text", {"num_hidden_layers": 1, "patch_size": 4}),
+    "qianfan_ocr": ("qwen3", {"num_hidden_layers": 1}),
+}
+
+
+@pytest.mark.parametrize("model_type", WHOLE)
 def test_the_part_for_text_is_trained_and_the_rest_comes_back(model_type: str, tmp_path: Path) -> None:
-    text = small_model(*config_of(f"{model_type}_text")).config
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 4}
-    vision |= {"num_position_embeddings": 16, "out_hidden_size": text.hidden_size}
+    """Also where the saver renames its blocks, with the tower's or for themselves."""
+    part, own = WHOLE[model_type]
+    text = small_model(*config_of(part)).config
+    vision = SIGHT | own | {"out_hidden_size": text.hidden_size}
     config = CONFIG_MAPPING[model_type](text_config=text.to_dict(), vision_config=vision)
+    for name in ("projector_hidden_size", "merged_hidden_size"):
+        if hasattr(config, name):
+            setattr(config, name, 32)
     model = AutoModelForImageTextToText.from_config(config).eval()
     roughen(model)
     model.save_pretrained(tmp_path / "model")
@@ -221,6 +235,18 @@ def test_the_part_for_text_is_trained_and_the_rest_comes_back(model_type: str, t
         torch.testing.assert_close(ours(ids), model(input_ids=ids).logits, atol=2e-5, rtol=0)
     assert ours.spec.is_part
     assert_round_trip(tmp_path / "model", tmp_path)
+
+
+def test_names_of_a_part_that_the_saver_leaves_alone_are_read_too(tmp_path: Path) -> None:
+    """As `qianfan_ocr` is published; its saver puts the blocks where the tower's are."""
+    model = write_small(tmp_path / "model", "qwen3")
+    text = read_config(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qianfan_ocr", "text_config": text}))
+    tensors = {f"language_model.{name}": tensor for name, tensor in model.state_dict().items()}
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    ids = random_ids(1, 30)
+    with torch.inference_mode():
+        torch.testing.assert_close(load_model(tmp_path / "model")(ids), model(ids).logits, atol=2e-5, rtol=0)
 
 
 def test_what_is_not_trained_keeps_its_precision(tmp_path: Path) -> None:
