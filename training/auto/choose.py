@@ -37,6 +37,8 @@ def choose(choices: Choices, machine: Machine, log: Console) -> tuple[list[str],
         ConfigError, CheckpointError, DataError: there is no model, no record, or no room for the run.
     """
     _add_dims(choices, machine)
+    if apart := choices.own.get("optimizer.type") == "Adafactor":
+        choices.add("zero_optimization.stage", 0, rules.APART)
     config = choices.config(train_batch_size=ANY_BATCH)
     folder = resolve(config.model_path)
     spec = ModelSpec.from_folder(folder)
@@ -52,7 +54,7 @@ def choose(choices: Choices, machine: Machine, log: Console) -> tuple[list[str],
     log.print(f"records:\n{summary.table(data)}")
     if texts := rules.length_of_texts(data, config.max_seq_len):
         choices.add("max_seq_len", *texts)
-    kind, why = precision(machine.kind)
+    kind, why = (None, rules.APART) if apart else precision(machine.kind)
     if not choices.is_own("bf16") and not choices.is_own("fp16"):
         choices.add(f"{kind or 'bf16'}.enabled", kind is not None, why)
     if "model_topo" in (fixed := _fixed(choices)):

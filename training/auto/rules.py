@@ -18,6 +18,7 @@ STEPS, SMALLEST, LARGEST = 50, 8, 128  # an epoch has so many steps, of so many 
 EPOCHS = ((10_000, 3), (100_000, 2))  # for fewer samples than that
 LR, LR_OF, SLOWEST, FASTEST = 2e-5, 7e9, 5e-6, 2e-4
 WARM_UP = 0.03
+APART = "Adafactor needs the weights apart"
 EVALUATED, LEAST_EVALUATED, MOST_EVALUATED = 0.02, 200, 1000
 
 
@@ -65,7 +66,8 @@ def fill(choices: Choices, data: Dataset, spec: ModelSpec, unit: int) -> None:
         choices.add("optimizer.params.betas", [0.9, 0.95], "usual for language models")
     choices.add("optimizer.params.weight_decay", 0.01, "little, as the model is trained already")
     choices.add("optimizer.no_wd_kws", ["norm", "bias$"], "no decay of norms and biases, as usual")
-    choices.add("zero_optimization.stage", 1, "shards the optimizer's states over the replicas of a stage")
+    if choices.own.get("optimizer.type") != "Adafactor":
+        choices.add("zero_optimization.stage", 1, "shards the optimizer's states over the replicas of a stage")
     share = min(EVALUATED, MOST_EVALUATED / samples) if samples >= LEAST_EVALUATED else 0.0
     limits = f"at most {MOST_EVALUATED:,}, none of fewer than {LEAST_EVALUATED}"
     why = f"{EVALUATED:.0%} of the samples are not trained on but measured on, {limits}: here {share * samples:.0f}"

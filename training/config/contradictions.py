@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 LARGEST = 10**12  # of a number of steps, samples and the like
+OFFLOADED = ("AdamW", "Lion")  # optimizers that DeepSpeed has for the CPU
 
 
 def contradictions(config: Any) -> Iterator[str]:
@@ -18,6 +19,7 @@ def contradictions(config: Any) -> Iterator[str]:
         if type(value) is int and value > LARGEST:
             yield f"{name}: expected at most {LARGEST:,}, found {value}"
     yield from _of_precision(config)
+    yield from of_optimizer(config)
     if config.stream_gb and not config.max_steps:
         yield "max_steps: expected a number, as nobody knows how many steps an epoch of a stream has"
     if config.stream_gb and config.packing == "dataset":
@@ -56,6 +58,31 @@ def _of_precision(config: Any) -> Iterator[str]:
         yield "fp8.enabled: linear layers that several processes share are not known to it; expected no model axis"
     if config.zero_optimization.stage == 3:
         yield "fp8.enabled: ZeRO stage 3 gathers weights inside of the blocks; expected false or stage <= 2"
+
+
+def of_optimizer(config: Any) -> Iterator[str]:
+    """A line for whatever an optimizer does not go with.
+
+    Adafactor keeps a row and a column for a matrix but a number for each element of a vector, and takes the size of its
+    steps from the norm of what it is given. ZeRO joins the weights of a stage into one vector, and so do DeepSpeed's
+    bf16 and fp16 optimizers without it: the memory would be Lion's, and the steps would depend on how the model is cut.
+    """
+    kind, zero = config.optimizer.type, config.zero_optimization
+    joined = {
+        f"zero_optimization.stage: {zero.stage}": zero.stage > 0,
+        "bf16.enabled: true": config.bf16.enabled,
+        "fp16.enabled: true": config.fp16.enabled,
+    }
+    if kind == "Adafactor":
+        for key in (key for key, found in joined.items() if found):
+            yield f"{key} joins the weights, which Adafactor needs apart; expected stage 0 and fp32"
+        if config.model_topo.tensor > 1:
+            yield "model_topo: a model axis cuts the weights, which Adafactor needs whole; expected none"
+    if zero.offloads and config.zero_force_ds_cpu_optimizer and kind not in OFFLOADED:
+        yield (
+            f"optimizer.type: {kind} cannot be offloaded; expected one of {', '.join(OFFLOADED)}, or "
+            "zero_force_ds_cpu_optimizer: false"
+        )
 
 
 def _of_evaluation(config: Any) -> Iterator[str]:

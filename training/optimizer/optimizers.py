@@ -3,7 +3,7 @@
 Parameters whose name matches one of `no_wd_kws` form a group without weight decay. Under CPU offload DeepSpeed's own
 CPU optimizers take the place of torch's (compiled at first use), unless `zero_force_ds_cpu_optimizer` is false. What
 an optimizer keeps, in bytes a parameter: 8 for AdamW and Adam, 4 for Lion and for SGD with momentum, next to nothing
-for Adafactor, which needs each weight in its own shape: fp32 without ZeRO.
+for Adafactor, which needs each weight in its own shape: fp32 without ZeRO (`training.config.contradictions`).
 """
 
 from __future__ import annotations
@@ -36,44 +36,16 @@ def build_optimizer(
         tied_names: see `parameter_groups`.
 
     Raises:
-        ConfigError: `optimizer.params` holds something that the optimizer does not take, or the optimizer does not go
-            with offload, ZeRO or the precision.
+        ConfigError: `optimizer.params` holds something that the optimizer does not take.
     """
     compiled = config.zero_optimization.offloads and config.zero_force_ds_cpu_optimizer
     builders = _CPU_OFFLOAD_BUILDERS if compiled else _BUILDERS
     kind = config.optimizer.type
-    if kind == "Adafactor":
-        _refuse_joined_weights(config)
-    if kind not in builders:
-        raise ConfigError(
-            f"optimizer.type: {kind} cannot be offloaded; expected one of {', '.join(builders)}, "
-            "or zero_force_ds_cpu_optimizer: false"
-        )
     groups = parameter_groups(config.optimizer, parameters, tied_names)
     try:
         return builders[kind](groups, **config.optimizer.params)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         raise ConfigError(f"optimizer.params: {kind} does not take them: {error}") from None
-
-
-def _refuse_joined_weights(config: TrainConfig) -> None:
-    """Refuse what hands Adafactor the weights of a stage as one long vector.
-
-    It keeps a row and a column for a matrix but a number for each element of a vector, and takes the size of its steps
-    from the norm of what it is given. ZeRO joins the weights, and so do DeepSpeed's bf16 and fp16 optimizers without
-    it: the memory would be Lion's, and the steps would depend on how the model is cut.
-    """
-    stage = config.zero_optimization.stage
-    joined = {
-        f"zero_optimization.stage: {stage}": stage > 0,
-        "bf16.enabled: true": config.bf16.enabled,
-        "fp16.enabled: true": config.fp16.enabled,
-    }
-    for key, found in joined.items():
-        if found:
-            raise ConfigError(f"{key} joins the weights, which Adafactor needs apart; expected stage 0 and fp32")
-    if config.model_topo.tensor > 1:
-        raise ConfigError("model_topo: a model axis cuts the weights, which Adafactor needs whole; expected none")
 
 
 def parameter_groups(

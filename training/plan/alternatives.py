@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from training.config.contradictions import of_optimizer
 from training.config.sections import OptimizerOffload
 from training.plan.basis import Basis
 from training.plan.plan import Plan, fitting_parts
@@ -53,6 +54,11 @@ def next_change(plan: Plan, stage: int) -> tuple[str, int] | None:
 
 
 def _changes(basis: Basis) -> Iterator[tuple[str, Basis]]:
+    """Those that the optimizer goes with."""
+    return (each for each in _all_changes(basis) if not any(of_optimizer(each[1].config)))
+
+
+def _all_changes(basis: Basis) -> Iterator[tuple[str, Basis]]:
     config = basis.config
     zero, topo = config.zero_optimization, config.model_topo
 

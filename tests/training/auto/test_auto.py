@@ -121,6 +121,13 @@ def test_it_is_never_written_anew(model: Path, tmp_path: Path, capsys: pytest.Ca
         auto(model, tmp_path / "moved")
 
 
+def test_adafactor_gets_its_weights_apart(model: Path, tmp_path: Path) -> None:
+    path = auto(model, tmp_path / "run", "optimizer.type=Adafactor")
+    config = load_config(path)
+    assert config.zero_optimization.stage == 0 and not config.bf16.enabled and config.model_topo.tensor == 1
+    assert reason(path, "stage") == "Adafactor needs the weights apart"
+
+
 @pytest.mark.parametrize("left", ["config.yml", "latest"])
 def test_the_folder_of_another_run_is_left_alone(left: str, model: Path, tmp_path: Path) -> None:
     (tmp_path / left).write_text("x", encoding="utf-8")

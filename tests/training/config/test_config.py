@@ -302,6 +302,27 @@ def test_the_type_of_a_schedule_says_which_params_there_are(line: str, params: W
         ("mask: user", "mask: expected 'assistant', 'last_turn' or 'all', found 'user'"),
         ("truncate: newest", "truncate: expected 'turns', 'oldest' or 'refuse', found 'newest'"),
         ("bf16: {enabled: true}\nfp16: {enabled: true}", "bf16.enabled: expected at most one of bf16 and fp16"),
+        *(
+            (
+                f"optimizer: {{type: Adafactor}}\n{keys}",
+                f"{reason} joins the weights, which Adafactor needs apart; expec",
+            )
+            for keys, reason in (
+                ("", "zero_optimization.stage: 1"),
+                ("zero_optimization: {offload_optimizer: {device: cpu}}", "zero_optimization.stage: 1"),
+                ("zero_optimization: {stage: 0}\nbf16: {enabled: true}", "bf16.enabled: true"),
+                ("zero_optimization: {stage: 0}\nfp16: {enabled: true}", "fp16.enabled: true"),
+            )
+        ),
+        (
+            "optimizer: {type: Adafactor}\nzero_optimization: {stage: 0}\n"
+            "model_topo: {process_topology: {axes: [pipe, data, model], dims: [1, 1, 2]}}",
+            "model_topo: a model axis cuts the weights, which Adafactor needs whole; expected none",
+        ),
+        (
+            "optimizer: {type: SGD}\nzero_optimization: {offload_optimizer: {device: cpu}}",
+            "optimizer.type: SGD cannot be offloaded; expected one of AdamW, Lion, or zero_force_ds_cpu",
+        ),
         ("fp8: {enabled: true}", "fp8.enabled: it rounds bf16 numbers; expected bf16.enabled: true"),
         ("fp8: {enabled: true}\nfp16: {enabled: true}", "fp8.enabled: it rounds bf16 numbers; expected bf16.enabled"),
         (

@@ -120,13 +120,6 @@ def test_parameters_that_an_optimizer_does_not_take_are_refused(kind: str, param
     assert "\n" not in str(caught.value)
 
 
-def test_an_optimizer_that_cannot_be_offloaded_is_refused() -> None:
-    config = config_with("SGD", {"lr": 0.1})
-    config.zero_optimization.offload_optimizer = OptimizerOffload(device="cpu")
-    with pytest.raises(ConfigError, match=r"^optimizer\.type: SGD cannot be offloaded; expected one of AdamW, Lion"):
-        build_optimizer(config, [("weight", weights())])
-
-
 @pytest.mark.parametrize("kind", PARAMS)
 def test_what_an_optimizer_keeps_for_a_matrix(kind: str) -> None:
     parameter = nn.Parameter(torch.ones(64, 32))
@@ -135,23 +128,6 @@ def test_what_an_optimizer_keeps_for_a_matrix(kind: str) -> None:
     optimizer.step()
     tensors = [value for value in optimizer.state[parameter].values() if torch.is_tensor(value) and value.numel() > 1]
     assert sum(tensor.nbytes for tensor in tensors) / parameter.numel() == STATE[kind]
-
-
-@pytest.mark.parametrize(
-    ("keys", "reason"),
-    [
-        ({"zero_optimization": {"stage": 1}}, "zero_optimization.stage: 1"),
-        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "zero_optimization.stage: 1"),
-        ({"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}}, "bf16.enabled: true"),
-        ({"zero_optimization": {"stage": 0}, "fp16": {"enabled": True}}, "fp16.enabled: true"),
-    ],
-)
-def test_adafactor_is_refused_where_the_weights_are_joined(keys: dict[str, Any], reason: str) -> None:
-    config = TrainConfig.model_validate(config_with("Adafactor", {"lr": 0.1}).model_dump() | keys)
-    with pytest.raises(ConfigError) as caught:
-        build_optimizer(config, [("weight", weights())])
-    expected = f"{reason} joins the weights, which Adafactor needs apart; expected stage 0 and fp32"
-    assert str(caught.value) == expected
 
 
 @pytest.mark.parametrize(
