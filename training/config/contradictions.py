@@ -5,8 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from training.config.sections import nearest
+
 LARGEST = 10**12  # of a number of steps, samples and the like
-OFFLOADED = ("AdamW", "Lion")  # optimizers that DeepSpeed has for the CPU
+ADAM = "lr betas eps weight_decay amsgrad maximize foreach capturable differentiable fused".split()
+# What each optimizer takes, as their signatures say: here, as their packages take seconds to import.
+PARAMETERS = {
+    "AdamW": ADAM,
+    "Adam": [*ADAM, "decoupled_weight_decay"],
+    "Lion": "lr betas weight_decay use_triton decoupled_weight_decay".split(),
+    "Adafactor": "lr beta2_decay eps d weight_decay foreach maximize".split(),
+    "SGD": "lr momentum dampening weight_decay nesterov maximize foreach differentiable fused".split(),
+}
+OFFLOADED = {  # those that DeepSpeed has for the CPU
+    "AdamW": "lr bias_correction betas eps weight_decay amsgrad fp32_optimizer_states".split(),
+    "Lion": "lr betas weight_decay fp32_optimizer_states".split(),
+}
 
 
 def contradictions(config: Any) -> Iterator[str]:
@@ -78,7 +92,11 @@ def of_optimizer(config: Any) -> Iterator[str]:
             yield f"{key} joins the weights, which Adafactor needs apart; expected stage 0 and fp32"
         if config.model_topo.tensor > 1:
             yield "model_topo: a model axis cuts the weights, which Adafactor needs whole; expected none"
-    if zero.offloads and config.zero_force_ds_cpu_optimizer and kind not in OFFLOADED:
+    known = OFFLOADED if zero.offloads and config.zero_force_ds_cpu_optimizer else PARAMETERS
+    for name in (name for name in config.optimizer.params if name not in known.get(kind, [name])):
+        near = "lr" if name == "learning_rate" else nearest(name, known[kind])
+        yield f"optimizer.params.{name}: {kind} does not take it; did you mean {near}?"
+    if kind not in known:
         yield (
             f"optimizer.type: {kind} cannot be offloaded; expected one of {', '.join(OFFLOADED)}, or "
             "zero_force_ds_cpu_optimizer: false"

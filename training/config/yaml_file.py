@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Hashable
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from pydantic import ValidationError
 
 from common.terminal import is_safe_line
 from data.paths import read_small
+from training.config.contradictions import PARAMETERS
 from training.config.keys import ALIASES, NOT_PASSED_ON, TrainConfig
 from training.config.sections import nearest, sections_in
 from training.errors import ConfigError
@@ -173,8 +175,10 @@ def _explain(error: ValidationError, kind: type[TrainConfig]) -> str:
         for step in sections:
             if step in around.model_fields:  # else it is a place in a list
                 around = sections_in(around.model_fields[step].annotation)[0]
-        near = nearest(name, around.model_fields)
-        return f"unknown key {place}; did you mean {'.'.join([*sections, near])}?"
+        near = ".".join([*sections, nearest(name, around.model_fields)])
+        if sections in ([], ["optimizer"]) and name in ("learning_rate", *chain(*PARAMETERS.values())):
+            near = f"optimizer.params.{name.replace('learning_rate', 'lr')}"
+        return f"unknown key {place}; did you mean {near}?"
     if first["type"] == "missing":
         return f"{place}: missing"
     if first["type"] == "value_error":

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from training.config.contradictions import of_optimizer
+from training.config.contradictions import PARAMETERS, of_optimizer
 from training.config.sections import OptimizerOffload
 from training.plan.basis import Basis
 from training.plan.plan import Plan, fitting_parts
@@ -79,7 +79,9 @@ def _all_changes(basis: Basis) -> Iterator[tuple[str, Basis]]:
     if not zero.offloads and zero.stage:
         yield "zero_optimization.offload_optimizer: {device: cpu}", with_zero(offload_optimizer=OFFLOAD)
     if config.optimizer.type in ("AdamW", "Adam"):
-        yield "optimizer.type: Lion", basis.changed(optimizer=config.optimizer.model_copy(update={"type": "Lion"}))
+        params = {name: value for name, value in config.optimizer.params.items() if name in PARAMETERS["Lion"]}
+        lion = config.optimizer.model_copy(update={"type": "Lion", "params": params})
+        yield "optimizer.type: Lion", basis.changed(optimizer=lion)
     length = config.max_seq_len // 2
     while length >= SHORTEST:
         yield f"max_seq_len: {length}", _shorter(basis, length)
