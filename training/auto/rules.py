@@ -48,9 +48,12 @@ def fill(choices: Choices, data: Dataset, spec: ModelSpec, unit: int) -> None:
     weights = sum(shape.numel() for layer in range(spec.n_layers) for shape in spec.shapes(layer).values())
     if spec.tied:
         weights -= spec.shapes(0)[spec.family.tie.embedding].numel()
-    samples = len(data)
-    batch = 2 ** round(math.log2(min(max(samples / STEPS, SMALLEST), LARGEST)))
-    why = f"some {STEPS} steps an epoch, {SMALLEST} to {LARGEST} samples, a multiple of {unit} for the processes"
+    samples = counted = len(data)
+    config, what = choices.config(train_batch_size=unit), "samples"
+    if config.packing == "dataset":
+        counted, what = math.ceil(data.lengths.sum() / (config.pack_len or config.max_seq_len)), "packed rows"
+    batch = 2 ** round(math.log2(min(max(counted / STEPS, SMALLEST), LARGEST)))
+    why = f"some {STEPS} steps an epoch, {SMALLEST} to {LARGEST} {what}, a multiple of {unit} for the processes"
     choices.add("train_batch_size", unit * math.ceil(batch / unit), why)
     texts = data.types == [SPLIT_KIND]
     epochs = 1 if texts else next((epochs for fewer, epochs in EPOCHS if samples < fewer), 1)
@@ -75,7 +78,7 @@ def fill(choices: Choices, data: Dataset, spec: ModelSpec, unit: int) -> None:
         choices.add("eval_share", float(f"{share:.2g}"), why)
     config = choices.config()
     steps = config.max_steps or config.n_epoches * math.ceil(
-        samples * (1 - config.eval_share) / config.train_batch_size
+        counted * (1 - config.eval_share) / config.train_batch_size
     )
     warm_up = max(1, round(WARM_UP * steps))
     choices.add("scheduler.type", "WarmupCosineLR", "falls slowly, then fast, then slowly; the usual one")

@@ -121,6 +121,16 @@ def test_it_is_never_written_anew(model: Path, tmp_path: Path, capsys: pytest.Ca
         auto(model, tmp_path / "moved")
 
 
+def test_a_batch_of_packed_epochs_counts_rows(tmp_path: Path) -> None:
+    records = [{"type": "instruct", "instruct": str(number), "output": "b"} for number in range(1000)]
+    (tmp_path / "d.json").write_text(json.dumps(records), encoding="utf-8")
+    path = auto(outline(tmp_path / "model"), tmp_path / "run", UNTRAINED, "packing=dataset", data=tmp_path / "d.json")
+    config = load_config(path)
+    assert config.scheduler and config.scheduler.params.warmup_num_steps == 1 and config.train_batch_size == 8
+    assert reason(path, "train_batch_size").startswith("some 50 steps an epoch, 8 to 128 packed rows")
+    assert reason(path, "warmup_num_steps") == "3% of some 6 steps"  # of 3 epochs
+
+
 def test_adafactor_gets_its_weights_apart(model: Path, tmp_path: Path) -> None:
     path = auto(model, tmp_path / "run", "optimizer.type=Adafactor")
     config = load_config(path)
