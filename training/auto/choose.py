@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -27,6 +28,14 @@ ANY_BATCH = 720_720  # until one is chosen: a multiple of all numbers up to 16
 SEARCHED = "train_micro_batch_size_per_gpu schedule use_grad_ckpt offload_activations max_seq_len".split()
 OFFLOAD = "zero_optimization.offload_optimizer"
 DIMS, AXES = "model_topo.process_topology.dims", "model_topo.process_topology.axes"
+BATCH = "train_batch_size", "train_micro_batch_size_per_gpu"
+# Values that nothing can be said of without others, and, but for the last one, those that go with any grid.
+RESTING: dict[str, tuple[tuple[str, ...], list[Any]]] = {
+    "model_topo.sequence": ((DIMS,), [1]),
+    "model_topo.experts": ((DIMS,), ["columns"]),
+    AXES: ((DIMS,), [["pipe", "data"], ["data", "pipe"]]),
+    "gradient_accumulation_steps": ((*BATCH, DIMS), [None]),
+}
 MEANT = {"pipe": "stages", "data": "replicas", "model": "processes to a layer"}
 
 
@@ -36,6 +45,11 @@ def choose(choices: Choices, machine: Machine, log: Console) -> tuple[list[str],
     Raises:
         ConfigError, CheckpointError, DataError: there is no model, no record, or no room for the run.
     """
+    for key, (others, free) in RESTING.items():
+        if choices.own.get(key, free[0]) not in free and (
+            absent := [each for each in others if not choices.is_own(each)]
+        ):
+            raise ConfigError(f"{key}: --auto chooses what it rests on; expected beside it {', '.join(absent)}")
     _add_dims(choices, machine)
     if apart := choices.own.get("optimizer.type") == "Adafactor":
         choices.add("zero_optimization.stage", 0, rules.APART)

@@ -16,6 +16,7 @@ from pathlib import Path
 from common.log import Log
 from common.whole_files import replace_text
 from data.paths import with_home
+from data.records.sources import as_sources
 from models.checkpoint.download import download
 from models.errors import CheckpointError
 from training.auto.choices import Choices
@@ -43,13 +44,17 @@ def configure(arguments: argparse.Namespace, hosts: Hosts | None) -> Path:
     arguments.save, arguments.model, *arguments.data = map(
         with_home, (arguments.save, arguments.model, *arguments.data)
     )
+    choices = Choices(arguments.overrides)
+    for key, option in (("model_path", "--model"), ("save_path", "--save")):
+        if key in choices.own:
+            raise ConfigError(f"command line: {key}: with --auto {option} says it; expected no such word")
     log = Log(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     save, model = Path(arguments.save), arguments.model
     path = save / FILE
     is_name = HUB.fullmatch(model) and not Path(model).exists()
     folder = str(save / BASE) if is_name else model
     if path.exists():
-        _check_same(path, folder, arguments)
+        _check_same(path, folder, arguments, "data_path" in choices.own)
         log.print(f"auto: {path} is there, so the run goes on with it as it stands; remove it to choose anew")
         return path
     if found := [name for name in OF_A_RUN if (save / name).exists()]:
@@ -61,7 +66,6 @@ def configure(arguments: argparse.Namespace, hosts: Hosts | None) -> Path:
         except CheckpointError as error:
             reason = str(error).removeprefix(f"{model}: ")
             raise CheckpointError(f"--model: {model}: no such folder, nor on the HuggingFace hub: {reason}") from None
-    choices = Choices(arguments.overrides)
     choices.add("model_path", folder, "--model")
     choices.add("data_path", arguments.data, "--data")
     choices.add("save_path", str(save), "--save")
@@ -73,14 +77,20 @@ def configure(arguments: argparse.Namespace, hosts: Hosts | None) -> Path:
     return path
 
 
-def _check_same(path: Path, model: str, arguments: argparse.Namespace) -> None:
-    """See that an earlier start's config is one for this model, these data and this folder."""
+def _check_same(path: Path, model: str, arguments: argparse.Namespace, own_data: bool) -> None:
+    """See that an earlier start's config is one for this model, these data and this folder.
+
+    Args:
+        own_data: whether a word says which data, which then overrides the file.
+    """
     config = load_config(path)
+    paths = [source.path for source in as_sources(config.data_path)]
+    data = [with_home(each) for path in paths for each in ([path] if isinstance(path, str) else path)]
     for name, given, known in (
         ("model", [model], [config.model_path]),
-        ("data", arguments.data, config.data_path),
+        ("data", arguments.data, arguments.data if own_data else data),
         ("save", [arguments.save], [config.save_path]),
     ):
-        if list(map(os.path.normpath, given)) != [os.path.normpath(str(each)) for each in known]:
-            told = f"{', '.join(given)}, but {path} has {', '.join(map(str, known))}"
+        if list(map(os.path.normpath, given)) != list(map(os.path.normpath, known)):
+            told = f"{', '.join(given)}, but {path} has {', '.join(known)}"
             raise ConfigError(f"--{name}: {told}; expected the same, or another --save")

@@ -27,6 +27,8 @@ from training.data_setup import RecordReader
 from training.errors import ConfigError
 from training.metrics.devices import parse_devices, this_device
 
+BESIDE = "--auto chooses what it rests on; expected beside it "
+
 
 @pytest.fixture(scope="module")
 def model(make_checkpoint: Callable[..., Path]) -> Path:
@@ -136,6 +138,38 @@ def test_adafactor_gets_its_weights_apart(model: Path, tmp_path: Path) -> None:
     config = load_config(path)
     assert config.zero_optimization.stage == 0 and not config.bf16.enabled and config.model_topo.tensor == 1
     assert reason(path, "stage") == "Adafactor needs the weights apart"
+
+
+def test_it_goes_on_with_data_of_the_users_own(model: Path, tmp_path: Path) -> None:
+    word = f"data_path=[{{path: {FAQ}, repeat: 2}}]"
+    path = auto(model, tmp_path / "run", word)
+    for again in ((), (word,)):  # as if it were written into the file
+        assert auto(model, tmp_path / "run", *again) == path
+    with pytest.raises(ConfigError, match=r"^--data: other.json, but .*auto.yml has [^ ]*faq.json; expected the same"):
+        auto(model, tmp_path / "run", data="other.json")
+    assert auto(model, tmp_path / "run", word, data="other.json") == path
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("model_path=m", "command line: model_path: with --auto --model says it; expected no such word"),
+        ("save_path=s", "command line: save_path: with --auto --save says it; expected no such word"),
+        ("model_topo.sequence=2", f"model_topo.sequence: {BESIDE}model_topo.process_topology.dims"),
+        ("model_topo.experts=spread", f"model_topo.experts: {BESIDE}model_topo.process_topology.dims"),
+        (
+            "model_topo.process_topology.axes=[pipe, data, model]",
+            f"model_topo.process_topology.axes: {BESIDE}model_topo.process_topology.dims",
+        ),
+        ("gradient_accumulation_steps=4", f"gradient_accumulation_steps: {BESIDE}train_batch_size, train_micro_batch_"),
+    ],
+)
+def test_words_that_rest_on_what_is_still_to_be_chosen_are_refused(
+    word: str, told: str, model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        auto(model, tmp_path / "run", word)
+    assert str(caught.value).startswith(told) and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("left", ["config.yml", "latest"])
