@@ -43,7 +43,7 @@ def parse_arguments(description: str, in_stages: bool = True) -> argparse.Namesp
     parser.add_argument("--hostfile", metavar="FILE", help="train on several machines: lines such as node1 slots=8")
     parser.add_argument("--include", default="", metavar="node1@node2:0,1", help="of the hostfile only these")
     parser.add_argument("--exclude", default="", metavar="node1@node2:0,1", help="of the hostfile all but these")
-    parser.add_argument("--inspect", type=int, default=0, metavar="N", help="print the first N samples and leave")
+    parser.add_argument("--inspect", type=_count, metavar="N", help="print the first N samples and leave")
     parser.add_argument("--html", metavar="FILE", help="with --inspect: write them as a page instead")
     parser.add_argument("--plan", action="store_true", help=staged("say what the run will take, and leave"))
     told = "with --plan or --dry-run: the devices; this machine's otherwise"
@@ -81,6 +81,12 @@ def parse_arguments(description: str, in_stages: bool = True) -> argparse.Namesp
     if arguments.devices and not (arguments.plan or arguments.dry_run):
         parser.error("--devices needs --plan or --dry-run")
     return arguments
+
+
+def _count(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, found {word}")
+    return int(word)
 
 
 def _is_override(word: str) -> bool:
@@ -161,7 +167,9 @@ def _configure(
     arguments.config = str(auto(arguments, hosts))
     sys.argv[1:] = ["--config", arguments.config, *arguments.overrides]  # of each process of the run
     if arguments.dry_run:
-        print(f"dry run: nothing is trained; {shlex.join(['python', *sys.argv])} trains")
+        where = (f"--{name}={getattr(arguments, name)}" for name in ("hostfile", "include", "exclude"))
+        words = ["python", *sys.argv, *(word for word in where if not word.endswith(("=", "=None")))]
+        print(f"dry run: nothing is trained; {shlex.join(words)} trains")
         sys.exit()
 
 

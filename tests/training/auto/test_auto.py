@@ -284,6 +284,7 @@ def test_a_name_of_the_hub_that_cannot_be_fetched_is_told(tmp_path: Path) -> Non
         (["--auto", "--model", "m", "--data", "d"], "--auto, --model, --data and --save: expected all of them, or"),
         (["--config", "c", "--save", "s"], "--auto, --model, --data and --save: expected all of them, or --config"),
         (["--config", "c", "--dry-run"], "--dry-run needs --auto"),
+        (["--config", "c", "--inspect", "0"], "--inspect: expected a number of at least 1, found 0"),
         (["--auto", "--model", "m", "--data", "d", "--save", "s", "--plan"], "--inspect, --plan, --prove and --check"),
         (["--auto", "--config", "c"], "argument --config: not allowed with argument --auto"),
     ],
@@ -305,11 +306,19 @@ def test_only_the_pipelines_door_chooses_and_no_launcher_does(model: Path, tmp_p
 def test_words_that_follow_the_data_are_overrides_where_there_is_such_a_key(model: Path, tmp_path: Path) -> None:
     odd = tmp_path / "a=b.json"
     odd.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:4]), encoding="utf-8")
-    words = ("--auto", "--model", model, "--save", tmp_path / "run", "--dry-run", "--devices", "A100-40G", "--data")
+    hosts = tmp_path / "hosts"
+    hosts.write_text("node1 slots=1\nnode2 slots=1\n", encoding="utf-8")
+    words: list[str | Path] = ["--auto", "--model", model, "--save", tmp_path / "run"]
+    words += ["--dry-run", "--devices", "A100-40G"]
+    words += ["--hostfile", hosts, "--include", "node1", "--data"]
     result = run(sys.executable, "train_ds.py", *words, FAQ, odd, "seed=7", "n_epochs=2")
     assert result.returncode == 0, result.stderr
     config = load_config(tmp_path / "run" / "auto.yml")
     assert (config.data_path, config.seed, config.n_epoches) == ([str(FAQ), str(odd)], 7, 2)
+    trains = (
+        f"train_ds.py --config {tmp_path / 'run' / 'auto.yml'} seed=7 n_epochs=2 --hostfile={hosts} --include=node1"
+    )
+    assert f"{trains} trains" in result.stdout
 
 
 @pytest.mark.parametrize(("reserves", "processes"), [(False, 1), (True, 2)])
