@@ -88,7 +88,10 @@ def _page(error: BaseException, of_config: str) -> str:
     """The end of the line, with the page that explains more; nothing where nothing is wrong."""
     if isinstance(error, KeyboardInterrupt):
         return ""
-    pages = {ConfigError: of_config, DataError: "docs/data.md", CheckpointError: "docs/models.md"}
+    of_model = of_config if of_config == "docs/conversion.md" else "docs/troubleshooting.md"
+    if "config.json: " in str(error):  # which family it is of, and what that can have
+        of_model = "docs/models.md"
+    pages = {ConfigError: of_config, DataError: "docs/data.md", CheckpointError: of_model}
     found = (page for kind, page in pages.items() if isinstance(error, kind))
     return f" (see {next(found, 'docs/troubleshooting.md')})"
 

@@ -126,6 +126,25 @@ def test_a_door_prints_the_line_and_leaves(nothing_known_of_a_run: Path, capsys:
     assert told.err.startswith("error: RuntimeError: first ")
 
 
+@pytest.mark.parametrize(
+    ("door", "error", "page"),
+    [
+        ("configuration", CheckpointError("m/config.json: model_type 'x' is not supported"), "models"),
+        ("configuration", CheckpointError("r: cannot be written"), "troubleshooting"),
+        ("demo", CheckpointError("m: no weights"), "troubleshooting"),
+        ("conversion", CheckpointError("m: exists and is not empty"), "conversion"),
+        ("conversion", CheckpointError("m/config.json: model_type 'x' is not supported"), "models"),
+        ("demo", ConfigError("--raw: expected"), "demo"),
+    ],
+)
+def test_a_line_ends_with_the_page_that_explains_it(
+    door: str, error: Exception, page: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit), one_line_at_the_end(page=f"docs/{door}.md"):
+        raise error
+    assert capsys.readouterr().err == f"error: {error} (see docs/{page}.md)\n"
+
+
 def test_a_lack_of_file_handles_is_a_mistake_that_a_user_can_mend(nothing_known_of_a_run: Path) -> None:
     code, line = ending(OSError(24, os.strerror(24), "weights"))
     assert code == 2 and "ulimit -n" in line

@@ -34,7 +34,9 @@ def told(folder: Path, converter: str | Path, tmp_path: Path) -> str:
 
 
 def test_the_converters_last_line_is_told(llama: Callable[[], Path], converter: Path, tmp_path: Path) -> None:
-    assert told(llama(), converter, tmp_path) == f"error: {converter} ended with 1: no such thing (see docs/models.md)"
+    assert (
+        told(llama(), converter, tmp_path) == f"error: {converter} ended with 1: no such thing (see docs/conversion.md)"
+    )
 
 
 def test_a_missing_converter_is_told(llama: Callable[[], Path], tmp_path: Path) -> None:
