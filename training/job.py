@@ -46,7 +46,7 @@ from training.plan.feedback import Feedback
 from training.plan.kernels import choose_kernels
 from training.plan.out_of_memory import out_of_memory_told
 from training.plan.room import check_room
-from training.preflight import check_folder, check_model, check_setup
+from training.preflight import check_folder, check_model, check_setup, check_writable
 from training.progress import Progress
 
 
@@ -80,6 +80,8 @@ class Inputs:
         check_setup(config, log)
         disk = Disk.of(config.storage, place, config.model_topo)
         with agreed():
+            if disk.keeps:
+                check_writable("save_path", Path(config.save_path))
             inputs = cls.read(config, disk, log)
         check_folder(Path(config.save_path), disk, log)
         with agreed():

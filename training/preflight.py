@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
@@ -74,6 +75,20 @@ def check_samples(trained: str, evaluated: str) -> None:
         RunRefused: on every rank, where they differ.
     """
     expect_same({"samples of data_path": trained, "samples of eval_data_path": evaluated})
+
+
+def check_writable(key: str, folder: Path) -> None:
+    """See that a folder can be made and written, before work is put into what is for it. Nothing of it is left.
+
+    Raises:
+        ConfigError: it cannot, under the name of what says which folder.
+    """
+    try:
+        there = next(each for each in (folder, *folder.parents) if each.exists())
+        with TemporaryDirectory(prefix=".probe-", dir=there):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{key}: {folder}: cannot be written: {error.strerror}; expected a folder") from None
 
 
 def check_folder(folder: Path, disk: Disk, log: Console) -> None:

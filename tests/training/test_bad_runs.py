@@ -148,7 +148,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"model_topo": topology((4096, 1))},
         ("dims", "[4096, 1]", "4096 processes", "this machine"),
     ),
-    "a file in the way": ({"save_path": "LICENSE"}, ("save_path", "LICENSE", "folder")),
+    "a file in the way": ({"save_path": "LICENSE", "data_path": "none.json"}, ("save_path", "LICENSE", "folder")),
 }
 QUICK = ("data file", "processes without end")
 

@@ -27,6 +27,7 @@ from training.errors import ConfigError
 from training.launch.start import Hosts
 from training.plan.command import WIDTH, show
 from training.plan.rendering import facts
+from training.preflight import check_writable
 
 FILE = "auto.yml"
 OF_A_RUN = ("config.yml", "latest")  # what a run leaves in its folder
@@ -57,6 +58,7 @@ def configure(arguments: argparse.Namespace, hosts: Hosts | None) -> Path:
         _check_same(path, folder, arguments, "data_path" in choices.own)
         log.print(f"auto: {path} is there, so the run goes on with it as it stands; remove it to choose anew")
         return path
+    check_writable("--save", save)
     if found := [name for name in OF_A_RUN if (save / name).exists()]:
         raise ConfigError(f"--save: {save} holds a run that --auto did not begin ({found[0]}); expected another folder")
     if is_name:

@@ -180,6 +180,13 @@ def test_the_folder_of_another_run_is_left_alone(left: str, model: Path, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == [left]
 
 
+def test_a_folder_that_cannot_be_written_is_told_before_the_records_are_read(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for save in (Path("/proc/x"), tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(ConfigError, match=f"^--save: {save}: cannot be written: .*; expected a folder"):
+            auto(model, save, data="none.json")
+
+
 def test_a_model_that_fits_nowhere_is_refused_with_what_would_be_enough(tmp_path: Path) -> None:
     folder = outline(tmp_path / "model", "llama-13b")
     with pytest.raises(ConfigError) as caught:
