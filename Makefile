@@ -17,7 +17,7 @@ help:
 	@echo "make test-all     everything: those two, and the tests that take longest"
 	@echo "make lint         ruff, mypy and the rules of imports alone"
 	@echo "make format       reformat the code"
-	@echo "make clean        remove the environment, the caches and the runs of the quickstart"
+	@echo "make clean        remove the environment, the caches and runs/quickstart"
 
 quickstart: $(VENV)/installed
 	$(BIN)/python -m quickstart $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') $(KEYS)

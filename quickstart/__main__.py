@@ -27,6 +27,8 @@ import yaml
 from rich.markup import escape
 
 from common.whole_files import replace_text
+from models.checkpoint.layout import Layout, layout_of, resolve
+from models.errors import CheckpointError
 from quickstart import own
 from quickstart.answers import comparison
 from quickstart.arithmetic import CORES, same_everywhere
@@ -34,6 +36,7 @@ from quickstart.base_model import ABOUT, NAME, make_base
 from quickstart.job import PIPELINE, RUN, Job, ask, console, is_known, say, settings, train
 from quickstart.questions import sample_of, shipped
 from training.errors import ConfigError, one_line_at_the_end
+from training.preflight import WINGS, check_writable
 
 ROOT = Path("runs/quickstart")
 CONFIG, RECORDS = Path("configs/quickstart.yml"), Path("data/samples/faq.json")
@@ -43,6 +46,8 @@ MODEL = "base"
 def main() -> int:
     arguments = parse_arguments()
     begin = time.monotonic()
+    if arguments.save_path:
+        check_writable("--save-path", arguments.save_path)
     job = own_job(arguments) if arguments.model else shipped_job(arguments.save_path or ROOT)
     say(2, "ask it")
     before = ask(job, job.base, "before")
@@ -83,7 +88,7 @@ def shipped_job(folder: Path) -> Job:
         layers = sum(yaml.safe_load(CONFIG.read_text(encoding="utf-8"))["model_topo"]["parts"])
         arguments += ["model_topo.process_topology.dims=[1,1]", f"model_topo.parts=[{layers}]"]
     digest = hashlib.sha256("\0".join(arguments).encode())
-    code = [path for wing in ("models", "data", "training") for path in sorted(Path(wing).rglob("*.py"))]
+    code = [path for wing in WINGS for path in sorted(Path(wing).rglob("*.py"))]
     for path in (CONFIG, RECORDS, folder / MODEL / "config.json", *code):
         digest.update(path.read_bytes())
     job = Job(
@@ -108,6 +113,8 @@ def own_job(arguments: argparse.Namespace) -> Job:
     model = Path(arguments.model)
     folder = arguments.save_path or ROOT.with_name(f"quickstart-{model.resolve().name}")
     say(1, f"the base model: {model}")
+    if layout_of(resolve(model)) is Layout.PIPELINE:
+        raise CheckpointError(f"{model}: in the pipeline layout; expected a HuggingFace folder")
     fingerprint = own.fingerprint(arguments.model, arguments.data, arguments.overrides)
     config = folder / "config.yml"
     questions = sample_of(arguments.data, "on_bad_record=skip" in arguments.overrides)

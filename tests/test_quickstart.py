@@ -20,6 +20,8 @@ from rich.console import Console
 
 from data.errors import DataError
 from data.records.record import parse_record
+from models.checkpoint.convert import hg_to_pp
+from models.errors import CheckpointError
 from models.spec import ModelSpec
 from quickstart.__main__ import own_job
 from quickstart.answers import AS_TRAINED, HOLDS, OTHERWISE, comparison
@@ -135,7 +137,14 @@ def test_every_machine_computes_with_the_same_threads_and_instructions() -> None
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("words", "complaint"), [(["--model", "m"], "expected both or none"), (["a=1"], "keys: ")])
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--model", "m"], "expected both or none"),
+        (["a=1"], "keys: "),
+        (["--save-path", "LICENSE/q"], "error: --save-path: LICENSE/q: cannot be written: Not a directory; expected a"),
+    ],
+)
 def test_words_that_make_no_sense_are_refused(words: list[str], complaint: str) -> None:
     done = run(*PIPETUNE, *words)
     assert done.returncode == 2 and complaint in done.stderr
@@ -191,6 +200,15 @@ def test_a_wrong_key_is_told_at_once_and_locks_nothing(
     (job.folder / "fingerprint").unlink()
     with pytest.raises(ConfigError, match="holds another model"):  # nobody knows whose folder that is
         job_with("n_epoches=6")
+
+
+def test_a_model_in_the_pipeline_layout_is_refused_before_anything_is_asked(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    hg_to_pp(make_checkpoint("qwen2"), tmp_path / "layers")
+    with pytest.raises(CheckpointError, match=r"layers: in the pipeline layout; expected a HuggingFace folder$"):
+        own_job(Namespace(model=str(tmp_path / "layers"), data=str(FAQ), save_path=tmp_path / "job", overrides=[]))
+    assert not (tmp_path / "job").exists()
 
 
 @pytest.mark.slow
