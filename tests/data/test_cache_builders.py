@@ -52,7 +52,7 @@ def outcome(launch: Launch) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("small", [0, 2**30])
+@pytest.mark.parametrize("small", [0, pytest.param(2**30, marks=pytest.mark.longest)])
 def test_processes_that_start_cold_at_once_make_one_build(tmp_path: Path, tokenizer_folder: Path, small: int) -> None:
     data = write(tmp_path / "a.jsonl", records(3000))
     results = [outcome(process) for process in start(tmp_path, tokenizer_folder, data, count=3, small=small)]

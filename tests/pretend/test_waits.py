@@ -112,7 +112,8 @@ OF_TWO |= {
     if "layers" in cell or model != ODD_HEADS
 }
 ALWAYS = {  # one of each kind; all others take minutes
-    *(f"llama-tied-{cell}" for cell in CELLS if cell not in ("unsharded", "z-loss", "zero-1")),
+    *(f"llama-tied-{cell}" for cell in ("bf16", "fp16", "recomputed", "offloaded-recomputed", "unsharded-clipped")),
+    *(f"llama-tied-{cell}" for cell in ("optimizer-on-cpu", "unpacked", "zero-0", "zero-3", "generation")),
     *(f"{model}-fp32" for model in ("bloom", "chatglm3")),
     *("llama-dynamic-bf16", "mixtral-router-loss", "qwen3_moe-offloaded", "llama-tied-varlen", "bloom-flex"),
     *("llama-tied-1f1b", "llama-tied-dualpipev-bf16", "phi3-long-1f1b-bf16-recomputed", "llama-tied-replicas-bf16"),

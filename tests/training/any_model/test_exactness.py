@@ -121,7 +121,13 @@ def reference(case: Case) -> Outcome:
     )
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
+def marks(case: Case) -> Any:
+    """In each `make test` every net in two stages, and what else there is once."""
+    often = case.dims[0] == 2 or case.net == "mixed"
+    return () if often else pytest.mark.longest
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=marks(case)) for case in CASES])
 def test_a_pipeline_computes_what_one_process_does(case: Case, folder: Path) -> None:
     expected = reference(case)
     tensors: dict[str, torch.Tensor] = {}

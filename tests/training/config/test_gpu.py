@@ -51,6 +51,7 @@ def test_a_v100_gets_the_right_wheel_named(monkeypatch: pytest.MonkeyPatch) -> N
         check_gpu(FP16)
 
 
+@pytest.mark.slow
 @pytest.mark.launched
 def test_a_start_on_v100s_ends_before_nccl_fails(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     keys = {"model_path": str(make_checkpoint("llama")), "data_path": str(FAQ), "model_topo": topology((2, 1))}

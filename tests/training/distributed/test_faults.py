@@ -217,7 +217,7 @@ def test_records_that_make_nan_are_named(make_checkpoint: Callable[..., Path], t
 @pytest.mark.parametrize(
     "scale",
     [
-        {"initial_scale_power": 40, "min_loss_scale": 2**40, "hysteresis": 1},
+        pytest.param({"initial_scale_power": 40, "min_loss_scale": 2**40, "hysteresis": 1}, marks=pytest.mark.slow),
         pytest.param({"loss_scale": 2**40}, marks=pytest.mark.longest),
     ],
     ids=["dynamic", "static"],

@@ -87,7 +87,7 @@ def test_all_groups_have_the_runs_timeout_and_all_ports_its_address() -> None:
     ("own", "told"),
     [
         ({}, "expandable_segments:True None"),
-        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native None"),
+        pytest.param({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native None", marks=pytest.mark.longest),
         ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "None backend:native"),
     ],
 )

@@ -52,7 +52,7 @@ TOPOLOGIES = {
     (2, 2): ([2, 3], ["sgd", "sgd_without_zero"]),
 }
 CASES = [(variant, dims) for dims, (_, variants) in TOPOLOGIES.items() for variant in variants if dims != (1, 1)]
-IN_EVERY_RUN = ("sgd", "sgd_without_zero", "sgd_bf16_without_zero", "uneven_groups", "adafactor")
+IN_EVERY_RUN = ("sgd", "sgd_bf16_without_zero", "uneven_groups", "adafactor")
 UNDER_TEST = [
     pytest.param(variant, dims, id=f"{variant}-{dims}", marks=() if variant in IN_EVERY_RUN else pytest.mark.longest)
     for variant, dims in CASES

@@ -79,7 +79,7 @@ CASES = [
     Case("shared-rows-3", "mixtral", stage(3), SHARED_ROWS | {"use_grad_ckpt": True}),
 ]
 # Stages 0 to 3 are in each run of test_exactness.
-LONGEST = ("tied-0", "tied-1", "untied-3", "offload-2", "hpz-3", "bf16-2")
+LONGEST = ("tied-0", "tied-1", "untied-3", "offload-2", "hpz-3", "bf16-0", "bf16-2")
 UNDER_TEST = [
     pytest.param(case, id=case.name, marks=pytest.mark.longest if case.name in LONGEST else ()) for case in CASES
 ]
@@ -153,7 +153,9 @@ def test_losses_are_the_pipelines(case: Case, outcomes: dict[str, dict[str, Any]
     torch.testing.assert_close(*norms, atol=0, rtol=10 * case.tolerance)
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.longest if name in LONGEST else ()) for name in RESUMED]
+)
 def test_a_resumed_run_repeats_the_losses_bit_for_bit(name: str, outcomes: dict[str, dict[str, Any]]) -> None:
     assert outcomes[name]["resumed"] == outcomes[name]["loss"][RESUME_AT:]
 
