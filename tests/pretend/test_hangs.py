@@ -31,11 +31,13 @@ def test_a_gpu_that_shares_rows_may_wait_for_its_peer(run_pretended: Run, make_c
     assert [rank["place"]["waiting"] for rank in found["shared"]] == [True, True]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hang", "named"),
-    [(["RecvGrad", "ForwardPass"], [1]), (["BackwardPass", "RecvActivation"], [0]), (["RecvGrad", "SendGrad"], [0, 1])],
-    ids=["the last stage", "the first stage", "a message that never comes"],
+    [
+        pytest.param(["RecvGrad", "ForwardPass"], [1], id="the last stage", marks=pytest.mark.slow),
+        pytest.param(["BackwardPass", "RecvActivation"], [0], id="the first stage", marks=pytest.mark.longest),
+        pytest.param(["RecvGrad", "SendGrad"], [0, 1], id="a message that never comes", marks=pytest.mark.longest),
+    ],
 )
 def test_the_rank_that_holds_up_the_others_is_named(
     hang: list[str], named: list[int], make_case: MakeCase, tmp_path: Path

@@ -164,9 +164,14 @@ def test_small_tensors_stay(make_checkpoint: Callable[..., Path], monkeypatch: p
     assert not Watched.sizes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [frozenset(), BLOCKS], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("name", ["llama-tied", "gemma2", "mistral-window", "mixtral"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama-tied", "mixtral")),
+        *(pytest.param(name, marks=pytest.mark.longest) for name in ("gemma2", "mistral-window")),
+    ],
+)
 def test_compiled_blocks_are_exact_and_are_not_compiled_again(
     name: str, recompute: frozenset[int], make_checkpoint: Callable[..., Path]
 ) -> None:
