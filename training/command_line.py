@@ -167,8 +167,9 @@ def _configure(
     arguments.config = str(auto(arguments, hosts))
     sys.argv[1:] = ["--config", arguments.config, *arguments.overrides]  # of each process of the run
     if arguments.dry_run:
-        where = (f"--{name}={getattr(arguments, name)}" for name in ("hostfile", "include", "exclude"))
-        words = ["python", *sys.argv, *(word for word in where if not word.endswith(("=", "=None")))]
+        names = ("hostfile", "include", "exclude")
+        where = [f"--{name}={value}" for name in names if (value := getattr(arguments, name))]
+        words = ["python", *sys.argv, *where]
         print(f"dry run: nothing is trained; {shlex.join(words)} trains")
         sys.exit()
 

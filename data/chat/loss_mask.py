@@ -180,8 +180,8 @@ class TurnFinder:
             raise Unplaceable
         if words:
             return words.edge
-        asked = prompt.text[len(unasked.text) :]
-        if not gap.first and asked.strip() and agreed < len(unasked.text) - at + (self._vocabulary.leading(asked) or 1):
+        added = prompt.text[len(unasked.text) :]
+        if not gap.first and added.strip() and agreed < len(unasked.text) - at + (self._vocabulary.leading(added) or 1):
             raise refusal("an answer", len(before))  # there is nothing of what an answer begins with
         tokens = self._vocabulary.any.finditer(between)
         return start + next((token.start() for token in tokens if token.end() > agreed), agreed)

@@ -226,7 +226,8 @@ class ReadyTokens(Layout):
         return places
 
     def records(self) -> list[Record]:
-        record = Tokenized.model_validate(self.model_dump(include={*Tokenized.model_fields} - {"type"}))
+        given = {"input_ids": self.input_ids, "labels": self.labels, "attention_mask": self.attention_mask}
+        record = Tokenized.model_validate(given)
         if self.loss_mask is None:
             return [record]
         labels = record.labels or record.input_ids

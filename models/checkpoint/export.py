@@ -107,8 +107,6 @@ class Export:
         self.carried = SafetensorsFile(folder / CARRIED) if (folder / CARRIED).is_file() else None
         carried = {name: self.carried.info(name) for name in self.carried} if self.carried else {}
         self.weight_map = self.spec.weight_map.for_names(self.manifest.dtypes if self.manifest else ())
-        if odd := odd_prefix(self.weight_map):
-            logger.warning("warning: %s: %s", folder, odd)
         self.infos = original_infos(self.source, self.weight_map, self.manifest, carried)
         if self.native:
             original, self.weight_map = self.weight_map, replace(self.weight_map, family=self.native.family)
@@ -137,6 +135,8 @@ class Export:
 
     def write_side_files(self, target: Path) -> None:
         """The index where there are several weight files, config, tokenizer and whatever else lay in the original."""
+        if odd := odd_prefix(self.weight_map):
+            logger.warning("warning: %s: %s", self.folder, odd)
         if list(self.files) != [SINGLE_FILE]:
             total = sum(info.nbytes for info in self.infos.values())
             weight_map = {name: file for file, names in self.files.items() for name in names}
