@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +43,19 @@ class Finding(NamedTuple):
     where: str
 
 
+class Thread(threading.local):
+    """What a thread is at: others ask for numbers of their own meanwhile.
+
+    Attributes:
+        asked: what Python asked for.
+        placing: how many are placing what is made.
+        silent: how many want nothing noted.
+    """
+
+    asked = ""
+    placing = silent = 0
+
+
 class Watch(TorchDispatchMode):
     """`with Watch() as watch:`
 
@@ -54,11 +68,10 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.found: Counter[Finding] = Counter()
         self.lines: dict[Finding, int] = {}
-        self._asked = ""
-        self._placing = self._silent = 0
+        self._thread = Thread()
 
     def note(self, kind: str, what: str) -> None:
-        if not self._silent:
+        if not self._thread.silent:
             where, line = _where()
             finding = Finding(kind, what, where)
             self.found[finding] += 1
@@ -67,29 +80,29 @@ class Watch(TorchDispatchMode):
     @contextmanager
     def silent(self) -> Iterator[None]:
         """Note nothing: what happens inside is known, or is another thing on a GPU."""
-        self._silent += 1
+        self._thread.silent += 1
         try:
             yield
         finally:
-            self._silent -= 1
+            self._thread.silent -= 1
 
     @contextmanager
     def asked(self, what: str) -> Iterator[None]:
         """Let waits inside go by the name of what Python asked for."""
-        before, self._asked = self._asked, what
+        before, self._thread.asked = self._thread.asked, what
         try:
             yield
         finally:
-            self._asked = before
+            self._thread.asked = before
 
     @contextmanager
     def placing(self) -> Iterator[None]:
         """Leave what is made inside to the caller, who knows where it lies."""
-        self._placing += 1
+        self._thread.placing += 1
         try:
             yield
         finally:
-            self._placing -= 1
+            self._thread.placing -= 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -112,7 +125,7 @@ class Watch(TorchDispatchMode):
         if touched and func.overloadpacket is not aten.copy_:
             put(tensors_of(result), Place.DEVICE)
             put((t for t, place in zip(tensors, places, strict=True) if place is Place.UNKNOWN), Place.DEVICE)
-        elif not self._placing and all(place is Place.UNKNOWN for place in places):
+        elif not self._thread.placing and all(place is Place.UNKNOWN for place in places):
             put(tensors_of(result), Place.UNKNOWN)
         return result
 
@@ -147,7 +160,7 @@ class Watch(TorchDispatchMode):
     def _check_wait(self, func: Any, args: Any, kwargs: Any) -> None:
         packet, name = func.overloadpacket, func._opname
         if packet in WAITING and kwargs.get("output_size") is None:
-            self.note("wait", self._asked or name)
+            self.note("wait", self._thread.asked or name)
         elif packet in INDEXING and any(isinstance(t, Tensor) and t.dtype is torch.bool for t in args[1]):
             filled = packet is not aten.index and args[2].numel() == 1  # becomes masked_fill
             if not filled:
