@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from benchmarks.server_classes import CLASSES
 from models.architectures import FAMILIES, family_of
 from models.attention.kernels import EAGER
-from models.derived.derive import BLOCKS, derive
+from models.derived.derive import BLOCKS, check_rotation, derive
 from models.derived.proof import Proof, prove
 from models.derived.shrink import shrunk_fields
 from models.parallel.tensor import obstacle
@@ -49,6 +49,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1},
     "gemma4_text": {"hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0},
     "gemma4_unified_text": {"hidden_size_per_layer_input": 0},
+    "minimax_m2": {"rotary_dim": 64},
+    "minimax_m3_vl_text": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
 }
 HEADER = (
     "| `model_type` | how | attention | packed documents | loss of the router | generation | shared rows | tensor plan "
@@ -120,6 +122,7 @@ def verdict(model_type: str) -> Verdict:
     try:
         family = family_of(model_type) if model_type in FAMILIES else None
         config, fields = config_of(model_type)
+        check_rotation(config, fields)
         proof = prove(config, fields, family)
         small = shrunk_fields(config, fields, BLOCKS)
         config = type(config).from_dict(small)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
@@ -56,6 +57,24 @@ def bare_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> 
     bare.num_hidden_layers, bare.vocab_size, bare.pad_token_id = 0, FEW_WORDS, None
     bare._experts_implementation = "eager"  # what a run takes may be refused where there are no experts
     return AutoModelForCausalLM.from_config(bare, attn_implementation="eager", dtype=dtype)
+
+
+def check_rotation(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
+    """Transformers reads `rotary_dim` for some families in some releases; else it rotates whole heads.
+
+    Args:
+        fields: of the config.json that `config` was read from.
+
+    Raises:
+        Underivable: it would rotate another share than config.json says.
+    """
+    wanted = fields.get("rotary_dim")
+    for name, frequencies in bare_model(config).named_buffers() if wanted else ():
+        if name.endswith("rotary_emb.inv_freq") and 2 * len(frequencies) != wanted:
+            told = f"transformers {transformers.__version__} rotates {2 * len(frequencies)} numbers of a head"
+            raise Underivable(
+                f"rotary_dim is {wanted}, but {told}; expected a partial_rotary_factor that says the same"
+            )
 
 
 def derive(config: PreTrainedConfig, fields: dict[str, Any], whole: str | None = None) -> Family:

@@ -154,15 +154,19 @@ class TensorShare:
             self._connect_owner(owner, modules, [name for name in readers if name.rpartition(".")[0] == owner])
 
     def _connect_experts(self, module: Any) -> None:
-        module.register_forward_pre_hook(self._to_experts)
         module.register_forward_hook(_touch)
         module.register_forward_hook(lambda _, inputs, output: summed(output, self.peers))
         if any(weight.shape[-1] % ALIGNED for weight in module.parameters() if weight.dim() == 3):
             module.config = copy(module.config)
             module.config._experts_implementation = "eager"  # the grouped product does not take such parts
+        nowhere = 0
         if self._spread:
-            module.num_experts = len(range(module.num_experts)[self.peers.part(module.num_experts)])
-            module._is_expert_parallel = True  # transformers' word for tokens that none of them takes
+            module.num_experts = own = len(range(module.num_experts)[self.peers.part(module.num_experts)])
+            # Without transformers' word for tokens that none of them takes, one of them has to, for nothing.
+            taken = hasattr(module, "_is_expert_parallel") or module.config._experts_implementation != "eager"
+            nowhere = own if taken else 0
+            module._is_expert_parallel = True
+        module.register_forward_pre_hook(partial(self._to_experts, nowhere))
 
     def _connect_owner(self, owner: str, modules: dict[str, Any], readers: list[str]) -> None:
         """Sum the gradient of what linear layers of one module read: once, where nothing else in there reads it."""
@@ -189,15 +193,21 @@ class TensorShare:
             return (copied(inputs[0], self.peers), *inputs[1:]), named
         return inputs, named | {"hidden_states": copied(named["hidden_states"], self.peers)}
 
-    def _to_experts(self, _: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [T, H], the experts of each [T, K], and how much these count [T, K]."""
+    def _to_experts(
+        self, nowhere: int, _: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [T, H], the experts of each [T, K], and how much these count [T, K].
+
+        Args:
+            nowhere: the expert of tokens that come to none of this process's.
+        """
         hidden, experts, weights = inputs
         hidden, weights = copied(hidden, self.peers), copied(weights, self.peers)
         if not self._spread:
             return hidden, experts, weights
         own = self.peers.part(n_experts(self._spec.config))
         inside = (experts >= own.start) & (experts < own.stop)
-        return hidden, torch.where(inside, experts - own.start, own.stop - own.start), weights.masked_fill(~inside, 0)
+        return hidden, torch.where(inside, experts - own.start, nowhere), weights.masked_fill(~inside, 0)
 
     def _look_up(self, words: nn.Embedding, ids: Tensor) -> Tensor:
         """The embeddings of tokens, each of which one process has."""

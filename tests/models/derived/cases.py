@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from benchmarks.families import config_of
 from models.derived.derive import small_model
@@ -22,6 +25,12 @@ TRAITS = {
     "qwen3_5_moe_text": "linear attention, experts, a shared expert",
     "smollm3": "tied, positions in some blocks only",
 }
+
+
+def since(release: str) -> pytest.MarkDecorator:
+    """For tests of what only newer releases of transformers have."""
+    older = Version(transformers.__version__) < Version(release)
+    return pytest.mark.skipif(older, reason=f"transformers {transformers.__version__} is older than {release}")
 
 
 def write_small(folder: Path, model_type: str, **changes: Any) -> Any:

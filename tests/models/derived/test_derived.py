@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
@@ -29,7 +30,7 @@ from models.derived.derive import small_model
 from models.derived.proof import BOUND, prove, roughen
 from models.loss import token_loss
 from models.spec import ModelSpec
-from tests.models.derived.cases import TRAITS, write_small
+from tests.models.derived.cases import TRAITS, since, write_small
 from tests.models.helpers import (
     LAYOUTS,
     assert_round_trip,
@@ -135,7 +136,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("model_type", REFUSED)
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(each, marks=since("5.23")) if each == "inkling_text" else each for each in REFUSED]
+)
 def test_what_does_not_fit_is_refused_in_one_line(model_type: str, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"model_type": model_type, "num_hidden_layers": 2}
     if model_type.endswith("_text"):
@@ -144,6 +147,16 @@ def test_what_does_not_fit_is_refused_in_one_line(model_type: str, tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps(fields, default=str))
     assert REFUSED[model_type] in error_line(lambda: ModelSpec.from_folder(tmp_path))
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_rotary_dim_that_transformers_does_not_heed_is_refused(tmp_path: Path) -> None:
+    """As transformers 5.17 does with MiniMax-M2's, whose heads have 128 numbers."""
+    fields = config_of("minimax_m2")[1]
+    fields["rope_parameters"] = fields["rope_parameters"] | {"partial_rotary_factor": 1.0}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    told = error_line(lambda: ModelSpec.from_folder(tmp_path))
+    version = transformers.__version__
+    assert f"rotary_dim is 64, but transformers {version} rotates 128 numbers of a head; expected a partial" in told
 
 
 def test_angles_by_kind_that_depend_on_the_length_are_refused(tmp_path: Path) -> None:
@@ -175,6 +188,7 @@ def test_masks_of_an_unknown_kind_are_refused(tmp_path: Path, monkeypatch: pytes
     assert "a mask of create_causal_mask, which is not known" in told
 
 
+@since("5.23")
 def test_what_generation_is_refused_for_is_true(tmp_path: Path) -> None:
     """Of angles by the length transformers keeps those of the keys that were there before a text became long."""
     folder = tmp_path / "model"
@@ -303,6 +317,7 @@ def test_declared_families_hold_too(model_type: str) -> None:
     assert max(found.figures.values()) <= BOUND and found.generates and found.routes
 
 
+@since("5.23")
 def test_kernels_for_gpus_are_not_asked_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """flash-linear-attention, where it is installed, computes on GPUs alone."""
 

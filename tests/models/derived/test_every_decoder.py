@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.families import BEGIN, DOCUMENT, RELEASE, Verdict, candidates, verdict
+from benchmarks.families import BEGIN, DOCUMENT, REFUSED, RELEASE, Verdict, candidates, verdict
 from models.derived.proof import bound
 
 AT_LEAST = 75 / 85  # of those with a pipeline plan
@@ -42,3 +42,13 @@ def test_the_document_says_what_came_out(verdicts: dict[str, Verdict]) -> None:
     for model_type, found in verdicts.items():  # but for the figure, which is another one on another processor
         expected = found.row().rsplit(" | ", 2)[0] if found.proof else found.row()
         assert expected in table, model_type
+
+
+@pytest.mark.longest
+def test_the_document_names_the_release_where_it_holds(verdicts: dict[str, Verdict]) -> None:
+    table = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)[2]
+    if len(verdicts) < len(candidates()) or f"transformers {RELEASE}." not in table:
+        pytest.skip("all of them with a release of transformers that the table names, or nothing can be told of it")
+    rows = [row for row in table.splitlines() if row.startswith("| `") and REFUSED not in row]
+    told = {row.split("`")[1] for row in rows if RELEASE in row.rstrip(" |").rpartition("| ")[2]}
+    assert told == {name for name, found in verdicts.items() if found.proof}

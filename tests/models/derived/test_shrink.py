@@ -10,6 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.derived.derive import BLOCKS, small_model
 from models.derived.shrink import HEAD, shrunk_fields
+from tests.models.derived.cases import since
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "minimax_m2": {"head_dim": 128, "rotary_dim": 64, "num_attention_heads": 48, "num_key_value_heads": 8},
@@ -43,6 +44,7 @@ def test_the_small_model_of_a_published_config_runs(model_type: str) -> None:
         assert model(torch.tensor([[3, 4, 5]]), use_cache=False).logits.isfinite().all()
 
 
+@since("5.23")
 def test_what_is_rotated_is_the_same_share_of_a_head() -> None:
     fields, model = shrunk("minimax_m2")
     assert (fields["head_dim"], fields["rotary_dim"]) == (HEAD, HEAD // 2)

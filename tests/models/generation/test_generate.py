@@ -62,8 +62,14 @@ def test_greedy_with_cache_equals_full_forwards_and_transformers(
     if name not in DYNAMIC:  # whose cache holds keys of smaller angles, as it does in transformers
         assert written == greedy_without_cache(model)
     if model_type not in ORIGINALS:
+        cached = name != "phi3-long"  # where transformers before 5.23 forgets what it dropped of its cache
         theirs = oracle(folder).generate(
-            torch.tensor([PROMPT]), do_sample=False, max_new_tokens=NEW, eos_token_id=-1, pad_token_id=0
+            torch.tensor([PROMPT]),
+            do_sample=False,
+            max_new_tokens=NEW,
+            eos_token_id=-1,
+            pad_token_id=0,
+            use_cache=cached,
         )
         assert written == theirs[0, len(PROMPT) :].tolist()
 
