@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from models.attention.positions import Positions
 from models.checkpoint.verify import warn_of_nan
@@ -34,8 +35,9 @@ class LayerStates(Protocol):
 class SeededStates:
     """Fresh weights, a pure function of (seed, layer): the same whatever the number of stages.
 
-    Matrices are normal with the standard deviation `initializer_range` of config.json, as transformers initialises
-    them; norms start at one and biases at zero. The head of a tied model starts as the embedding.
+    As transformers initialises them: by its own code in a derived family; in a declared one matrices are normal with
+    the standard deviation `initializer_range` of config.json, norms start at one and biases at zero. The head of a tied
+    model starts as the embedding.
     """
 
     def __init__(self, spec: ModelSpec, seed: int) -> None:
@@ -49,10 +51,11 @@ class SeededStates:
         return f"layer {layer}: {name}"
 
     def read_layer(self, layer: int) -> dict[str, Tensor]:
+        family, config = self.spec.family, self.spec.config
         with torch.random.fork_rng(devices=[]):
+            initialise = family.initialise(config) if family.initialise else partial(_initialise, config)
             torch.manual_seed(self.seed + layer)
-            module = self.spec.build(layer)
-            _initialise(module, float(getattr(self.spec.config, "initializer_range", 0.02)))
+            module = self.spec.build(layer).apply(initialise)
         state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
         if self.spec.tied and layer == self.spec.n_layers - 1:
             tie = self.spec.family.tie
@@ -120,10 +123,9 @@ def tie_weights(spec: ModelSpec, embedding: nn.Module, head: nn.Module) -> None:
     setattr(head.get_submodule(owner), name, embedding.get_parameter(tie.embedding))
 
 
-def _initialise(module: nn.Module, std: float) -> None:
-    for parameter in module.parameters():
+def _initialise(config: PreTrainedConfig, module: nn.Module) -> None:
+    for name, parameter in module.named_parameters(recurse=False):
         if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=std)
-    for name, parameter in module.named_parameters():
-        if name.rpartition(".")[2] == "bias":
+            nn.init.normal_(parameter, std=getattr(config, "initializer_range", 0.02))
+        elif name == "bias":
             nn.init.zeros_(parameter)

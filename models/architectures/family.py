@@ -95,6 +95,7 @@ class Family:
         projection: the class of the last layer, for heads that do more than multiply; `Head` where absent.
         attention: the kernels that compute this family's attention exactly, by transformers' names; the usual one
             first.
+        initialise: gives what makes fresh weights of a module; those of the usual kinds where absent.
         proof: how it was held against transformers, for people; empty where transformers has no such family.
         frozen: weights of a block that no gradient reaches, such as those that choose keys; the optimizer, whose decay
             would shrink them, leaves them alone.
@@ -127,6 +128,7 @@ class Family:
     head_bias: bool = False
     projection: Callable[[Family, PreTrainedConfig], Any] | None = None
     attention: tuple[str, ...] = ALL
+    initialise: Callable[[PreTrainedConfig], Callable[[nn.Module], None]] | None = None
     proof: str = ""
     frozen: tuple[str, ...] = ()
     generates: bool = True

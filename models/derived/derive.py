@@ -126,6 +126,7 @@ def derive(config: PreTrainedConfig, fields: dict[str, Any], whole: str | None =
         head_bias=model.get_submodule(outline.head).bias is not None,
         projection=partial(_head, ends),
         attention=(*ALL, EAGER),
+        initialise=lambda config: bare_model(config)._init_weights,
         frozen=_unreached(model, outline),
         router=_router(model, outline),
     )
