@@ -112,11 +112,10 @@ OF_TWO |= {
     if "layers" in cell or model != ODD_HEADS
 }
 ALWAYS = {  # one of each kind; all others take minutes
-    *(f"llama-tied-{cell}" for cell in ("bf16", "fp16", "recomputed", "offloaded-recomputed", "unsharded-clipped")),
-    *(f"llama-tied-{cell}" for cell in ("optimizer-on-cpu", "unpacked", "zero-0", "zero-3", "generation")),
-    *(f"{model}-fp32" for model in ("bloom", "chatglm3")),
-    *("llama-dynamic-bf16", "mixtral-router-loss", "qwen3_moe-offloaded", "llama-tied-varlen", "bloom-flex"),
-    *("llama-tied-1f1b", "llama-tied-dualpipev-bf16", "phi3-long-1f1b-bf16-recomputed", "llama-tied-replicas-bf16"),
+    *(f"llama-tied-{cell}" for cell in ("fp16", "offloaded-recomputed", "unsharded-clipped", "optimizer-on-cpu")),
+    *(f"llama-tied-{cell}" for cell in ("unpacked", "zero-0", "zero-3", "generation", "varlen")),
+    *("bloom-fp32", "bloom-flex", "llama-dynamic-bf16", "mixtral-router-loss"),
+    *("llama-tied-1f1b", "llama-tied-dualpipev-bf16", "llama-tied-replicas-bf16"),
     *("llama-tied-rows-bf16-recomputed", "llama-tied-layers-bf16-recomputed", "mixtral-spread"),
 }
 

@@ -24,7 +24,7 @@ WIDE = {"initializer_range": 0.3, "tie_word_embeddings": False}  # so that a mod
 SHARED = dict(CASES)
 SHARED |= {"llama-biases": Case("llama", {"attention_bias": True, "mlp_bias": True})}
 SHARED |= {"odd neurons": Case("llama", {"intermediate_size": 97})}
-OFTEN = ("llama-biases", "mixtral", "bloom", "baichuan2-13b")  # one of each way to cut
+OFTEN = ("mixtral", "baichuan2-13b")  # experts, and heads with slopes that do not divide
 REFUSED = {
     "one head": ("llama", {"num_key_value_heads": 1}, "1 heads of keys (num_key_value_heads) are not enough for 2")
 }

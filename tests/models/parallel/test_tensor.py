@@ -55,9 +55,8 @@ SHARED |= {f"dropout-{model}": Shared(model, {"dropout": True}) for model in ("b
 FAULTS = {"copy": "llama-untied", "norm": "qwen3", "head": "llama-tied"}
 SHARED |= {f"fault-{fault}": Shared(model, {"fault": fault}) for fault, model in FAULTS.items()}
 OFTEN = (
-    *("bloom", "llama-tied", "llama-untied", "baichuan2-7b", "chatglm3", "mixtral", "spread", "spread-short", "biases"),
-    *("uneven", "baichuan2-13b", "uneven-bloom", "uneven-grouped", "uneven-spread", "own-loss", "phi3", "qwen3"),
-    *("gemma2", "bf16", "recomputed"),
+    *("bloom", "llama-untied", "baichuan2-7b", "chatglm3", "mixtral", "spread", "spread-short", "biases"),
+    *("baichuan2-13b", "uneven-bloom", "uneven-grouped", "own-loss", "phi3", "qwen3", "gemma2", "bf16", "recomputed"),
 )
 FULLY_CUT = ("bloom", "llama-untied", "baichuan2-7b", "chatglm3", "mixtral")
 

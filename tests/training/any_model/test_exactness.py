@@ -122,9 +122,9 @@ def reference(case: Case) -> Outcome:
 
 
 def marks(case: Case) -> Any:
-    """In each `make test` every net in two stages, and what else there is once."""
+    """In each `make test` every net in two stages, and what else there is once; four processes take longest."""
     often = case.dims[0] == 2 or case.net == "mixed"
-    return () if often else pytest.mark.longest
+    return () if often and case.dims != (2, 2) else pytest.mark.longest
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=marks(case)) for case in CASES])

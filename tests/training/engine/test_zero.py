@@ -79,7 +79,7 @@ CASES = [
     Case("shared-rows-3", "mixtral", stage(3), SHARED_ROWS | {"use_grad_ckpt": True}),
 ]
 # Stages 0 to 3 are in each run of test_exactness.
-LONGEST = ("tied-0", "tied-1", "untied-3", "offload-2", "hpz-3", "bf16-0", "bf16-2")
+LONGEST = ("tied-0", "tied-1", "untied-3", "baichuan-3", "offload-2", "hpz-3", "bf16-0", "bf16-2", "shared-rows-3")
 UNDER_TEST = [
     pytest.param(case, id=case.name, marks=pytest.mark.longest if case.name in LONGEST else ()) for case in CASES
 ]
