@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from data.chat.messages import Said
 from data.chat.native.kinds import export_tokenizer
@@ -14,9 +15,9 @@ from models.checkpoint.convert import hg_to_pp
 from models.checkpoint.export import ExportOptions, pp_to_hg
 from models.generation.generate import generate_many
 from models.generation.sampling import GREEDY
-from tests.conftest import ORIGINALS
+from tests.conftest import ORIGINALS, VOCABULARY
 from tests.models.cases import CASES
-from tests.models.helpers import oracle
+from tests.models.helpers import change_weights, oracle
 from tests.models.originals import answer_of_original
 from training.demo.answer import INCOMPLETE
 from training.demo.chat import Chat
@@ -36,7 +37,10 @@ def test_the_demo_answers_what_transformers_generates(
 ) -> None:
     model_type, changes = CASES[name]
     wide = {"initializer_range": 0.3, "tie_word_embeddings": name == TIED}  # so that a model does not repeat itself
-    hg_to_pp(make_checkpoint(model_type, **changes | wide), tmp_path / "layers")
+    folder = make_checkpoint(model_type, **changes | wide)
+    if model_type == "baichuan":
+        change_weights(folder, say_known_words)
+    hg_to_pp(folder, tmp_path / "layers")
     native = model_type in ORIGINALS and name not in NOT_IN_TRANSFORMERS
     options = ExportOptions(layout="native", add_tokenizer=export_tokenizer) if native else ExportOptions()
     pp_to_hg(tmp_path / "layers", tmp_path / "export", options=options)
@@ -52,8 +56,13 @@ def test_the_demo_answers_what_transformers_generates(
     assert [token for _, token in generate_many(speaker.model, [request])] == expected
     shown = "".join(Chat(speaker, wishes, print).ask("What is Pipetune?"))
     text = speaker.tokenizer.decode(expected).lstrip()
-    assert shown or not text  # Baichuan's 64,000 words are more than the tokenizer here knows
-    assert shown == text.rstrip(INCOMPLETE), "half a character at the end is held back"
+    assert shown and shown == text.rstrip(INCOMPLETE), "half a character at the end is held back"
+
+
+def say_known_words(weights: dict[str, Tensor]) -> None:
+    """The first Baichuan has 64,000 words, of which the tokenizer here knows few: let the others be less likely."""
+    if (head := weights.get("lm_head.weight")) is not None:
+        head[VOCABULARY:] = 0
 
 
 def generated(export: Path, prompt: list[int], transformers: bool) -> list[int]:

@@ -30,8 +30,8 @@ LATER = [[[24, 8, 8, 16]], [[72]], [[100, 4]], [[11, 13], [24]], [[5, 3], [1, 1,
 BLOCKS = frozenset({1, 2, 3})
 # Without gemma2's flex attention: the form that torch has for a CPU traces the derivative of a capped score while the
 # tensors that it saves go to the recomputation, whose copies of them are never filled. Compiled, on a GPU, it does not.
-KERNELS: list[tuple[str, str | None]] = [("llama-tied", None), ("mixtral", None), ("bloom", None), ("gemma2", None)]
-KERNELS += [("llama-tied", FLEX), ("mixtral", FLEX), ("bloom", FLEX)]
+KERNELS: list[Any] = [("llama-tied", None), ("mixtral", None), ("bloom", None), ("gemma2", None), ("llama-tied", FLEX)]
+KERNELS += [pytest.param(name, FLEX, marks=pytest.mark.longest) for name in ("mixtral", "bloom")]
 
 
 def build(folder: Path, options: BlockOptions, kernel: str | None = None) -> CausalLM:

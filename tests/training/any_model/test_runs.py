@@ -79,7 +79,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("dims", "parts", "keys"),
     [
-        pytest.param((2, 1), [2, 3], {"profile_steps": [20, 22]}, id="2x1", marks=pytest.mark.slow),
+        pytest.param((2, 1), [2, 3], {"profile_steps": [20, 22]}, id="2x1", marks=pytest.mark.longest),
         pytest.param((1, 2), None, {"bf16": {"enabled": True}}, id="1x2-bf16", marks=pytest.mark.longest),
     ],
 )
