@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from benchmarks.server_classes import CLASSES
 from models.architectures import FAMILIES, family_of
 from models.attention.kernels import EAGER
-from models.derived.derive import BLOCKS, check_rotation, derive
+from models.derived.derive import BLOCKS, derive
 from models.derived.proof import Proof, prove
 from models.derived.shrink import shrunk_fields
 from models.parallel.tensor import obstacle
@@ -122,7 +122,6 @@ def verdict(model_type: str) -> Verdict:
     try:
         family = family_of(model_type) if model_type in FAMILIES else None
         config, fields = config_of(model_type)
-        check_rotation(config, fields)
         proof = prove(config, fields, family)
         small = shrunk_fields(config, fields, BLOCKS)
         config = type(config).from_dict(small)

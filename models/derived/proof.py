@@ -36,7 +36,7 @@ from models.attention.positions import LINEAR, attention_kind
 from models.attention.rope import depends_on_length
 from models.causal_lm import CausalLM
 from models.checkpoint.source import HuggingFaceSource, same_bytes
-from models.derived.derive import derive, small_model
+from models.derived.derive import check_rotation, derive, small_model
 from models.derived.outline import Underivable
 from models.generation.cache import KeyValueCache
 from models.parallel.sequence import Folded, share_attention
@@ -102,6 +102,7 @@ def prove(config: PreTrainedConfig, fields: dict[str, Any], family: Family | Non
     """
     begin = time.perf_counter()
     with apart_from_callers(config), tempfile.TemporaryDirectory() as name:
+        check_rotation(config, fields)
         torch.manual_seed(0)
         model, folder = small_model(config, fields), Path(name)
         roughen(model)

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig
 
 from common.whole_files import replace_text
 from models.architectures import Family
-from models.derived.derive import BLOCKS, check_rotation, derive
+from models.derived.derive import BLOCKS, derive
 from models.derived.proof import Proof, apart_from_callers, prove
 from models.derived.shrink import shrunk_fields
 
@@ -46,8 +46,6 @@ def proven(config: PreTrainedConfig, fields: dict[str, Any], declared: Family | 
     """
     key = json.dumps([fields, whole], sort_keys=True)
     if key not in _families:
-        if declared is None:
-            check_rotation(config, fields)
         found = proof_of(config, fields, declared)
         family = declared
         if family is None:

@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
     @property
     def long(self) -> bool:
-        """Four processes take longest: of those two are in each `make test`; of the packed by ZeRO both ends."""
+        """Four processes take longest: of those a few are in each `make test`; of the packed by ZeRO both ends."""
         if not self.parts and self.packing and self.zero_stage in (1, 2):
             return True
         return math.prod(self.dims) == 4 and (self.packing == "batch" or self.micro_batch != 2 or not self.zero_stage)
