@@ -1,11 +1,14 @@
-"""One GPU that nobody watches: speed, MFU, memory and where the time goes: `python -m benchmarks.gpu`.
+"""The first minutes on a GPU, unattended: is it exact, how fast, what memory, where does the time go.
 
-Each line of `WAYS` is one measurement, in order of value: those that fit into `--minutes` run, each in a process of its
-own (`benchmarks.unattended`), and each is one row on the screen and in `--results`, runs/gpu.jsonl. `--wheels` installs
-what the machine lacks, from a folder. Eight layers of llama-7b, or fewer where the planner says that these do not fit
-(`benchmarks.gpu_models`), and all that fit with `--full`; in bf16, one stage, AdamW, eight rows of 4,096 tokens a step.
-MFU counts what the model needs (`models.costs.flops`), not what is recomputed; attention's causal half that kernels
-skip counts as well.
+`python -m benchmarks.gpu`: each line of `WAYS` is one check or measurement, in order of value. Those that fit into
+`--minutes` run, each in a process of its own (`benchmarks.unattended`), and `--out` has all that they leave. `--wheels`
+installs what the machine lacks, from a folder.
+
+The checks come first (`benchmarks.gpu_checks`, and the tests of the kernels). Measured are eight layers of llama-7b, or
+fewer where the planner says that these do not fit (`benchmarks.gpu_models`), in bf16, one stage, AdamW, eight rows of
+4,096 tokens a step. `--full` is the list for a second time: as many layers as fit, offloading, long rows. MFU counts
+what the model needs (`models.costs.flops`), not what is recomputed; attention's causal half that kernels skip counts as
+well.
 """
 
 from __future__ import annotations
@@ -15,51 +18,70 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_models import MODELS, Measurement
+from benchmarks.gpu_models import Measurement
 from benchmarks.ranks import command
 from benchmarks.unattended import Job, Row, parser, prepare, run_all
 
 FULL = 2.0  # times the estimate for a model of so many more layers
-TESTS = (
-    "tests/models/attention/test_kernels.py",
-    "tests/models/test_lean_loss.py",
-    "tests/training/engine/test_prefetch.py",
-)
+TESTS = ("tests/models/attention/test_kernels.py", "tests/models/test_lean_loss.py",
+         "tests/training/engine/test_prefetch.py")  # fmt: skip
+MFU = {"eager": 0.45, "compiled": 0.55}  # goals on an H100
+MEMORY = 0.1  # how far the plan may be from what is measured
+IDLE = 0.05  # share of a step
+AHEAD = 1.1  # tokens/s, of those of transformers' Trainer with Liger's kernels
 
 
 @dataclass(frozen=True)
 class Way:
-    """A measurement.
+    """A check or a measurement.
 
     Attributes:
         minutes, needs: see `benchmarks.unattended.Job`.
+        measurement: a name of `benchmarks.gpu_checks.CHECKS` for a check.
         gpu: whether it has no form for a CPU.
+        reference: the way whose losses it must have.
     """
 
     name: str
     minutes: float
-    measurement: Measurement
+    measurement: Measurement | str
     needs: tuple[str, ...] = ()
     gpu: bool = False
+    reference: str = ""
 
     def job(self, full: bool, cpu: bool, environment: dict[str, str]) -> Job:
         measurement, minutes = self.measurement, self.minutes
-        if full and measurement.layers is not None:
-            measurement, minutes = replace(measurement, layers=None), FULL * minutes
-        words = [*command(None, "benchmarks.gpu_worker"), "--measurement", json.dumps(asdict(measurement))]
-        obstacle = "it has no form for a CPU" if cpu and self.gpu else ""
+        if isinstance(measurement, str):
+            words = [*command(None, "benchmarks.gpu_checks"), measurement]
+        else:
+            if full and measurement.layers == Measurement.layers:
+                measurement, minutes = replace(measurement, layers=None), FULL * minutes
+            words = [*command(None, "benchmarks.gpu_worker"), "--measurement", json.dumps(asdict(measurement))]
+            words += ["--reference", self.reference] if self.reference else []
+        obstacle = "needs CUDA" if cpu and self.gpu else ""
         return Job(self.name, minutes, words, self.needs, obstacle, environment=environment)
 
 
 COMPILED = {"compile": True}
 FP8 = COMPILED | {"fp8": {"enabled": True}}
+OFFLOADED = {"offload_activations": True, "deterministic": True}
 WAYS = (
+    *(Way(name, minutes, name) for name, minutes in (("attention", 0.5), ("parity", 0.6), ("race", 0.3))),
+    Way("offload-off", 0.5, Measurement(layers=4, keys=OFFLOADED | {"offload_activations": False})),
+    Way("offload-on", 0.5, Measurement(layers=4, keys=OFFLOADED), reference="offload-off"),
     Way("eager", 0.6, Measurement()),
-    Way("compiled", 1.3, Measurement(keys=COMPILED)),
-    Way("fp8", 1.5, Measurement(keys=FP8), ("torchao",), gpu=True),
+    Way("resume", 1.2, "resume"),
     Way("packed-varlen", 0.6, Measurement(rows="packed", attention="varlen"), gpu=True),
+    Way("stages", 1.2, "stages"),
+    Way("compiled", 1.3, Measurement(keys=COMPILED)),
+    Way("profile", 0.8, Measurement(profile=True)),
+    Way("trainer", 1.0, Measurement(engine="trainer")),
+    Way("trainer-liger", 1.0, Measurement(engine="liger"), ("liger_kernel",), gpu=True),
+    Way("zero", 0.5, "zero"),
+    Way("fp8", 1.5, Measurement(keys=FP8), ("torchao",), gpu=True),
     Way("packed-sdpa", 0.6, Measurement(rows="packed", attention="sdpa")),
     Way("packed-flex", 1.0, Measurement(rows="packed", attention="flex"), ("triton",), gpu=True),
     Way("packed-flash", 0.6, Measurement(rows="packed", attention="flash"), ("flash_attn",), gpu=True),
@@ -74,21 +96,27 @@ WAYS = (
     Way("packed-compiled", 1.3, Measurement(rows="packed", keys=COMPILED)),
     Way("packed-fp8", 1.5, Measurement(rows="packed", keys=FP8), ("torchao",), gpu=True),
     Way("fused", 0.7, Measurement(fused=True), ("liger_kernel",), gpu=True),
-    Way("trainer", 1.2, Measurement(engine="trainer")),
-    Way("trainer-liger", 1.2, Measurement(engine="liger"), ("liger_kernel",), gpu=True),
     Way("micro-batch-2", 0.6, Measurement(micro_batch=2)),
     Way("micro-batch-4", 0.6, Measurement(micro_batch=4)),
     Way("sums-bf16", 0.6, Measurement(keys={"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}})),
     Way("deterministic", 0.6, Measurement(keys={"deterministic": True})),
     Way("recomputed", 0.7, Measurement(keys={"use_grad_ckpt": True})),
     Way("lion", 0.6, Measurement(keys={"optimizer": {"type": "Lion", "params": {"lr": 1.0e-5}}})),
-    Way("profile", 0.8, Measurement(profile=True)),
     Way("profile-fp8", 1.7, Measurement(keys=FP8, profile=True), ("torchao",), gpu=True),
     Way("profile-compiled", 1.5, Measurement(keys=COMPILED, profile=True)),
     Way("1b", 0.6, Measurement("1b", layers=None)),
     Way("1b-compiled", 1.3, Measurement("1b", layers=None, keys=COMPILED)),
     Way("1b-trainer", 1.2, Measurement("1b", layers=None, engine="trainer")),
     Way("1b-trainer-liger", 1.2, Measurement("1b", layers=None, engine="liger"), ("liger_kernel",), gpu=True),
+)
+# What `--full` begins with.
+FULL_WAYS = (
+    Way("eager", 0.6, Measurement()),
+    Way("offloaded", 1.0, Measurement(keys={"offload_activations": True})),
+    Way("recomputed", 0.8, Measurement(keys={"use_grad_ckpt": True})),
+    Way("compiled", 1.3, Measurement(keys=COMPILED)),
+    Way("fp8", 1.5, Measurement(keys=FP8), ("torchao",), gpu=True),
+    Way("long-rows", 1.0, Measurement(layers=4, length=32_768, keys={"use_grad_ckpt": True})),
 )
 KERNELS = "kernels"  # the tests of the kernels, before anything is measured with them
 
@@ -130,15 +158,58 @@ def jobs(full: bool, cpu: bool) -> list[Job]:
     # Without the project's own options: they want the plugins of requirements-dev.txt.
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", *TESTS]
     tests = Job(KERNELS, 1.0, pytest, ("pytest", "hypothesis"), tells=False, environment=environment)
-    return [tests, *(way.job(full, cpu, environment) for way in WAYS)]
+    first = FULL_WAYS if full else ()
+    names = {way.name for way in first}
+    ways = [*first, *(way for way in WAYS if way.name not in names)]
+    return [*([] if full else [tests]), *(way.job(full, cpu, environment) for way in ways)]
+
+
+def missed(row: Row, rows: Sequence[Row]) -> str:
+    """The goals that a row misses, in words."""
+    speeds = {each["way"]: each["tokens_per_s"] for each in (*rows, row) if "tokens_per_s" in each}
+    mfu, goal, planned = row.get("mfu"), MFU.get(row["way"]), row.get("planned_bytes")
+    found = [f"MFU below {goal:.0%}"] if mfu and goal and mfu < goal else []
+    if mfu and planned and abs(planned / row["measured_bytes"] - 1) > MEMORY:
+        found.append(f"plan beyond {MEMORY:.0%} of memory")
+    if mfu and row.get("profile", {}).get("classes", {}).get("idle", 0) > IDLE:
+        found.append(f"idle above {IDLE:.0%}")
+    if mfu and row["way"] == "trainer-liger" and speeds.get("eager", 0) < AHEAD * row["tokens_per_s"]:
+        found.append(f"eager below {AHEAD:g} times this")
+    return ", ".join(found)
+
+
+def draw(rows: Sequence[Row], file: Path) -> None:
+    """Draw tokens per second of each way, and what kinds of kernels take of a step."""
+    from matplotlib.figure import Figure
+
+    speeds = {row["way"]: row["tokens_per_s"] for row in rows if "tokens_per_s" in row}
+    steps = {row["way"]: row["profile"]["classes"] for row in rows if "profile" in row}
+    picture = Figure((9, 1.5 + 0.3 * len(speeds)), layout="constrained")
+    speed, share = picture.subplots(1, 2)
+    speed.barh(list(speeds), list(speeds.values()))
+    speed.invert_yaxis()
+    speed.set_title("tokens/s")
+    for way, classes in steps.items():
+        share.bar(list(classes), [100 * part for part in classes.values()], alpha=0.6, label=way)
+    share.set_title("% of a step, by kind of kernel")
+    share.tick_params(axis="x", rotation=30)
+    if steps:
+        share.legend()
+    picture.savefig(file, dpi=110)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    made = parser("benchmarks.gpu", "One GPU: speed, MFU and memory.", [KERNELS, *(way.name for way in WAYS)])
-    made.add_argument("--full", action="store_true", help=f"all {MODELS['7b']['num_hidden_layers']} layers that fit")
+    made = parser(
+        "benchmarks.gpu",
+        "One GPU: speed, MFU and memory.",
+        [KERNELS, *dict.fromkeys(way.name for way in (*WAYS, *FULL_WAYS))],
+    )
+    made.add_argument("--full", action="store_true", help="the second list: all layers that fit, long rows")
     chosen = made.parse_args(arguments)
     prepare(chosen, gpus=1)
-    rows = run_all(jobs(chosen.full, chosen.device == "cpu"), chosen, words)
+    rows = run_all(jobs(chosen.full, chosen.device == "cpu"), chosen, words, missed)
+    if any("tokens_per_s" in row for row in rows):
+        draw(rows, chosen.out / "speeds.png")
     sys.exit(any("reason" in row for row in rows))
 
 

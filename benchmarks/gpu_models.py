@@ -39,7 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 6,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "vocab_size": 512,
@@ -63,6 +63,7 @@ class Measurement:
         keys: more of a run's config.
         profile: whether one more step is taken apart by kinds of kernels.
         exact: fp32, a few layers and the usual attention, so that losses can be compared with those of other ways.
+        length: tokens of a full row on a GPU, of which a step has 32,768 in all.
     """
 
     model: Literal["7b", "1b", "tiny"] = "7b"
@@ -76,6 +77,7 @@ class Measurement:
     keys: dict[str, Any] = field(default_factory=dict)
     profile: bool = False
     exact: bool = False
+    length: int = 4096
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,11 @@ def exact(*dims: int, **keys: Any) -> Measurement:
 
 WAYS = (
     Way(REFERENCE, 0.7, exact(1, 1)),
-    Way("exact-pipeline", 0.7, exact(2, 1)),
-    Way("exact-dualpipev", 0.7, exact(2, 1, **V_SCHEDULE)),
-    Way("exact-replicas", 0.7, exact(1, 2)),
-    Way("exact-2x2", 0.7, exact(2, 2)),
-    Way("exact-four-stages", 0.7, exact(4, 1)),
+    Way("exact-pipeline", 0.7, exact(2, 1), reference=REFERENCE),
+    Way("exact-dualpipev", 0.7, exact(2, 1, **V_SCHEDULE), reference=REFERENCE),
+    Way("exact-replicas", 0.7, exact(1, 2), reference=REFERENCE),
+    Way("exact-2x2", 0.7, exact(2, 2), reference=REFERENCE),
+    Way("exact-four-stages", 0.7, exact(4, 1), reference=REFERENCE),
     Way("pipeline", 1.0, Measurement(layers=16, dims=(2, 1))),
     Way("dualpipev", 1.0, Measurement(layers=16, dims=(2, 1), keys=V_SCHEDULE)),
     Way("replicas", 1.0, Measurement(dims=(1, 2))),
@@ -57,10 +57,11 @@ def jobs(gpus: int | None) -> list[Job]:
     visible = "" if gpus is None else os.environ.get("CUDA_VISIBLE_DEVICES", "")  # which the launcher would ignore
     made = []
     for way in WAYS:
+        assert isinstance(way.measurement, Measurement)
         processes = math.prod(way.measurement.dims)
         line = [*command(processes, "benchmarks.gpu_worker", visible)]
         line += ["--measurement", json.dumps(asdict(way.measurement))]
-        line += ["--reference", REFERENCE] if way.measurement.exact and way.name != REFERENCE else []
+        line += ["--reference", way.reference] if way.reference else []
         few = gpus is not None and processes > gpus
         obstacle = f"it takes {processes} GPUs, and there are {gpus}" if few else ""
         made.append(Job(way.name, way.minutes, line, obstacle=obstacle, environment=environment))

@@ -2,10 +2,10 @@
 
 A job is a command that leaves its figures with `benchmarks.ranks.tell`, or only prints. It gets a time limit, is killed
 with all that it started, and whatever becomes of it is one row: its figures, or why there are none and the end of what
-it printed; the others go on. Each row is printed as it comes and appended to a file of JSON lines, so that nothing is
-lost when the machine goes. A job whose estimate does not fit into the minutes that are left is said to be left out, and
-shorter ones behind it still get their turn. Before `--wheels` is installed nothing is needed but the standard library
-and packaging, which transformers brings.
+it printed; the others go on. `--out` has everything, written as it comes, so that nothing is lost when the machine
+goes: rows.jsonl, log.txt with all that jobs print, and table.txt, which is also printed last. A job whose estimate does
+not fit into the minutes that are left is left out, and shorter ones behind it still get their turn. Before `--wheels`
+is installed nothing is needed but the standard library and packaging, which transformers brings.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from benchmarks import wheels
 from benchmarks.ranks import RESULT, ROOT, environment
 
+ROWS, LOG, TABLE = "rows.jsonl", "log.txt", "table.txt"
+WIDTH = 110  # of a line of the table
 SLACK = 3.0  # times its estimate that a job may take
 TAIL_LINES, TAIL_WIDTH = 25, 300
 _ERROR = re.compile(r"\b\w*(?:Error|Exception|Refused)\b.*")
@@ -63,22 +65,22 @@ def parser(prog: str, description: str, names: Iterable[str]) -> argparse.Argume
     """The command line that all benchmarks of this kind have."""
     made = argparse.ArgumentParser(prog=f"python -m {prog}", description=description)
     made.add_argument("--wheels", type=Path, metavar="FOLDER", help="install what is missing from this folder first")
-    made.add_argument("--minutes", type=float, default=60.0, help="start nothing that would take longer (%(default)g)")
+    made.add_argument("--minutes", type=float, default=9.0, help="start nothing that would take longer (%(default)g)")
     made.add_argument("--only", nargs="+", choices=list(names), metavar="NAME", help=f"of: {', '.join(names)}")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny shapes, to try the script")
     made.set_defaults(began=time.monotonic())  # installing takes some of the minutes
-    made.add_argument("--results", type=Path, default=Path("runs") / f"{prog.rpartition('.')[2]}.jsonl")
+    made.add_argument("--out", type=Path, default=Path("runs") / prog.rpartition(".")[2], help="folder of results")
     return made
 
 
 def prepare(arguments: argparse.Namespace, gpus: int) -> int | None:
-    """Install the wheels and say what is not as requirements.txt has it; how many GPUs there are, None for a CPU.
+    """Install the wheels, report what differs from requirements.txt, import everything; the GPUs, None for a CPU.
 
     Args:
         gpus: that the benchmark needs.
 
     Raises:
-        SystemExit: there are fewer, or the wheels cannot be installed.
+        SystemExit: there are fewer, or a package cannot be installed or imported.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the job that is under way ends as well
     if arguments.wheels:
@@ -87,46 +89,62 @@ def prepare(arguments: argparse.Namespace, gpus: int) -> int | None:
             site.addsitedir(site.getusersitepackages())
         importlib.invalidate_caches()
     say(*wheels.differences())
-    if arguments.device == "cpu":
-        return None
-    import torch
+    found = None
+    if arguments.device != "cpu":
+        import torch
 
-    found = torch.cuda.device_count()
-    if found < gpus:
-        sys.exit(f"error: GPUs of this machine: {found}; expected at least {gpus}, or --device cpu to try the script")
+        found = torch.cuda.device_count()
+        if found < gpus:
+            sys.exit(f"error: GPUs: {found}; expected at least {gpus}, or --device cpu to try the script")
+    wheels.check_imports()
     return found
 
 
-def run_all(jobs: Sequence[Job], arguments: argparse.Namespace, words: Callable[[Row], str]) -> list[Row]:
+def run_all(
+    jobs: Sequence[Job],
+    arguments: argparse.Namespace,
+    words: Callable[[Row], str],
+    missed: Callable[[Row, Sequence[Row]], str] = lambda row, rows: "",
+) -> list[Row]:
     """Run jobs in their order; their rows.
 
     Args:
         words: figures for people, in a line.
+        missed: the goals that a row misses, beside those before it; nothing where it misses none.
     """
     end = arguments.began + 60 * arguments.minutes
     chosen = [job for job in jobs if not arguments.only or job.name in arguments.only]
     say(
         f"{len(chosen)} ways, {sum(job.minutes for job in chosen):.1f} minutes by estimate; {arguments.minutes:g} given"
     )
-    arguments.results.parent.mkdir(parents=True, exist_ok=True)
-    rows = []
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder, open(arguments.out / LOG, "ab+") as log:
         for job in chosen:
             left = end - time.monotonic()
             obstacle = _obstacle(job, left)
             # On a CPU, where the script is tried, a slow machine is no error.
             limit = left if arguments.device == "cpu" else min(SLACK * 60 * job.minutes, left)
-            row = {"left_out": obstacle} if obstacle else _run(job, Path(folder) / job.name, limit)
-            rows.append({"way": job.name, **row})
-            with open(arguments.results, "a", encoding="utf-8") as file:
+            row = {"left_out": obstacle} if obstacle else _run(job, Path(folder) / job.name, limit, log)
+            row = {"way": job.name, **row}
+            rows.append(row | ({"missed": goals} if "reason" not in row and (goals := missed(row, rows)) else {}))
+            with open(arguments.out / ROWS, "a", encoding="utf-8") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
             say(*_lines(rows[-1], words))
-    missed = [row["way"] for row in rows if "left_out" in row]
-    failed = [row["way"] for row in rows if "reason" in row]
-    for what, names in (("left out", missed), ("failed", failed)):
-        say(*([f"{what}: {', '.join(names)}"] if names else []))
-    say(f"rows: {arguments.results.resolve()}")
+            (arguments.out / TABLE).write_text("\n".join(table(rows, words)) + "\n", encoding="utf-8")
+    say("", *table(rows, words), f"results: {arguments.out.resolve()}")
     return rows
+
+
+def table(rows: Sequence[Row], words: Callable[[Row], str]) -> list[str]:
+    """The rows in a line each: what became of them, seconds, figures or reasons."""
+    lines = []
+    for row in rows:
+        fates = {"left_out": "left out", "reason": "FAILED", "missed": "missed"}
+        fate = next((fates[key] for key in fates if key in row), "ok")
+        text = row.get("left_out") or row.get("reason") or "; ".join(filter(None, (row.get("missed"), words(row))))
+        lines.append(f"{row['way']:<18} {fate:<9} {row.get('seconds', 0):4.0f} s  {text}"[:WIDTH])
+    return lines
 
 
 def say(*lines: str) -> None:
@@ -147,36 +165,38 @@ def _obstacle(job: Job, left: float) -> str | None:
     return None
 
 
-def _run(job: Job, folder: Path, limit: float) -> Row:
+def _run(job: Job, folder: Path, limit: float, log: IO[bytes]) -> Row:
     """A job's row.
 
     Args:
         limit: seconds that it may take.
+        log: takes what it prints, at its end.
     """
     folder.mkdir()
+    log.write(f"\n---- {job.name}\n".encode())
+    log.flush()
+    printed_from = log.seek(0, os.SEEK_END)
     command = [*job.command, *(["--folder", str(folder)] if job.tells else [])]
     begin = time.monotonic()
-    with open(folder / "printed", "wb") as printed:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment() | {"HF_HUB_OFFLINE": "1"} | dict(job.environment),
-            stdin=subprocess.DEVNULL,
-            stdout=printed,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(limit)
-            reason = f"exit code {code}" if code > 0 else f"ended by {signal.Signals(-code).name}" if code else ""
-        except subprocess.TimeoutExpired:
-            reason = f"killed after {limit:.0f} s"
-        finally:  # also where the user presses Ctrl-C
-            _kill(process)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment() | {"HF_HUB_OFFLINE": "1"} | dict(job.environment),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        code = process.wait(limit)
+        reason = f"exit code {code}" if code > 0 else f"ended by {signal.Signals(-code).name}" if code else ""
+    except subprocess.TimeoutExpired:
+        reason = f"killed after {limit:.0f} s"
+    finally:  # also where the user presses Ctrl-C
+        kill_all(process)
     seconds = time.monotonic() - begin
-    lines = [
-        line[:TAIL_WIDTH] for line in (folder / "printed").read_text("utf-8", "replace").splitlines() if line.strip()
-    ]
+    log.seek(printed_from)
+    lines = [line[:TAIL_WIDTH] for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
     told = folder / RESULT
     if not reason and job.tells and not told.is_file():
         reason = "it left no figures"
@@ -190,7 +210,7 @@ def _run(job: Job, folder: Path, limit: float) -> Row:
     return row | {"reason": f"{reason}: {why}", "tail": lines[-TAIL_LINES:]}
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def kill_all(process: subprocess.Popen[bytes]) -> None:
     """End a job with all that it started, in whatever session."""
     for child in _below(process.pid):
         with suppress(ProcessLookupError):

@@ -1,28 +1,45 @@
-"""Packages for a machine without a network, from a folder of wheels that was carried along.
+"""Packages for a machine without a network: collect their wheels here, install them there.
 
-Installed is what is not there, and what is there in a version that requirements.txt refuses, where the folder has one
-that it takes. torch and transformers are never replaced: they belong to the machine's CUDA, and what is measured is
-what is installed. pip looks for what these packages need in the same folder; where it does not find all of it, the
-wheels are installed without asking, as one package less is better than none.
+`python -m benchmarks.wheels FOLDER` downloads what a machine lacks (its packages: benchmarks/gpu_machine.txt, or
+`--have FILE`), every dependency of a dependency included. `--wheels FOLDER` of `benchmarks.gpu` installs there what is
+missing, and what is there in a version that requirements.txt refuses. torch and transformers are never replaced: they
+belong to the machine's CUDA, and what is measured is what is installed. Where pip does not find all that the packages
+need, they are installed without asking; what is really missing then shows when everything is imported, before any
+measurement.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterable, Mapping
-from importlib.metadata import distributions
+from email import message_from_bytes
+from importlib.metadata import distributions, packages_distributions
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.ranks import ROOT
+from benchmarks.ranks import ROOT, environment
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 HELD = ("torch", "transformers")
+MACHINE = Path(__file__).with_name("gpu_machine.txt")
+IMPORT_EACH = """
+import importlib, sys
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        sys.exit(f"{name}: {type(error).__name__}: {' '.join(str(error).split())}")
+"""
+EXTRAS = ("hypothesis", "torchao", "liger-kernel")  # for the kernels' tests, fp8 and the comparison with Liger
+PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (34, 28, 27, 24, 17)] + ["manylinux2014_x86_64"]
 
 
 def required() -> dict[str, Requirement]:
@@ -33,6 +50,83 @@ def required() -> dict[str, Requirement]:
     lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
     texts = [text for line in lines if (text := line.partition("#")[0].strip())]
     return {canonicalize_name(each.name): each for each in map(Requirement, texts)}
+
+
+def collect(folder: Path, have: Path, python: str) -> list[Path]:
+    """Download into a folder what a machine lacks; all its wheels.
+
+    Args:
+        have: a file of the machine's packages, one `name==version` or `name` a line.
+        python: the machine's, as in 3.12.
+
+    Raises:
+        SystemExit: a package has no wheel for that machine.
+    """
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name, parse_wheel_filename
+
+    lines = (line.partition("#")[0].partition("==") for line in have.read_text(encoding="utf-8").splitlines())
+    there = {canonicalize_name(name.strip()): version.strip() for name, _, version in lines if name.strip()}
+    target = {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
+    asked = [*required().values(), *map(Requirement, EXTRAS)]
+    folder.mkdir(parents=True, exist_ok=True)
+    while asked:
+        need = asked.pop(0)
+        name = canonicalize_name(need.name)
+        if need.marker and not need.marker.evaluate(target):
+            continue
+        if name in there and (name in HELD or not there[name] or need.specifier.contains(there[name], True)):
+            continue
+        wheel = _download(str(need.specifier), name, folder, python)
+        there[name] = str(parse_wheel_filename(wheel.name)[1])
+        asked += map(Requirement, _needs(wheel))
+    return sorted(folder.glob("*.whl"))
+
+
+def _download(versions: str, name: str, folder: Path, python: str) -> Path:
+    """A package's wheel for the other machine; built here where it has none and is pure Python, as DeepSpeed is."""
+    where = ["--python-version", python, "--implementation", "cp", "--only-binary=:all:"]
+    where += [word for platform in PLATFORMS for word in ("--platform", platform)]
+    with tempfile.TemporaryDirectory() as made:
+        complaint = _pip("download", "--no-deps", "--dest", made, *where, name + versions)
+        if complaint:
+            _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", made, name + versions)
+        found = [path for path in Path(made).glob("*.whl") if not complaint or path.name.endswith("-none-any.whl")]
+        if not found:
+            sys.exit(f"error: {name}{versions}: no wheel for Python {python}: {complaint}")
+        return Path(shutil.move(found[0], folder / found[0].name))
+
+
+def _needs(wheel: Path) -> list[str]:
+    """The requirements of a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return message_from_bytes(archive.read(name)).get_all("Requires-Dist", [])
+
+
+def check_imports() -> None:
+    """Import everything that the ways need, once, before any of them starts.
+
+    Raises:
+        SystemExit: a package is missing or broken; the line names it.
+    """
+    owners = packages_distributions()
+    wanted = required()
+    absent = sorted(wanted.keys() - installed().keys())
+    if absent:
+        sys.exit(f"error: not installed: {', '.join(absent)}; collect them with python -m benchmarks.wheels FOLDER")
+    from packaging.utils import canonicalize_name
+
+    modules = {
+        module
+        for module, names in owners.items()
+        if module.isidentifier() and any(canonicalize_name(name) in wanted for name in names)
+    }
+    words = [*sorted(modules), "benchmarks.gpu_worker", "training.job", "transformers.trainer"]
+    command = [sys.executable, "-c", IMPORT_EACH, *words]
+    run = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    if run.returncode:
+        sys.exit(f"error: cannot import {(run.stderr.strip() or 'anything').splitlines()[-1]}")
 
 
 def installed() -> dict[str, str]:
@@ -89,11 +183,11 @@ def install(folder: Path) -> list[str]:
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as held:
         held.writelines(f"{name}=={there[name]}\n" for name in HELD if name in there)
         held.flush()
-        complaint = _pip(folder, "--constraint", held.name, *missing)
+        complaint = _install(folder, "--constraint", held.name, *missing)
     lines = [f"wheels: {', '.join(missing)}"]
     if complaint:
         lines.append(f"wheels: installed without what they need, as pip says: {complaint}")
-        complaint = _pip(folder, "--no-deps", *missing)
+        complaint = _install(folder, "--no-deps", *missing)
     if complaint:
         sys.exit(f"error: --wheels: pip says: {complaint}")
     return lines
@@ -113,12 +207,17 @@ def differences() -> list[str]:
     return lines + ([f"other than in requirements.txt: {', '.join(unlike)}"] if unlike else [])
 
 
-def _pip(folder: Path, *words: str) -> str:
-    """Let pip install from a folder alone; its complaint, if any, in a line."""
-    options = ["--no-index", "--find-links", str(folder.resolve()), "--disable-pip-version-check", "--quiet"]
+def _install(folder: Path, *words: str) -> str:
+    """Let pip install from a folder alone; its complaint, if any."""
+    return _pip("install", "--no-index", "--find-links", str(folder.resolve()), *words)
+
+
+def _pip(command: str, *words: str) -> str:
+    """Run pip; its complaint, if any, in a line."""
     run = subprocess.run(
-        [sys.executable, "-m", "pip", "install", *options, *words],
-        env=os.environ | {"PIP_BREAK_SYSTEM_PACKAGES": "1"},  # nobody is there to make a virtual environment
+        [sys.executable, "-m", "pip", command, "--disable-pip-version-check", "--quiet", *words],
+        # Nobody is there to make a virtual environment; DeepSpeed's wheel is made without its kernels.
+        env=os.environ | {"PIP_BREAK_SYSTEM_PACKAGES": "1", "DS_BUILD_OPS": "0"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -128,3 +227,20 @@ def _pip(folder: Path, *words: str) -> str:
         return ""
     errors = [line for line in (run.stdout + run.stderr).splitlines() if line.strip()]
     return next((line for line in errors if line.startswith("ERROR")), (errors or ["nothing"])[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.wheels", description="Collect what a machine lacks.")
+    parser.add_argument("folder", type=Path, help="where the wheels go")
+    parser.add_argument("--have", type=Path, default=MACHINE, help="the machine's packages, one name==version a line")
+    parser.add_argument("--python", default="3.12", help="the machine's version of Python (%(default)s)")
+    chosen = parser.parse_args()
+    wheels = collect(chosen.folder, chosen.have, chosen.python)
+    sizes = {wheel.name: wheel.stat().st_size / 1e6 for wheel in wheels}
+    for name, size in sizes.items():
+        print(f"{size:6.1f} MB  {name}")
+    print(f"{sum(sizes.values()):6.1f} MB  in all")
+
+
+if __name__ == "__main__":
+    main()

@@ -74,6 +74,8 @@ class HostCopy:
         with torch.cuda.stream(stream):
             tensor.copy_(self._copy, non_blocking=True)
             self._done = stream.record_event()
+        # If nobody asks for it (a graph freed early, an exception), its memory is not reused before the copy is made.
+        tensor.record_stream(stream)
         return tensor
 
 

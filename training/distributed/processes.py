@@ -160,7 +160,8 @@ def join(place: Place, patience: timedelta, port: int | None = None) -> None:
         if place.rank == 0:
             print(f"ports.meeting: the ranks meet at port {port} instead of {os.environ['MASTER_PORT']}", flush=True)
         os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    # Rows of many lengths leave no holes in a GPU's memory then. torch reads it before the first allocation.
+    # Rows of many lengths leave no holes in a GPU's memory then. torch 2.11 and 2.13 read it at the first allocation,
+    # not when torch is imported (only `backend` is read there).
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # NCCL would abort who hears of a lost rank, before the failure detector can say which one it was.

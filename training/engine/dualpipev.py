@@ -11,7 +11,7 @@ step, which `data.loader` makes of any batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from deepspeed import comm
@@ -27,7 +27,9 @@ class VScheduleEngine(DualPipeVEngine, StageEngine):
     """A stage with two chunks. What DualPipeVEngine does with one of them is a StageEngine's."""
 
     _p2p_ops: list[Any]
-    _under_way: Sequence[Any] = ()  # requests of messages that were launched
+    _under_way: tuple[
+        Any, ...
+    ] = ()  # messages that were launched: requests, and the operations that hold their tensors
 
     def expect(self, shapes: Iterable[tuple[int, ...]]) -> None:
         """Each chunk receives all micro-batches, in the same order."""
@@ -54,15 +56,16 @@ class VScheduleEngine(DualPipeVEngine, StageEngine):
             self._running_engine_backward = False
 
     def _launch(self) -> None:
-        if self._p2p_ops:
-            self._under_way = comm.batch_isend_irecv(self._p2p_ops)
+        operations, self._p2p_ops = self._p2p_ops, []
+        if operations:
+            self._under_way += ((comm.batch_isend_irecv(operations), operations),)
 
     def _commit(self) -> None:
-        if not self._under_way:
-            self._launch()
-        for request in self._under_way:
-            wait(request)
-        self._under_way, self._p2p_ops = (), []
+        self._launch()  # what was queued since the last launch; no message is dropped
+        for requests, _ in self._under_way:
+            for request in requests:
+                wait(request)
+        self._under_way = ()
 
     _INSTRUCTION_MAP = DualPipeVEngine._INSTRUCTION_MAP | {
         schedule.RecvActivation: _receive_activations,
