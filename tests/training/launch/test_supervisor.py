@@ -21,8 +21,8 @@ from training.launch.supervisor import JOB
 
 LONGEST = pytest.mark.longest
 
-# At its nth start rank 1 ends as the nth word says; rank 0 notes a step but where the word begins with a minus, has a
-# child in a session of its own, and waits. Asked to leave, it leaves as a run does that has saved.
+# At its nth start rank 1 ends as the nth word says, once rank 0 has begun; that one notes a step but where the word
+# begins with a minus, has a child in a session of its own, and waits. Asked to leave, it leaves as a run does that has saved.
 SCRIPT = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
@@ -50,10 +50,11 @@ if rank == "0":
     if not word.startswith("-"):
         with open(folder / "metrics.jsonl", "a") as file:
             print('{"step": %d}' % (number + 1), file=file)
-(folder / f"begun-{rank}").touch()
+(folder / f"begun-{rank}").write_text(str(number))
 if word == "ends":
     sys.exit(0)
-time.sleep(0.5 if rank == "1" and word != "waits" else 1000)
+while rank == "0" or word == "waits" or (folder / "begun-0").read_text() != str(number):
+    time.sleep(0.01)
 if word.strip("-") == "dies":
     os.kill(os.getpid(), signal.SIGKILL)
 sys.exit(int(word.strip("-")))
