@@ -33,7 +33,7 @@ from training.config.deepspeed_config import (
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader, build_loader
 from training.distributed.disk import Disk
-from training.distributed.processes import Place, agreed
+from training.distributed.processes import Place, agreed, set_threads
 from training.distributed.rank_monitor import RankMonitor
 from training.distributed.signals import StopRequest
 from training.engine.numerics import describe_numerics, set_numerics
@@ -164,6 +164,7 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
     with agreed():
         inputs.begin(progress, place, monitor)
     set_numerics(config)
+    set_threads(place.local_size, spec.config.hidden_size)
     kernels = choose_kernels(config, spec, known_loader)
     model = f"model: {spec.family.name}, {spec.n_layers} layers {topology.description}"
     proof = [f"family: {spec.family.proof}"] if spec.family.proof else []

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +21,7 @@ import psutil
 
 from tests.cluster.slow_link import SlowLink
 from tests.conftest import FAQ, ROOT
-from tests.launching import topology, write_config
+from tests.launching import eventually, topology, write_config
 
 NEEDED = ("ip", "sshd", "ssh", "ssh-keygen", "pdsh", "nsenter", "unshare")
 SSH = Path(pwd.getpwuid(os.getuid()).pw_dir) / ".ssh"  # where ssh looks, whatever HOME says
@@ -83,10 +82,12 @@ class Host:
             self._outer = subprocess.Popen(
                 [*words, "sh", "-ec", script], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
-        deadline = time.monotonic() + 20
-        while b"listening on" not in (self.folder / "sshd.log").read_bytes():
-            assert self._outer.poll() is None and time.monotonic() < deadline, self._log()
-            time.sleep(0.05)
+
+        def listens() -> bool:
+            assert self._outer and self._outer.poll() is None, self._log()
+            return b"listening on" in (self.folder / "sshd.log").read_bytes()
+
+        eventually(listens)
 
     @property
     def first(self) -> psutil.Process:

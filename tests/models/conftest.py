@@ -1,8 +1,8 @@
-"""Checkpoints that several test files of this folder share; and one thread, with which tiny models finish sooner."""
+"""Checkpoints that several test files of this folder share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,14 +10,6 @@ import torch
 
 from models.checkpoint.convert import hg_to_pp
 from tests.models.helpers import CONVERTERS, SHARDED
-
-
-@pytest.fixture(scope="package", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -142,7 +142,8 @@ def test_a_frequent_word_of_fp16_does_not_overflow(offset: float, monkeypatch: p
 
 
 def test_the_largest_of_equal_logits_share_the_z_loss(problem: Problem) -> None:
-    alike = Problem(problem.hidden, problem.weight[:1].repeat(WORDS, 1), problem.targets)
+    """Of whole numbers, as their sums are exact: with others a library's kernels may round equal words otherwise."""
+    alike = Problem(problem.hidden.round(), problem.weight[:1].round().repeat(WORDS, 1), problem.targets)
     found = run(linear_cross_entropy, alike, torch.float32, None, 0.3)
     expected = run(plain, alike, torch.float32, None, 0.3)
     assert error(found.weight_gradient, expected.weight_gradient) < 1e-5

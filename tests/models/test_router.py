@@ -14,6 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from models import CausalLM, load_model
 from models.router import RouterRecorder, router_loss
+from tests.closeness import assert_near
 from tests.models.cases import CASES
 from tests.models.helpers import change_weights, oracle, random_ids
 
@@ -69,9 +70,9 @@ def test_loss_and_gradients_equal_transformers(folder: Path, padding: list[int])
     assert loss.item() > 1.02 * top_k, "the experts share the tokens too evenly to show anything"
     torch.testing.assert_close(loss, expected, atol=1e-6, rtol=1e-6)
     assert len(router_gradients(ours)) == sum(hasattr(block.block.mlp, "gate") for block in ours.blocks)
-    torch.testing.assert_close(router_gradients(ours), router_gradients(theirs), atol=1e-7, rtol=1e-5)
-    embeddings = (ours.embedding.embed_tokens.weight.grad, theirs.get_input_embeddings().weight.grad)
-    torch.testing.assert_close(*embeddings, atol=1e-7, rtol=1e-5)
+    assert_near(router_gradients(ours), router_gradients(theirs))
+    assert ours.embedding.embed_tokens.weight.grad is not None
+    assert_near(ours.embedding.embed_tokens.weight.grad, theirs.get_input_embeddings().weight.grad)
 
 
 def test_loss_of_the_whole_model_equals_transformers(folder: Path) -> None:

@@ -61,7 +61,6 @@ Case = dict[str, Any]
 
 def run_cases(path: Path, watch: Watch) -> None:
     """Run the cases of a file; the topology of the first says how many processes there are."""
-    torch.set_num_threads(1)
     place = processes.Place.from_environment()
     assert place is not None
     models.blocks.offload.LEAST = 1  # the tests' tensors are small

@@ -49,7 +49,7 @@ def pipeline_folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
 def start_demo(*words: str | Path) -> subprocess.CompletedProcess[str]:
     """demo.py as a user starts it."""
     options = ("--greedy", "--max-new-tokens", "5")
-    return run(sys.executable, "demo.py", *words, *options, OMP_NUM_THREADS="1", PYTHONIOENCODING="utf-8")
+    return run(sys.executable, "demo.py", *words, *options, PYTHONIOENCODING="utf-8")
 
 
 def run_demo(monkeypatch: pytest.MonkeyPatch, *words: str | Path, typed: str = "") -> int:

@@ -76,15 +76,6 @@ def written(model: Any, requests: list[Request], rows: int) -> list[list[int]]:
     return [request.text for request in requests]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Of such small matrices several threads are slower, on a busy machine by far."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def llama(make_checkpoint: Make) -> CausalLM:
     return load_model(make_checkpoint("llama", **WIDE))

@@ -63,8 +63,6 @@ def taught(folder: Path, record: Record, prompts: Prompts) -> None:
     ids, labels = torch.tensor([sample["input_ids"]]), torch.tensor([sample["labels"]])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # of such small matrices several threads are slower, on a busy machine by far
     for _ in range(300):
         loss = model(ids, labels=labels).loss
         if loss < 0.01:
@@ -72,7 +70,6 @@ def taught(folder: Path, record: Record, prompts: Prompts) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    torch.set_num_threads(threads)
     model.save_pretrained(folder)
 
 

@@ -11,7 +11,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import distributed
 
 from models import CheckpointError
@@ -25,7 +24,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("cases", type=Path)
     path = parser.parse_args().cases
-    torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     outcomes = [gather(run_case(case)) for case in json.loads(path.read_text())]
     if distributed.get_rank() == 0:

@@ -35,7 +35,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("cases", type=Path)
     path = parser.parse_args().cases
-    torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     outcomes = [run_case(case) for case in json.loads(path.read_text())]
     if distributed.get_rank() == 0:

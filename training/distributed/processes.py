@@ -20,6 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO, TypeVar, cast
 
+import psutil
+
 from training.config.model_topo import ModelTopo
 from training.distributed import freed_memory
 from training.errors import USER_ERRORS, ConfigError, RunRefused, ending, tell
@@ -32,6 +34,7 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as nohup has it
     REQUESTS.remove(signal.SIGHUP)
 LAUNCHER_GONE = signal.SIGRTMIN  # a process sends it to itself; one that does not handle it ends at once
 SAVED = 3600.0  # seconds for it to save; if it hangs, the failure detector ends it before
+SMALL = 256  # hidden size below which the threads of a CPU wait for each other longer than they compute
 RUNNERS = ("deepspeed.launcher.runner", "deepspeed", "deepspeed.pt", "ds")  # what starts DeepSpeed's launch.py
 
 Value = TypeVar("Value")
@@ -94,8 +97,6 @@ def end_with_launcher(place: Place) -> None:
     The launcher is the parent, and what runs DeepSpeed's launch.py: its runner, or over ssh all up to sshd, and pdsh
     with its runner where they are on this host. Whatever stands above may end, as a shell does.
     """
-    import psutil
-
     from training.launch import pdsh
 
     sys.stdout, sys.stderr = cast(TextIO, Heard(sys.stdout)), cast(TextIO, Heard(sys.stderr))
@@ -169,8 +170,7 @@ def join(place: Place, patience: timedelta, port: int | None = None) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        # Two ranks that each use every core take turns instead of working side by side.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_size))
+        set_threads(place.local_size)
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         freed_memory.keep()
         if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
@@ -208,6 +208,20 @@ def join(place: Place, patience: timedelta, port: int | None = None) -> None:
         ) from None
 
 
+def set_threads(processes: int, hidden_size: int = SMALL) -> None:
+    """Divide this host's cores among its processes, unless the user set OMP_NUM_THREADS; a small model takes one."""
+    import torch
+
+    asked = os.environ.get("OMP_NUM_THREADS")
+    # torchrun sets 1 where its user set nothing (torch/distributed/run.py). DeepSpeed sets it only when it binds cores
+    # (launcher/launch.py), which the user asked for; srun and our own supervisor leave it alone.
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        with suppress(psutil.Error):  # what torchrun was started with
+            asked = psutil.Process(os.getppid()).environ().get("OMP_NUM_THREADS")
+    if not asked:
+        torch.set_num_threads(1 if hidden_size < SMALL else max(1, len(os.sched_getaffinity(0)) // processes))
+
+
 def stop() -> None:
     """Leave the process group, where there is one."""
     import torch
@@ -225,7 +239,6 @@ def start_over(port: int | None = None) -> NoReturn:
     Args:
         port: where they meet all the same, if it has to be that one.
     """
-    import psutil
     import torch
 
     for child in psutil.Process().children(recursive=True):  # compilers and tokenizers

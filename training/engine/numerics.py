@@ -40,6 +40,7 @@ def describe_numerics(config: TrainConfig) -> list[str]:
         cost = "; attention's backward pass is slower for it" if torch.cuda.is_available() else ""
         lines.append(f"deterministic: sums have one order, so a resumed run is equal to the last bit{cost}")
     if not torch.cuda.is_available():
+        lines.append(f"threads: {torch.get_num_threads()}")
         if config.tf32:
             lines.append("warning: tf32 is without effect, as there is no GPU")
         if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():

@@ -63,10 +63,10 @@ def read_hostfile(path: str, include: str, exclude: str) -> dict[str, list[int]]
 
 
 def exported() -> dict[str, str]:
-    """The environment for every host: what DeepSpeed's launcher gives them, with `.deepspeed_env`, and gloo's."""
+    """The environment for every host: what DeepSpeed's launcher gives them, `.deepspeed_env`, gloo's and OpenMP's."""
     from deepspeed.launcher import runner
 
-    names = (*runner.EXPORT_ENVS, "NCCL", "GLOO", "LD_LIBRARY", "PATH")
+    names = (*runner.EXPORT_ENVS, "NCCL", "GLOO", "LD_LIBRARY", "OMP", "PATH")
     found = {name: value for name, value in os.environ.items() if name.startswith(names)}
     for folder in runner.DEEPSPEED_ENVIRONMENT_PATHS:
         with suppress(FileNotFoundError):

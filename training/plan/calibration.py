@@ -10,6 +10,7 @@ through one block, the embedding and the head.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,7 @@ from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
 from training.config.sections import FP8
+from training.distributed.processes import set_threads
 from training.engine.gradient_sums import add
 from training.engine.numerics import set_numerics
 from training.metrics.devices import this_device
@@ -53,9 +55,9 @@ def calibrate(config: TrainConfig, spec: ModelSpec, workload: Workload) -> Calib
     if device.type == "cuda":
         return _calibrate(config, spec, workload, device)
     threads, others = torch.get_num_threads(), config.model_topo.processes - 1
-    torch.set_num_threads(max(1, threads // (others + 1)))
+    set_threads(others + 1, spec.config.hidden_size)
     try:
-        with _at_work(min(others, threads - 1), spec.config.hidden_size, training_dtype(config)):
+        with _at_work(min(others, len(os.sched_getaffinity(0)) - 1), spec.config.hidden_size, training_dtype(config)):
             return _calibrate(config, spec, workload, device)
     finally:
         torch.set_num_threads(threads)

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
@@ -28,6 +27,7 @@ from models.checkpoint.publish import writing
 from training.config.gpu import check_gpu
 from training.config.keys import TrainConfig
 from training.config.sections import FP8
+from training.distributed.processes import set_threads
 from training.proof.certificate import short, table, write_certificate
 from training.proof.comparison import Comparison, Row
 from training.proof.launches import launched
@@ -49,13 +49,13 @@ def prove_run(config: TrainConfig, door: str) -> None:
     """
     log = Log(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(ENDED))  # so that nothing is left under way
-    torch.set_num_threads(1)  # for small products threads take longer to meet than to compute
     check_gpu(config.model_copy(update={"fp8": FP8()}))  # which the small run leaves out
     begin, save_path = time.monotonic(), Path(config.save_path)
     with writing(save_path):
         save_path.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="pipetune-proof-") as folder:
         small = SmallRun.make(config, Path(folder), room(), log)
+        set_threads(1, small.spec.config.hidden_size)
         for line in small.differs:
             log.print(line)
         rows = _do(small, door, log)

@@ -25,6 +25,7 @@ from models.attention.kernels import ALL, CUDNN, FLASH, FLASH_3, FLEX, VARLEN
 from models.attention.position_ids import unmarked
 from models.checkpoint.source import open_source
 from models.spec import ModelSpec
+from tests.closeness import assert_near
 from tests.models.cases import CASES
 from tests.models.helpers import gradients, random_ids
 
@@ -58,11 +59,8 @@ def assert_same(folder: Path, kernel: str, rows: list[list[int]]) -> None:
     _, expected, expected_gradients = outcome(folder, None, rows)
     taken, found, found_gradients = outcome(folder, kernel, rows)
     assert taken == kernel
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert found_gradients.keys() == expected_gradients.keys()
-    for name, gradient in expected_gradients.items():
-        error = (found_gradients[name] - gradient).norm() / gradient.norm()
-        assert error < 1e-5, f"{name} differs by {error:.2e}"
+    assert_near(found, expected)
+    assert_near(found_gradients, expected_gradients)
 
 
 def exact(name: str, kernel: str, make_checkpoint: Callable[..., Path]) -> Path:

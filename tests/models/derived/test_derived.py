@@ -30,6 +30,7 @@ from models.derived.derive import small_model
 from models.derived.proof import BOUND, prove, roughen
 from models.loss import token_loss
 from models.spec import ModelSpec
+from tests.closeness import assert_near
 from tests.models.derived.cases import TRAITS, since, write_small
 from tests.models.helpers import (
     LAYOUTS,
@@ -67,10 +68,10 @@ def test_logits_and_loss_equal_transformers(checkpoint: tuple[Path, Any], layout
     ids = random_ids(2, 40)
     ours = load_model(in_layout(folder, layout, tmp_path / "layers"))
     wanted = model(input_ids=ids, use_cache=False).logits
-    torch.testing.assert_close(ours(ids), wanted, atol=2e-5, rtol=0)
+    assert_near(ours(ids), wanted)
     normalised = ours.head.norm(ours.stream(ids)[0])
     loss = token_loss(normalised, ids, ours.head) / (2 * 39)
-    torch.testing.assert_close(loss, shifted_loss(wanted, ids), atol=1e-5, rtol=0)
+    assert_near(loss, shifted_loss(wanted, ids), kind="means")
 
 
 def test_a_checkpoint_comes_back_bit_for_bit(checkpoint: tuple[Path, Any], tmp_path: Path) -> None:
@@ -215,7 +216,7 @@ def test_names_of_modules_are_read_as_transformers_reads_them(model_type: str, t
     save_under_names_of_modules(model, tmp_path / "model")
     ids = random_ids(1, 30)
     with torch.inference_mode():
-        torch.testing.assert_close(load_model(tmp_path / "model")(ids), model(ids).logits, atol=2e-5, rtol=0)
+        assert_near(load_model(tmp_path / "model")(ids), model(ids).logits)
     assert_round_trip(tmp_path / "model", tmp_path)
 
 
@@ -246,7 +247,7 @@ def test_the_part_for_text_is_trained_and_the_rest_comes_back(model_type: str, t
     ours = load_model(tmp_path / "model")
     ids = random_ids(1, 30)
     with torch.inference_mode():
-        torch.testing.assert_close(ours(ids), model(input_ids=ids).logits, atol=2e-5, rtol=0)
+        assert_near(ours(ids), model(input_ids=ids).logits)
     assert ours.spec.is_part
     assert_round_trip(tmp_path / "model", tmp_path)
 
@@ -260,7 +261,7 @@ def test_names_of_a_part_that_the_saver_leaves_alone_are_read_too(tmp_path: Path
     save_file(tensors, tmp_path / "model" / "model.safetensors")
     ids = random_ids(1, 30)
     with torch.inference_mode():
-        torch.testing.assert_close(load_model(tmp_path / "model")(ids), model(ids).logits, atol=2e-5, rtol=0)
+        assert_near(load_model(tmp_path / "model")(ids), model(ids).logits)
 
 
 def test_what_is_not_trained_keeps_its_precision(tmp_path: Path) -> None:
@@ -295,7 +296,7 @@ def test_layers_that_only_transformers_ignores_are_carried(
     ids, ahead = random_ids(1, 20), torch.randn(8, 4)
     change_weights(tmp_path / "model", lambda tensors: tensors.update({f"model.layers.{spare}.eh_proj.weight": ahead}))
     with torch.inference_mode():
-        torch.testing.assert_close(load_model(tmp_path / "model")(ids), model(ids).logits, atol=2e-5, rtol=0)
+        assert_near(load_model(tmp_path / "model")(ids), model(ids).logits)
     assert_round_trip(tmp_path / "model", tmp_path)
 
 

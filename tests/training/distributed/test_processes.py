@@ -1,4 +1,4 @@
-"""Where a door that no launcher started puts its processes, and how long these wait for each other."""
+"""Where a door that no launcher started puts its processes, their threads, and how long they wait for each other."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import json
 import os
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.launching import topology
+from tests.launching import topology, torchrun
 from training.config.keys import TrainConfig
 from training.distributed import processes, script
 from training.distributed.failure_detector import ANSWER, LATE
-from training.distributed.processes import Place
+from training.distributed.processes import SMALL, Place, set_threads
 from training.errors import ConfigError, RunRefused
 from training.launch.start import SUPERVISOR, launch
 from training.launch.supervisor import JOB
@@ -90,3 +91,60 @@ def test_a_hang_is_found_before_an_operation_gives_up(minutes: float, monkeypatc
     with pytest.raises(RunRefused):
         script.in_processes(config, Place(0, 1, 0, 1), lambda *_: False)
     assert waits[0] > timedelta(minutes=minutes, seconds=ANSWER + LATE)
+
+
+CORES = 8
+
+
+@pytest.mark.parametrize(
+    ("user", "processes", "hidden_size", "threads"),
+    [
+        (None, 1, SMALL, CORES),
+        (None, 3, 4096, CORES // 3),
+        (None, 2 * CORES, 4096, 1),
+        (None, 1, SMALL - 1, 1),
+        ("", 2, 4096, CORES // 2),  # set to nothing is not set
+        ("3", 1, 4096, None),
+        ("3", 2, 64, None),
+        ("1", 1, 4096, None),
+    ],
+)
+def test_cores_are_divided_unless_the_user_says_otherwise(
+    user: str | None, processes: int, hidden_size: int, threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch has read from OMP_NUM_THREADS at its start stays."""
+    found: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(CORES)))
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if user is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", user)
+    set_threads(processes, hidden_size)
+    assert found == ([] if threads is None else [threads])
+
+
+SHARE = """
+import os, sys, torch
+os.sched_getaffinity = lambda _: range(6)
+from training.distributed.processes import Place, set_threads
+place = Place.from_environment()
+set_threads(place.local_size)
+if place.rank == 0:
+    print("threads:", torch.get_num_threads())
+"""
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize(("user", "threads"), [("", 3), ("1", 1), ("2", 2)])
+def test_what_torchrun_sets_is_not_what_its_user_sets(
+    user: str, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For several processes it sets OMP_NUM_THREADS=1 where its user did not."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if user:
+        monkeypatch.setenv("OMP_NUM_THREADS", user)
+    (tmp_path / "share.py").write_text(SHARE)
+    result = torchrun(2, tmp_path / "share.py")
+    assert f"threads: {threads}" in result.stdout.splitlines(), result.stderr
+    assert ("Setting OMP_NUM_THREADS" in result.stderr) == (not user)

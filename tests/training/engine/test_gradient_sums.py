@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from models.blocks.weight_gradients import WeightGradients
+from tests.closeness import assert_near
 from training.engine.gradient_sums import SLICE, add, sum_as_they_are
 
 SIZES = [(3,), (SLICE,), (5, SLICE // 2 + 1)]
@@ -120,5 +121,5 @@ def test_a_product_adds_to_the_sum_and_is_nearer_to_the_true_one(monkeypatch: py
         exact = torch.cat([inputs.sum(0).repeat(8), inputs.new_full((8,), len(inputs))])
         rounded, found = (sums[of_a_gpu][step] for of_a_gpu in (False, True))
         torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-5)
-        torch.testing.assert_close(found, rounded, rtol=2.0**-8, atol=0.1)
+        assert_near(found, rounded, torch.bfloat16)
         assert (found - exact).abs().sum() < (rounded - exact).abs().sum() / 100

@@ -92,7 +92,12 @@ def test_tf32_is_for_fp32_runs_on_gpus(gpu: None) -> None:
 def test_tf32_without_a_gpu_is_told_and_changes_nothing() -> None:
     set_numerics(config_of(tf32=True))
     assert torch.get_float32_matmul_precision() == "highest"
-    assert describe_numerics(config_of(tf32=True)) == ["warning: tf32 is without effect, as there is no GPU"]
+    assert describe_numerics(config_of(tf32=True))[-1] == "warning: tf32 is without effect, as there is no GPU"
+
+
+def test_threads_are_logged_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert describe_numerics(config_of()) == ["threads: 3"]
 
 
 def test_fp8_is_told(gpu: None) -> None:

@@ -21,8 +21,9 @@ from training.launch.supervisor import JOB
 
 LONGEST = pytest.mark.longest
 
-# At its nth start rank 1 ends as the nth word says; rank 0 notes a step but where the word begins with a minus, has a
-# child in a session of its own, and waits. Asked to leave, it leaves as a run does that has saved.
+# At its nth start rank 1 ends as the nth word says, once rank 0 has begun; that one notes a step but where the word
+# begins with a minus, has a child in a session of its own, and waits. Asked to leave, it leaves as a run does that has
+# saved.
 SCRIPT = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
@@ -50,10 +51,11 @@ if rank == "0":
     if not word.startswith("-"):
         with open(folder / "metrics.jsonl", "a") as file:
             print('{"step": %d}' % (number + 1), file=file)
-(folder / f"begun-{rank}").touch()
+(folder / f"begun-{rank}-{number}").touch()
 if word == "ends":
     sys.exit(0)
-time.sleep(0.5 if rank == "1" and word != "waits" else 1000)
+while rank == "0" or word == "waits" or not (folder / f"begun-0-{number}").exists():
+    time.sleep(0.01)
 if word.strip("-") == "dies":
     os.kill(os.getpid(), signal.SIGKILL)
 sys.exit(int(word.strip("-")))
@@ -141,7 +143,7 @@ def test_a_fault_is_followed_by_a_restart(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_nothing_outlives_a_supervisor(number: signal.Signals, tmp_path: Path) -> None:
     launch = start(*words_of(tmp_path, "waits,ends"))
-    launch.until(lambda: (tmp_path / "begun-0").exists() and (tmp_path / "begun-1").exists())
+    launch.until(lambda: (tmp_path / "begun-0-0").exists() and (tmp_path / "begun-1-0").exists())
     assert len(of_run(tmp_path)) == 3  # two ranks and what one of them has started
     psutil.Process(launch.pid).send_signal(number)
     result = launch.end()
@@ -158,7 +160,7 @@ def test_nothing_outlives_a_supervisor(number: signal.Signals, tmp_path: Path) -
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_who_is_asked_saves_first(told: str, seconds: int, number: signal.Signals, tmp_path: Path) -> None:
     launch = start(*words_of(tmp_path, "waits,ends"), SAVES_FOR=str(seconds))
-    launch.until(lambda: (tmp_path / "begun-0").exists() and (tmp_path / "begun-1").exists())
+    launch.until(lambda: (tmp_path / "begun-0-0").exists() and (tmp_path / "begun-1-0").exists())
     _, agent, *ranks = launch.family()
     asked = {"supervisor": [psutil.Process(launch.pid)], "agent": [agent]}
     asked["everybody"] = [*asked["supervisor"], agent, *ranks]
@@ -170,7 +172,7 @@ def test_who_is_asked_saves_first(told: str, seconds: int, number: signal.Signal
 
 def test_a_later_signal_ends_a_save_at_once(tmp_path: Path) -> None:
     launch = start(*words_of(tmp_path, "waits,ends"), SAVES_FOR="1000")
-    launch.until(lambda: (tmp_path / "begun-0").exists() and (tmp_path / "begun-1").exists())
+    launch.until(lambda: (tmp_path / "begun-0-0").exists() and (tmp_path / "begun-1-0").exists())
     psutil.Process(launch.pid).send_signal(signal.SIGUSR1)
     launch.until((tmp_path / "asked-0").exists)
     psutil.Process(launch.pid).terminate()
@@ -188,7 +190,7 @@ def test_a_host_without_slots_takes_no_part(tmp_path: Path) -> None:
 
 def test_who_never_leaves_is_killed(tmp_path: Path) -> None:
     launch = start(*words_of(tmp_path, "waits,ends", patience=1.0), SAVES_FOR="1000")
-    launch.until(lambda: (tmp_path / "begun-0").exists() and (tmp_path / "begun-1").exists())
+    launch.until(lambda: (tmp_path / "begun-0-0").exists() and (tmp_path / "begun-1-0").exists())
     psutil.Process(launch.pid).terminate()
     assert launch.end().returncode == 128 + signal.SIGTERM
     assert not of_run(tmp_path) and not (tmp_path / "saved-0").exists()
@@ -196,7 +198,7 @@ def test_who_never_leaves_is_killed(tmp_path: Path) -> None:
 
 def test_what_a_dead_agent_leaves_is_killed_first(tmp_path: Path) -> None:
     launch = start(*words_of(tmp_path, "waits,ends"))
-    launch.until(lambda: (tmp_path / "begun-0").exists() and (tmp_path / "begun-1").exists())
+    launch.until(lambda: (tmp_path / "begun-0-0").exists() and (tmp_path / "begun-1-0").exists())
     before, (_, agent, *_) = of_run(tmp_path), launch.family()
     agent.kill()
     result = launch.end()
@@ -236,7 +238,7 @@ def test_tests_under_nohup_end_what_they_start() -> None:
 def test_a_signal_that_was_ignored_stays_so(tmp_path: Path) -> None:
     """As under nohup."""
     launch = start("sh", "-c", 'trap "" HUP; exec "$0" "$@"', *words_of(tmp_path, "waits"))
-    launch.until((tmp_path / "begun-1").exists)
+    launch.until((tmp_path / "begun-1-0").exists)
     psutil.Process(launch.pid).send_signal(signal.SIGHUP)
     psutil.Process(launch.pid).send_signal(signal.SIGTERM)
     assert launch.end().returncode == 128 + signal.SIGTERM
@@ -249,7 +251,7 @@ def test_who_asks_for_the_end_while_hosts_are_waited_for_is_heard(tmp_path: Path
     ssh.chmod(0o755)
     words = words_of(tmp_path, "waits,ends", {"": [0], "other": [0]})
     launch = start(*words, PATH=f"{ssh.parent}:{os.environ['PATH']}")
-    launch.until((tmp_path / "begun-1").exists)
+    launch.until((tmp_path / "begun-1-0").exists)
     (tmp_path / "gone").touch()
     next(each for each in of_run(tmp_path) if each.environ()["RANK"] == "1").kill()
     launch.until(lambda: "waiting up to 1 min" in launch.stderr)
