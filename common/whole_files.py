@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,25 @@ def replace_text(path: Path, text: str, tag: str = "partial") -> None:
     """Write a small text file; see `replacing`."""
     with replacing(path, tag) as file:
         file.write(text.encode())
+
+
+def regular(path: str, flags: int) -> int:
+    """Open a regular file, for `open(..., opener=regular)`: a FIFO would keep its reader waiting for ever.
+
+    Raises:
+        OSError: it is a FIFO, a device, a socket or a folder.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "expected a regular file", path)
+    return descriptor
+
+
+def read_regular(path: Path) -> bytes:
+    """Read a whole file; see `regular`."""
+    with open(path, "rb", opener=regular) as file:
+        return file.read()
 
 
 def sync(path: Path) -> None:
