@@ -190,10 +190,8 @@ class Lease:
 
 
 def _read(path: Path) -> Found | None:
-    with (
-        suppress(FileNotFoundError),
-        open(path, "rb", opener=regular) as file,
-    ):  # opened anew: a shared disk then looks past its cache
+    # Opened anew: a shared disk then looks past its cache.
+    with suppress(FileNotFoundError), open(path, "rb", opener=regular) as file:
         holder = None
         with suppress(ValueError, TypeError):
             holder = Holder(*json.loads(file.read()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,6 +54,27 @@ def read_regular(path: Path) -> bytes:
     """Read a whole file; see `regular`."""
     with open(path, "rb", opener=regular) as file:
         return file.read()
+
+
+def read_checked(path: Path) -> bytes:
+    """Read what `replace_checked` wrote.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is damaged, or another user's.
+    """
+    content = read_regular(path)
+    if path.stat().st_uid != os.getuid():
+        raise ValueError("of another user")
+    text, _, checksum = content.rpartition(b"\n")
+    if checksum != b"%08x" % zlib.crc32(text):
+        raise ValueError("damaged")
+    return text
+
+
+def replace_checked(path: Path, text: str) -> None:
+    """Write a small text file with a checksum as its last line."""
+    replace_text(path, f"{text}\n{zlib.crc32(text.encode()):08x}")
 
 
 def sync(path: Path) -> None:

@@ -103,17 +103,12 @@ def check_resumable(folder: Path, record: CheckpointRecord, data: DataOrder, con
     before = record.data
     then, now = record.settings, settings_of(config)
     if before.fingerprint != data.fingerprint:
-        # Earlier versions did not note these. Files may lie elsewhere now, so data_path explains least.
-        for key in (
-            sorted(then.keys() | now.keys(), key=lambda key: (key == "data_path", key)) if "mask" in then else ()
-        ):
-            if (
-                key != "model_path"
-                and not rule_of(key).free
-                and not rule_of(key).counts
-                and then.get(key) != now.get(key)
-            ):
-                raise differs(key, now.get(key), then.get(key), folder)
+        if "mask" in then:  # earlier versions did not note these
+            keys = [key for key in then.keys() | now.keys() if not (rule_of(key).free or rule_of(key).counts)]
+            # The same files may lie elsewhere now, so the paths explain nothing.
+            for key in sorted(key for key in keys if key not in ("model_path", "data_path")):
+                if then.get(key) != now.get(key):
+                    raise differs(key, now.get(key), then.get(key), folder)
         counts = f" ({before.samples} then, {data.samples} now)" if before.samples != data.samples else ""
         raise ConfigError(
             f"data_path: not the samples that {folder} was trained on{counts}; expected the same records, tokenizer, "
