@@ -35,7 +35,7 @@ def refusal(settings: dict[str, Any], now: TrainConfig) -> str:
 
 @pytest.mark.parametrize(
     "keys",
-    [{"mask": "all"}, {"truncate": "end"}, {"max_seq_len": 77}, {"eval_share": 0.5}, {"on_bad_record": "skip"}],
+    [{"mask": "all"}, {"truncate": "refuse"}, {"max_seq_len": 77}, {"eval_share": 0.5}, {"on_bad_record": "skip"}],
     ids=lambda keys: next(iter(keys)),
 )
 def test_the_changed_key_is_named(keys: dict[str, Any]) -> None:
