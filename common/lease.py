@@ -33,6 +33,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from common.whole_files import regular
+
 INTERVAL = 10.0  # seconds between two heartbeats
 GIVING_WAY = 0.1  # seconds within which who has to finds out
 EXPIRY, WATCH = 6, 2  # a holder is dead after so many intervals without a heartbeat, seen for at least so many
@@ -173,7 +175,8 @@ class Lease:
         touched, end = self._watched.get(key, (None, 0.0))
         if touched != lease.touched:
             with tempfile.TemporaryFile(dir=self._folder) as probe:
-                age = (os.fstat(probe.fileno()).st_mtime_ns - lease.touched) / 1e9
+                # A clock that was ahead left a time in the future.
+                age = max(0.0, (os.fstat(probe.fileno()).st_mtime_ns - lease.touched) / 1e9)
             end = time.monotonic() + max(EXPIRY * self._interval - age, WATCH * self._interval)
             self._watched[key] = lease.touched, end
             if touched is not None:
@@ -187,7 +190,8 @@ class Lease:
 
 
 def _read(path: Path) -> Found | None:
-    with suppress(FileNotFoundError), open(path, "rb") as file:  # opened anew: a shared disk then looks past its cache
+    # Opened anew: a shared disk then looks past its cache.
+    with suppress(FileNotFoundError), open(path, "rb", opener=regular) as file:
         holder = None
         with suppress(ValueError, TypeError):
             holder = Holder(*json.loads(file.read()))

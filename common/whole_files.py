@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +35,46 @@ def replace_text(path: Path, text: str, tag: str = "partial") -> None:
     """Write a small text file; see `replacing`."""
     with replacing(path, tag) as file:
         file.write(text.encode())
+
+
+def regular(path: str, flags: int) -> int:
+    """Open a regular file, for `open(..., opener=regular)`: a FIFO would keep its reader waiting for ever.
+
+    Raises:
+        OSError: it is a FIFO, a device, a socket or a folder.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "expected a regular file", path)
+    return descriptor
+
+
+def read_regular(path: Path) -> bytes:
+    """Read a whole file; see `regular`."""
+    with open(path, "rb", opener=regular) as file:
+        return file.read()
+
+
+def read_checked(path: Path) -> bytes:
+    """Read what `replace_checked` wrote.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is damaged, or another user's.
+    """
+    content = read_regular(path)
+    if path.stat().st_uid != os.getuid():
+        raise ValueError("of another user")
+    text, _, checksum = content.rpartition(b"\n")
+    if checksum != b"%08x" % zlib.crc32(text):
+        raise ValueError("damaged")
+    return text
+
+
+def replace_checked(path: Path, text: str) -> None:
+    """Write a small text file with a checksum as its last line."""
+    replace_text(path, f"{text}\n{zlib.crc32(text.encode()):08x}")
 
 
 def sync(path: Path) -> None:

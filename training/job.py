@@ -163,6 +163,8 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
     check_room(config, spec, layers, disk)
     with agreed():
         inputs.begin(progress, place, monitor)
+    if progress.done < progress.total_steps and stop.agreed(False)[0]:  # loading weights may take minutes
+        progress.end(progress.done, stop, layers, inputs.folder)
     set_numerics(config)
     set_threads(place.local_size, spec.config.hidden_size)
     kernels = choose_kernels(config, spec, known_loader)

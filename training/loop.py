@@ -108,6 +108,8 @@ def train(run: Run) -> int:
 
 
 def _train(run: Run, done: int, total_steps: int) -> int:
+    if done < total_steps and run.stop.agreed(False)[0]:  # the request came while the run was loading
+        return done
     if run.progress.evaluate_first:
         found = evaluate(run, done)
         if found is None:

@@ -83,6 +83,8 @@ def check_writable(key: str, folder: Path) -> None:
     Raises:
         ConfigError: it cannot, under the name of what says which folder.
     """
+    if folder.is_symlink() and not folder.exists():
+        raise ConfigError(f"{key}: {folder}: a link to {folder.readlink()}, which is not there; expected a folder")
     try:
         there = next(each for each in (folder, *folder.parents) if each.exists())
         with TemporaryDirectory(prefix=".probe-", dir=there):

@@ -109,11 +109,13 @@ class Progress:
             saved = self.checkpoint
         if step < self.total_steps:
             told = f"stopped after step {step} of {self.total_steps}"
+            if step == self.done:
+                told = f"stopped before step {step + 1} of {self.total_steps}: this start trained nothing"
             if all(gather((saved / RECORD).is_file())):
                 self.log.print(f"{told}; the same command goes on from there: {saved}")
             else:
                 newest = next(map(str, finished(Path(self.config.save_path))), "the beginning")
-                unsaved = ", which could not be saved" if step else ""
+                unsaved = ", which could not be saved" if step > self.done else ""
                 self.log.print(f"{told}{unsaved}; the same command goes on from {newest}")
             if stop.preempted and not self.log.quiet:
                 requeue()

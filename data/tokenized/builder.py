@@ -17,6 +17,8 @@ from typing import Any
 from pydantic import TypeAdapter
 from tqdm import tqdm
 
+from common.parent import end_with_parent
+
 BEHIND = 10  # how far a run comes first that trains meanwhile, in the system's steps of niceness
 
 
@@ -45,14 +47,13 @@ class Progress:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_with_parent(int(sys.argv[1]))  # before the imports, which take seconds
     os.nice(BEHIND)
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers then takes it for absent
     from data.errors import DataError
-    from data.tokenized.parallel import end_with_parent
     from data.tokenized.recipe import Recipe
     from data.tokenized.store import Cache
 
-    end_with_parent(os.getppid())
     job = json.loads(sys.stdin.readline())
     progress = Progress(disable=None if job["progress"] else True)  # None: only on a terminal
     try:

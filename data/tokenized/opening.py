@@ -95,7 +95,7 @@ def _build(cache: Cache, recipe: Recipe, folder: Path, progress: bool) -> Path:
     sent = TypeAdapter(Recipe).dump_json(recipe)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     ended = subprocess.run(  # which ends it, should this process be interrupted
-        [sys.executable, "-m", f"{__package__}.builder"],
+        [sys.executable, "-m", f"{__package__}.builder", str(os.getpid())],
         input=json.dumps({"recipe": sent.decode(), "folder": str(folder.resolve()), "progress": progress}),
         stdout=subprocess.PIPE,
         text=True,

@@ -9,12 +9,10 @@ A bad record stops the tokenizing but not the reading: the rest is only checked,
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import multiprocessing
 import os
-import signal
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -27,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy
 import pyarrow
 
+from common.parent import end_with_parent
 from common.whole_files import replace_text
 from data.chat.control_tokens import ControlWords
 from data.errors import DataError
@@ -42,7 +41,6 @@ from data.tokenized.tokenize import Tokens, encode_many, encode_tokens, load_tok
 SAMPLES, META = "samples.arrow", "meta.json"
 CHUNK_RECORDS, CHUNK_BYTES = 512, 2**18
 AHEAD = 4  # chunks under way for each worker
-PARENT_DEATH_SIGNAL = 1  # Linux's PR_SET_PDEATHSIG
 
 # Takes progress: what is being done, how many of how many bytes are done, and how many records.
 Tell = Callable[[str, int, int, int], None]
@@ -271,14 +269,3 @@ def _start_worker(parent: int) -> None:
     """Collect garbage between chunks only, and end when the process that feeds this one was killed."""
     gc.disable()
     end_with_parent(parent)
-
-
-def end_with_parent(parent: int) -> None:
-    """Have the system kill this process once the thread that started it has ended: nobody waits for it any more.
-
-    Args:
-        parent: the process of that thread, which may have ended before this could be asked for.
-    """
-    ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)

@@ -21,7 +21,7 @@ import transformers
 from pydantic import ValidationError
 from transformers import PreTrainedConfig
 
-from common.whole_files import replace_text
+from common.whole_files import read_checked, replace_checked
 from models.architectures import Family
 from models.derived.derive import BLOCKS, derive
 from models.derived.proof import Proof, apart_from_callers, prove
@@ -71,13 +71,18 @@ def proof_of(config: PreTrainedConfig, fields: dict[str, Any], declared: Family 
     traits = {name: value for name, value in small.items() if name not in ABOUT_FILES}
     known = json.dumps([traits, transformers.__version__, torch.__version__, _code()], sort_keys=True)
     path = folder() / f"{config.model_type}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
-    with suppress(OSError, ValidationError):
-        return Proof.model_validate_json(path.read_bytes())
+    try:
+        return Proof.model_validate_json(read_checked(path))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:  # pydantic's too, of several lines
+        reason = "no proof" if isinstance(error, ValidationError) else error
+        logger.warning("warning: %s: passed over, proving anew: %s", path, reason)
     found = prove(config, fields, declared)
     logger.info("%s: %s (%.1f s)", config.model_type, found, found.seconds)
     with suppress(OSError):  # without a place to keep it, it is proven again the next time
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, found.model_dump_json(indent=1))
+        replace_checked(path, found.model_dump_json(indent=1))
     return found
 
 

@@ -441,7 +441,8 @@ def test_evaluations_of_a_stopped_run_are_made_up_for(outcomes: Outcomes, folder
     for name, step in (("left", 2), ("left-again", 2), ("missed", 4)):
         outcome = outcomes(f"evaluation-{name}")
         assert outcome["code"] == 128 + 15
-        assert f"stopped after step {step} of 6; the same command goes on from there" in outcome["told"]
+        where = "before step 3 of 6: this start trained nothing" if name == "left-again" else f"after step {step} of 6"
+        assert f"stopped {where}; the same command goes on from there" in outcome["told"]
         assert ("eval_perplexity" in outcome["told"]) == (name == "missed"), "that of step 2"
     assert evaluations(folder / "interrupted") == expected
     order = [line["step"] for line in metrics(folder / "interrupted")]

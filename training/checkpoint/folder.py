@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from common.whole_files import replace_text
+from common.whole_files import read_regular, regular, replace_text
 from data.streaming.windows import Made
 from models.checkpoint.layout import RECORD, FileName
 from models.checkpoint.publish import workplace
@@ -89,7 +89,7 @@ class CheckpointRecord(BaseModel):
         """
         try:
             with reading(folder / RECORD):
-                return cls.parse((folder / RECORD).read_bytes())
+                return cls.parse(read_regular(folder / RECORD))
         except GONE:
             return None
 
@@ -140,7 +140,7 @@ class Best(BaseModel):
         path = save_path / BEST
         try:
             with reading(path):
-                best = cls.model_validate_json(path.read_bytes())
+                best = cls.model_validate_json(read_regular(path))
         except GONE:
             return None
         except ValidationError:
@@ -198,7 +198,7 @@ def fault(folder: Path, share: int = 0, shares: int = 1) -> str | None:
 def file_record(path: Path) -> FileRecord:
     checksum = size = 0
     memory = memoryview(bytearray(PIECE))
-    with open(path, "rb", buffering=0) as file:
+    with open(path, "rb", buffering=0, opener=regular) as file:
         while count := file.readinto(memory):
             checksum = zlib.crc32(memory[:count], checksum)
             size += count

@@ -22,7 +22,7 @@ from training.checkpoint.deepspeed_files import read_mapped
 from training.checkpoint.folder import CheckpointRecord, DataOrder
 from training.checkpoint.resharding import take_over
 from training.checkpoint.saving import random_file
-from training.config.changes import compare, differs, settings_of
+from training.config.changes import compare, differs, rule_of, settings_of
 from training.config.keys import TrainConfig
 from training.distributed.processes import agreed
 from training.engine.trainer import Trainer
@@ -101,7 +101,14 @@ def check_resumable(folder: Path, record: CheckpointRecord, data: DataOrder, con
         ConfigError: a step means other samples, or another kind of update (`training.config.changes`).
     """
     before = record.data
+    then, now = record.settings, settings_of(config)
     if before.fingerprint != data.fingerprint:
+        if "mask" in then:  # earlier versions did not note these
+            keys = [key for key in then.keys() | now.keys() if not (rule_of(key).free or rule_of(key).counts)]
+            # The same files may lie elsewhere now, so the paths explain nothing.
+            for key in sorted(key for key in keys if key not in ("model_path", "data_path")):
+                if then.get(key) != now.get(key):
+                    raise differs(key, now.get(key), then.get(key), folder)
         counts = f" ({before.samples} then, {data.samples} now)" if before.samples != data.samples else ""
         raise ConfigError(
             f"data_path: not the samples that {folder} was trained on{counts}; expected the same records, tokenizer, "
@@ -111,7 +118,6 @@ def check_resumable(folder: Path, record: CheckpointRecord, data: DataOrder, con
         if before.packed_epoch and data.packed_epoch:
             raise differs("pack_len", data.packed_epoch, before.packed_epoch, folder)
         raise differs("packing", config.packing, "dataset" if before.packed_epoch else "batch or false", folder)
-    then, now = record.settings, settings_of(config)
     if "seed" in then:
         return compare(then, now, folder)
     then = before.model_dump(include={"seed", "train_batch_size", "dataloader_drop_last", "stream_gb"}) | then

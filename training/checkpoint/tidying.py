@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from common.whole_files import replace_text
+from common.whole_files import read_regular, replace_text
 from models.checkpoint.layout import LATEST
 from models.checkpoint.publish import sweep
 from models.errors import CheckpointError
@@ -48,8 +48,8 @@ def tidy_up(save_path: Path, keep_last: int, best: Best | None, disk: Disk, log:
 def name_latest(folder: Path) -> None:
     """Let `latest` name a checkpoint; a kill between two moments of a save leaves it at the one before."""
     path = folder.with_name(LATEST)
-    with suppress(FileNotFoundError):
-        if path.read_bytes() == folder.name.encode():
+    with suppress(OSError):  # also a FIFO, which the new file replaces
+        if read_regular(path) == folder.name.encode():
             return
     replace_text(path, folder.name)
 

@@ -77,8 +77,8 @@ def rule_of(key: str) -> Rule:
 
 
 def settings_of(config: TrainConfig) -> dict[str, Any]:
-    """The values of a config that a later start is compared with, by key."""
-    return {key: value for key, value in leaves(config.dump()) if rule_of(key).counts}
+    """The values of a config that a later start is compared with, or that explain why its samples differ, by key."""
+    return {key: value for key, value in leaves(config.dump()) if rule_of(key).counts or not rule_of(key).free}
 
 
 def compare(then: Mapping[str, Any], now: Mapping[str, Any], where: object) -> list[str]:
@@ -93,9 +93,9 @@ def compare(then: Mapping[str, Any], now: Mapping[str, Any], where: object) -> l
     by_effect: dict[str, list[str]] = defaultdict(list)
     for key in sorted(then.keys() | now.keys()):
         before, after = then.get(key), now.get(key)
-        if before == after:
-            continue
         rule = rule_of(key)
+        if before == after or not rule.counts:
+            continue
         if not rule.free:
             raise differs(key, after, before, where)
         if rule.told:

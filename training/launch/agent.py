@@ -28,6 +28,8 @@ from typing import Any
 
 import psutil
 
+from common.whole_files import read_regular, regular
+
 RUN = "PIPETUNE_RUN"  # in the environment: the name of a run that a supervisor has started
 FAREWELL = 10.0  # seconds to hear the failure detector's verdict, tell it and leave
 FAILED = b"failed"  # the line of a supervisor that knows of a failure
@@ -111,12 +113,12 @@ def look(save_path: str, run: str) -> dict[str, Any]:
                 left.append(process)
     psutil.wait_procs(left, timeout=GONE)
     found = {"address": reached_address(), "port": free_port(), "changed": 0, "step": 0, "saved": 0}
-    with suppress(OSError, ValueError), open(Path(save_path) / "metrics.jsonl", "rb") as metrics:
+    with suppress(OSError, ValueError), open(Path(save_path) / "metrics.jsonl", "rb", opener=regular) as metrics:
         found["changed"] = os.fstat(metrics.fileno()).st_mtime_ns
         metrics.seek(max(0, metrics.seek(0, os.SEEK_END) - TAIL))
         found["step"] = int([b"0", *re.findall(rb'"step": ?(\d+)', metrics.read())][-1])
     with suppress(OSError, ValueError):
-        found["saved"] = int((Path(save_path) / "latest").read_text(encoding="utf-8").rpartition("-")[2])
+        found["saved"] = int(read_regular(Path(save_path) / "latest").decode().rpartition("-")[2])
     return found
 
 

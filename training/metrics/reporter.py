@@ -14,7 +14,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ import pydantic_core
 from tqdm import tqdm
 
 from common.terminal import safe_line
-from common.whole_files import replacing
+from common.whole_files import regular, replacing
 from training.metrics.step_metrics import StepMetrics
 
 if TYPE_CHECKING:  # reading a run's metrics needs neither torch nor a config
@@ -121,8 +120,10 @@ class Reporter:
             if self._view:
                 self._view.close()
         for tracker in self._working:
-            with suppress(Exception):  # the run is over, and its numbers are in metrics.jsonl
+            try:
                 tracker.close(failed=kind is not None)
+            except Exception as error:  # the run is over, and its numbers are in metrics.jsonl
+                _warn(f"{tracker.name}: {error}; its last numbers are missing")
 
 
 def live_view(total_steps: int, parts: Sequence[int]) -> LiveView | None:
@@ -159,7 +160,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """The lines that are whole, as they stand and read."""
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         for line in file:
             try:
                 values = json.loads(line)

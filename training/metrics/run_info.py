@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from common.version import VERSION
-from common.whole_files import replace_text
+from common.whole_files import read_regular, replace_text
 from training.config.keys import TrainConfig
 from training.metrics.reporter import to_json
 
@@ -107,7 +107,7 @@ def _cpu_model() -> str:
 def _earlier_starts(path: Path) -> list[dict[str, Any]]:
     """What the starts before this one wrote, oldest first; nothing where the file is missing or damaged."""
     try:
-        last = json.loads(path.read_text(encoding="utf-8"))
+        last = json.loads(read_regular(path))
         return [*last.pop("earlier"), last]
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return []

@@ -10,6 +10,7 @@ package is imported where its section is not enabled.
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,6 +46,10 @@ class TensorBoardWriter:
 
         hidden_from = first_step if first_step > 1 else 0  # a new run may have evaluated before its first step
         self._writer = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=hidden_from, flush_secs=FLUSH_SECONDS)
+        # On a full disk this thread ends with a traceback on the terminal; the next `log` or `close` raises the same.
+        worker = self._writer._get_file_writer().event_writer._async_writer._worker
+        told = threading.excepthook
+        threading.excepthook = lambda failure: None if failure.thread is worker else told(failure)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, number in numbers.items():

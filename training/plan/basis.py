@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from pydantic import BaseModel, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from common.whole_files import replace_text
+from common.whole_files import read_regular, replace_text
 from models.checkpoint.publish import writing
 from models.parallel.tensor import part_shapes
 from models.spec import ModelSpec
@@ -82,7 +82,7 @@ class Calibration(BaseModel):
     def read(cls, folder: Path, config: TrainConfig, spec: ModelSpec) -> Calibration | None:
         """What an earlier `--calibrate` left in the run's folder, where it fits this run and this kind of device."""
         try:
-            found = cls.model_validate_json((folder / FILE).read_bytes())
+            found = cls.model_validate_json(read_regular(folder / FILE))
         except (OSError, ValueError):
             return None
         return found if found == cls.of(config, spec, found.layers, found.update) else None
@@ -167,7 +167,7 @@ class Basis:
         if calibrated:
             basis = replace(basis, calibration=Calibration.read(folder, config, spec), links=Links.read(folder))
         try:
-            measured = Measured.model_validate_json((folder / MEASURED_FILE).read_bytes())
+            measured = Measured.model_validate_json(read_regular(folder / MEASURED_FILE))
         except FileNotFoundError:
             return basis, []
         except (OSError, ValueError):

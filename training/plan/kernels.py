@@ -23,7 +23,7 @@ from deepspeed.accelerator import get_accelerator
 from pydantic import BaseModel
 
 from common.terminal import reason_of
-from common.whole_files import replace_text
+from common.whole_files import read_regular, replace_text
 from data.loader import Loader
 from models.attention.kernels import NAMES, candidates, choose_attention
 from models.blocks.options import BlockOptions
@@ -125,7 +125,7 @@ def fastest(kernels: list[str], milliseconds: Time, file: Path, known: dict[str,
         Exception: what the last of them raised, where none can run a block.
     """
     with suppress(OSError, ValueError):
-        found = Trial.model_validate_json(file.read_bytes())
+        found = Trial.model_validate_json(read_regular(file))
         if found.known == known:
             return _told(found, "as measured when the run began")
     times: dict[str, float] = {}
