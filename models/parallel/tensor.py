@@ -251,7 +251,7 @@ def plan_of(spec: ModelSpec) -> dict[str, str]:
         start = "layers.*."
         plan = {name.removeprefix(start): word for name, word in found.items() if name.startswith(start)}
     plan = {f"block.{name}": word for name, word in plan.items()}
-    head = getattr(spec.config, "head_dim", None)
+    head = vars(spec.config).get("head_dim")
     for name, shape in spec.shapes(1).items() if plan else ():  # the plans of some families forget norms of a head
         owner, _, kind = name.removesuffix(".weight").rpartition(".")
         if kind in HEAD_NORMS and f"{owner}.q_proj" in plan and tuple(shape) == (head,):

@@ -15,14 +15,6 @@ from torch import Tensor
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 
-KINDS = {
-    "AdamW": torch.optim.AdamW,
-    "Adam": torch.optim.Adam,
-    "Lion": Lion,
-    "Adafactor": torch.optim.Adafactor,
-    "SGD": torch.optim.SGD,
-}
-
 
 def own_optimizer(
     config: TrainConfig, weights: Mapping[str, Tensor], tied: tuple[str, str] | None
@@ -41,7 +33,8 @@ def own_optimizer(
         exempt = any(pattern.search(each) for pattern in config.optimizer.no_wd_kws for each in names.split())
         groups.append({"params": [weight]} | ({"weight_decay": 0.0} if exempt else {}))
     try:
-        return KINDS[kind](groups, **params)  # type: ignore[abstract]
+        made: torch.optim.Optimizer = (Lion if kind == "Lion" else getattr(torch.optim, kind))(groups, **params)
+        return made
     except TypeError as error:
         raise ConfigError(f"optimizer.params: {kind} of torch does not have all of them: {error}") from None
 

@@ -149,8 +149,8 @@ def test_what_does_not_fit_is_refused_in_one_line(model_type: str, tmp_path: Pat
     assert not (tmp_path / "cache").exists()
 
 
-TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
-MISFITS = {
+TINY: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
+MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     # Latent attention has as many heads of keys as of queries, and no router sends a token to more experts than exist.
     "minicpm3": ({"num_key_value_heads": 2}, "MiniCPM3Attention: The size of tensor"),
     "youtu": ({"num_key_value_heads": 2}, "YoutuAttention: The size of tensor"),

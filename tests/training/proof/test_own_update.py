@@ -43,15 +43,15 @@ def updates(config: TrainConfig) -> Row:
         for name in NAMES:
             # Some as small as Adam's eps, which would not matter otherwise.
             size = 1e-8 if name == "1.q.bias" else 1.0
-            run[name].grad = torch.randn(8, 4, generator=generator) * size
-            own[name].grad = run[name].grad.clone()
+            gradient = torch.randn(8, 4, generator=generator) * size
+            run[name].grad, own[name].grad = gradient.clone(), gradient.clone()
         rate.set(step)
         optimizer.step()
         for group in expected.param_groups:
             group["lr"] = own_rate(config, step)
         expected.step()
         found, wanted = ({name: weight.detach() for name, weight in each.items()} for each in (run, own))
-        compare(row, lambda name, step=step: f"step {step}, {name}", found, wanted, None, before)
+        compare(row, f"step {step}, {{}}".format, found, wanted, None, before)
     return row
 
 
