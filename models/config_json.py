@@ -42,6 +42,11 @@ def model_fields(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             raise CheckpointError(f"{path}: {name}: expected at most {most:,}, found {found}")
     model_type = part["model_type"]
     if model_type not in FAMILIES and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if part is not raw:
+            raise CheckpointError(
+                f"{path}: model_type {raw['model_type']!r} is not supported: transformers has its part for text "
+                f"({model_type}) only inside of the model of images and text; expected a checkpoint for text alone"
+            )
         known = ", ".join(sorted(FAMILIES))
         raise CheckpointError(
             f"{path}: model_type {model_type!r} is not supported: transformers has no decoder of this name, and "

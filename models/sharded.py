@@ -13,8 +13,10 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 
+from models.attention.positions import LINEAR
 from models.blocks.offload import Returns
 from models.blocks.options import PLAIN, BlockOptions
 from models.layers import Block, Head, Stream
@@ -80,6 +82,10 @@ class ShardedModel(nn.ModuleList):
 
     def _shard(self, layer: nn.Module, config: dict[str, Any]) -> None:
         """Leave each process its slice of every parameter; a tied weight is already sharded with the embedding."""
+        if isinstance(layer, Block) and layer.kind == LINEAR:
+            # It is called once for each document of a packed row, on each rank another number of times. As a leaf the
+            # block is gathered once, whole, so that all ranks take part in the same exchanges.
+            set_z3_leaf_module(layer.block, True)
         sharded: Any = next(self.parameters(), None)
         if sharded is None:
             deepspeed.zero.Init(module=layer, config_dict_or_path=config)

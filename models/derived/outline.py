@@ -154,9 +154,13 @@ class Watched:
             self.mixers[block] = name
 
     def before_block(self, block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        names = list(inspect.signature(type(block).forward).parameters)[1:]
+        parameters = inspect.signature(type(block).forward).parameters
+        names = list(parameters)[1:]
         given = dict(zip(names, arguments, strict=False)) | keywords
-        self.arguments.append({name: self._source(name, given[name]) for name in given if name != names[0]})
+        required = {name for name in names if parameters[name].default is inspect.Parameter.empty}
+        self.arguments.append(
+            {name: self._source(name, given[name], name in required) for name in given if name != names[0]}
+        )
 
     def before_other(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if self.arguments:
@@ -182,7 +186,7 @@ class Watched:
         self.calls.append(Call(self._names[module], *given, expanded))
         self._made.append(output)
 
-    def _source(self, name: str, value: Any) -> Source:
+    def _source(self, name: str, value: Any, required: bool = False) -> Source:
         if isinstance(value, Mark):
             if value.kind not in MASKS.values():
                 raise Underivable(f"blocks are given {name}, a mask of {value.kind}, which is not known")
@@ -194,10 +198,11 @@ class Watched:
                 return Source(ANGLES, number)
         if isinstance(value, Tensor) and torch.equal(value, self._positions):
             return Source(POSITIONS)
+        # What blocks leave to others, if they do; and a None that has to be given all the same, as Falcon's alibi.
+        if (value is None and required) or (isinstance(value, Sized) and not len(value)):
+            return Source(EMPTY, type(value))
         if value is None or isinstance(value, (bool, int, float, str)):
             return Source(CONSTANT, value)
-        if isinstance(value, Sized) and not len(value):  # for what blocks leave to others, if they do
-            return Source(EMPTY, type(value))
         raise Underivable(f"blocks are given {name}, a {type(value).__name__} of unknown making")
 
 
@@ -207,7 +212,9 @@ def outline_of(model: Any) -> Outline:
     Raises:
         Underivable: a part is not understood.
     """
-    base = getattr(model, model.base_model_prefix, None)
+    # Llama 4's prefix is that of the model with images around it.
+    prefix = next((each for each in (model.base_model_prefix, "model") if hasattr(model, each)), "")
+    base = getattr(model, prefix, None)
     if base is None or base is model:
         raise Underivable(f"{type(model).__name__} has no base model")
     embedding = model.get_input_embeddings()
@@ -223,7 +230,7 @@ def outline_of(model: Any) -> Outline:
         raise Underivable(f"{type(base).__name__} calls {watched.after or 'nothing'} after its blocks; expected a norm")
     return Outline(
         type(model),
-        model.base_model_prefix,
+        prefix,
         path_of(base, embedding, "embedding"),
         name,
         watched.after[0],

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import traceback
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -19,13 +20,16 @@ from typing import Any
 import torch
 import transformers
 from pydantic import ValidationError
+from torch import nn
 from transformers import PreTrainedConfig
 
 from common.whole_files import read_checked, replace_checked
 from models.architectures import Family
 from models.derived.derive import BLOCKS, derive
+from models.derived.outline import Underivable
 from models.derived.proof import Proof, apart_from_callers, prove
 from models.derived.shrink import shrunk_fields
+from models.errors import CheckpointError
 
 logger = logging.getLogger("pipetune")
 
@@ -46,7 +50,16 @@ def proven(config: PreTrainedConfig, fields: dict[str, Any], declared: Family | 
     """
     key = json.dumps([fields, whole], sort_keys=True)
     if key not in _families:
-        found = proof_of(config, fields, declared)
+        try:
+            found = proof_of(config, fields, declared)
+        except CheckpointError as error:
+            told = str(error)
+            raise Underivable(told if told.startswith(config.model_type) else f"{config.model_type}: {told}") from None
+        except Exception as error:  # whatever torch makes of a small model
+            raise Underivable(
+                f"{config.model_type}: deriving it failed at {_part(error)}: {error}; expected sizes in config.json "
+                "that fit each other in this part (heads, heads of keys, experts, experts a token)"
+            ) from None
         family = declared
         if family is None:
             with apart_from_callers(config):
@@ -84,6 +97,13 @@ def proof_of(config: PreTrainedConfig, fields: dict[str, Any], declared: Family 
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_checked(path, found.model_dump_json(indent=1))
     return found
+
+
+def _part(error: Exception) -> str:
+    """Name the innermost module of transformers that an error passed through."""
+    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [type(each) for each in owners if isinstance(each, nn.Module)]
+    return next((each.__name__ for each in reversed(modules) if "transformers" in each.__module__), "its small model")
 
 
 def folder() -> Path:

@@ -22,7 +22,7 @@ MULTIPLE = 8  # of widths, as kernels like them
 DEPTH = ("num_hidden_layers", "n_layer", "num_layers")
 WIDTH = ("hidden_size", "n_embed")
 QUERIES = ("num_attention_heads", "n_head")
-KEYS = ("num_key_value_heads", "multi_query_group_num")
+KEYS = ("num_key_value_heads", "multi_query_group_num", "num_kv_heads")
 HEAD_WIDTH = ("head_dim", "kv_channels")
 WORDS = ("vocab_size", "padded_vocab_size")
 INNER = ("intermediate_size", "ffn_hidden_size", "mlp_dim")  # how the names of feed-forward widths end
@@ -55,7 +55,8 @@ WITH_DROPOUT = ("dropout", "pdrop", "jitter")  # in the names of what draws rand
 
 def _get(config: PreTrainedConfig, name: str) -> Any:
     """A field, or None; of one that some blocks have otherwise the common value, which transformers keeps to itself."""
-    return vars(config).get(config.attribute_map.get(name, name), getattr(type(config), name, None))
+    value = vars(config).get(config.attribute_map.get(name, name), getattr(type(config), name, None))
+    return getattr(config, name) if isinstance(value, property) else value  # as Falcon's head_dim
 
 
 def _has(config: PreTrainedConfig, name: str) -> bool:
@@ -74,7 +75,7 @@ def shrunk_fields(config: PreTrainedConfig, raw: dict[str, Any], n_blocks: int) 
     if not _get(config, "num_attention_heads"):
         raise CheckpointError(f"{config.model_type} has no num_attention_heads; expected a decoder with attention")
     queries, width = int(_get(config, "num_attention_heads")), int(config.hidden_size)
-    keys = int(_get(config, "num_key_value_heads") or queries)
+    keys = int(_get(config, "num_key_value_heads") or _get(config, "num_kv_heads") or queries)
     head = int(_get(config, "head_dim") or width // queries)
     ratio = queries // keys
     few_keys = min(keys, max(2, HEADS // ratio))

@@ -40,6 +40,7 @@ KNOWN = {*BY_OUTPUT, *BY_INPUT, EXPERTS, ALIKE}
 BY_HEADS = ("colwise", "rowwise")  # in attention; what is gathered there is not
 ENDS = {"embed_tokens": "colwise", "lm_head": "colwise"}
 ALIGNED = 8  # numbers; a grouped product wants rows of a multiple of 16 bytes
+HEAD_NORMS = ("q_norm", "k_norm")
 HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads")  # what blocks call their numbers
 
 
@@ -249,7 +250,13 @@ def plan_of(spec: ModelSpec) -> dict[str, str]:
         found: dict[str, str] = getattr(spec.config, "base_model_tp_plan", None) or {}
         start = "layers.*."
         plan = {name.removeprefix(start): word for name, word in found.items() if name.startswith(start)}
-    return ENDS | {f"block.{name}": word for name, word in plan.items()}
+    plan = {f"block.{name}": word for name, word in plan.items()}
+    head = vars(spec.config).get("head_dim")
+    for name, shape in spec.shapes(1).items() if plan else ():  # the plans of some families forget norms of a head
+        owner, _, kind = name.removesuffix(".weight").rpartition(".")
+        if kind in HEAD_NORMS and f"{owner}.q_proj" in plan and tuple(shape) == (head,):
+            plan.setdefault(f"{owner}.{kind}", ALIKE)
+    return ENDS | plan
 
 
 def obstacle(spec: ModelSpec, size: int, spread: bool = False) -> str | None:
@@ -275,5 +282,8 @@ def obstacle(spec: ModelSpec, size: int, spread: bool = False) -> str | None:
             uneven = owner in by_heads and shape[-1 if plan[owner] == "rowwise" else 0] % heads
             untold = name.startswith(modules) and not {name, owner} & plan.keys()  # as a norm with rows by head
             if uneven or untold or (plan.get(owner) == EXPERTS and name not in plan):
-                return f"layer {layer}: it is not known how to cut {name}; expected 1 process to a layer"
+                return (
+                    f"layer {layer}: it is not known how to cut {name} of {spec.family.name}; expected 1 process to a "
+                    "layer (no axis model; more stages or replicas instead)"
+                )
     return None

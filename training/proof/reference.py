@@ -26,10 +26,8 @@ from models.router import router_loss, top_k
 from models.spec import ModelSpec
 from training.config.deepspeed_config import router_loss_weight, training_dtype
 from training.config.keys import TrainConfig
-from training.config.sections import BF16, FP16, Zero
 from training.data_setup import build_loader
-from training.optimizer.lr_schedules import LearningRate
-from training.optimizer.optimizers import build_optimizer
+from training.proof.own_update import own_optimizer, own_rate
 
 
 @dataclass(frozen=True)
@@ -63,9 +61,7 @@ class Reference:
         self._weights = {name.removeprefix("layers."): weight for name, weight in self._model.named_parameters()}
         self.fixed = {name.removeprefix("layers."): buffer for name, buffer in self._model.named_buffers()}
         self._masters = {name: weight.detach().clone().requires_grad_() for name, weight in self._weights.items()}
-        whole = config.model_copy(update={"zero_optimization": Zero(stage=0), "bf16": BF16(), "fp16": FP16()})
-        self._optimizer = build_optimizer(whole, self._masters.items(), spec.tied_names)  # type: ignore[arg-type]
-        self._rate = LearningRate(self._optimizer, config.scheduler, config.max_steps or 1)
+        self._optimizer = own_optimizer(config, self._masters, spec.tied_names)
 
     def step(self, number: int, gradients: dict[str, Tensor]) -> Step:
         """The step `number`, from 1.
@@ -82,7 +78,8 @@ class Reference:
             weight.grad = gradients.get(name, torch.zeros_like(weight)).clone()  # an absent one fails its own row
         if self._config.gradient_clipping:
             torch.nn.utils.clip_grad_norm_(self._masters.values(), self._config.gradient_clipping)
-        self._rate.set(number)
+        for group in self._optimizer.param_groups:
+            group["lr"] = own_rate(self._config, number)
         self._optimizer.step()
         after = {name: weight.detach().clone() for name, weight in self._masters.items()}
         return Step(loss.item(), norm.item(), dict(zip(self._weights, own, strict=True)), before, after)

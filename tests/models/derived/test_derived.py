@@ -150,6 +150,50 @@ def test_what_does_not_fit_is_refused_in_one_line(model_type: str, tmp_path: Pat
     assert not (tmp_path / "cache").exists()
 
 
+TINY: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
+MISFITS: dict[str, tuple[dict[str, Any], str]] = {
+    # Latent attention has as many heads of keys as of queries, and no router sends a token to more experts than exist.
+    "minicpm3": ({"num_key_value_heads": 2}, "MiniCPM3Attention: The size of tensor"),
+    "youtu": ({"num_key_value_heads": 2}, "YoutuAttention: The size of tensor"),
+    "kimi_linear": ({"num_key_value_heads": 4, "num_experts": 4}, "selected index k out of range"),
+    "falcon": ({"alibi": True}, "'Mark' object has no attribute"),
+    "llama4_text": ({}, "a mask of create_chunked_causal_mask, which is not known"),
+}
+
+
+@since("5.23")
+@pytest.mark.parametrize("model_type", MISFITS)
+def test_a_part_that_does_not_fit_is_named_with_its_family(model_type: str, tmp_path: Path) -> None:
+    changes, told = MISFITS[model_type]
+    fields = config_of(model_type, **((TINY | changes) if model_type != "llama4_text" else {}))[1]
+    (tmp_path / "config.json").write_text(json.dumps(fields, default=str))
+    line = error_line(lambda: ModelSpec.from_folder(tmp_path))
+    assert f"config.json: {model_type}: " in line and told in line, line
+    assert model_type == "llama4_text" or f"{model_type}: deriving it failed at " in line
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_part_for_text_that_is_no_decoder_of_its_own_is_refused(model_type: str, tmp_path: Path) -> None:
+    fields = {"model_type": model_type, "text_config": {"model_type": f"{model_type}_text"}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    line = error_line(lambda: ModelSpec.from_folder(tmp_path))
+    assert f"model_type '{model_type}'" in line and "expected a checkpoint for text alone" in line
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"new_decoder_architecture": True, "num_kv_heads": 8, "num_attention_heads": 64, "hidden_size": 4096},
+        {"multi_query": False, "parallel_attn": False, "bias": True},
+    ],
+    ids=["7b", "40b", "rw"],
+)
+def test_falcon_is_derived(changes: dict[str, Any]) -> None:
+    """Its head_dim is a property, and its blocks ask for an alibi of None."""
+    assert prove(*config_of("falcon", **changes)).figures["gradients"] < 1e-4
+
+
 def test_a_rotary_dim_that_transformers_does_not_heed_is_refused(tmp_path: Path) -> None:
     """As transformers 5.17 does with MiniMax-M2's, whose heads have 128 numbers."""
     fields = config_of("minimax_m2")[1]

@@ -15,7 +15,7 @@ from models.parallel.tensor import obstacle
 from models.spec import ModelSpec
 from tests.closeness import assert_near, bound
 from tests.launching import torchrun
-from tests.models.cases import CASES, EXPERTS
+from tests.models.cases import CASES, EXPERTS, Case
 from tests.models.helpers import change_weights
 
 Make = Callable[..., Path]
@@ -31,6 +31,17 @@ class Shared(NamedTuple):
 
 
 BF16 = {"dtype": "bfloat16"}
+# Its plan says nothing of the norms of a head's queries and keys.
+GLM4_MOE = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "use_qk_norm": True,
+}
+MODELS = CASES | {"glm4_moe": Case("glm4_moe", GLM4_MOE)}
 UNEVEN = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 97, "head_dim": 8}
 SHARED = {name: Shared(name) for name in CASES if not name.startswith(("baichuan-", "llama-dynamic"))}
 SHARED["baichuan2-13b"] = Shared("baichuan2-13b", processes=3)
@@ -46,6 +57,8 @@ SHARED |= {
     # In one block no token comes to any expert of one process.
     "spread-short": Shared("mixtral", {"spread": True, "short": True}, changes={"num_experts_per_tok": 1}),
     "spread-recomputed": Shared("qwen3_moe-some-dense", {"spread": True, "recompute": True}),
+    "head-norms": Shared("glm4_moe"),
+    "head-norms-spread": Shared("glm4_moe", {"spread": True}),
     "recomputed": Shared("llama-tied", {"recompute": True}),
     "own-loss": Shared("baichuan2-7b", {"own": True}, 3, {"num_attention_heads": 4}),
     "z-loss": Shared("gemma2", {"z_loss": 0.1}),
@@ -57,7 +70,7 @@ SHARED |= {f"dropout-{model}": Shared(model, {"dropout": True}) for model in ("b
 FAULTS = {"copy": "llama-untied", "norm": "qwen3", "head": "llama-tied"}
 SHARED |= {f"fault-{fault}": Shared(model, {"fault": fault}) for fault, model in FAULTS.items()}
 OFTEN = (
-    *("bloom", "llama-untied", "baichuan2-7b", "chatglm3", "mixtral", "spread", "spread-short", "biases"),
+    *("bloom", "llama-untied", "baichuan2-7b", "chatglm3", "mixtral", "spread", "spread-short", "biases", "head-norms"),
     *("baichuan2-13b", "uneven-bloom", "uneven-grouped", "own-loss", "phi3", "qwen3", "gemma2", "bf16", "recomputed"),
 )
 FULLY_CUT = ("bloom", "llama-untied", "baichuan2-7b", "chatglm3", "mixtral")
@@ -80,7 +93,7 @@ def outcomes(make_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory, as
             continue
         cases = []
         for name in chosen:
-            model_type, changes = CASES[SHARED[name].model]
+            model_type, changes = MODELS[SHARED[name].model]
             folder = make_checkpoint(model_type, **changes | SHARED[name].changes)
             change_weights(folder, fill_biases)
             cases.append({"folder": str(folder)} | SHARED[name].asked)
@@ -147,6 +160,9 @@ def test_heads_drop_apart_and_all_else_alike(name: str, outcomes: dict[str, Any]
         ("cohere", {"use_qk_norm": True}, 2, False, "it is not known how to cut block.self_attn.q_norm.weight"),
         ("cohere", {"use_qk_norm": False}, 2, False, None),
         ("olmo2", {}, 2, False, None),
+        ("glm4_moe", GLM4_MOE, 2, False, None),
+        ("glm4_moe", GLM4_MOE | {"use_qk_norm": False}, 2, False, None),
+        ("cohere", {"use_qk_norm": True}, 2, False, "of cohere; expected 1 process to a layer (no axis model"),
     ],
 )
 def test_what_cannot_be_shared_is_told(

@@ -36,10 +36,22 @@ pytestmark = pytest.mark.launched
 
 STEPS, RESUME_AT = 10, 7  # as in tests/workers/zero.py
 PROCESSES = 2
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("llama", {"tie_word_embeddings": True}),
     "untied": ("llama", {"tie_word_embeddings": False}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "linear": ("qwen3_next", LINEAR | {"num_experts": 0, "mlp_only_layers": [0, 1, 2, 3]}),
+    "linear-experts": ("qwen3_next", LINEAR | {"num_experts": 8, "num_experts_per_tok": 1, "mlp_only_layers": []}),
     "baichuan": ("baichuan", {"max_position_embeddings": 256}),  # its head uses the weight without calling its layer
 }
 BF16 = {"bf16": {"enabled": True}}
@@ -74,6 +86,10 @@ CASES = [
     *(Case(f"tied-{number}", "tied", stage(number)) for number in range(4)),
     Case("untied-3", "untied", stage(3)),
     Case("mixtral-3-recompute", "mixtral", stage(3), {"use_grad_ckpt": True}),
+    # Linear attention is called once a document, on each rank another number of times.
+    Case("linear-3", "linear", stage(3), tolerance=1e-4),
+    Case("linear-3-recompute", "linear", stage(3), {"use_grad_ckpt": True}, 1e-4),
+    Case("linear-experts-3", "linear-experts", stage(3), tolerance=1e-4),
     Case("baichuan-3", "baichuan", stage(3)),
     Case("offload-2", "tied", stage(2, **OFFLOAD), SLOW_ADAM),
     Case("offload-3", "tied", stage(3, offload_param={"device": "cpu"}, **OFFLOAD), SLOW_ADAM),
