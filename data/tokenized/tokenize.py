@@ -26,6 +26,7 @@ from common.terminal import reason_of
 from data.chat.chat_template import ChatTemplate, chat_template, end_of_sequence
 from data.chat.messages import JSON, Said, said_in, with_mask
 from data.chat.native.kinds import native_tokenizer
+from data.chat.native.pieces import same_as_model
 from data.chat.plain import write_plain
 from data.chat.prompts import PLAIN, AnyPrompts, Prompts, as_prompts, format_of
 from data.chat.sandbox import SlowTemplate
@@ -74,7 +75,10 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """
     # transformers warns of texts longer than the model's window; Pipetune cuts and reports them itself.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
+    made_of = Path(folder) / "tokenizer.model"
     if (native := native_tokenizer(Path(folder))) is not None:
+        if made_of.is_file():
+            same_as_model(made_of, native)
         return native
     if not any(found for pattern in VOCABULARIES for found in Path(folder).glob(pattern)):
         # transformers makes an empty one for some families
@@ -90,6 +94,12 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     if not tokenizer.is_fast:
         raise DataError(
             f"{folder}: the tokenizer cannot tell where its tokens lie in the text; expected a tokenizer.json"
+        )
+    if made_of.is_file() and not (Path(folder) / "tokenizer.json").is_file():
+        same_as_model(made_of, tokenizer)
+    if not isinstance(tokenizer.model_max_length, (int, float)):
+        raise DataError(
+            f"{folder}/tokenizer_config.json: model_max_length: expected a number, found {tokenizer.model_max_length!r}"
         )
     return tokenizer
 
