@@ -19,7 +19,17 @@ from data.errors import DataError
 from data.tokenized.tokenize import load_tokenizer
 
 LINES = ["The  end of the museum", "    def f():", "        return 1", "the hen then  there", "a  b   c    d"] * 40
-TEXTS = ["", "hi", "The  end", "    indent", "def f():\n    return 1\n", "\t\ta   b ", "天地 🙂 é", "  ", "the\n\n   hen"]
+TEXTS = [
+    "",
+    "hi",
+    "The  end",
+    "    indent",
+    "def f():\n    return 1\n",
+    "\t\ta   b ",
+    "天地 🙂 é",
+    "  ",
+    "the\n\n   hen",
+]
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
@@ -98,3 +108,13 @@ def test_a_template_of_an_older_file_is_read(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, {"tokenizer_class": "LlamaTokenizer"} | TOKENS)
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
     assert load_tokenizer(folder).chat_template == "{{ messages }}"
+
+
+def test_a_published_vocabulary(shared: Path, tmp_path: Path) -> None:
+    golden = shared / "golden" / "tokenizers"
+    (tmp_path / "tokenizer.model").write_bytes((golden / "mixtral-v1" / "tokenizer.model").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"} | TOKENS))
+    tokenizer = load_tokenizer(tmp_path)
+    for each in json.loads((golden / "vectors.json").read_text(encoding="utf-8"))["vectors"]:
+        if not any(name in each["text"] for name in TOKENS.values()):  # these are control tokens in transformers
+            assert tokenizer.encode(each["text"], add_special_tokens=False) == each["mixtral-v1"]["sp"], each["text"]

@@ -31,7 +31,9 @@ class Kind(NamedTuple):
     # Makes one of that file and tokenizer_config.json, with its special tokens and its template as published.
     build: Callable[[Path, Settings], tuple[Tokenizer, Settings]]
     fixed: bool = False  # these count, whatever the folder says
-    shipped: bool = False  # servers read the vocabulary too: an export keeps it, and a folder without it may hold another
+    shipped: bool = (
+        False  # servers read the vocabulary too: an export keeps it, and a folder without it may hold another
+    )
 
 
 # By model_type, and by what tokenizer_config.json calls the class.
@@ -122,7 +124,7 @@ def _stated(folder: Path, settings: Settings, options: Settings) -> Settings:
     template = folder / "chat_template.jinja"
     found = _read_json(folder / "special_tokens_map.json") | settings
     found |= _read_json(folder / "chat_template.json") if not found.get("chat_template") else {}
-    found |= ({"chat_template": template.read_text(encoding="utf-8")} if template.is_file() else {})
+    found |= {"chat_template": template.read_text(encoding="utf-8")} if template.is_file() else {}
     # Some folders state empty names, which stand for the usual ones.
     names = [name for name in options if name.endswith(("_token", "template")) and found.get(name) not in (None, "")]
     return {name: found[name]["content"] if isinstance(found[name], dict) else found[name] for name in names}

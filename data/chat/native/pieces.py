@@ -31,7 +31,14 @@ CONTROLS = ["<unk>", "<s>", "</s>"]  # the first three pieces of all these model
 NAMED: dict[str, Any] = dict(zip(("unk_token", "bos_token", "eos_token"), CONTROLS, strict=True))
 
 # Runs of spaces, indentation, tabs, line ends, CJK, emoji, digits, accents, and characters that fall back to bytes.
-SAMPLES = ("The  end", "    def f():\n        return 1\n", "a\tb\r\n\n c   ", "天地玄黄，宇宙洪荒。", "🙂👩‍🚀", "1234.50 007")
+SAMPLES = (
+    "The  end",
+    "    def f():\n        return 1\n",
+    "a\tb\r\n\n c   ",
+    "天地玄黄，宇宙洪荒。",
+    "🙂👩‍🚀",
+    "1234.50 007",
+)
 SAMPLES += ("Café naïve, e\u0301", "𐍈 \u1abc \ue000", "ﬁ Ａ½", " hi", "|  a |     b |")
 
 
