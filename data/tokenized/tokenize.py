@@ -10,6 +10,7 @@ the encoding only for the tokens at the ends of each range.
 
 from __future__ import annotations
 
+import json
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -97,6 +98,12 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         )
     if made_of.is_file() and not (Path(folder) / "tokenizer.json").is_file():
         same_as_model(made_of, tokenizer)
+    older = Path(folder) / "chat_template.json"  # of older folders with parts for images; transformers passes over it
+    if not tokenizer.chat_template and older.is_file():
+        try:
+            tokenizer.chat_template = json.loads(older.read_text(encoding="utf-8"))["chat_template"]
+        except (KeyError, TypeError, ValueError):
+            raise DataError(f'{older}: expected {{"chat_template": "..."}}') from None
     if not isinstance(tokenizer.model_max_length, (int, float)):
         raise DataError(
             f"{folder}/tokenizer_config.json: model_max_length: expected a number, found {tokenizer.model_max_length!r}"

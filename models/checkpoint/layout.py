@@ -109,8 +109,8 @@ def layout_of(folder: Path) -> Layout:
         return Layout.PIPELINE
     if has_huggingface_weights(folder):
         return Layout.HUGGINGFACE
-    for path in weight_files(folder):
-        if not path.exists():
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".safetensors", ".bin") and path.is_symlink() and not path.exists():
             raise CheckpointError(f"{path}: a link to {path.readlink()}, which is not there; fetch the file again")
     expected = "*.safetensors, pytorch_model*.bin or layer_*-model_states.pt"
     raise CheckpointError(f"{folder}: no weights; expected {expected}")

@@ -190,6 +190,11 @@ class HuggingFaceSource:
         for file in files:
             if not (self.folder / file).is_file():
                 raise CheckpointError(f"{self.folder / file}: not found, but the index lists it; a shard is missing")
+            # Computed, not learned: cleaned checkpoints lack these where their index still lists them.
+            if computed := {name for name in files[file] if name.endswith(".inv_freq")}:
+                self._open[file] = _open_tensors(self.folder / file)
+                gone = computed - set(self._open[file])
+                files[file] = [name for name in files[file] if name not in gone]
         return dict(sorted(files.items()))
 
 

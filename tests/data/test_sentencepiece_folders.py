@@ -100,12 +100,15 @@ def test_added_tokens_keep_their_ids(tmp_path: Path) -> None:
 def test_named_templates_without_a_default_are_refused(tmp_path: Path) -> None:
     named = [{"name": name, "template": "{{ messages }}"} for name in ("rag", "tool_use")]
     folder = folder_of(tmp_path, {"tokenizer_class": "LlamaTokenizer", "chat_template": named} | TOKENS)
-    with pytest.raises(DataError, match="rag, tool_use and no default.*prompt_format: FILE"):
+    with pytest.raises(DataError, match=r"rag, tool_use and no default.*prompt_format: FILE"):
         chat_template(load_tokenizer(folder), Prompts())
 
 
-def test_a_template_of_an_older_file_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("exported", [False, True])
+def test_a_template_of_an_older_file_is_read(tmp_path: Path, exported: bool) -> None:
     folder = folder_of(tmp_path, {"tokenizer_class": "LlamaTokenizer"} | TOKENS)
+    if exported:
+        load_tokenizer(folder).save_pretrained(folder)
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
     assert load_tokenizer(folder).chat_template == "{{ messages }}"
 
