@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from models.checkpoint.layout import layout_of
+from models.checkpoint.source import HuggingFaceSource
 from models.config_json import model_fields
 from models.errors import CheckpointError
 
@@ -60,3 +63,14 @@ def test_a_folder_of_the_hubs_cache_names_its_models(tmp_path: Path) -> None:
     (tmp_path / "snapshots" / "0123abc").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"snapshots/0123abc"):
         layout_of(tmp_path)
+
+
+def test_an_index_may_list_computed_buffers_that_no_shard_has(tmp_path: Path) -> None:
+    save_file({"model.norm.weight": torch.ones(2)}, tmp_path / "model-00001.safetensors")
+    where = dict.fromkeys(
+        ["model.norm.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"], "./model-00001.safetensors"
+    )
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    source = HuggingFaceSource.__new__(HuggingFaceSource)  # what it lists needs no whole model
+    source.folder, source._open = tmp_path, {}
+    assert source._list_files() == {"model-00001.safetensors": ["model.norm.weight"]}
