@@ -20,7 +20,14 @@ AHEAD = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", "mtp_n
 MOST |= dict.fromkeys(AHEAD, 100)  # layers behind the blocks, which predict tokens further ahead
 MOST |= {"max_position_embeddings": 2**40, "hidden_size": 2**20, "head_dim": 2**16, "kv_channels": 2**16}
 # Whole numbers of at least 1, and numbers above 0. Families with a list of them, one a layer, check these themselves.
-COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+COUNTS: tuple[str, ...] = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
 COUNTS += ("max_position_embeddings",)
 AMOUNTS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta")
 TEXT, TIED = "text_config", "tie_word_embeddings"

@@ -36,7 +36,12 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 def folder_of(tmp_path: Path, settings: dict[str, Any] | None, **options: Any) -> Path:
     """A llama folder with a small sentencepiece model."""
     made = io.BytesIO()
-    wanted = {"model_type": "bpe", "byte_fallback": True, "remove_extra_whitespaces": False, "vocab_size": 320}
+    wanted: dict[str, Any] = {
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "remove_extra_whitespaces": False,
+        "vocab_size": 320,
+    }
     wanted |= {"normalization_rule_name": "identity", "allow_whitespace_only_pieces": True, "minloglevel": 2}
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(LINES), model_writer=made, hard_vocab_limit=False, **wanted | options

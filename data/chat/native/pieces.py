@@ -31,7 +31,7 @@ CONTROLS = ["<unk>", "<s>", "</s>"]  # the first three pieces of all these model
 NAMED: dict[str, Any] = dict(zip(("unk_token", "bos_token", "eos_token"), CONTROLS, strict=True))
 
 # Runs of spaces, indentation, tabs, line ends, CJK, emoji, digits, accents, and characters that fall back to bytes.
-SAMPLES = (
+SAMPLES: tuple[str, ...] = (
     "The  end",
     "    def f():\n        return 1\n",
     "a\tb\r\n\n c   ",
