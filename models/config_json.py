@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from models.architectures import FAMILIES
@@ -16,7 +18,18 @@ from models.errors import CheckpointError
 MOST = dict.fromkeys(["num_hidden_layers", "num_layers", "n_layer", "num_experts", "num_local_experts"], 10_000)
 AHEAD = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 MOST |= dict.fromkeys(AHEAD, 100)  # layers behind the blocks, which predict tokens further ahead
-MOST |= {"hidden_size": 2**20, "head_dim": 2**16, "kv_channels": 2**16}
+MOST |= {"max_position_embeddings": 2**40, "hidden_size": 2**20, "head_dim": 2**16, "kv_channels": 2**16}
+# Whole numbers of at least 1, and numbers above 0. Families with a list of them, one a layer, check these themselves.
+COUNTS: tuple[str, ...] = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+COUNTS += ("max_position_embeddings",)
+AMOUNTS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta")
 TEXT, TIED = "text_config", "tie_word_embeddings"
 QUANTIZATION = "quantization_config"  # of weights that are read as what they stand for (`checkpoint.quantized`)
 MOST_BYTES = 2**24  # of a config.json
@@ -40,6 +53,9 @@ def model_fields(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     for name, most in MOST.items():
         if isinstance(found := part.get(name), (int, float)) and not found <= most:
             raise CheckpointError(f"{path}: {name}: expected at most {most:,}, found {found}")
+    _check_numbers(path, part)
+    for fields in (raw, part):
+        _read_dtype(path, fields)
     model_type = part["model_type"]
     if model_type not in FAMILIES and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         if part is not raw:
@@ -53,6 +69,34 @@ def model_fields(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             f"Pipetune declares {known}"
         )
     return raw, {name: value for name, value in part.items() if name != QUANTIZATION}
+
+
+def _check_numbers(path: Path, part: dict[str, Any]) -> None:
+    for name in COUNTS:
+        found = part.get(name)
+        if found is None or isinstance(found, list):
+            continue
+        if isinstance(found, bool) or not isinstance(found, int):
+            raise CheckpointError(f"{path}: {name}: expected a whole number, found {found!r}")
+        if found < 1:
+            raise CheckpointError(f"{path}: {name}: expected at least 1, found {found}")
+    for name in AMOUNTS:
+        found = part.get(name)
+        number = isinstance(found, (int, float)) and not isinstance(found, bool)
+        if found is not None and not (number and 0 < found < math.inf):
+            raise CheckpointError(f"{path}: {name}: expected a number above 0, found {found!r}")
+
+
+def _read_dtype(path: Path, fields: dict[str, Any]) -> None:
+    """Spell the dtype as transformers' config classes read it; "auto" is the same as none."""
+    for name in ("torch_dtype", "dtype"):
+        found = fields.get(name)
+        if found is None or found == "auto":
+            fields.pop(name, None)
+            continue
+        fields[name] = str(found).removeprefix("torch.")
+        if not isinstance(getattr(torch, fields[name], None), torch.dtype):
+            raise CheckpointError(f'{path}: {name}: expected a dtype such as "bfloat16", found {found!r}')
 
 
 def reason_of(error: Exception, fields: dict[str, Any]) -> str:

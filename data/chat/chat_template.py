@@ -80,6 +80,12 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, prompts: Prompts, tools: b
     if prompts.prompt_format not in (None, CHAT_TEMPLATE):
         text = template_in_file(str(prompts.prompt_format))
     elif tokenizer.chat_template:
+        named = tokenizer.chat_template
+        if isinstance(named, dict) and "default" not in named and not (tools and "tool_use" in named):
+            raise DataError(
+                f"the tokenizer has the chat templates {', '.join(sorted(named))} and no default; write the one to use "
+                "to a Jinja file and set prompt_format: FILE"
+            )
         text = tokenizer.get_chat_template(None, [{}] if tools else None)
     else:
         raise DataError("the tokenizer has no chat template; use prompt_format: plain")

@@ -38,6 +38,7 @@ from data.records.reading import OnBadRecord
 LAYOUT = 2  # of the cache's files
 TOKENIZER_FILES = "tokenizer* vocab* merges* *.model *.tiktoken tekken.json *.jinja config.json".split()
 TOKENIZER_FILES += ["additional_chat_templates/*", "special_tokens_map.json", "added_tokens.json"]
+TOKENIZER_FILES += ["chat_template.json"]
 # Rooms and modules that no sample depends on: they carry samples and store them, or come later. Any other counts.
 CARRIERS = "tokenized/builder tokenized/opening tokenized/store tokenized/recipe"
 LATER = "tokenized/dataset inspection/ streaming/ loader packing"

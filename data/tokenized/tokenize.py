@@ -10,6 +10,7 @@ the encoding only for the tokens at the ends of each range.
 
 from __future__ import annotations
 
+import json
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from common.terminal import reason_of
 from data.chat.chat_template import ChatTemplate, chat_template, end_of_sequence
 from data.chat.messages import JSON, Said, said_in, with_mask
 from data.chat.native.kinds import native_tokenizer
+from data.chat.native.pieces import same_as_model
 from data.chat.plain import write_plain
 from data.chat.prompts import PLAIN, AnyPrompts, Prompts, as_prompts, format_of
 from data.chat.sandbox import SlowTemplate
@@ -74,7 +76,10 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """
     # transformers warns of texts longer than the model's window; Pipetune cuts and reports them itself.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
+    made_of = Path(folder) / "tokenizer.model"
     if (native := native_tokenizer(Path(folder))) is not None:
+        if made_of.is_file():
+            same_as_model(made_of, native)
         return native
     if not any(found for pattern in VOCABULARIES for found in Path(folder).glob(pattern)):
         # transformers makes an empty one for some families
@@ -90,6 +95,18 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     if not tokenizer.is_fast:
         raise DataError(
             f"{folder}: the tokenizer cannot tell where its tokens lie in the text; expected a tokenizer.json"
+        )
+    if made_of.is_file() and not (Path(folder) / "tokenizer.json").is_file():
+        same_as_model(made_of, tokenizer)
+    older = Path(folder) / "chat_template.json"  # of older folders with parts for images; transformers passes over it
+    if not tokenizer.chat_template and older.is_file():
+        try:
+            tokenizer.chat_template = json.loads(older.read_text(encoding="utf-8"))["chat_template"]
+        except (KeyError, TypeError, ValueError):
+            raise DataError(f'{older}: expected {{"chat_template": "..."}}') from None
+    if not isinstance(tokenizer.model_max_length, (int, float)):
+        raise DataError(
+            f"{folder}/tokenizer_config.json: model_max_length: expected a number, found {tokenizer.model_max_length!r}"
         )
     return tokenizer
 

@@ -101,11 +101,17 @@ def layout_of(folder: Path) -> Layout:
         CheckpointError: it has neither, or no config.json.
     """
     if not (folder / "config.json").is_file():
+        if revisions := sorted(folder.glob("snapshots/*")):  # of the hub's cache
+            names = ", ".join(f"{folder.name}/snapshots/{each.name}" for each in revisions)
+            raise CheckpointError(f"{folder}: a folder of the hub's cache; expected one of its models: {names}")
         raise CheckpointError(f"{folder}: no config.json; expected a HuggingFace or a pipeline-layout folder")
     if any(folder.glob("layer_*-model_states.pt")):
         return Layout.PIPELINE
     if has_huggingface_weights(folder):
         return Layout.HUGGINGFACE
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".safetensors", ".bin") and path.is_symlink() and not path.exists():
+            raise CheckpointError(f"{path}: a link to {path.readlink()}, which is not there; fetch the file again")
     expected = "*.safetensors, pytorch_model*.bin or layer_*-model_states.pt"
     raise CheckpointError(f"{folder}: no weights; expected {expected}")
 
@@ -129,7 +135,9 @@ def weight_index(folder: Path) -> dict[str, str] | None:
             with reading(path):
                 try:
                     weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-                    files = {str(tensor): _in_the_folder(str(file)) for tensor, file in weight_map.items()}
+                    files = {
+                        str(tensor): _in_the_folder(str(file).removeprefix("./")) for tensor, file in weight_map.items()
+                    }
                 except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
                     raise CheckpointError(f"{path}: expected a weight_map, of files in its folder") from None
             two = single not in files.values() and (folder / single).is_file()

@@ -187,9 +187,14 @@ class HuggingFaceSource:
         files: dict[str, list[str]] = {}
         for name, file in index.items():
             files.setdefault(file, []).append(name)
-        for file in files:
+        for file, names in files.items():
             if not (self.folder / file).is_file():
                 raise CheckpointError(f"{self.folder / file}: not found, but the index lists it; a shard is missing")
+            # Computed, not learned: cleaned checkpoints lack these where their index still lists them.
+            if computed := {name for name in names if name.endswith(".inv_freq")}:
+                self._open[file] = _open_tensors(self.folder / file)
+                gone = computed - set(self._open[file])
+                files[file] = [name for name in names if name not in gone]
         return dict(sorted(files.items()))
 
 

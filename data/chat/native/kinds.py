@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from common.terminal import reason_of
-from data.chat.native import baichuan, chatglm3, internlm2, qwen
+from data.chat.native import baichuan, chatglm3, internlm2, llama, qwen
 from data.errors import DataError
 
 Settings = dict[str, Any]
@@ -31,12 +31,17 @@ class Kind(NamedTuple):
     # Makes one of that file and tokenizer_config.json, with its special tokens and its template as published.
     build: Callable[[Path, Settings], tuple[Tokenizer, Settings]]
     fixed: bool = False  # these count, whatever the folder says
+    shipped: bool = (
+        False  # servers read the vocabulary too: an export keeps it, and a folder without it may hold another
+    )
 
 
 # By model_type, and by what tokenizer_config.json calls the class.
 KINDS = dict.fromkeys(("chatglm", "ChatGLMTokenizer"), Kind("tokenizer.model", chatglm3.build, fixed=True))
 KINDS |= dict.fromkeys(("baichuan", "BaiChuanTokenizer", "BaichuanTokenizer"), Kind("tokenizer.model", baichuan.build))
 KINDS |= dict.fromkeys(("internlm2", "InternLM2Tokenizer"), Kind("tokenizer.model", internlm2.build))
+LLAMAS = ("llama", "mistral", "mixtral", "LlamaTokenizer", "LLaMATokenizer", "InternLMTokenizer")
+KINDS |= dict.fromkeys(LLAMAS, Kind("tokenizer.model", llama.build, shipped=True))
 KINDS |= dict.fromkeys(("qwen", "QWenTokenizer"), Kind("qwen.tiktoken", qwen.build))
 
 
@@ -52,6 +57,8 @@ def native_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
         return None
     path = folder / kind.vocabulary
     if not path.is_file():
+        if kind.shipped:
+            return None
         raise DataError(f"{path}: not found; expected the vocabulary that the checkpoint ships")
     try:
         backend, options = kind.build(path, settings)
@@ -87,6 +94,8 @@ def export_tokenizer(source: Path, target: Path) -> None:
     if kind is None or not (source / kind.vocabulary).is_file() or (tokenizer := native_tokenizer(source)) is None:
         return
     tokenizer.save_pretrained(target)
+    if kind.shipped:
+        return
     (target / kind.vocabulary).unlink(missing_ok=True)  # the copy of what nothing reads there
     path = target / "generation_config.json"
     settings = _read_json(path)
@@ -113,8 +122,11 @@ def _ids(stated: Any) -> set[int]:
 def _stated(folder: Path, settings: Settings, options: Settings) -> Settings:
     """Those of the options that are special tokens or the template, as the folder has them."""
     template = folder / "chat_template.jinja"
-    found = settings | ({"chat_template": template.read_text(encoding="utf-8")} if template.is_file() else {})
-    names = [name for name in options if name.endswith(("_token", "template")) and found.get(name) is not None]
+    found = _read_json(folder / "special_tokens_map.json") | settings
+    found |= _read_json(folder / "chat_template.json") if not found.get("chat_template") else {}
+    found |= {"chat_template": template.read_text(encoding="utf-8")} if template.is_file() else {}
+    # Some folders state empty names, which stand for the usual ones.
+    names = [name for name in options if name.endswith(("_token", "template")) and found.get(name) not in (None, "")]
     return {name: found[name]["content"] if isinstance(found[name], dict) else found[name] for name in names}
 
 

@@ -15,10 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import sentencepiece
 from google.protobuf.message import DecodeError
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]  # made at run time
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerBase
 
 from data.errors import DataError
 
@@ -27,6 +29,36 @@ NORMAL, USER_DEFINED, BYTE = 1, 4, 6
 BPE_MODEL = 2
 CONTROLS = ["<unk>", "<s>", "</s>"]  # the first three pieces of all these models
 NAMED: dict[str, Any] = dict(zip(("unk_token", "bos_token", "eos_token"), CONTROLS, strict=True))
+
+# Runs of spaces, indentation, tabs, line ends, CJK, emoji, digits, accents, and characters that fall back to bytes.
+SAMPLES: tuple[str, ...] = (
+    "The  end",
+    "    def f():\n        return 1\n",
+    "a\tb\r\n\n c   ",
+    "天地玄黄，宇宙洪荒。",
+    "🙂👩‍🚀",
+    "1234.50 007",
+)
+SAMPLES += ("Café naïve, e\u0301", "𐍈 \u1abc \ue000", "ﬁ Ａ½", " hi", "|  a |     b |")
+
+
+def same_as_model(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Compare a tokenizer's ids with those of the sentencepiece model that it was made of.
+
+    Raises:
+        DataError: they differ.
+    """
+    try:
+        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (OSError, RuntimeError):  # another kind of vocabulary under this name
+        return
+    for text in SAMPLES:
+        found, expected = tokenizer.encode(text, add_special_tokens=False), model.encode(text)
+        if found != expected:
+            raise DataError(
+                f"{path}: {text!r} becomes the tokens {found} here, and {expected} by sentencepiece; "
+                "expected a folder with the model's own tokenizer.json"
+            )
 
 
 def read_model(path: Path) -> ModelProto:
