@@ -15,7 +15,7 @@ from pydantic import AliasChoices, BaseModel, ValidationError
 
 from data.errors import DataError
 from data.records import layouts
-from data.records.fields import check_left_over, left_over
+from data.records.fields import check_grades, check_left_over, left_over
 from data.records.layouts import Layout
 from data.records.record import KINDS, Record, explain, json_type, parse_record, shown
 
@@ -99,6 +99,11 @@ def convert(raw: Any, format_name: str | None = None, columns: Names | None = No
     """
     if not isinstance(raw, dict):
         raise DataError(f"expected an object, found {json_type(raw)}")
+    if not columns:
+        try:
+            check_grades(raw)
+        except ValueError as error:
+            raise DataError(str(error)) from None
     named, mapped, parts = _renamed(raw, columns or {})
     there = {name: value for name, value in named.items() if value is not None}
     found = _find(there, named, format_name)
@@ -119,7 +124,7 @@ def convert(raw: Any, format_name: str | None = None, columns: Names | None = No
     except ValueError as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"field {error}") from None
+        raise DataError(f"{'' if str(error).startswith('preference') else 'field '}{error}") from None
 
 
 @lru_cache

@@ -13,6 +13,7 @@ from pydantic import AliasChoices, BaseModel, Field, field_validator, model_vali
 
 from data.prompt_texts import CHAT_CONTEXT, CHAT_INPUT, REFERENCE_TITLE
 from data.records.chat import Chat, Message
+from data.records.fields import from_text
 from data.records.record import IGNORED, Instruct, Pretrain, Record, RefQA, Segments, Tokenized
 
 
@@ -28,6 +29,14 @@ class OpenAI(Layout):
     """`messages` of the OpenAI chat API, with `tools` (or the older `functions`) and calls of them."""
 
     messages: list[Message] = Field(min_length=1, fail_fast=True)
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _from_text(cls, messages: Any) -> Any:
+        """A table keeps them as JSON."""
+        is_list = isinstance(messages, str) and messages.lstrip().startswith("[")
+        return from_text(messages, "a list") if is_list else messages
+
     system: str | None = Field(None, validation_alias=AliasChoices("system", "system_prompt"))
     tools: Any = Field(None, validation_alias=AliasChoices("tools", "functions"))
 
@@ -242,6 +251,14 @@ class Text(Layout):
     """`text` to continue training on."""
 
     text: str = Field(min_length=1)
+    role: Any = Field(None, validation_alias=AliasChoices("role", "parent_id"))
+
+    @field_validator("role")
+    @classmethod
+    def _no_message(cls, role: Any) -> Any:
+        if role:
+            raise ValueError("expected whole dialogues, as messages in one record, found one message of a dialogue")
+        return role
 
     def records(self) -> list[Record]:
         return [Pretrain(type="pretrain", text=self.text)]

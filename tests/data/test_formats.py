@@ -56,8 +56,8 @@ def test_format_decides_where_fields_of_several_are_there() -> None:
 
 
 def test_a_record_of_no_layout_is_refused_with_its_fields_and_the_formats() -> None:
-    line = refusal({"id": 1, "chosen": "a", "rejected": "b"})
-    assert line.startswith("no known format has the fields 'id', 'chosen', 'rejected'; expected columns that ")
+    line = refusal({"id": 1, "one": "a", "other": "b"})
+    assert line.startswith("no known format has the fields 'id', 'one', 'other'; expected columns that ")
     for name, known in FORMATS.items():
         assert f"{name} ({known})" in line
     assert "alpaca (instruction, output|response)" in line
