@@ -64,6 +64,8 @@ class Message(BaseModel):
     def _written_otherwise(cls, message: Any, info: ValidationInfo) -> Any:
         if not isinstance(message, dict):
             return message
+        if info.context is not None and message.get("name") and message.get("role") in ("user", "assistant", "system"):
+            info.context.add("messages.name")
         as_here = message.keys() <= cls.model_fields.keys() and None not in message.values()
         if as_here and message.get("content") and message.get("role") not in CALLS:
             return message

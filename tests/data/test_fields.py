@@ -32,7 +32,8 @@ QA = {"question": "q", "answer": "a"}
         ({"text": "t", "label": 1}, "label: the record's format has no place for it"),
         ({"messages": [USER, ANSWER], "weight": 0.5}, "weight: the record's format has no place for it"),
         ({"messages": [USER, ANSWER], "history": [["r", "b"]]}, "history: the record's format has no place for it"),
-        (QA | {"reasoning": "because"}, "reasoning: the record's format has no place for it"),
+        (QA | {"reasoning": "on"}, "reasoning: expected the thoughts of the answer, found 'on'"),
+        ({"type": "pretrain", "text": "t", "cot": "c"}, "cot: the record's format has no place for it"),
         (QA | {"context": "c", "passage": "d"}, "passage: the record's format has no place for it"),
         (QA | {"train": False}, "train: the record's format has no place for it"),
         (QA | {"loss_weight": 0.5}, "loss_weight: the record's format has no place for it"),
@@ -95,6 +96,28 @@ def test_one_message_of_a_tree_and_a_record_with_boxes_are_refused() -> None:
     )
     for name in ("refusal", "reasoning_details"):
         assert f"messages[1].{name}: " in refusal({"messages": [USER, {"role": "assistant", name: "no"}]})
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"instruction": "q", "output": "a", "reasoning": "t"},
+        {"input": "q", "content": "a", "reasoning_content": "t"},
+        {"question": "q", "cot": "t", "answer": "a"},
+        {"input": [USER], "target": "a", "thinking": "t"},
+    ],
+)
+def test_thoughts_beside_an_answer_are_its_thoughts(raw: dict[str, Any]) -> None:
+    assert convert(raw)[:2] == ([chat(USER, ANSWER | {"reasoning_content": "t"})], [])
+
+
+def test_an_answer_under_other_names_is_read() -> None:
+    for answer in ("output", "target", "content"):
+        assert convert({"input": "q", answer: "a"}).records == [instruct("q", "a")]
+
+
+def test_the_name_of_a_speaker_is_named_as_unused() -> None:
+    assert convert({"messages": [USER | {"name": "Ada"}, ANSWER]}).unused == ["messages.name"]
 
 
 def test_chats_as_json_in_a_column_and_other_spellings_are_read() -> None:
