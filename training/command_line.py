@@ -199,4 +199,5 @@ def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:
         console.print(f"{len(samples)} samples in {html}")
     else:
         show_samples(samples, reader.tokenizer, console, [dataset.origin(number) for number in range(len(samples))])
-        show_tools(reader.tokenizer, reader.prompts, console)
+        if dataset.total.tools:
+            show_tools(reader.tokenizer, reader.prompts, console)

@@ -95,7 +95,9 @@ def show_samples(
 ) -> None:
     """Print samples, one after the other, with a line that counts their tokens and says where each is from."""
     for number, (sample, origin) in enumerate(zip_longest(samples, origins), start=1):
-        console.rule(f"{summary(number, sample)}{f', {origin}' if origin else ''}")
+        console.rule(summary(number, sample))
+        if origin:
+            console.print(origin, highlight=False, soft_wrap=True)
         console.print(coloured(sample, tokenizer, _without_colour(console)), soft_wrap=True)
     begin, end = MARKS if _without_colour(console) else ("", "")
     console.rule(Text.assemble((f"{begin}supervised{end}", SUPERVISED_STYLE), ": bears loss; the rest is context"))

@@ -7,6 +7,7 @@ OpenAI, ShareGPT or one of their relatives does. Loss is on the messages of the 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
@@ -24,7 +25,11 @@ ROLES = {
 }
 CALLS = ("function_call", "tool_call")  # what such a sender says is a JSON object with name and arguments, or several
 # Other names of a message's fields.
-SPELLINGS = {"role": ("from",), "content": ("value", "text"), "reasoning_content": ("reasoning", "thinking")}
+SPELLINGS: dict[str, Sequence[str]] = {
+    "role": ("from",),
+    "content": ("value", "text"),
+    "reasoning_content": ("reasoning", "thinking"),
+}
 TEXTS = (None, "text", "input_text", "output_text")  # types of parts
 
 
@@ -69,6 +74,7 @@ class Message(BaseModel):
         as_here = message.keys() <= cls.model_fields.keys() and None not in message.values()
         if as_here and message.get("content") and message.get("role") not in CALLS:
             return message
+        written = message
         message = {name: value for name, value in message.items() if value is not None}
         for name, others in SPELLINGS.items():
             for other in others:
@@ -80,7 +86,8 @@ class Message(BaseModel):
         _take_switches(message)
         _note(info, "messages", {name: message[name] for name in message.keys() - cls.model_fields.keys()})
         if not message.keys() & {"content", "tool_calls", "reasoning_content"}:
-            raise ValueError("content: missing")
+            empty = next((name for name in ("content", *SPELLINGS["content"]) if name in written), None)
+            raise ValueError(f"{empty}: expected a text, found null" if empty else "content: missing")
         return message
 
     @field_validator("role", mode="before")

@@ -15,6 +15,7 @@ from pydantic import AliasChoices, BaseModel, ValidationError
 
 from data.errors import DataError
 from data.records import layouts
+from data.records.chat import SPELLINGS
 from data.records.fields import check_grades, check_left_over, left_over
 from data.records.layouts import Layout
 from data.records.record import KINDS, Record, explain, json_type, parse_record, shown
@@ -120,7 +121,8 @@ def convert(raw: Any, format_name: str | None = None, columns: Names | None = No
         first = error.errors()[0]
         if first["type"] == "missing" and len(first["loc"]) == 1 and first["loc"][0] in named:
             raise DataError(f"field {first['loc'][0]}: expected a value, found null") from None
-        raise DataError(explain(error)) from None
+        theirs = {name: [other] for name, other in (columns or {}).items()}
+        raise DataError(explain(error, raw, SPELLINGS | theirs)) from None
     except ValueError as error:
         if isinstance(error, DataError):
             raise
