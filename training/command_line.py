@@ -198,5 +198,6 @@ def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:
         write_page(samples, reader.tokenizer, html, title=f"Samples of {Path(config.save_path).name}")
         console.print(f"{len(samples)} samples in {html}")
     else:
-        show_samples(samples, reader.tokenizer, console)
-        show_tools(reader.tokenizer, reader.prompts, console)
+        show_samples(samples, reader.tokenizer, console, [dataset.origin(number) for number in range(len(samples))])
+        if dataset.total.tools:
+            show_tools(reader.tokenizer, reader.prompts, console)

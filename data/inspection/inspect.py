@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from itertools import groupby
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ WITH_TOOLS = Chat.model_validate(
         "tools": [{"name": "weather", "description": "The weather of today.", "parameters": _SCHEMA}],
         "messages": [
             {"role": "user", "content": "Is it warm in Lima?"},
-            {"role": "assistant", "tool_calls": [_CALL]},
+            {"role": "assistant", "content": "I look it up.", "tool_calls": [_CALL]},
             {"role": "tool", "content": "18 degrees", "tool_call_id": "call00001"},
             {"role": "assistant", "content": "It is mild."},
         ],
@@ -90,10 +90,14 @@ def summary(number: int, sample: Sample) -> str:
     return f"sample {number}: {length} tokens, {supervised} supervised ({supervised / length:.0%})"
 
 
-def show_samples(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
-    """Print samples, one after the other, with a line that counts their tokens."""
-    for number, sample in enumerate(samples, start=1):
+def show_samples(
+    samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, console: Console, origins: Sequence[str] = ()
+) -> None:
+    """Print samples, one after the other, with a line that counts their tokens and says where each is from."""
+    for number, (sample, origin) in enumerate(zip_longest(samples, origins), start=1):
         console.rule(summary(number, sample))
+        if origin:
+            console.print(origin, highlight=False, soft_wrap=True)
         console.print(coloured(sample, tokenizer, _without_colour(console)), soft_wrap=True)
     begin, end = MARKS if _without_colour(console) else ("", "")
     console.rule(Text.assemble((f"{begin}supervised{end}", SUPERVISED_STYLE), ": bears loss; the rest is context"))

@@ -7,6 +7,7 @@ OpenAI, ShareGPT or one of their relatives does. Loss is on the messages of the 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
@@ -17,12 +18,18 @@ from data.records.fields import SWITCHES, from_text, left_over
 ROLES = {
     **dict.fromkeys(["system", "developer"], "system"),
     **dict.fromkeys(["user", "human"], "user"),
-    **dict.fromkeys(["assistant", "gpt", "chatgpt", "model", "bot", "function_call", "tool_call"], "assistant"),
+    **dict.fromkeys(
+        ["assistant", "gpt", "chatgpt", "chatbot", "model", "bot", "function_call", "tool_call"], "assistant"
+    ),
     **dict.fromkeys(["tool", "observation", "function", "function_response", "tool_response"], "tool"),
 }
 CALLS = ("function_call", "tool_call")  # what such a sender says is a JSON object with name and arguments, or several
 # Other names of a message's fields.
-SPELLINGS = {"role": ("from",), "content": ("value",), "reasoning_content": ("reasoning", "thinking")}
+SPELLINGS: dict[str, Sequence[str]] = {
+    "role": ("from",),
+    "content": ("value", "text"),
+    "reasoning_content": ("reasoning", "thinking"),
+}
 TEXTS = (None, "text", "input_text", "output_text")  # types of parts
 
 
@@ -62,9 +69,12 @@ class Message(BaseModel):
     def _written_otherwise(cls, message: Any, info: ValidationInfo) -> Any:
         if not isinstance(message, dict):
             return message
+        if info.context is not None and message.get("name") and message.get("role") in ("user", "assistant", "system"):
+            info.context.add("messages.name")
         as_here = message.keys() <= cls.model_fields.keys() and None not in message.values()
         if as_here and message.get("content") and message.get("role") not in CALLS:
             return message
+        written = message
         message = {name: value for name, value in message.items() if value is not None}
         for name, others in SPELLINGS.items():
             for other in others:
@@ -74,9 +84,10 @@ class Message(BaseModel):
             raise ValueError("role: missing")
         _take_calls(message)
         _take_switches(message)
-        if not message.keys() & {"content", "tool_calls", "reasoning_content"}:
-            raise ValueError("content: missing")
         _note(info, "messages", {name: message[name] for name in message.keys() - cls.model_fields.keys()})
+        if not message.keys() & {"content", "tool_calls", "reasoning_content"}:
+            empty = next((name for name in ("content", *SPELLINGS["content"]) if name in written), None)
+            raise ValueError(f"{empty}: expected a text, found null" if empty else "content: missing")
         return message
 
     @field_validator("role", mode="before")
@@ -84,9 +95,9 @@ class Message(BaseModel):
     def _rename(cls, role: Any) -> Any:
         if not isinstance(role, str):
             return role  # pydantic says what is wrong
-        if role not in ROLES:
+        if role.lower() not in ROLES:
             raise ValueError(f"expected one of {', '.join(ROLES)}, found {role[:40]!r}")
-        return ROLES[role]
+        return ROLES[role.lower()]
 
     @field_validator("content", mode="before")
     @classmethod
@@ -124,10 +135,18 @@ class Chat(BaseModel):
         tools = None if tools == "" else from_text(tools, "a list")
         if not isinstance(tools, list):
             return [] if tools is None else tools  # pydantic says what is wrong
-        return [_as_tool(tool) for tool in tools]
+        return [_without_nulls(_as_tool(tool)) for tool in tools]
 
     @model_validator(mode="after")
     def _check(self) -> Chat:
+        functions = [tool["function"] for tool in self.tools if isinstance(tool.get("function"), dict)]
+        declared = {str(each.get("name")): each.get("parameters") for each in functions}
+        for call in (call for message in self.messages for call in message.tool_calls):
+            schema = declared.get(call.function.name)
+            known = schema.get("properties") if isinstance(schema, dict) else None
+            if isinstance(known, dict):  # a table puts a null for each argument of any other tool
+                given = call.function.arguments.items()
+                call.function.arguments = {k: v for k, v in given if v is not None or k in known}
         for place, message in enumerate(self.messages):
             if message.role != "assistant" and (message.tool_calls or message.reasoning_content):
                 name = "tool_calls" if message.tool_calls else "reasoning_content"
@@ -167,9 +186,17 @@ def _take_switches(message: dict[str, Any]) -> None:
         switch = message.pop(name)
         if switch not in (0, 1):
             raise ValueError(f"{name}: expected true or false, found {switch!r}")
-        if switch and name != "loss" and ROLES.get(str(message["role"])) != "assistant":
+        if switch and name != "loss" and ROLES.get(str(message["role"]).lower()) != "assistant":
             raise ValueError(f"{name}: expected false, as only an assistant's messages bear loss")
         message["weight"] = min(int(switch), message.get("weight", 1))
+
+
+def _without_nulls(schema: Any) -> Any:
+    """A schema without the nulls that a table puts in; a null is no schema, but may be a default or a constant."""
+    if isinstance(schema, dict):
+        kept = {name: each for name, each in schema.items() if each is not None or name in ("default", "const")}
+        return {name: each if name in ("enum", "examples") else _without_nulls(each) for name, each in kept.items()}
+    return [_without_nulls(each) for each in schema] if isinstance(schema, list) else schema
 
 
 def _as_tool(tool: Any) -> Any:

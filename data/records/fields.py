@@ -7,24 +7,34 @@ passed over, and the rest are named once in the report.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic_core import from_json
 
 EMPTY: tuple[Any, ...] = (None, "", [], {})
-BAD_TOO = "preference data, which has bad answers too; expected the good ones alone, as prompt and completion"
-PREFERENCE = frozenset(
-    "chosen rejected chosen_response rejected_response response_chosen response_rejected kto_tag preference".split()
+ALONE = "Pipetune trains good answers only; expected the good ones alone, as prompt and completion"
+# A field grades an answer if it has one of the first words, and nothing but the second beside them.
+GRADES = frozenset(
+    "chosen reject rejected preferred dispreferred preference desirable undesirable winner loser better worse bad "
+    "positive negative kto".split()
 )
-MEDIA = frozenset("image images audio audios video videos".split())
+ANSWERS = frozenset(
+    "answer answers completion completions conversation conversations generation id ids index input is label message "
+    "messages model non not output outputs response responses score tag text".split()
+)
+PAIRED = re.compile(r"(?:response|answer|output|completion|generation|conversation|messages?)_?[ab012]")
+BAD = ("bad", "negative", "rejected", "dislike", "thumbs_down", "undesirable")  # what a grade says, or a number below 0
+MEDIA = frozenset("image images audio audios video videos objects bbox bboxes image_path image_paths".split())
 # 1 and true say what is done anyway.
 SWITCHES = frozenset("weight train training trainable loss loss_weight loss_scale".split())
 MATTERS = SWITCHES | frozenset(
     "answer answers article assistant_mask assistant_masks background choices completion completion_mask "
     "context contexts conversation conversations cot dialogue document documents functions generation history "
     "input inputs instruction instructions knowledge label labels loss_mask mask masked messages options "
-    "output outputs passage passages position_ids prompt query question reasoning reasoning_content reference "
+    "output outputs passage passages position_ids prompt query question reasoning reasoning_content reasoning_details "
+    "reference refusal "
     "response responses rounds segments seq_lengths system system_prompt target targets thinking thought "
     "tools train_detail training_detail".split()
 )
@@ -49,6 +59,33 @@ def from_text(value: Any, expected: str) -> Any:
         raise ValueError(f"expected {expected} or a JSON string of one") from None
 
 
+def check_grades(fields: Mapping[str, Any]) -> None:
+    """Refuse preference data, whose bad answers would be trained as good ones.
+
+    Raises:
+        ValueError: fields grade or pair answers.
+    """
+    there = [name for name, value in fields.items() if value not in EMPTY]
+    words = {name: set(re.sub(r"(?<=[a-z])(?=[A-Z])|[\W\d_]+", " ", name).lower().split()) for name in there}
+    found = [name for name in there if words[name] & GRADES and words[name] <= GRADES | ANSWERS]
+    found = [
+        name for name in found if not (words[name] & {"positive", "negative"} and type(fields[name]) in (int, float))
+    ]
+    if len(pairs := [name for name in there if PAIRED.fullmatch(name.lower())]) > 1:
+        found += pairs
+    found += [name for name in there if name == "label" and isinstance(fields[name], bool)]
+    for name in {"rating", "feedback", "label"} & {*there}:
+        value = fields[name]
+        bad = value.lower() in BAD if isinstance(value, str) else isinstance(value, (int, float)) and value < 0
+        found += [name] * bad
+    for name in there:
+        first = fields[name][0] if isinstance(fields[name], list) else None
+        if isinstance(first, dict) and first.keys() & {"score", "rating", "rank", "overall_score"}:
+            found += [name] * (not first.keys() & {"role", "from"})
+    if found:
+        raise ValueError(f"preference data (fields {', '.join(dict.fromkeys(found))}): {ALONE}")
+
+
 def left_over(extra: Mapping[str, Any] | None, texts: Callable[[], str]) -> list[str]:
     """The fields that are not used and may be so, but for those that nobody would ask about.
 
@@ -60,11 +97,10 @@ def left_over(extra: Mapping[str, Any] | None, texts: Callable[[], str]) -> list
         ValueError: a field matters; the text begins with its name.
     """
     unused = []
+    check_grades(extra or {})
     for name, value in (extra or {}).items():
         if value in EMPTY or name in QUIET:
             continue
-        if name in PREFERENCE or (name == "label" and isinstance(value, bool)):
-            raise ValueError(f"{name}: {BAD_TOO}")
         if name in MEDIA:
             raise ValueError(f"{name}: expected records without it, as Pipetune trains on text alone")
         idle = name in SWITCHES and value in (1, True)
@@ -84,7 +120,7 @@ def check_left_over(extra: Mapping[str, Any], columns: Mapping[str, str]) -> Non
     """
     for name, value in extra.items():
         if name in ("label", "kto_tag") and value is False:
-            raise ValueError(f"{name}: {BAD_TOO}")
+            raise ValueError(f"preference data (fields {name}): {ALONE}")
         if name in columns and value not in EMPTY:
             raise ValueError(
                 f"{name}: the record's format has no place for it; expected no column {columns[name]} for it"

@@ -15,7 +15,8 @@ from pydantic import AliasChoices, BaseModel, ValidationError
 
 from data.errors import DataError
 from data.records import layouts
-from data.records.fields import check_left_over, left_over
+from data.records.chat import SPELLINGS
+from data.records.fields import check_grades, check_left_over, left_over
 from data.records.layouts import Layout
 from data.records.record import KINDS, Record, explain, json_type, parse_record, shown
 
@@ -99,6 +100,11 @@ def convert(raw: Any, format_name: str | None = None, columns: Names | None = No
     """
     if not isinstance(raw, dict):
         raise DataError(f"expected an object, found {json_type(raw)}")
+    if not columns:
+        try:
+            check_grades(raw)
+        except ValueError as error:
+            raise DataError(str(error)) from None
     named, mapped, parts = _renamed(raw, columns or {})
     there = {name: value for name, value in named.items() if value is not None}
     found = _find(there, named, format_name)
@@ -115,11 +121,12 @@ def convert(raw: Any, format_name: str | None = None, columns: Names | None = No
         first = error.errors()[0]
         if first["type"] == "missing" and len(first["loc"]) == 1 and first["loc"][0] in named:
             raise DataError(f"field {first['loc'][0]}: expected a value, found null") from None
-        raise DataError(explain(error)) from None
+        theirs = {name: [other] for name, other in (columns or {}).items()}
+        raise DataError(explain(error, raw, SPELLINGS | theirs)) from None
     except ValueError as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"field {error}") from None
+        raise DataError(f"{'' if str(error).startswith('preference') else 'field '}{error}") from None
 
 
 @lru_cache

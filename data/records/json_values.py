@@ -20,6 +20,7 @@ MAX_RECORD = 64 << 20  # bytes or characters: what is longer is no sample but a 
 LONGEST_TOKEN = 16  # a literal or an escape that the end of the buffer cuts is shorter
 
 REST_IS_LOST = "what follows in this file cannot be read either"
+COMMENT = re.compile(r"[\s,]*(?://|/\*|#)")
 WHITE_SPACE = re.compile(r"[ \t\r\n]*")
 
 # Only the ends of values matter here. Numbers are not made (`len` of their text is as good), and control characters in
@@ -116,6 +117,8 @@ class _Buffer:
                 return DECODER.raw_decode(self.text, self.at)[1], ""
             except json.JSONDecodeError as error:
                 complaint = f"not JSON: {error.msg} at character {error.pos - self.at + 1} of the record"
+                if COMMENT.match(self.text, error.pos):
+                    complaint += ", a comment; expected none"
                 unterminated = error.msg.startswith("Unterminated string")
                 if not unterminated and error.pos < len(self.text) - LONGEST_TOKEN:
                     return self.at, complaint

@@ -13,6 +13,7 @@ from pydantic import AliasChoices, BaseModel, Field, field_validator, model_vali
 
 from data.prompt_texts import CHAT_CONTEXT, CHAT_INPUT, REFERENCE_TITLE
 from data.records.chat import Chat, Message
+from data.records.fields import from_text
 from data.records.record import IGNORED, Instruct, Pretrain, Record, RefQA, Segments, Tokenized
 
 
@@ -28,6 +29,14 @@ class OpenAI(Layout):
     """`messages` of the OpenAI chat API, with `tools` (or the older `functions`) and calls of them."""
 
     messages: list[Message] = Field(min_length=1, fail_fast=True)
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _from_text(cls, messages: Any) -> Any:
+        """A table keeps them as JSON."""
+        is_list = isinstance(messages, str) and messages.lstrip().startswith("[")
+        return from_text(messages, "a list") if is_list else messages
+
     system: str | None = Field(None, validation_alias=AliasChoices("system", "system_prompt"))
     tools: Any = Field(None, validation_alias=AliasChoices("tools", "functions"))
 
@@ -116,16 +125,27 @@ class Asked(Layout):
     system: str | None = Field(None, validation_alias=AliasChoices("system", "system_prompt"))  # who the model is to be
     history: list[tuple[str, str]] | None = Field(None, fail_fast=True)  # earlier pairs of question and answer
     tools: Any = Field(None, validation_alias=AliasChoices("tools", "functions"))  # what the answer might have called
+    reasoning: str | None = Field(  # what was thought before the answer
+        None, validation_alias=AliasChoices("reasoning_content", "reasoning", "thinking", "thought", "cot")
+    )
+
+    @field_validator("reasoning")
+    @classmethod
+    def _no_switch(cls, reasoning: str | None) -> str | None:
+        if reasoning in ("on", "off"):
+            raise ValueError(f"expected the thoughts of the answer, found {reasoning!r}")
+        return reasoning
 
     def alone(self) -> bool:
         """Whether nothing comes before."""
-        return not (self.system or self.history or self.tools)
+        return not (self.system or self.history or self.tools or self.reasoning)
 
     def chat(self, ask: str, answer: str) -> Chat:
         """All of it."""
         roles = ("user", "assistant")
         pairs = [*(self.history or []), (ask, answer)]
         turns = [_message(role, text) for pair in pairs for role, text in zip(roles, pair, strict=True)]
+        turns[-1].reasoning_content = self.reasoning
         return Chat(messages=_system(self.system) + turns, tools=self.tools)
 
 
@@ -152,9 +172,11 @@ class Alpaca(Asked):
 class PromptCompletion(Asked):
     """`prompt` and `completion` (or `response`), each a text or a list of messages; loss on the completion alone."""
 
-    prompt: list[Message] = Field(min_length=1, fail_fast=True)
+    prompt: list[Message] = Field(min_length=1, fail_fast=True, validation_alias=AliasChoices("prompt", "input"))
     completion: list[Message] = Field(
-        min_length=1, fail_fast=True, validation_alias=AliasChoices("completion", "response", "generation")
+        min_length=1,
+        fail_fast=True,
+        validation_alias=AliasChoices("completion", "response", "generation", "output", "target", "content"),
     )
 
     @field_validator("prompt", mode="before")
@@ -174,6 +196,8 @@ class PromptCompletion(Asked):
             ask, answer = self.prompt[0].content, self.completion[0].content
             return [_instruct(ask, None, answer) if self.alone() else self.chat(ask, answer)]
         asked = [each.model_copy(update={"weight": 0}) for each in self.prompt]
+        if self.reasoning:
+            both[-1].reasoning_content = self.reasoning
         before = self.chat("", "").messages[:-2]
         return [Chat(messages=before + asked + self.completion, tools=self.tools)]
 
@@ -242,6 +266,14 @@ class Text(Layout):
     """`text` to continue training on."""
 
     text: str = Field(min_length=1)
+    role: Any = Field(None, validation_alias=AliasChoices("role", "parent_id"))
+
+    @field_validator("role")
+    @classmethod
+    def _no_message(cls, role: Any) -> Any:
+        if role:
+            raise ValueError("expected whole dialogues, as messages in one record, found one message of a dialogue")
+        return role
 
     def records(self) -> list[Record]:
         return [Pretrain(type="pretrain", text=self.text)]

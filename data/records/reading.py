@@ -62,7 +62,8 @@ def _json(text: bytes) -> Any:
         if found := NAN.search(text):
             complaint = f"field {found[1].decode()}: {found[2].decode()} is no JSON; expected a number or null"
             raise DataError(complaint) from None
-        raise DataError(f"not JSON: {error}") from None
+        comment = text.lstrip().startswith((b"//", b"/*", b"#"))
+        raise DataError(f"not JSON: {'a comment; expected none' if comment else error}") from None
 
 
 def _decoded(text: bytes) -> str:

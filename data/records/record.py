@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -188,10 +190,20 @@ def parse_record(raw: Any) -> Record:
         raise DataError(explain(error)) from None
 
 
-def explain(error: ValidationError) -> str:
-    """pydantic's first complaint as one line: `field rounds[2][1]: what was expected`."""
+def explain(error: ValidationError, raw: Any = None, names: Mapping[str, Sequence[str]] = {}) -> str:
+    """pydantic's first complaint as one line: `field rounds[2][1]: what was expected`.
+
+    Args:
+        raw: the object, by whose names fields are called.
+        names: what an object may call a field.
+    """
     first = error.errors()[0]
-    steps = [step for step in first["loc"] if step not in ("ask", "ans", "ans-api")]
+    steps: list[Any] = [step for step in first["loc"] if step not in ("ask", "ans", "ans-api")]
+    for number, step in enumerate(steps):
+        if isinstance(raw, dict) and step not in raw:
+            steps[number] = next((name for name in names.get(step, ()) if name in raw), step)
+        with suppress(LookupError, TypeError):
+            raw = raw[steps[number]]
     place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).lstrip(".")
     if first["type"] == "missing":
         return f"field {place}: missing"

@@ -17,7 +17,9 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fnmatch import fnmatch
+from itertools import islice
 from pathlib import Path
 
 import numpy
@@ -32,8 +34,18 @@ TEXT_FILE = "text_file"  # a format of files, not of records: one file is one te
 TEXT_SUFFIXES = (".txt",)
 DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", *TEXT_SUFFIXES)
 DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}  # of a data set's files
-DESCRIPTIONS |= {"readme.txt", "license.txt", "licence.txt", "notice.txt"}
-SPLITS = re.compile(r"(?<![a-z])(?:train|test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
+DESCRIPTIONS |= {f"{name}{end}" for name in ("readme", "license", "licence", "notice") for end in ("", ".md", ".txt")}
+# Words for splits in a file's name: camelCase is cut into words, digits and underscores are blanks.
+BORDER = re.compile(r"(?<=[a-z])(?=[A-Z])|[\W\d_]+")
+SPLITS = re.compile(
+    r"(?<![a-z])(?:train(?:ing)?|test(?:ing)?|val(?:id(?:ation)?)?|dev(?:elopment)?|eval(?:uation)?|h[eo]ld ?out)"
+    r"(?:s|sets?|data|dataset|split|file)?(?![a-z])|训练|测试|验证|开发集|评[测估]|留出",
+    re.IGNORECASE,
+)
+SHARD = re.compile(r"(\d+)([-_. ]*of[-_. ]*)(\d{1,6})(?!\d)", re.IGNORECASE)  # 00001-of-00003
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+TRAIN = ("tr", "训练")  # how its words begin
+SHOWN = 5  # names in a line
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip")  # whoever reads a file says which of them it cannot unpack
 MOST_PLACES = 100_000  # files and folders that a glob may lead through
 
@@ -101,33 +113,59 @@ def as_sources(data_path: str | Path | Source | Sequence[str | Path | Source]) -
     return sources
 
 
-def files_of(source: Source) -> list[Path]:
+def files_of(source: Source, tell: Callable[[str], object] = lambda _: None) -> list[Path]:
     """The files of a source, in the order in which their records are numbered.
 
+    Args:
+        tell: called with lines about what is not read, and about names that do not say `train`.
+
     Raises:
-        DataError: a path leads to nothing that can be read.
+        DataError: a path leads to nothing that can be read, or a file of a set is missing.
     """
     files: list[Path] = []
     for path in [source.path] if isinstance(source.path, str) else source.path:
         try:
-            files += _expand(path)
+            files += _expand(path, tell)
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     return files
 
 
-def _expand(path: str) -> list[Path]:
+def _expand(path: str, tell: Callable[[str], object]) -> list[Path]:
     place = expanded(path)
     if place.is_file():
         return [place]
+    _check_link(place)
     if place.is_dir():
-        return _in_folder(place, path)
-    if place.exists():
+        files = _in_folder(place, path)
+        _check_shards(files)
+        _check_together(files, path, tell)
+        left = _left_out([place], place, files)
+    elif place.exists():
         raise DataError(f"{path}: not a regular file; expected a file, a folder or a glob")
-    files = sorted(match for match in _matches(place, path) if match.is_file())
-    if not files:
-        raise DataError(f"{path}: not found; expected a file, a folder or a glob")
+    else:
+        matches = _matches(place, path)
+        files = sorted(match for match in matches if match.is_file())
+        if not files:
+            hub = HUB_NAME.fullmatch(path) and not place.suffix and not place.parent.exists()
+            get = f", such as what hf download --repo-type dataset {path} --local-dir FOLDER writes" if hub else ""
+            raise DataError(f"{path}: not found; expected a file, a folder or a glob{get}")
+        _check_shards(files, place.name)
+        if splits := _splits_of(files)[1]:
+            tell(f"warning: {path}: matches the splits {splits}; all of them are read")
+        left = _left_out(sorted(match for match in matches if match.is_dir()), None, files)
+    if left:
+        tell(f"data: not read in {path}: {left}")
     return files
+
+
+def _check_link(place: Path) -> None:
+    if place.is_symlink() and not place.exists():
+        raise DataError(f"{place}: a link to {os.readlink(place)}, which is not there; expected the file")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + f" and {len(names) - SHOWN} more" * (len(names) > SHOWN)
 
 
 def _in_folder(place: Path, path: str) -> list[Path]:
@@ -135,28 +173,71 @@ def _in_folder(place: Path, path: str) -> list[Path]:
     if not (files := _data_files(place)) and (place / "data").is_dir():
         files = _data_files(place / "data")
     if not files:
-        below = [entry.name for entry in sorted(place.iterdir()) if entry.is_dir() and _data_files(entry)]
-        there = f"one of its folders {', '.join(below)}, or " if below else ""
+        found = (file for file in islice(_below(place, False), MOST_PLACES) if bare_suffix(file) in DATA_SUFFIXES)
+        below = sorted({str(file.parent.relative_to(place)) for file in found if file.is_file()} - {"."})
+        there = f"one of its folders {_some(below)}, or " if below else ""
         raise DataError(f"{path}: no data files in this folder; expected {there}{', '.join(DATA_SUFFIXES)}")
-    _check_together(files, path)
     return files
 
 
-def _check_together(files: list[Path], path: str) -> None:
+def _left_out(folders: Iterable[Path], base: Path | None, files: list[Path]) -> str:
+    """Name what lies in folders and is not among the files; count it for each folder below."""
+    taken, left = set(files), Counter[str]()
+    for folder in folders:
+        for file in islice(_below(folder, only_folders=False), MOST_PLACES):
+            if file not in taken and file.is_file() and file.name.lower() not in DESCRIPTIONS:
+                first, *rest = file.relative_to(base or folder.parent).parts
+                left[f"{first}/" if rest else first] += 1
+    return _some([f"{name} ({count:,})" if name[-1] == "/" else name for name, count in sorted(left.items())])
+
+
+def _check_shards(files: list[Path], pattern: str = "*") -> None:
+    """Refuse a numbered set of which a file is missing that the pattern would match."""
+    sets: dict[tuple[str, ...], dict[int, list[str]]] = {}
+    for file in files:
+        if SHARD.search(file.name):
+            stem, number, of, total, tail = SHARD.split(file.name, maxsplit=1)
+            sets.setdefault((str(file.parent), stem, total), {})[int(number)] = [number, of, tail]
+    for (folder, stem, total), there in sets.items():
+        width, of, tail = next(
+            (len(number), of, "".join(Path(f"_{tail}").suffixes)) for number, of, tail in there.values()
+        )
+        first = int(0 not in there and int(total) in there)
+        numbers = [number for number in range(first, first + int(total)) if number not in there]
+        names = [f"{stem}{number:0{width}}{of}{total}{tail}" for number in numbers]
+        if any(fnmatch(name, pattern) for name in names):
+            also = f" (or {int(total):0{width}}, counted from 1)" if 0 in numbers else ""
+            raise DataError(f"{folder}: {_some(names)}{also} not found; expected all {int(total)} files of the set")
+
+
+def _splits_of(files: list[Path]) -> tuple[dict[Path, list[str]], str]:
+    """The words for splits in the files' names; all of them in a line where the files are of several splits."""
+    words = {file: SPLITS.findall(BORDER.sub(" ", file.name)) for file in files}
+    named = {file: found for file, found in words.items() if found}
+    splits = {frozenset(word[:2].lower() for word in found) for found in named.values()}
+    every = {word.lower() for found in named.values() for word in found}
+    return named, ", ".join(sorted(every)) if len(splits) > 1 else ""
+
+
+def _check_together(files: list[Path], path: str, tell: Callable[[str], object]) -> None:
     """Refuse a folder's files where nobody would train on all of them."""
     kinds = {bare_suffix(file) in TEXT_SUFFIXES: file for file in files}
     if len(kinds) > 1:
         one = kinds[False].with_name(f"*{bare_suffix(kinds[False])}*")
         told = f"holds a text, {kinds[True].name}, beside other data"
         raise DataError(f"{path}: {told}; expected one kind, such as {one}, or a list of both")
-    named = {file: words for file in files if (words := SPLITS.findall(file.name))}
-    splits = {frozenset(map(str.lower, words)) for words in named.values()}
-    if len(splits) > 1:
-        file = min(named, key=lambda file: [word.lower() for word in named[file]] != ["train"])
-        word = named[file][0]
+    named, splits = _splits_of(files)
+    others = [file for file, words in named.items() if not all(word[:2].lower() in TRAIN for word in words)]
+    if splits:
+        file = next((file for file in named if file not in others), next(iter(named)))
+        word = named[file][0].replace(" ", "*")
         one = file.with_name(f"{'' if file.name.startswith(word) else '*'}{word}*")
-        names = ", ".join(sorted(frozenset().union(*splits)))
-        raise DataError(f"{path}: holds the splits {names}; expected one of them, such as {one}")
+        raise DataError(f"{path}: holds the splits {splits}; expected one of them, such as {one}")
+    if others and len(named) < len(files):
+        tell(f"warning: {path}: {_some([each.name for each in others])} is trained on like the rest, despite its name")
+    stems = sorted({re.split(r"[-_. ]*[\d.]", file.name)[0] for file in named})
+    if len(stems) > 1:
+        tell(f"data: {path}: {len(stems)} sets are read as one: {_some(stems)}")
 
 
 def _data_files(place: Path) -> list[Path]:
@@ -164,7 +245,10 @@ def _data_files(place: Path) -> list[Path]:
     files = (file for file in place.iterdir() if file.name.lower() not in DESCRIPTIONS)
     saved = (place / "state.json").exists()
     files = (file for file in files if not (file.name.startswith(".") or (saved and file.name.startswith("cache-"))))
-    return sorted(file for file in files if bare_suffix(file) in DATA_SUFFIXES and file.is_file())
+    found = [file for file in files if bare_suffix(file) in ("", *DATA_SUFFIXES)]
+    for file in found:
+        _check_link(file)
+    return sorted(file for file in found if bare_suffix(file) and file.is_file())
 
 
 def _matches(pattern: Path, path: str) -> set[Path]:
@@ -181,6 +265,8 @@ def _matches(pattern: Path, path: str) -> set[Path]:
             else:
                 matches = (place / name for name in glob.iglob(part, root_dir=place))
             for match in matches:
+                if number == len(parts) or not match.suffix:
+                    _check_link(match)
                 found.add(match)
                 seen += 1
                 if seen > MOST_PLACES:

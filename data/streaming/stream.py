@@ -214,17 +214,17 @@ def open_stream(
     Raises:
         DataError: a file is missing, or a source asks for a part of its records.
     """
-    sources = as_sources(data_path)
+    log = log or Console(quiet=True)
     files = []
-    for source in sources:
+    for source in as_sources(data_path):
         if source.weight is not None or source.repeat % 1:
             raise DataError(
                 f"data_path: {source.path}: weights and broken repeats need the number of records, which a stream does "
                 "not know; expected a whole repeat, or no stream_gb"
             )
-        files += [DataFile(str(file), source.format, source.columns) for file in files_of(source)] * int(source.repeat)
+        found = files_of(source, log.print)
+        files += [DataFile(str(file), source.format, source.columns) for file in found] * int(source.repeat)
     recipe = Recipe(tuple(files), str(tokenizer), as_prompts(prompt_format), max_seq_len, on_bad_record, truncate)
-    log = log or Console(quiet=True)
     windows = Windows(recipe, int(gigabytes * 1e9 * SHARE), seed, folder, log)
     sizes = windows.sizes.values()
     log.print(

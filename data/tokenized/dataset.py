@@ -162,12 +162,15 @@ def load_dataset(
     Raises:
         DataError: a file or a record is wrong, or nothing that bears loss is left.
     """
-    sources = as_sources(data_path)
-    files = [[DataFile(str(file), source.format, source.columns) for file in files_of(source)] for source in sources]
+    sources, log = as_sources(data_path), log or Console(quiet=True)
+    files = [
+        [DataFile(str(file), source.format, source.columns) for file in files_of(source, log.print)]
+        for source in sources
+    ]
     every = tuple(chain.from_iterable(files))
     recipe = Recipe(every, str(tokenizer), as_prompts(prompt_format), max_seq_len, on_bad_record, truncate)
     folder = expanded(cache_dir) if cache_dir else default_folder()
-    found = open_cache(recipe, folder, log or Console(quiet=True))
+    found = open_cache(recipe, folder, log)
     dataset = Dataset(found, [file.path for file in recipe.files])
     if all(source.weight is None and source.repeat == 1 for source in sources):
         return dataset

@@ -110,7 +110,8 @@ class Encoder:
                 answer.bad.append(self._complaint(file, raw, error))
                 continue
             control = self._control_words.possible(raw.value) and bool(self._control_words.found(record))
-            encoded.append(Encoded(file, raw.number, record.type, has_empty_answer(record), control, tokens))
+            empty, tools = has_empty_answer(record), isinstance(record, Chat) and bool(record.tools)
+            encoded.append(Encoded(file, raw.number, record.type, empty, control, tokens, tools))
         notes = [note for each in encoded for note in each.tokens.notes.items()]
         answer.notes.update(note for note, _ in notes)
         answer.examples = dict(reversed(notes))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from data.errors import DataError
+from data.records.chat import Chat
 from data.records.formats import convert
+from data.records.raw_records import read_file
+from data.records.reading import parse
 from data.records.record import Pretrain, Record
 from data.records.sources import Source
 from tests.data.caches import Load
@@ -20,11 +24,6 @@ QA = {"question": "q", "answer": "a"}
 @pytest.mark.parametrize(
     ("raw", "name"),
     [
-        ({"prompt": "q", "completion": "a", "label": False}, "label: preference data"),
-        ({"prompt": "q", "completion": "a", "label": True}, "label: preference data"),
-        ({"messages": [USER, ANSWER], "kto_tag": False}, "kto_tag: preference data"),
-        ({"messages": [USER, ANSWER], "chosen": [ANSWER], "rejected": [ANSWER]}, "chosen: preference data"),
-        ({"instruction": "i", "output": "o", "rejected_response": "n"}, "rejected_response: preference data"),
         *(
             ({"messages": [USER, ANSWER], name: ["a.png"]}, f"{name}: expected records without it")
             for name in ("images", "image", "audio", "audios", "video", "videos")
@@ -33,7 +32,8 @@ QA = {"question": "q", "answer": "a"}
         ({"text": "t", "label": 1}, "label: the record's format has no place for it"),
         ({"messages": [USER, ANSWER], "weight": 0.5}, "weight: the record's format has no place for it"),
         ({"messages": [USER, ANSWER], "history": [["r", "b"]]}, "history: the record's format has no place for it"),
-        (QA | {"reasoning": "because"}, "reasoning: the record's format has no place for it"),
+        (QA | {"reasoning": "on"}, "reasoning: expected the thoughts of the answer, found 'on'"),
+        ({"type": "pretrain", "text": "t", "cot": "c"}, "cot: the record's format has no place for it"),
         (QA | {"context": "c", "passage": "d"}, "passage: the record's format has no place for it"),
         (QA | {"train": False}, "train: the record's format has no place for it"),
         (QA | {"loss_weight": 0.5}, "loss_weight: the record's format has no place for it"),
@@ -52,6 +52,99 @@ QA = {"question": "q", "answer": "a"}
 )
 def test_a_field_that_matters_is_used_or_refused_by_its_name(raw: dict[str, Any], name: str) -> None:
     assert refusal(raw).startswith(f"field {name}")
+
+
+GOOD = {"prompt": "q", "completion": "a"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "names"),
+    [
+        ({"prompt": "q", "completion": "a", "label": False}, "label"),
+        ({"prompt": "q", "completion": "a", "label": True}, "label"),
+        ({"messages": [USER, ANSWER], "kto_tag": False}, "kto_tag"),
+        ({"messages": [USER, ANSWER], "chosen": [ANSWER], "rejected": [ANSWER]}, "chosen, rejected"),
+        ({"instruction": "i", "output": "o", "rejected_response": "n"}, "rejected_response"),
+        (GOOD | {"desirable": False}, "desirable"),
+        ({"messages": [USER, ANSWER], "rejected_messages": [ANSWER]}, "rejected_messages"),
+        ({"messages": [USER, ANSWER], "negative_messages": [[ANSWER]]}, "negative_messages"),
+        (GOOD | {"response_a": "a", "response_b": "b", "winner": "a"}, "winner, response_a, response_b"),
+        ({"conversation_a": [USER], "conversation_b": [USER]}, "conversation_a, conversation_b"),
+        (GOOD | {"rating": -1}, "rating"),
+        (GOOD | {"feedback": "bad"}, "feedback"),
+        ({"conversations": [USER], "chosen": ANSWER, "rejectedResponse": ANSWER}, "chosen, rejectedResponse"),
+        ({"input": {}, "preferred_output": [ANSWER], "non_preferred_output": [ANSWER]}, "preferred_output, non_prefe"),
+        ({"instruction": "q", "completions": [{"response": "a", "score": 1}]}, "completions"),
+    ],
+)
+def test_graded_answers_are_refused_under_any_name(raw: dict[str, Any], names: str) -> None:
+    assert refusal(raw).startswith(f"preference data (fields {names}")
+    assert "Pipetune trains good answers only" in refusal(raw)
+
+
+@pytest.mark.parametrize(
+    "extra", [{"rating": 5}, {"feedback": "good"}, {"preferred_language": "en"}, {"positive": 0.3}]
+)
+def test_a_field_beside_a_plain_record_that_grades_no_answer_is_named(extra: dict[str, Any]) -> None:
+    assert convert(GOOD | extra | {"score": -3.5}).unused == list(extra)
+
+
+def test_one_message_of_a_tree_and_a_record_with_boxes_are_refused() -> None:
+    assert "one message of a dialogue" in refusal({"text": "t", "role": "prompter", "parent_id": None})
+    assert refusal({"messages": [USER, ANSWER], "objects": {"bbox": [[1, 2]]}}).startswith(
+        "field objects: expected rec"
+    )
+    for name in ("refusal", "reasoning_details"):
+        assert f"messages[1].{name}: " in refusal({"messages": [USER, {"role": "assistant", name: "no"}]})
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"instruction": "q", "output": "a", "reasoning": "t"},
+        {"input": "q", "content": "a", "reasoning_content": "t"},
+        {"question": "q", "cot": "t", "answer": "a"},
+        {"input": [USER], "target": "a", "thinking": "t"},
+    ],
+)
+def test_thoughts_beside_an_answer_are_its_thoughts(raw: dict[str, Any]) -> None:
+    assert convert(raw)[:2] == ([chat(USER, ANSWER | {"reasoning_content": "t"})], [])
+
+
+def test_an_answer_under_other_names_is_read() -> None:
+    for answer in ("output", "target", "content"):
+        assert convert({"input": "q", answer: "a"}).records == [instruct("q", "a")]
+
+
+def test_the_name_of_a_speaker_is_named_as_unused() -> None:
+    assert convert({"messages": [USER | {"name": "Ada"}, ANSWER]}).unused == ["messages.name"]
+
+
+def test_chats_as_json_in_a_column_and_other_spellings_are_read() -> None:
+    assert convert({"messages": json.dumps([USER, ANSWER])}).records == [chat(USER, ANSWER)]
+    turns = [{"role": "User", "text": "q"}, {"role": "Chatbot", "text": "a"}]
+    assert convert({"conversations": json.dumps(turns)}).records == [chat(USER, ANSWER)]
+
+
+def test_nulls_that_a_table_put_into_calls_are_left_out_and_declared_ones_stay() -> None:
+    properties = {"city": {"type": "string"}, "unit": {"type": ["string", "null"], "default": None}, "other": None}
+    tool = {"name": "f", "parameters": {"type": "object", "properties": properties, "required": None}}
+    call = {"function": {"name": "f", "arguments": {"city": "Lima", "unit": None, "other": None}}}
+    (record,) = convert({"messages": [USER, {"role": "assistant", "tool_calls": [call]}], "tools": [tool]}).records
+    assert isinstance(record, Chat)
+    assert record.messages[1].tool_calls[0].function.arguments == {"city": "Lima", "unit": None}
+    assert record.tools[0]["function"]["parameters"] == {
+        "type": "object",
+        "properties": {name: properties[name] for name in ("city", "unit")},
+    }
+
+
+def test_a_table_and_its_jsonl_give_the_same_records(shared: Path) -> None:
+    folder = shared / "cases" / "reports" / "struct-nulls"
+    table, lines = (
+        [parse(raw).records for raw in read_file(folder / name)] for name in ("structs.parquet", "structs_nulls.jsonl")
+    )
+    assert table == lines
 
 
 @pytest.mark.parametrize("value", [None, "", [], {}])
@@ -145,7 +238,9 @@ def test_what_columns_names_has_a_place(raw: dict[str, Any], columns: dict[str, 
 def test_a_bad_answer_stays_one_whatever_its_columns_are_called() -> None:
     columns = {"prompt": "q", "completion": "a"}
     for name in ("label", "kto_tag"):
-        assert refusal({"q": "q", "a": "a", name: False}, columns=columns).startswith(f"field {name}: preference data")
+        assert refusal({"q": "q", "a": "a", name: False}, columns=columns).startswith(
+            f"preference data (fields {name}): "
+        )
         assert convert({"q": "q", "a": "a", name: True}, columns=columns).unused == [name]
 
 

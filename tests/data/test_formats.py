@@ -56,8 +56,8 @@ def test_format_decides_where_fields_of_several_are_there() -> None:
 
 
 def test_a_record_of_no_layout_is_refused_with_its_fields_and_the_formats() -> None:
-    line = refusal({"id": 1, "chosen": "a", "rejected": "b"})
-    assert line.startswith("no known format has the fields 'id', 'chosen', 'rejected'; expected columns that ")
+    line = refusal({"id": 1, "one": "a", "other": "b"})
+    assert line.startswith("no known format has the fields 'id', 'one', 'other'; expected columns that ")
     for name, known in FORMATS.items():
         assert f"{name} ({known})" in line
     assert "alpaca (instruction, output|response)" in line
@@ -95,12 +95,12 @@ def test_a_record_of_no_layout_is_refused_with_its_fields_and_the_formats() -> N
         ({"messages": [ANSWER], "tools": [1]}, "field tools[0]: expected a dictionary, found a number"),
         (
             {"conversations": [{"from": "robot", "value": "a"}]},
-            "field conversations[0].role: expected one of system, ",
+            "field conversations[0].from: expected one of system, ",
         ),
         ({"conversations": [{"from": "gpt"}]}, "field conversations[0].content: missing"),
         (
             {"conversations": [{"from": "gpt", "value": 5}]},
-            "field conversations[0].content: expected a string, found a n",
+            "field conversations[0].value: expected a string, found a n",
         ),
         (
             {"conversations": [{"from": "human", "value": "q"}]},
@@ -135,7 +135,8 @@ def test_a_record_of_no_layout_is_refused_with_its_fields_and_the_formats() -> N
         ({"text": ""}, "field text: String should have at least 1 character"),
         ({"text": float("nan")}, "field text: expected a string, found a number"),
         ({"instruction": "i", "output": None}, "field output: expected a value, found null"),
-        ({"messages": [USER, {"role": "assistant", "content": None}]}, "field messages[1].content: missing"),
+        ({"messages": [USER, {"role": "assistant", "content": None}]}, "field messages[1].content: expected a text, f"),
+        ({"conversations": [{"from": "gpt", "value": None}]}, "field conversations[0].value: expected a text, found n"),
         ({"messages": [USER | {"train": True}, ANSWER]}, "field messages[0].train: expected false, as only an assista"),
         ({"messages": [USER, ANSWER | {"loss": "no"}]}, "field messages[1].loss: expected true or false, found 'no'"),
         (
@@ -182,3 +183,8 @@ def test_a_million_wrong_entries_are_one_complaint(model: type[BaseModel], field
     with pytest.raises(ValidationError) as caught:
         model.model_validate(fields | {field: entries})
     assert caught.value.error_count() == 1
+
+
+def test_a_complaint_names_the_field_as_columns_does() -> None:
+    columns = {"question": "Frage", "answer": "Antwort"}
+    assert refusal({"Frage": "q", "Antwort": ["a"]}, columns=columns).startswith("field Antwort: expected a string")

@@ -73,6 +73,13 @@ def test_each_sample_is_counted(tokenizer: PreTrainedTokenizerBase) -> None:
     assert "sample 2: 2 tokens, 2 supervised (100%)" in printed
 
 
+def test_each_sample_is_shown_with_its_file_and_record(tokenizer: PreTrainedTokenizerBase) -> None:
+    printed = StringIO()
+    samples = [encode(RECORDS["ref_qa"], tokenizer, 10_000)]
+    show_samples(samples, tokenizer, Console(file=printed, width=200), ["a.jsonl: record 7"])
+    assert "\na.jsonl: record 7\n" in printed.getvalue()
+
+
 def test_text_is_printed_literally_and_is_not_broken(tokenizer: PreTrainedTokenizerBase) -> None:
     text = "[red]not markup[/red] :smile: 42 " + "long " * 60
     printed = recorded([encode({"type": "pretrain", "text": text}, tokenizer, 10_000)], tokenizer, styles=True)

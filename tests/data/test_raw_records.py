@@ -14,8 +14,10 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
+from data.errors import DataError
 from data.records import files, json_values, raw_records
 from data.records.raw_records import RawRecord
+from data.records.reading import parse
 
 RECORDS: list[dict[str, Any]] = [
     {"text": "one"},
@@ -314,3 +316,17 @@ def test_what_is_too_long_for_a_record_is_passed_over(tmp_path: Path, monkeypatc
     path = tmp_path / "a.txt"
     path.write_bytes(b"x " * (1 << 20))
     assert values(path, "text_file") == ["longer than 1 MiB; expected a shorter record"]
+
+
+@pytest.mark.parametrize(
+    "text", ['// one\n{"text": "t"}', '[\n  {"text": "t"},\n  # two\n  {"text": "u"}]', '{\n/* x */ "text": "t"}']
+)
+def test_a_comment_in_json_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text)
+    told = []
+    for raw in raw_records.read_file(tmp_path / "a.json"):
+        try:
+            parse(raw)
+        except DataError as error:
+            told.append(str(error))
+    assert any("a comment; expected none" in line for line in told)

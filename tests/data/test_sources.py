@@ -288,3 +288,78 @@ def test_a_pipe_or_a_device_is_no_data(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "*"):
         with pytest.raises(DataError, match=r"no data files|not found"):
             files_of(Source(path=str(path)))
+
+
+def told_of(folder: Path, pattern: str = "") -> tuple[list[str], list[str]]:
+    lines: list[str] = []
+    files = files_of(Source(path=str(folder / pattern)), lines.append)
+    return [str(file.relative_to(folder)) for file in files], lines
+
+
+@pytest.mark.parametrize(
+    "names",
+    "trainset+testset traindata+testdata training+testing my_train+my_evaluation train+heldout TrainSet+DevSet "
+    "训练集+测试集 训练集+验证集 训练集+开发集 train+valid train+HoldOut train+held-out train2024+test2024".split(),
+)
+def test_a_test_set_is_known_in_any_spelling(names: str, tmp_path: Path) -> None:
+    place(tmp_path, *(f"{name}.jsonl" for name in names.split("+")))
+    with pytest.raises(DataError, match=r"holds the splits .*; expected one of them, such as "):
+        files_of(Source(path=str(tmp_path)))
+    assert "all of them are read" in told_of(tmp_path, "*.jsonl")[1][0]
+
+
+@pytest.mark.parametrize("name", ["latest", "contest", "device", "interval", "evaluate_essays", "trainers", "invalid"])
+def test_a_word_that_only_holds_a_split_is_none(name: str, tmp_path: Path) -> None:
+    place(tmp_path, "train.jsonl", f"{name}.jsonl")
+    assert told_of(tmp_path) == (sorted([f"{name}.jsonl", "train.jsonl"]), [])
+
+
+@pytest.mark.parametrize(("folder", "pattern"), [("", ""), ("", "train*"), ("zh/", "**/*.jsonl"), ("data/", "")])
+def test_a_link_to_nowhere_is_refused(folder: str, pattern: str, tmp_path: Path) -> None:
+    place(tmp_path, f"{folder}train-00000-of-00002.jsonl")
+    (tmp_path / folder / "train-00001-of-00002.jsonl").symlink_to("../blobs/gone")
+    with pytest.raises(DataError, match=r"train-00001-of-00002.jsonl: a link to ../blobs/gone, which is not there"):
+        told_of(tmp_path, pattern)
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        ("a-00000-of-00003.jsonl a-00002-of-00003.jsonl", "a-00001-of-00003.jsonl"),
+        ("a_1of3.jsonl a_3of3.jsonl", "a_2of3.jsonl"),
+        ("part 1 of 2.csv.gz".replace(" ", "_"), "part_0_of_2.csv.gz (or 2, counted from 1)"),
+        ("data/a-00000-of-00002-ab12.parquet b.txt", "a-00001-of-00002.parquet"),
+    ],
+)
+def test_a_numbered_set_with_a_gap_is_refused(names: str, missing: str, tmp_path: Path) -> None:
+    place(tmp_path, *names.split())
+    pattern = "" if "b.txt" not in names else "data"
+    with pytest.raises(DataError, match=f"{re.escape(missing)} not found; expected all . files of the set"):
+        told_of(tmp_path, pattern)
+
+
+def test_whoever_asks_for_some_files_of_a_set_gets_them(tmp_path: Path) -> None:
+    place(tmp_path, "a-00000-of-00003.jsonl", "a-00002-of-00003.jsonl")
+    assert told_of(tmp_path, "a-00000*") == (["a-00000-of-00003.jsonl"], [])
+
+
+def test_what_is_not_read_is_named_in_one_line(tmp_path: Path) -> None:
+    place(tmp_path, "top.jsonl", "zh/train.jsonl", "zh/deep/b.jsonl", "notes.docx", "README.md", ".hidden/a.jsonl")
+    assert told_of(tmp_path) == (["top.jsonl"], [f"data: not read in {tmp_path}: notes.docx, zh/ (2)"])
+    assert told_of(tmp_path, "t*")[1] == []
+    assert told_of(tmp_path, "*")[1] == [f"data: not read in {tmp_path}/*: zh/ (2)"]
+
+
+def test_two_sets_in_a_folder_and_a_test_set_beside_others_are_told(tmp_path: Path) -> None:
+    two = place(tmp_path / "two", "train_sft-00000-of-00001.parquet", "train_gen-00000-of-00001.parquet")
+    assert told_of(two)[1] == [f"data: {two}: 2 sets are read as one: train_gen, train_sft"]
+    beside = place(tmp_path / "beside", "data.jsonl", "test.jsonl")
+    assert "test.jsonl is trained on like the rest" in told_of(beside)[1][0]
+
+
+def test_a_hubs_names_and_its_cache_are_known(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="hf download --repo-type dataset tatsu-lab/alpaca --local-dir FOLDER"):
+        files_of(Source(path="tatsu-lab/alpaca"))
+    place(tmp_path, "snapshots/abc/train.jsonl", "refs/main")
+    with pytest.raises(DataError, match="expected one of its folders snapshots/abc, or "):
+        files_of(Source(path=str(tmp_path)))
