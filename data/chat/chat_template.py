@@ -37,7 +37,7 @@ from data.chat.fallbacks import (
     Feature,
     with_short_ids,
 )
-from data.chat.loss_mask import MOST_KNOWN, TurnFinder, Unplaceable, Vocabulary, generated
+from data.chat.loss_mask import MOST_KNOWN, TurnFinder, Unplaceable, Vocabulary, check_order, generated
 from data.chat.marks import NAME, TOOL, Frame, Marked, Markers, Turn, frame_key, frame_of, turns_in
 from data.chat.messages import JSON, Call, Form, Said, as_dicts, in_questions
 from data.chat.prompts import CHAT_TEMPLATE, Prompts, template_in_file
@@ -242,6 +242,13 @@ class ChatTemplate:
         for everybody, empty in ((True, True), (True, False), (False, False))[not has_empty :]:
             with suppress(Unplaceable):
                 markers = Markers(said, text, everybody, empty)
+                marked = {leaf.message for leaf in markers.leaves}
+                if any(each.role == "tool" and number not in marked for number, each in enumerate(said)):
+                    # Plain results in their place show where the template writes results.
+                    plain = Markers(
+                        [each._replace(text="Found.") if each.role == "tool" else each for each in said], text
+                    )
+                    check_order(plain.read(self._render(plain.said, tools)).marks, said)
                 turns, notes, whole = self._turns_by_marks(said, tools, text, markers, everybody)
                 if key and everybody:
                     if len(self._frames) >= MOST_KNOWN:
@@ -262,6 +269,7 @@ class ChatTemplate:
         whole = markers.read(self._render(markers.said, tools))
         if whole.text != text:
             raise Unplaceable
+        check_order(whole.marks, said)
         context = bool(tools), said[0].role
         turns, notes = self._finder.find(whole, markers.said, rendered, context, strict=not everybody)
         notes |= check_survival(said, tools, whole, markers.leaves, turns)

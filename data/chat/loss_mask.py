@@ -22,6 +22,7 @@ from data.chat.control_tokens import one_of
 from data.chat.faithful import EXAMPLE, agreement, differences, refusal
 from data.chat.marks import ARGUMENTS, CONTENT, NAME, REASONING, Mark, Marked, Turn
 from data.chat.messages import Said, last_question
+from data.errors import DataError
 
 Render = Callable[..., Marked | None]  # messages -> text; `asking=True` adds the generation prompt
 MOST_KNOWN = 10_000  # kinds of turns remembered
@@ -30,6 +31,13 @@ MOST_KNOWN = 10_000  # kinds of turns remembered
 VALUES = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|\b(?:true|false|null|True|False|None)\b")
 
 NO_END = "no token ends an answer that is not the last one: the model does not learn to stop there"
+
+
+RESULTS_WITHIN = (
+    "the chat template writes the result of a call into the middle of the answer that calls (message {number}), so that "
+    "the rest of it stands behind the result; expected calls without words, one at a time, weight: 0 there, or a "
+    "template that writes results behind the answer (prompt_format: a Jinja file)"
+)
 
 
 class Unplaceable(Exception):
@@ -251,6 +259,18 @@ def _own_marks(marks: Sequence[Mark]) -> dict[int, tuple[int, int]]:
         message = mark.leaf.message
         own[message] = (own[message][0] if message in own else place, place)
     return own
+
+
+def check_order(marks: Sequence[Mark], said: Sequence[Said]) -> None:
+    """Check that nobody else's words stand inside of an answer that bears loss.
+
+    Raises:
+        DataError: they do, as where the words beside a call follow its result.
+    """
+    for number, (first, last) in _own_marks(marks).items():
+        trained = said[number].supervised or said[number].pieces
+        if trained and any(mark.leaf.message != number for mark in marks[first:last]):
+            raise DataError(RESULTS_WITHIN.format(number=number + 1))
 
 
 def _shape(said: Said) -> tuple[Any, ...]:
