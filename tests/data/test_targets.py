@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from data.chat.prompts import Prompts
 from data.errors import DataError
 from data.tokenized.tokenize import encode_tokens
 from tests.data.helpers import REWRITING, chat, runs_of, runs_under, supervised
-from tests.data.template_styles import IN_PAIRS, QWEN25, SMOLLM2, WORDS_LAST
+from tests.data.template_styles import ASK_CHATML, GENERATION, IN_PAIRS, QWEN25, SMOLLM2, WORDS_LAST, Style
 
 JSON = dict[str, Any]
 QUESTION: JSON = {"role": "user", "content": "Warm in Lima?"}
@@ -128,3 +129,64 @@ def test_dialogues_from_outside_that_end_with_a_result(
             first, *more = supervised(runs_of(tokens.sample(), tokenizer))
             assert first.endswith("Observation:")
             assert more == ["a2" + END] * name.endswith("human")
+
+
+THOUGHT = "<think>Hm.</think>"
+MARKED = (
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}"
+    "{%- if m.role == 'assistant' %}HERE{{- m.content }}{{- '<|im_end|>' }}{% endgeneration %}"
+    "{%- else %}{{- m.content + '<|im_end|>' }}{%- endif %}{{- '\\n' }}{%- endfor %}"
+)
+BEGIN = "{% generation %}"
+THINKING = "{{ '<think>' + m.reasoning_content + '</think>' if m.reasoning_content }}"
+MARKS = {
+    "the whole answer": (BEGIN + THINKING, "", ""),
+    "a thought": (THINKING + BEGIN, "", "leave a part of an answer without loss"),
+    "an empty line": ("{{ '\\n\\n' }}" + BEGIN, "", "leave a part of an answer without loss"),
+    "an opened thought": (BEGIN + "{{ '<think>' }}", "<think>", "put loss on the end of the prompt"),
+    "a line of the prompt": (BEGIN + "{{ '\\n' }}", "\\n", "put loss on the end of the prompt"),
+}
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_generation_marks_that_are_not_what_the_model_writes_are_named(
+    name: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    here, asked, noted = MARKS[name]
+    template = MARKED.replace("HERE", here) + ASK_CHATML.replace("assistant\\n", "assistant\\n" + asked)
+    answer = {"role": "assistant", "content": "So.", "reasoning_content": "Hm." if "reasoning" in here else None}
+    tokenizer.chat_template = template
+    notes = encode_tokens(chat([QUESTION, answer]), tokenizer).notes
+    assert [noted in note for note in notes if "generation marks" in note] == [True] * bool(noted)
+
+
+def test_generation_marks_that_fit_are_not_named(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert not encode_tokens(chat([QUESTION, FINAL, QUESTION, FINAL]), GENERATION.put_on(tokenizer)).notes
+
+
+@pytest.mark.parametrize("behind", ["system", "user"])
+def test_a_word_that_took_the_blank_behind_an_answer_is_no_target(
+    behind: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    blank = "{% for m in messages %}{{ 'A: ' if m.role == 'assistant' }}{{ m.content + ' ' }}{% endfor %}"
+    style = Style(blank + "{% if add_generation_prompt %}A: {% endif %}")
+    word = next(token[1:] for token in tokenizer.get_vocab() if token[:1] == "\u0120" and len(token) > 3)
+    between: list[JSON] = [{"role": behind, "content": word}] + [QUESTION] * (behind == "system")
+    trained = supervised(runs_under(style, chat([QUESTION, FINAL, *between, FINAL]), tokenizer))
+    assert trained[0].strip() == FINAL["content"]
+
+
+@pytest.mark.parametrize("lacking", [["<|call>"], ["<call|>"], ["<|call>", "<|result>"], []], ids=str)
+def test_control_tokens_around_calls_that_the_tokenizer_lacks_are_named(
+    lacking: list[str], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    style = replace(WORDS_LAST, special=tuple(token for token in WORDS_LAST.special if token not in lacking))
+    style.put_on(tokenizer)
+
+    def named(messages: list[JSON]) -> list[str]:
+        return [note for note in encode_tokens(chat(messages), tokenizer).notes if "in pieces" in note]
+
+    found = named([QUESTION, *step("", "a"), FINAL])
+    assert len(found) == bool(lacking)
+    assert all(f"writes {', '.join(sorted(lacking))}, no tokens of this tokenizer" in note for note in found)
+    assert not named([QUESTION, FINAL])  # none stands there
