@@ -37,7 +37,7 @@ from data.chat.fallbacks import (
     Feature,
     with_short_ids,
 )
-from data.chat.loss_mask import MOST_KNOWN, TurnFinder, Unplaceable, Vocabulary, generated
+from data.chat.loss_mask import MOST_KNOWN, TurnFinder, Unplaceable, Vocabulary, check_order, generated
 from data.chat.marks import NAME, TOOL, Frame, Marked, Markers, Turn, frame_key, frame_of, turns_in
 from data.chat.messages import JSON, Call, Form, Said, as_dicts, in_questions
 from data.chat.prompts import CHAT_TEMPLATE, Prompts, template_in_file
@@ -49,6 +49,10 @@ from data.errors import DataError
 
 REFUSED = "the chat template refuses the record: {reason}"
 NOT_TAKEN = "the chat template takes no {feature}; template_fallback: rewrite says it {told}"
+IN_PIECES = (
+    "the chat template writes {tokens}, no tokens of this tokenizer, so that they are trained in pieces; expected a "
+    "tokenizer that has them (added_tokens), or the template of this one"
+)
 NEEDS_TOOLS = "the chat template is for dialogues with tools; expected some"
 NO_TOKEN = "the chat template ends an answer with {token}, which is no token of this tokenizer"
 NO_FORM = "the chat template writes calls in a form that cannot be read back; expected names and JSON objects"
@@ -61,6 +65,7 @@ DATED = (
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 CONTROL = re.compile(r"\s*(<[|｜][^<>|｜]{1,40}[|｜]>|<\w*(?:end|eot|eos|eom|turn)\w*>|</s>)")
+MARK = re.compile(r"<[|｜][^<>|｜\s]{1,40}[|｜]?>|<[^<>|｜\s/]{1,40}[|｜]>")  # such as <|call>, <call|> and <|call|>
 FORMS = [Form(parts, text, none) for none in (False, True) for text in (False, True) for parts in (False, True)]
 EXAMPLE = 200  # characters of a rewritten dialogue
 
@@ -127,8 +132,10 @@ class ChatTemplate:
         self._needs_tools = not self._writes(short, []) and self._writes(short, [EXAMPLE_TOOL])
         self._short_ids = self._accepts(CALLING) and not self._accepts(LONG_ID)
         self._finder.end_of_turn = self._end_of_turn()
-        if (lacking := self._lacking_end(set(tokenizer.get_vocab()))) is not None:
+        vocabulary = set(tokenizer.get_vocab())
+        if (lacking := self._lacking_end(vocabulary)) is not None:
             raise DataError(NO_TOKEN.format(token=lacking))
+        self._in_pieces = self._marks() - vocabulary
 
     def write(self, said: Sequence[Said], tools: list[JSON] | None = None) -> Written:
         """The whole text of a dialogue, and where loss is in it.
@@ -146,6 +153,8 @@ class ChatTemplate:
         text = self._render(said, tools)
         if self._date and self._date in text:
             notes[DATED] = self._date
+        if self._in_pieces and (pieces := [mark for mark in sorted(self._in_pieces) if mark in text]):
+            notes[IN_PIECES.format(tokens=", ".join(pieces))] = pieces[0]
         frame = self._frames.get(key)
         turns, more = (frame and turns_in(frame, said, text)) or self._turns(said, tools, text, key)
         notes = notes | more
@@ -248,6 +257,13 @@ class ChatTemplate:
         for everybody, empty in ((True, True), (True, False), (False, False))[not has_empty :]:
             with suppress(Unplaceable):
                 markers = Markers(said, text, everybody, empty)
+                marked = {leaf.message for leaf in markers.leaves}
+                if any(each.role == "tool" and number not in marked for number, each in enumerate(said)):
+                    # Plain results in their place show where the template writes results.
+                    plain = Markers(
+                        [each._replace(text="Found.") if each.role == "tool" else each for each in said], text
+                    )
+                    check_order(plain.read(self._render(plain.said, tools)).marks, said)
                 turns, notes, whole = self._turns_by_marks(said, tools, text, markers, everybody)
                 if key and everybody:
                     if len(self._frames) >= MOST_KNOWN:
@@ -268,12 +284,14 @@ class ChatTemplate:
         whole = markers.read(self._render(markers.said, tools))
         if whole.text != text:
             raise Unplaceable
+        check_order(whole.marks, said)
         context = bool(tools), said[0].role
         turns, notes = self._finder.find(whole, markers.said, rendered, context, strict=not everybody)
         notes |= check_survival(said, tools, whole, markers.leaves, turns)
         if self._tracks:
             spans = generated_spans(self._text, **self._given(said, tools), add_generation_prompt=False)
-            turns = generated(turns, spans, text, self._vocabulary)
+            turns, marked = generated(turns, spans, text, self._vocabulary)
+            notes |= marked
         return turns, notes, whole
 
     def _render(self, said: Sequence[Said], tools: list[JSON], asking: bool = False) -> str:
@@ -309,6 +327,14 @@ class ChatTemplate:
             if turn.ended and turn.words:
                 return whole.text[turn.words[1] : turn.parts[-1][1]].strip()
         return None
+
+    def _marks(self) -> set[str]:
+        """The names of control tokens that it writes around words, thoughts, calls and tools."""
+        marks: set[str] = set()
+        for said, tools in (([QUESTION, THOUGHT], []), (CALLING, [EXAMPLE_TOOL])):
+            with suppress(DataError):
+                marks.update(MARK.findall(self._render(said, tools)))
+        return marks
 
     def _lacking_end(self, vocabulary: set[str]) -> str | None:
         """The end of an answer, where this tokenizer would cut it into pieces."""

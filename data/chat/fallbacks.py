@@ -196,9 +196,11 @@ def _chain(said: Sequence[Said]) -> Said:
             elif place + 1 < len(said) or call is not each.calls[-1]:
                 spans.append(Span("\n", False))
         spans += [Span(API_RESULT.format(result=result.text), False) for result in results]
-        if not each.calls:
+        if not each.calls and each.text.strip():
             spans.append(Span(API_FINAL.format(ans=each.text), each.supervised))
-    return answer(tuple(spans), [each for each in said if each.role == "assistant"][-1].supervised)
+    # Behind a call or a result the model has nothing to say yet, so that it does not end its turn there.
+    last = said[-1]
+    return answer(tuple(spans), last.supervised and bool(last.text.strip()) and not last.calls)
 
 
 def systems_as_questions(said: Sequence[Said], from_place: int = 0) -> list[Said]:

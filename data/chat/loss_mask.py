@@ -22,6 +22,8 @@ from data.chat.control_tokens import one_of
 from data.chat.faithful import EXAMPLE, agreement, differences, refusal
 from data.chat.marks import ARGUMENTS, CONTENT, NAME, REASONING, Mark, Marked, Turn
 from data.chat.messages import Said, last_question
+from data.chat.written import without
+from data.errors import DataError
 
 Render = Callable[..., Marked | None]  # messages -> text; `asking=True` adds the generation prompt
 MOST_KNOWN = 10_000  # kinds of turns remembered
@@ -30,6 +32,15 @@ MOST_KNOWN = 10_000  # kinds of turns remembered
 VALUES = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|\b(?:true|false|null|True|False|None)\b")
 
 NO_END = "no token ends an answer that is not the last one: the model does not learn to stop there"
+
+
+RESULTS_WITHIN = (
+    "the chat template writes the result of a call into the middle of the answer that calls (message {number}), so that"
+    " the rest of it stands behind the result; expected calls without words, one at a time, weight: 0 there, or a "
+    "template that writes results behind the answer (prompt_format: a Jinja file)"
+)
+MARKED_PROMPT = "the template's generation marks put loss on the end of the prompt, which a server sends itself"
+UNMARKED_ANSWER = "the template's generation marks leave a part of an answer without loss, which the model has to write"
 
 
 class Unplaceable(Exception):
@@ -218,8 +229,12 @@ def _hidden(value: re.Match[str]) -> str:
     return "#" * len(value.group())
 
 
-def generated(turns: list[Turn], spans: list[tuple[int, int]], text: str, vocabulary: Vocabulary) -> list[Turn]:
+def generated(
+    turns: list[Turn], spans: list[tuple[int, int]], text: str, vocabulary: Vocabulary
+) -> tuple[list[Turn], dict[str, str]]:
     """The turns with the parts that the template itself marks as generated, and the token that ends them.
+
+    The notes say where these marks are not what a model writes behind the prompt that a server sends.
 
     Raises:
         Unplaceable: a marked part lies in no turn.
@@ -231,13 +246,19 @@ def generated(turns: list[Turn], spans: list[tuple[int, int]], text: str, vocabu
             raise Unplaceable
         parts[turn.message].append((begin, end))
     done = []
+    notes: dict[str, str] = {}
     for turn in turns:
+        whole = turn.parts[0]
         if own := parts[turn.message]:
             begin, end = own[-1]
             closed = any(token.end() == len(text[:end].rstrip()) for token in vocabulary.any.finditer(text, begin, end))
             own[-1] = (begin, end if closed else end + vocabulary.leading(text[end:]))
+        if own and own[0][0] < whole[0]:
+            notes[MARKED_PROMPT] = repr(text[own[0][0] : whole[0]][-EXAMPLE:])
+        if unmarked := without(whole, own):
+            notes[UNMARKED_ANSWER] = repr(text[slice(*unmarked[0])][:EXAMPLE])
         done.append(turn._replace(parts=own, ended=turn.ended or not own))
-    return done
+    return done, notes
 
 
 def _own_marks(marks: Sequence[Mark]) -> dict[int, tuple[int, int]]:
@@ -251,6 +272,18 @@ def _own_marks(marks: Sequence[Mark]) -> dict[int, tuple[int, int]]:
         message = mark.leaf.message
         own[message] = (own[message][0] if message in own else place, place)
     return own
+
+
+def check_order(marks: Sequence[Mark], said: Sequence[Said]) -> None:
+    """Check that nobody else's words stand inside of an answer that bears loss.
+
+    Raises:
+        DataError: they do, as where the words beside a call follow its result.
+    """
+    for number, (first, last) in _own_marks(marks).items():
+        trained = said[number].supervised or said[number].pieces
+        if trained and any(mark.leaf.message != number for mark in marks[first:last]):
+            raise DataError(RESULTS_WITHIN.format(number=number + 1))
 
 
 def _shape(said: Said) -> tuple[Any, ...]:

@@ -62,7 +62,7 @@ def template_in_file(path: str) -> str:
     try:
         render(text, messages=[{"role": "user", "content": "?"}])
     except SlowTemplate as error:
-        raise DataError(f"{path}: {error}; expected one that comes to its end") from None
+        raise DataError(f"{path}: {error}; expected another Jinja file") from None
     except TemplateSyntaxError as error:
         raise DataError(f"{path}: line {error.lineno}: {error.message}; expected a Jinja template") from None
     except Exception:  # the template refuses these words; whether it takes the records is another question

@@ -1,31 +1,45 @@
-"""Running chat templates, which anybody may have written: in transformers' sandbox, and for a limited time.
+"""Running chat templates, which anybody may have written: in transformers' sandbox, with limited time and memory.
 
 The sandbox keeps a template from files and from Python's insides, but not from looping for ever. So while templates are
 rendered a thread looks once a second which rendering is still the same one, and after `LIMIT` looks ends it by an
-exception in its thread. Looks are counted, not seconds: a process that was stopped meanwhile is not to blame. What
-would stay inside one instruction for hours, a power or a product of gigantic numbers, is refused by its size.
+exception in its thread. Looks are counted, not seconds: a process that was stopped meanwhile is not to blame.
 
-Cost: 1.2 microseconds a rendering, where a record takes 15 to 150 to be written and more to be tokenized; the thread
-ends when nothing is rendered any more.
+Memory is limited by the size of values, since one instruction may take gigabytes before anybody looks. Every text and
+list that a template makes is measured: what it writes, captures, joins, adds up, calls or filters. So all that an
+operation starts from is small, and only the few in `GROWING`, which multiply, are looked at before they are done.
+
+Cost: 1.2 microseconds a rendering and 0.1 for each value that is made, where a record takes 15 to 150 to be written and
+more to be tokenized; the thread ends when nothing is rendered any more.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import threading
 import time
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, wraps
+from types import GeneratorType
 from typing import Any
 
 from jinja2 import Environment, Template
-from jinja2.exceptions import SecurityError
+from jinja2.compiler import CodeGenerator
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 LIMIT = 10  # looks at the same rendering
 INTERVAL = 1.0  # seconds between two looks
 OF_DICTIONARIES = frozenset(dir(dict))
-LARGEST = 10_000_000  # bits of a number, entries of a list, characters of a text
+# Bits of a number, characters of a text and entries of a list that a template may make, and how many times as much as
+# it was given besides: a dialogue may be long itself, and its tools be written more than once, with escapes.
+LARGEST, TIMES = 1_000_000, 10
+# Functions, methods and filters whose result may be as large as the product of what they get.
+GROWING = frozenset(
+    "batch center expandtabs format format_map generate_lorem_ipsum indent join ljust replace rjust round slice tojson "
+    "translate urlize wordwrap zfill".split()
+)
+COMPUTED_WIDTH = re.compile(r"%[^a-zA-Z%]*\*|:[^{}]*\{")  # in a format: one of the values says how wide another gets
 
 
 class SlowTemplate(Exception):
@@ -33,6 +47,16 @@ class SlowTemplate(Exception):
 
     def __init__(self) -> None:
         super().__init__(f"the chat template is still at one dialogue after {LIMIT * INTERVAL:.0f} seconds")
+
+
+class LargeTemplate(SlowTemplate):
+    """A template makes far more than it was given."""
+
+    def __init__(self) -> None:
+        Exception.__init__(
+            self,
+            f"the chat template makes a text, list or number of more than {LARGEST:,} characters out of one dialogue",
+        )
 
 
 class _Watch:
@@ -74,6 +98,7 @@ class _Watch:
 
 
 _watch = _Watch()
+_given = threading.local()  # what the template is rendered with
 os.register_at_fork(after_in_child=_watch.__init__)  # type: ignore[misc]  # the thread stayed in the parent
 
 
@@ -81,8 +106,24 @@ os.register_at_fork(after_in_child=_watch.__init__)  # type: ignore[misc]  # the
 def _environment() -> Environment:
     """transformers' sandbox, in an instance of our own."""
     environment = _compile_jinja_template("").environment
-    environment.intercepted_binops = frozenset({"*", "**"})
+    environment.intercepted_binops = frozenset({"*", "**", "%"})
     environment.call_binop = _product
+    environment.code_generator_class = _Compiler
+    environment.checked = _checked
+    environment.pieces = _Pieces
+    environment.concat = _joined
+    environment.filters = {name: _bounded(name, function) for name, function in environment.filters.items()}
+    namespace = environment.globals["namespace"]  # which may hold itself; only its name is written
+    environment.globals["namespace"] = type("Namespace", (namespace,), {"__repr__": object.__repr__})
+    calling = environment.call
+
+    def call(context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if (name := getattr(function, "__name__", "")) in GROWING:
+            text = getattr(getattr(function, "__wrapped__", function), "__self__", "")
+            _, *args = _held(name, text, *args, **kwargs)  # type: ignore[assignment]
+        return _checked(calling(context, function, *args, **kwargs))
+
+    environment.call = call
     sandboxed = environment.getattr
 
     def attribute(value: Any, name: str) -> Any:
@@ -95,14 +136,123 @@ def _environment() -> Environment:
     return environment
 
 
+class _Pieces(list[str]):
+    """What a template writes, piece by piece."""
+
+    size = 0
+
+    def append(self, piece: str) -> None:
+        self.extend([piece])
+
+    def extend(self, pieces: Iterable[str]) -> None:
+        for piece in pieces:
+            self.size += len(piece) + 1
+            _hold(self.size)
+            super().append(piece)
+
+
+def _joined(pieces: Iterable[str]) -> str:
+    written = pieces if isinstance(pieces, _Pieces) else _Pieces()
+    if written is not pieces:
+        written.extend(pieces)
+    return "".join(written)
+
+
+class _Compiler(CodeGenerator):
+    """Jinja's own, with a measure around whatever makes a larger value of others."""
+
+    def buffer(self, frame: Any) -> None:
+        super().buffer(frame)
+        self.writeline(f"{frame.buffer} = environment.pieces()")
+
+
+def _measured(visit: Callable[..., None]) -> Callable[..., None]:
+    def measured(self: CodeGenerator, node: Any, frame: Any) -> None:
+        stored = getattr(node, "ctx", "load") != "load"  # names that a loop sets
+        self.write("" if stored else "environment.checked(")
+        visit(self, node, frame)
+        self.write("" if stored else ")")
+
+    return measured
+
+
+for _name in ("visit_Add", "visit_Concat", "visit_List", "visit_Tuple", "visit_Dict"):
+    setattr(_Compiler, _name, _measured(getattr(CodeGenerator, _name)))
+
+
+def _size(value: Any, most: float = float("inf")) -> int:
+    """How many characters and entries a value has, or a number beyond `most`."""
+    size, rest = 0, [value]
+    while rest:
+        each = rest.pop()
+        size += len(each) + 1 if isinstance(each, (str, list, tuple, dict)) else 1
+        if size > most:
+            break
+        if isinstance(each, dict):
+            rest += [*each.keys(), *each.values()]
+        elif isinstance(each, (list, tuple)):
+            rest += each
+    return size
+
+
+def _hold(size: float) -> None:
+    """Raise LargeTemplate if this is more than a template may make."""
+    if size > LARGEST and size > LARGEST + TIMES * _size(getattr(_given, "names", None)):
+        raise LargeTemplate
+
+
+def _checked(value: Any) -> Any:
+    """Give a value back if it is no larger than a template may make it."""
+    if isinstance(value, str):
+        _hold(len(value))
+    elif isinstance(value, (list, tuple, dict)) and _size(value, LARGEST) > LARGEST:
+        _hold(_size(value, LARGEST + TIMES * _size(getattr(_given, "names", None))))
+    return _counted(value) if isinstance(value, GeneratorType) else value
+
+
+def _counted(values: Iterable[Any]) -> Iterator[Any]:
+    size = 0
+    for value in values:
+        size += _size(value, LARGEST)
+        _hold(size)
+        yield value
+
+
+def _held(name: str, subject: Any, /, *others: Any, **named: Any) -> tuple[Any, ...]:
+    """What a growing function gets, generators as lists; its result can be no larger than a template may make it."""
+    values = [list(each) if isinstance(each, (GeneratorType, range)) else each for each in (subject, *others)]
+    widths = name[:6] != "format" or COMPUTED_WIDTH.search(str(subject))
+    written = 0 if name[:6] != "format" else sum(map(int, re.findall(r"\d+", str(subject))))
+    sizes = [abs(each) if widths and isinstance(each, int) else _size(each) for each in (*others, *named.values())]
+    one, other = sorted([1, 1, _size(values[0]) + written, *sizes])[-2:]
+    _hold(one * other / TIMES)
+    return tuple(values)
+
+
+def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter whose results are measured."""
+    first = int(hasattr(function, "jinja_pass_arg"))  # Jinja's own argument stands before the value
+
+    @wraps(function)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        if name in GROWING:
+            args = (*args[:first], *_held(name, *args[first:], **kwargs))
+        return _checked(function(*args, **kwargs))
+
+    return bounded
+
+
 def _product(_: object, operator: str, left: Any, right: Any) -> Any:
+    if operator == "%":
+        if isinstance(left, str):
+            _held("format", left, *(right if isinstance(right, tuple) else (right,)))
+        return _checked(left % right)
     if isinstance(left, int) and isinstance(right, int):
         size = left.bit_length() * (right if operator == "**" else 1) + right.bit_length()
     else:
-        lengths = [len(side) for side in (left, right) if hasattr(side, "__len__")]
+        lengths = [_size(side, LARGEST) for side in (left, right) if hasattr(side, "__len__")]
         size = max([0, *lengths]) * max([0, *(side for side in (left, right) if isinstance(side, int))])
-    if size > LARGEST:
-        raise SecurityError(f"{operator} of numbers this large is not allowed")
+    _hold(size)
     return left**right if operator == "**" else left * right
 
 
@@ -125,10 +275,11 @@ def render(text: str, **names: Any) -> str:
     """What a template writes.
 
     Raises:
-        SlowTemplate: it does not come to its end.
+        SlowTemplate: it does not come to its end, or makes far more than it is given.
         Exception: whatever the template raises.
     """
     template = compiled(text)
+    _given.names = names
     with _watch:
         return template.render(names)
 
@@ -137,8 +288,9 @@ def generated_spans(text: str, **names: Any) -> list[tuple[int, int]]:
     """The ranges of characters that a template marks as generated; raises as `render` does."""
     template = compiled(text)
     environment: Any = template.environment
-    blocks: list[str] = []
+    blocks = _Pieces()
     spans: list[tuple[int, int]] = []
+    _given.names = names
     with _watch, environment.activate_tracker(blocks, spans):
         for block in template.generate(names):
             blocks.append(block)  # one by one: the tracker counts what is there

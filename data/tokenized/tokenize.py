@@ -286,6 +286,8 @@ def _tokens(written: Written, prefix: list[int], encoding: Encoding) -> Tokens:
                 break  # it is the prompt's and took the white space behind it
             first -= 1
             notes = {JOINED: repr(written.text[slice(*chars(first))])} | notes
+        if last - 1 > first and chars(last - 1)[1] > end and not written.text[chars(last - 1)[0] : end].strip():
+            last -= 1  # it is what follows, and took the white space before it
         if first < last:
             loss.append((first + shift, last + shift))
     return Tokens(prefix + encoding.ids if prefix else encoding.ids, loss, notes)

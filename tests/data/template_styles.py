@@ -257,6 +257,40 @@ HARMONY = Style(  # gpt-oss: channels, which no content may hold, and an end of 
 """,
     ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"),
 )
+WORDS_LAST = Style(  # calls, their results, and then the words beside the calls
+    """
+{%- for m in messages if m.role != 'tool' %}
+    {{- '<|im_start|>' + m.role + '\\n' }}
+    {%- for call in m.tool_calls or [] %}
+        {{- '<|call>' + call.function.name + ' ' + (call.function.arguments | tojson) + '<call|>' }}
+    {%- endfor %}
+    {%- if m.tool_calls %}
+        {%- for result in messages if result.tool_call_id in m.tool_calls | map(attribute='id') | list %}
+            {{- '<|result>' + (result.content if RAW else result.content | tojson) + '<result|>' }}
+        {%- endfor %}
+    {%- endif %}
+    {{- m.content + '<|im_end|>\\n' }}
+{%- endfor %}
+""".replace("RAW", "result.content[:1] == '{'")
+    + ASK_CHATML,
+    ("<|call>", "<call|>", "<|result>", "<result|>"),
+)
+IN_PAIRS = Style(  # each call with its result behind it
+    """
+{%- for m in messages if m.role != 'tool' %}
+    {{- '<|im_start|>' + m.role + '\\n' + m.content }}
+    {%- for call in m.tool_calls or [] %}
+        {{- '<|call>' + call.function.name + ' ' + (call.function.arguments | tojson) + '<call|>' }}
+        {%- for result in messages if result.tool_call_id == call.id %}
+            {{- '<|result>' + result.content + '<result|>' }}
+        {%- endfor %}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+"""
+    + ASK_CHATML,
+    ("<|call>", "<call|>", "<|result>", "<result|>"),
+)
 STYLES = {
     "smollm2": SMOLLM2,
     "qwen2.5": QWEN25,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import resource
 import threading
 from pathlib import Path
 from queue import SimpleQueue
@@ -15,7 +16,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from data.chat import sandbox
 from data.chat.messages import Said
 from data.chat.prompts import check_prompt_format
-from data.chat.sandbox import SlowTemplate, render
+from data.chat.sandbox import LargeTemplate, SlowTemplate, render
 from data.errors import DataError
 from data.tokenized.tokenize import encode_many, encode_question
 
@@ -73,17 +74,116 @@ def test_it_is_ended_in_a_process_that_was_forked_while_another_template_was_wat
     assert process.exitcode == 7
 
 
+DOUBLING = "{% set ns = namespace(x=START) %}{% for i in range(60) %}{% set ns.x = STEP %}{% endfor %}{{ ns.x }}"
+
+
+def doubling(step: str, start: str = "'ab'") -> str:
+    return DOUBLING.replace("STEP", step).replace("START", start)
+
+
+LARGE = {
+    "power": "{{ 9 ** (9 ** 9) }}",
+    "product of a text": "{{ 'x' * 10 ** 12 }}",
+    "product of a list": "{{ [1] * n * n }}",
+    "~": doubling("ns.x ~ ns.x"),
+    "+": doubling("ns.x + ns.x"),
+    "+ of lists": doubling("ns.x + ns.x", "[1]"),
+    "+ of tuples": doubling("ns.x + ns.x", "(1, 2)"),
+    "nested lists": doubling("[ns.x, ns.x]", "[1]"),
+    "nested tuples": doubling("(ns.x, ns.x)", "()"),
+    "nested dictionaries": doubling("{1: ns.x, 2: ns.x}", "{}"),
+    "a dictionary by a call": doubling("dict(a=ns.x, b=ns.x)", "{}"),
+    "*": doubling("ns.x * 2"),
+    "join": doubling("[ns.x, ns.x] | join"),
+    "join of a loop": "{{ range(99999) | map('string') | map('center', 999) | join }}",
+    "a list of a loop": "{{ range(99999) | map('string') | map('center', 999) | list | length }}",
+    "join by a method": "{{ ('x' * 9999).join('y' * 9999) }}",
+    "join of few by much": "{{ range(9999) | join('x' * 99999) }}",
+    "replace": doubling("ns.x | replace('a', 'aa')"),
+    "replace at once": "{{ ('x' * 99999) | replace('x', 'y' * 99999) }}",
+    "replace by a method": "{{ ('x' * 99999).replace('x', 'y' * 99999) }}",
+    "format": doubling("'{0}{0}'.format(ns.x)"),
+    "format filter": doubling("'%s%s' | format(ns.x, ns.x)"),
+    "%": doubling("'%s%s' % (ns.x, ns.x)"),
+    "a width in %": "{{ '%999999999d' % 1 }}",
+    "a computed width in %": "{{ '%*d' % (999999999, 1) }}",
+    "a width in format": "{{ '{:999999999}'.format(1) }}",
+    "a computed width in format": "{{ '{:{}}'.format(1, 999999999) }}",
+    "a width in the filter": "{{ '%999999999d' | format(1) }}",
+    "format_map": "{{ '{a:999999999}'.format_map({'a': 1}) }}",
+    "center": "{{ '' | center(999999999) }}",
+    "center by name": "{{ '' | center(width=999999999) }}",
+    "center method": "{{ 'x'.center(999999999) }}",
+    "ljust": "{{ 'x'.ljust(999999999) }}",
+    "rjust": "{{ 'x'.rjust(999999999) }}",
+    "zfill": "{{ 'x'.zfill(999999999) }}",
+    "expandtabs": "{{ '\\t'.expandtabs(999999999) }}",
+    "indent": "{{ 'x\\ny' | indent(999999999) }}",
+    "indent by much": "{{ ('\\ny' * 9999) | indent('x' * 99999) }}",
+    "tojson": "{{ [1] | tojson(indent=999999999) }}",
+    "wordwrap": "{{ ('x' * 99999) | wordwrap(1, true, 'y' * 99999) }}",
+    "translate": "{{ ('a' * 99999).translate({97: 'y' * 99999}) }}",
+    "batch": "{{ [1] | batch(999999999, 1) | list | length }}",
+    "round": "{{ 2.5 | round(999999999, 'ceil') }}",
+    "a captured block": doubling("y").replace(
+        "{% set ns.x = y %}", "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}"
+    ),
+    "a captured loop": "{% set y %}" + LOOP * 2 + "0123456789" + "{% endfor %}" * 2 + "{% endset %}",
+    "a macro": "{% macro f(n) %}{% if n %}{{ f(n - 1) * 2 }}{% else %}ab{% endif %}{% endmacro %}{{ f(60) }}",
+    "a macro's output": "{% macro f() %}" + LOOP * 2 + "0123456789{% endfor %}{% endfor %}{% endmacro %}{{ f() }}",
+    "a call": "{% macro f(n) %}{{ caller() }}{{ caller() }}{% endmacro %}{% set ns = namespace(x='ab') %}"
+    "{% for i in range(60) %}{% set ns.x %}{% call f(1) %}{{ ns.x }}{% endcall %}{% endset %}{% endfor %}",
+    "a filtered block": "{% filter upper %}" + LOOP * 2 + "0123456789{% endfor %}{% endfor %}{% endfilter %}",
+    "piece by piece": LOOP * 2 + "0123456789" + "{% endfor %}" * 2,
+    "constants": "{% for i in range(99999) %}" + "x" * 999 + "{% endfor %}",
+    "a sum of lists": "{{ ([[0] * 9999] * 9999) | sum(start=[]) | length }}",
+    "parts of a text": "{{ (('x' * 999999) | list + ('x' * 999999) | list) | length }}",
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_template_that_makes_far_more_than_it_is_given_is_ended_before_it_takes_the_memory(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "INTERVAL", 1.0)  # measuring is slow
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(LargeTemplate, match="more than 1,000,000 characters out of one dialogue"):
+        render(LARGE[name], n=10**6)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kilobytes
+
+
 @pytest.mark.parametrize(
-    "text",
-    ["{{ 9 ** (9 ** 9) }}", "{{ 'x' * 10 ** 12 }}", "{{ [1] * n * n }}", "{% if false %}{{ 9**(9**9) }}{% endif %}"],
+    ("text", "expected"),
+    [
+        ("{{ 2 ** 10 }} {{ 3 * 'ab' }} {{ 1.5 * 2 }} {{ 2 ** -1 }} {{ 7 * 6 }}", "1024 ababab 3.0 0.5 42"),
+        ("{% if false %}{{ 'x' | center(99999999) }}{% endif %}", ""),
+        ("{{ '%d' % 1700000000 }} {{ '{:,}'.format(1700000000) }} {{ '%5.1f' % 2 }}", "1700000000 1,700,000,000   2.0"),
+        ("{{ [1, 'ab'] + [n] }} {{ (1,) + (2,) }} {{ {'a': [1]} }}", "[1, 'ab', 1000000] (1, 2) {'a': [1]}"),
+        ("{{ range(3) | map('string') | join('-') }} {{ '-'.join(range(3) | map('string')) }}", "0-1-2 0-1-2"),
+        ("{% for a, b in {'x': 1}.items() %}{{ a ~ b }}{% endfor %}{% set c, d = (3, 4) %}{{ d }}", "x14"),
+        ("{{ 1700000000 | tojson }} {{ [1] | tojson(indent=2) }} {{ n | default(1700000000) }}", None),
+        (
+            "{% macro f(n) %}{{ n }}{% endmacro %}{{ f(1700000000) }}{{ 'a b' | title | center(7) }}",
+            "1700000000  A B  ",
+        ),
+        ("{% set x %}{{ n }}{% endset %}{{ x }}{% filter upper %}a{{ n }}{% endfilter %}", "1000000A1000000"),
+    ],
 )
-def test_gigantic_numbers_are_refused_and_others_counted(text: str) -> None:
-    if "false" in text:
-        assert render(text) == ""
-    else:
-        with pytest.raises(SecurityError, match="numbers this large"):
-            render(text, n=10**6)
-    assert render("{{ 2 ** 10 }} {{ 3 * 'ab' }} {{ 1.5 * 2 }} {{ 2 ** -1 }} {{ 7 * 6 }}") == "1024 ababab 3.0 0.5 42"
+def test_what_is_no_larger_is_what_transformers_makes(text: str, expected: str | None) -> None:
+    assert render(text, n=10**6) == _compile_jinja_template(text).render(n=10**6)
+    assert expected is None or render(text, n=10**6) == expected
+
+
+def test_what_is_never_reached_is_not_counted() -> None:
+    assert render("{% if false %}{{ 9**(9**9) }}{% endif %}") == ""
+
+
+def test_a_long_dialogue_may_be_written_several_times() -> None:
+    words = "x" * 600_000
+    text = "{% set x = words ~ words %}{{ x + x }}{{ x | replace('y', 'z') }}{{ [x] | tojson }}"
+    assert len(render(text, words=words)) == 8 * len(words) + 4
+    with pytest.raises(LargeTemplate):
+        render(text + text, words=words)
 
 
 def test_a_template_that_is_endless_for_some_records_is_no_fault_of_theirs(
@@ -128,3 +228,22 @@ def test_the_insides_of_python_stay_closed() -> None:
     for text in ("m.__init__.__globals__", "m.update({'a': 2})"):
         with pytest.raises(SecurityError):
             render(f"{{{{ {text} }}}}", m={"a": 1})
+
+
+def test_a_template_that_is_too_large_ends_the_run_in_one_line(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}" + doubling("ns.x ~ ns.x")
+    with pytest.raises(DataError, match=r"^the chat template makes a text, list or number of more than") as caught:
+        encode_many([RECORD], tokenizer)
+    assert "\n" not in str(caught.value)
+    path = tmp_path / "large.jinja"
+    path.write_text(tokenizer.chat_template, encoding="utf-8")
+    with pytest.raises(DataError, match=r"large\.jinja: the chat template makes a text, list or number"):
+        check_prompt_format(str(path))
+
+
+def test_marks_of_what_is_generated_are_measured_too() -> None:
+    text = "{% for _ in range(99) %}{% generation %}" + "x" * 50_000 + "{% endgeneration %}{% endfor %}"
+    with pytest.raises(LargeTemplate):
+        sandbox.generated_spans(text)
