@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from training.config.sections import nearest
+from training.config.sections import suggest
 
 LARGEST = 10**12  # of a number of steps, samples and the like
 ADAM = "lr betas eps weight_decay amsgrad maximize foreach capturable differentiable fused".split()
@@ -32,6 +32,8 @@ def contradictions(config: Any) -> Iterator[str]:
     for name, value in config:
         if type(value) is int and value > LARGEST:
             yield f"{name}: expected at most {LARGEST:,}, found {value}"
+    if config.profile_steps and config.profile_steps[0] > config.profile_steps[1]:
+        yield f"profile_steps: expected [first, last], found {list(config.profile_steps)}"
     yield from _of_precision(config)
     yield from of_optimizer(config)
     if config.stream_gb and not config.max_steps:
@@ -94,8 +96,7 @@ def of_optimizer(config: Any) -> Iterator[str]:
             yield "model_topo: a model axis cuts the weights, which Adafactor needs whole; expected none"
     known = OFFLOADED if zero.offloads and config.zero_force_ds_cpu_optimizer else PARAMETERS
     for name in (name for name in config.optimizer.params if name not in known.get(kind, [name])):
-        near = "lr" if name == "learning_rate" else nearest(name, known[kind])
-        yield f"optimizer.params.{name}: {kind} does not take it; did you mean {near}?"
+        yield f"optimizer.params.{name}: {kind} does not take it{suggest(name, known[kind], 'optimizer.params')}"
     if kind not in known:
         yield (
             f"optimizer.type: {kind} cannot be offloaded; expected one of {', '.join(OFFLOADED)}, or "

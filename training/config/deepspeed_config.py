@@ -14,7 +14,7 @@ from models.parallel import tensor
 from models.parallel.peers import Peers
 from models.spec import ModelSpec, key_heads
 from training.config.keys import TrainConfig
-from training.config.sections import nearest
+from training.config.sections import reworded, suggest
 from training.errors import ConfigError
 
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
@@ -32,11 +32,12 @@ def check_device(config: TrainConfig) -> None:
     try:
         DeepSpeedZeroConfig.model_validate(config.zero_optimization.model_dump(exclude_none=True))
     except ValidationError as error:
-        first = error.errors()[0]
-        *sections, name = ["zero_optimization", *map(str, first["loc"])]
-        unknown = f"DeepSpeed does not have it; did you mean {nearest(name, DeepSpeedZeroConfig.model_fields)}?"
-        told = unknown if first["type"] == "extra_forbidden" else f"{first['msg']}, found {first['input']!r}"
-        raise ConfigError(f"{'.'.join([*sections, name])}: {told}") from None
+        first, section = error.errors()[0], "zero_optimization"
+        place = ".".join([section, *map(str, first["loc"])])
+        told = f"{reworded(first['msg'])}, found {first['input']!r}"
+        if first["type"] == "extra_forbidden":
+            told = f"DeepSpeed does not have it{suggest(first['loc'][-1], DeepSpeedZeroConfig.model_fields, section)}"
+        raise ConfigError(f"{place}: {told}") from None
     if get_accelerator().device_name() == "cpu":
         get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed asks for the instructions, torch needs none
     if config.fp16.enabled and not get_accelerator().is_fp16_supported():
