@@ -36,6 +36,8 @@ def contradictions(config: Any) -> Iterator[str]:
         yield f"profile_steps: expected [first, last], found {list(config.profile_steps)}"
     yield from _of_precision(config)
     yield from of_optimizer(config)
+    if config.zero_optimization.offloads and not config.zero_optimization.stage:
+        yield "zero_optimization.offload_optimizer: stage 0 keeps the optimizer where it is; expected stage 1 or more"
     if config.stream_gb and not config.max_steps:
         yield "max_steps: expected a number, as nobody knows how many steps an epoch of a stream has"
     if config.stream_gb and config.packing == "dataset":

@@ -14,6 +14,7 @@ from models.parallel import tensor
 from models.parallel.peers import Peers
 from models.spec import ModelSpec, key_heads
 from training.config.keys import TrainConfig
+from training.config.passed_on import IDLE
 from training.config.sections import reworded, suggest
 from training.errors import ConfigError
 
@@ -145,7 +146,7 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
     }
     for name, precision in (("bf16", config.bf16), ("fp16", config.fp16)):
         if precision.enabled:
-            resolved[name] = precision.model_dump(exclude_none=True)
+            resolved[name] = precision.model_dump(exclude_none=True, exclude=set(IDLE))
     if config.bf16.enabled:
         resolved["bf16"] |= {"immediate_grad_update": True, "check_grad_overflow": True}
         if config.zero_optimization.stage:

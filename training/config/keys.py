@@ -38,12 +38,6 @@ from training.config.sections import (
 from training.errors import ConfigError
 from training.schedule.instructions import Schedule
 
-# DeepSpeed's keys that would be without effect in a pipeline, or change what is trained in ways that nobody has tested.
-NOT_PASSED_ON = frozenset(
-    "activation_checkpointing aio amp checkpoint comms_logger csv_monitor disable_allgather dump_state flops_profiler "
-    "gradient_predivide_factor memory_breakdown pipeline prescale_gradients sparse_gradients torch_autocast "
-    "wall_clock_breakdown".split()
-)
 # What says how DeepSpeed sums the replicas' gradients.
 DEEPSPEEDS_SUMS = {"reduce_scatter", "reduce_bucket_size", "contiguous_gradients", "use_multi_rank_bucket_allreduce"}
 LONGEST = 2**24  # tokens: of a sample or a row

@@ -26,6 +26,7 @@ from pydantic import (
 from data.paths import with_home
 from data.records.sources import Source
 from training.config.foreign_names import FOREIGN
+from training.config.passed_on import LEFT_OUT, NOT_PASSED_ON
 
 ALIKE = 0.8  # the share of letters that a misspelt name and the one that was meant have in common
 FEW = 12  # names that fit into a message
@@ -243,10 +244,10 @@ class BF16(Section):
     fp32."""
 
     immediate_grad_update: bool | None = None
-    """DeepSpeed's own; always on in a pipeline."""
+    """DeepSpeed's own; always on."""
 
     check_grad_overflow: bool | None = None
-    """DeepSpeed's own: look for infinite gradients."""
+    """DeepSpeed's own; always on."""
 
     bf16_master_weights_and_grads: bool | None = None
     """DeepSpeed's own: keep the weights of the optimizer in bf16 too."""
@@ -263,7 +264,10 @@ class FP16(Section):
     stage 0."""
 
     auto_cast: bool | None = None
-    """DeepSpeed's own: convert the inputs to fp16."""
+    """DeepSpeed's own; no effect here."""
+
+    fused_optimizer: bool | None = None
+    """gdGPT's; no effect here."""
 
     loss_scale: float | None = None
     """DeepSpeed's own: a fixed loss scale; 0, or without the key, a dynamic one."""
@@ -325,6 +329,19 @@ class Zero(BaseModel):
     """`0` or `1` in a pipeline; stage 1 shards the optimizer over the replicas. 2 and 3 are for `train_ds_zero.py`."""
 
     offload_optimizer: OptimizerOffload | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_up(cls, value: Any) -> Any:
+        """Refuse what is not passed on, and take older DeepSpeed's `cpu_offload` as `offload_optimizer`."""
+        if not isinstance(value, dict):
+            return value
+        for key in (key for key in value if f"zero_optimization.{key}" in NOT_PASSED_ON):
+            raise ValueError(f"{key}: {LEFT_OUT}")
+        if not isinstance(value.get("cpu_offload"), bool) or (value["cpu_offload"] and value.get("offload_optimizer")):
+            return value
+        rest = {key: each for key, each in value.items() if key != "cpu_offload"}
+        return rest | ({"offload_optimizer": {"device": "cpu"}} if value["cpu_offload"] else {})
 
     @property
     def offloads(self) -> bool:

@@ -17,7 +17,8 @@ from pydantic import ValidationError
 
 from common.terminal import is_safe_line
 from data.paths import read_small
-from training.config.keys import ALIASES, NOT_PASSED_ON, TrainConfig
+from training.config.keys import ALIASES, TrainConfig
+from training.config.passed_on import LEFT_OUT, NOT_PASSED_ON
 from training.config.sections import reworded, sections_in, suggest
 from training.errors import ConfigError
 
@@ -168,7 +169,7 @@ def _explain(error: ValidationError, kind: type[TrainConfig]) -> str:
     place = ".".join(steps)
     if first["type"] in unknown:
         if place in NOT_PASSED_ON:
-            return f"{place}: DeepSpeed's, not tested in a pipeline and not passed on; leave it out"
+            return f"{place}: {LEFT_OUT}"
         *sections, name = steps
         around: Any = kind
         for step in sections:
