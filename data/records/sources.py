@@ -126,7 +126,8 @@ def _expand(path: str) -> list[Path]:
         raise DataError(f"{path}: not a regular file; expected a file, a folder or a glob")
     files = sorted(match for match in _matches(place, path) if match.is_file())
     if not files:
-        raise DataError(f"{path}: not found; expected a file, a folder or a glob")
+        hub = f" (the hub's: hf download {path} --repo-type dataset)" if re.fullmatch(r"[\w-]+/[\w.-]+", path) else ""
+        raise DataError(f"{path}: not found; expected a file, a folder or a glob{hub}")
     return files
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from training.config.passed_on import LEFT_OUT, NOT_PASSED_ON
 from training.config.sections import suggest
 
 LARGEST = 10**12  # of a number of steps, samples and the like
@@ -32,12 +33,9 @@ def contradictions(config: Any) -> Iterator[str]:
     for name, value in config:
         if type(value) is int and value > LARGEST:
             yield f"{name}: expected at most {LARGEST:,}, found {value}"
-    if config.profile_steps and config.profile_steps[0] > config.profile_steps[1]:
-        yield f"profile_steps: expected [first, last], found {list(config.profile_steps)}"
+    yield from _of_zero(config.zero_optimization)
     yield from _of_precision(config)
     yield from of_optimizer(config)
-    if config.zero_optimization.offloads and not config.zero_optimization.stage:
-        yield "zero_optimization.offload_optimizer: stage 0 keeps the optimizer where it is; expected stage 1 or more"
     if config.stream_gb and not config.max_steps:
         yield "max_steps: expected a number, as nobody knows how many steps an epoch of a stream has"
     if config.stream_gb and config.packing == "dataset":
@@ -57,6 +55,15 @@ def contradictions(config: Any) -> Iterator[str]:
         for unlike, expected in _from_own_checkpoint(config, "a restart goes on from it"):
             if unlike:
                 yield f"max_restarts: expected {expected}, or max_restarts: 0"
+
+
+def _of_zero(zero: Any) -> Iterator[str]:
+    for key in sorted(NOT_PASSED_ON & {f"zero_optimization.{name}" for name in zero.model_extra or {}}):
+        yield f"{key}: {LEFT_OUT}"
+    for name in (name for name, value in (zero.model_extra or {}).items() if value == "auto"):  # HF Trainer fills it in
+        yield f"zero_optimization.{name}: expected a value, found 'auto'; leave it out for DeepSpeed's own"
+    if zero.offloads and not zero.stage:
+        yield "zero_optimization.offload_optimizer: stage 0 keeps the optimizer where it is; expected stage 1 or more"
 
 
 def _of_precision(config: Any) -> Iterator[str]:

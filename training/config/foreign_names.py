@@ -14,7 +14,6 @@ _TABLE = [  # our key, or none where there is no such thing; advice; names, each
     ("n_epoches", "", "num_train_epochs:HTLS num_epochs:A epochs: epoch:"),
     ("max_seq_len", "", "cutoff_len:L sequence_len:A max_length:TS max_seq_length:T model_max_length:H"),
     ("packing", "batch, dataset or false", "sample_packing:A neat_packing:L"),
-    ("truncate", "turns, oldest or refuse", "truncation_strategy:S"),
     ("mask", "assistant, last_turn or all", "train_on_inputs:A train_on_prompt:L assistant_only_loss:T"),
     ("optimizer.type", "AdamW, Adam, Lion, Adafactor or SGD", "optim:HTLS"),
     ("optimizer.params.lr", "", "learning_rate:HTALS lr:D"),
@@ -37,19 +36,15 @@ _TABLE = [  # our key, or none where there is no such thing; advice; names, each
     ("resume", "auto, none or a checkpoint's folder", "resume_from_checkpoint:HTALS"),
     ("steps_per_print", "", "logging_steps:HTALS"),
     ("eval_interval", "in steps", "eval_steps:HTALS eval_strategy:HTALS evaluation_strategy:HTA"),
-    ("eval_data_path", "", "eval_dataset:L val_dataset:S test_datasets:A"),
     ("eval_share", "a share of data_path, not a count", "val_set_size:A val_size:L split_dataset_ratio:S"),
-    ("timeout_minutes", "in minutes, not seconds", "ddp_timeout:HTLS"),
     ("", "tensorboard and wandb have sections of their own", "report_to:HTLS use_swanlab:L swanlab:"),
-    ("", "all weights are trained, no adapter", "adapter:A lora_r:A lora_rank:LS lora_alpha:ALS finetuning_type:L"),
-    ("", "all weights are trained, in 16 or 32 bits", "load_in_4bit:TA load_in_8bit:TA quantization_bit:L"),
+    ("", "all weights are trained, no adapter", "adapter:A lora_r:A lora_rank:LS finetuning_type:L load_in_4bit:TA"),
     ("", "code of a model's folder is never run", "trust_remote_code:TAL"),
     ("", "the tokenizer is the one in model_path", "tokenizer: tokenizer_name:H tokenizer_type:A"),
     ("", "write DeepSpeed's keys into this file", "deepspeed:HTALS"),
     ("", "train_ds_zero.py shards the weights with zero_optimization.stage: 3", "fsdp:HTALS fsdp_config:HTA"),
     ("", "upload the exported folder afterwards, with hf upload", "push_to_hub:HTLS hub_model_id:HTALS"),
     ("", "the best checkpoint by evaluation is kept", "early_stopping_patience:A load_best_model_at_end:HTAL"),
-    ("", "records are tokenized once and cached", "dataloader_num_workers:HTALS preprocessing_num_workers:L"),
 ]
 FOREIGN = {
     name: (key, advice, [TOOLS[letter] for letter in tools])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from annotated_types import Predicate
 from pydantic import Field, PositiveInt, model_validator
 
 from data.chat.prompts import Fallback, Mask, PromptFormat, TemplateArguments, Truncate
@@ -265,7 +266,11 @@ class TrainConfig(Section):
     """Take the products of an fp32 run to tensor cores (GPUs from Ampere on), with 10 bits of each factor; the log of
     an fp32 run says how much faster they are. Angles of positions stay exact."""
 
-    profile_steps: Annotated[tuple[PositiveInt, PositiveInt] | None, expected("[first, last], two steps from 1")] = None
+    profile_steps: Annotated[
+        tuple[PositiveInt, PositiveInt] | None,
+        Predicate(lambda steps: not steps or steps[0] <= steps[1]),
+        expected("[first, last], two steps from 1"),
+    ] = None
     """`[a, b]`: draw a timeline of steps a to b, counted from 1 (docs/memory-and-speed.md#see-where-the-time-goes)."""
 
     steps_per_print: int = Field(default=1, ge=1)

@@ -26,7 +26,6 @@ from pydantic import (
 from data.paths import with_home
 from data.records.sources import Source
 from training.config.foreign_names import FOREIGN
-from training.config.passed_on import LEFT_OUT, NOT_PASSED_ON
 
 ALIKE = 0.8  # the share of letters that a misspelt name and the one that was meant have in common
 FEW = 12  # names that fit into a message
@@ -333,15 +332,11 @@ class Zero(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _take_up(cls, value: Any) -> Any:
-        """Refuse what is not passed on, and take older DeepSpeed's `cpu_offload` as `offload_optimizer`."""
-        if not isinstance(value, dict):
-            return value
-        for key in (key for key in value if f"zero_optimization.{key}" in NOT_PASSED_ON):
-            raise ValueError(f"{key}: {LEFT_OUT}")
-        if not isinstance(value.get("cpu_offload"), bool) or (value["cpu_offload"] and value.get("offload_optimizer")):
+        """Read older DeepSpeed's `cpu_offload: true` as `offload_optimizer: {device: cpu}`."""
+        if not isinstance(value, dict) or not isinstance(value.get("cpu_offload"), bool):
             return value
         rest = {key: each for key, each in value.items() if key != "cpu_offload"}
-        return rest | ({"offload_optimizer": {"device": "cpu"}} if value["cpu_offload"] else {})
+        return {"offload_optimizer": {"device": "cpu"}} | rest if value["cpu_offload"] else rest
 
     @property
     def offloads(self) -> bool:

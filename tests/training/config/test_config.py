@@ -364,7 +364,7 @@ def test_the_type_of_a_schedule_says_which_params_there_are(line: str, params: W
         ("model_topo: {parts: [1, 2]}", "model_topo.parts: expected one entry for each of 1 stages, found [1, 2]"),
         ("profile_steps: 3", "profile_steps: expected [first, last], two steps from 1, found 3"),
         ("profile_steps: [0, 3]", "profile_steps: expected [first, last], two steps from 1, found [0, 3]"),
-        ("profile_steps: [4, 3]", "profile_steps: expected [first, last], found [4, 3]"),
+        ("profile_steps: [4, 3]", "profile_steps: expected [first, last], two steps from 1, found [4, 3]"),
         ("profile_steps: [1, 2.5]", "profile_steps: expected [first, last], two steps from 1, found [1, 2.5]"),
         ("model_topo: {parts: even}", "model_topo.parts: expected auto or a list of layers per stage, found 'even'"),
         ("save_path: ''", "save_path: expected at least 1 character, found"),
@@ -381,7 +381,7 @@ def test_the_type_of_a_schedule_says_which_params_there_are(line: str, params: W
         ),
         ("optimizer: {params: {amsgrad: 'false'}}", "optimizer.params.amsgrad: expected true or false, found 'false'"),
         ("optimizer: {type: SGD, params: {nesterov: 'no'}}", "optimizer.params.nesterov: expected true or false, fou"),
-        ("model_topo: {parts: [0]}", "model_topo.parts.0: expected greater than 0, found 0"),
+        ("model_topo: {parts: [0]}", "model_topo.parts: expected auto or a list of layers per stage, found [0]"),
     ],
 )
 def test_a_mistake_is_refused_with_its_file_and_key(line: str, reason: str, tmp_path: Path) -> None:

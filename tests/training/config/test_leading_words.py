@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
 
+from data.errors import DataError
+from data.records.sources import Source, files_of
+from models.checkpoint.layout import resolve
+from models.errors import CheckpointError
 from tests.training.config.test_config import refusal, write
 from training.config.contradictions import PARAMETERS
 from training.config.foreign_names import FOREIGN
@@ -88,13 +94,14 @@ def test_a_foreign_name_is_answered_with_ours(name: str, tmp_path: Path) -> None
             "gradient_clipping: auto",
             "gradient_clipping: expected a number, found 'auto', which HF Trainer would fill in",
         ),
+        ("zero_optimization: {reduce_bucket_size: auto}", "zero_optimization.reduce_bucket_size: expected a value, f"),
         ("optimizer: adamw_torch", "optimizer: expected keys and values, found 'adamw_torch'"),
         ("scheduler: cosine", "scheduler: expected keys and values, found 'cosine'"),
         ("export_hf: maybe", "export_hf: expected true or false, found 'maybe'"),
         ("save_path: ''", "save_path: expected at least 1 character, found ''"),
         ("data_path: []", "data_path: expected at least 1 item, found []"),
         ("use_grad_ckpt: maybe", "use_grad_ckpt: expected true, false, auto or {every: n}, found 'maybe'"),
-        ("profile_steps: [4, 3]", "profile_steps: expected [first, last], found [4, 3]"),
+        ("profile_steps: [4, 3]", "profile_steps: expected [first, last], two steps from 1, found [4, 3]"),
     ],
 )
 def test_the_words_of_a_refusal(line: str, words: str, tmp_path: Path) -> None:
@@ -116,3 +123,64 @@ def test_a_switch_may_stand_for_its_section(section: str, value: bool, tmp_path:
         load_config(write(tmp_path, f"{section}: {str(not value).lower()}", beside), [f"{section}.enabled={value}"]),
     ):
         assert getattr(config, section).enabled is value
+
+
+@pytest.mark.parametrize(
+    ("name", "is_hub"),
+    [
+        ("Qwen/Qwen3-0.6B", True),
+        ("tatsu-lab/alpaca", True),
+        ("../Qwen3", False),
+        ("./Qwen3", False),
+        ("/models/Qwen3", False),
+        ("Qwen3", False),
+        ("a/b/c", False),
+        ("here/Qwen3", False),
+    ],
+)
+def test_a_name_of_the_hub_leads_to_the_command_that_fetches_it(
+    name: str, is_hub: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    with pytest.raises(CheckpointError, match="not found; expected a model folder") as caught:
+        resolve(name)
+    assert (f"python convert_model.py download --model-name {name} --save-path DIR" in str(caught.value)) == is_hub
+    if is_hub:
+        with pytest.raises(DataError, match=f"hf download {name} --repo-type dataset"):
+            files_of(Source(path=name))
+
+
+WITHOUT_TORCH = """
+import sys, train_ds
+try:
+    train_ds.main()
+finally:
+    print("heavy" if {"torch", "transformers", "deepspeed"} & sys.modules.keys() else "light")
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--plan", "--devices", "8xA100"], "--devices: '8xA100': expected a number and one of A100-40G, A100-80G"),
+        (
+            ["--plan", "--devices", "8xA100-40G"],
+            "Qwen/Qwen3-0.6B: not found; expected a model folder, or first: python",
+        ),
+        (["--inspect", "3"], "Qwen/Qwen3-0.6B: not found; expected a model folder"),
+        ([], "Qwen/Qwen3-0.6B: not found; expected a model folder"),
+    ],
+)
+def test_devices_and_folders_are_looked_at_before_what_takes_seconds(
+    words: list[str], line: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path, "model_path: Qwen/Qwen3-0.6B", "optimizer: {params: {lr: 1e-5}}", leave_out="model_path")
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, "--config", str(path), *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (result.returncode, result.stdout) == (2, "light\n"), result.stderr
+    assert result.stderr.startswith(f"error: {line}") and result.stderr.count("\n") == 1
