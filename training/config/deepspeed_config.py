@@ -45,11 +45,8 @@ def check_device(config: TrainConfig) -> None:
         raise ConfigError("fp16.enabled: this device does not compute in fp16; expected bf16 or neither")
     if config.fp16.enabled and config.zero_optimization.stage == 0:  # DeepSpeed 0.19.8 divides gradients by the scale
         raise ConfigError("zero_optimization.stage: 0 does not scale the loss, which fp16 needs; expected 1 or more")
-    asked = [
-        key
-        for key in QUANTIZED
-        if config.zero_optimization.stage == 3 and (config.zero_optimization.model_extra or {}).get(key)
-    ]
+    zero = config.zero_optimization
+    asked = [key for key in QUANTIZED if zero.stage == 3 and (zero.model_extra or {}).get(key)]
     if asked and not torch.cuda.is_available():
         raise ConfigError(f"zero_optimization.{asked[0]}: its kernels need CUDA, which this machine does not have")
 

@@ -89,7 +89,7 @@ def facts(plan: Plan) -> list[str]:
         if plan.days is not None:
             duration = f"{plan.days:.1f} days" if plan.days >= 1 else f"{plan.days * 24:.1f} hours"
             lines.append(f"the whole run: {work.steps} steps, {duration}")
-    peak = f"at most {plan.peak / GB:.2f} GB"
+    peak = f"at most {plan.peak / GB:.2f} GB of tensors"
     if device.memory is None:
         return [*lines, f"memory: {peak} a process; nothing known limits it"]
     word = "fits" if plan.fits else "does not fit"
