@@ -252,7 +252,7 @@ def weights_of(run: Path) -> list[Tensor]:
 
 
 def resume(folder: Path) -> Figures:
-    """Kill a run with SIGKILL after step 3, resume it, and compare losses and weights with those of one run, by bits."""
+    """Kill a run after step 3, resume it, and compare losses and weights with those of one run, bit by bit."""
     for name in ("whole", "killed"):
         run_config(folder, name=name)
     if code := start_run("train_ds.py", folder / "whole.yml").wait():

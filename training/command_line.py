@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from models.checkpoint.layout import resolve
 from training.config.keys import ALIASES, TrainConfig
 from training.distributed import processes
 from training.distributed.processes import Place
@@ -21,6 +22,7 @@ from training.errors import ConfigError, keep_tracebacks_in, one_line_at_the_end
 from training.launch.agent import RUN
 from training.launch.hosts import read_hostfile
 from training.launch.start import Hosts, launch, name_accelerator
+from training.metrics.devices import KNOWN, parse_devices
 
 if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor
@@ -46,7 +48,7 @@ def parse_arguments(description: str, in_stages: bool = True) -> argparse.Namesp
     parser.add_argument("--inspect", type=_count, metavar="N", help="print the first N samples and leave")
     parser.add_argument("--html", metavar="FILE", help="with --inspect: write them as a page instead")
     parser.add_argument("--plan", action="store_true", help=staged("say what the run will take, and leave"))
-    told = "with --plan or --dry-run: the devices; this machine's otherwise"
+    told = f"with --plan or --dry-run: the devices, of {', '.join(KNOWN)}; this machine's otherwise"
     parser.add_argument("--devices", metavar="8xA100-40G", help=staged(told))
     told = "with --plan: the link inside of a host and the one between hosts"
     parser.add_argument("--links", metavar="nvlink4,ib400", help=staged(told))
@@ -125,14 +127,13 @@ def open_door(
     if place is not None:
         processes.end_with_launcher(place)
     with one_line_at_the_end(place.rank if place else None):
-        hosts = None
-        if arguments.hostfile and RUN not in os.environ:
-            _check_alone("--hostfile", place)
-            hosts = read_hostfile(arguments.hostfile, arguments.include, arguments.exclude)
+        hosts = _check_words(arguments, place)
         if arguments.auto:
             _configure(arguments, auto, place, hosts)
         config = load(Place(0, sum(map(len, hosts.values())), 0, 1) if hosts else place)
         keep_tracebacks_in(config.save_path)
+        if place is None and not hosts:
+            resolve(config.model_path)
         if arguments.plan:
             if plan is None:
                 raise ConfigError("--plan: plans pipelines; expected train_ds.py")
@@ -151,6 +152,16 @@ def open_door(
             launch(config, hosts, with_override)
         else:
             in_processes(config, place, run)
+
+
+def _check_words(arguments: argparse.Namespace, place: Place | None) -> Hosts | None:
+    """See that the named devices are known; read the hostfile, if any."""
+    if arguments.devices:
+        parse_devices(arguments.devices)
+    if not arguments.hostfile or RUN in os.environ:
+        return None
+    _check_alone("--hostfile", place)
+    return read_hostfile(arguments.hostfile, arguments.include, arguments.exclude)
 
 
 def _configure(
@@ -184,11 +195,13 @@ def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:
     from common.log import Log
     from data.inspection import summary
     from data.inspection.inspect import show_samples, show_tools, write_page
-    from models.checkpoint.layout import resolve
+    from models.spec import ModelSpec
     from training.data_setup import RecordReader
 
     console = Log()
-    reader = RecordReader(config, resolve(config.model_path), console)
+    folder = resolve(config.model_path)
+    ModelSpec.from_folder(folder)  # whether it can be trained, before its tokenizer is looked for
+    reader = RecordReader(config, folder, console)
     dataset = reader.stream().windows.peek() if config.stream_gb else reader.read("data", config.data_path)
     console.print(summary.table(dataset), highlight=False)
     warnings = [f"warning: {each}" for each in summary.warnings(dataset, config.max_seq_len)]

@@ -24,6 +24,7 @@ from training.checkpoint.resume import check_same_model, resume
 from training.checkpoint.side_files import read_side_files
 from training.checkpoint.tidying import best_so_far, make_room
 from training.config.deepspeed_config import (
+    check_device,
     check_fp8,
     check_shared_rows,
     check_tensor,
@@ -31,6 +32,7 @@ from training.config.deepspeed_config import (
     training_dtype,
 )
 from training.config.keys import TrainConfig
+from training.config.passed_on import unheeded
 from training.data_setup import RecordReader, build_loader
 from training.distributed.disk import Disk
 from training.distributed.processes import Place, agreed, set_threads
@@ -93,6 +95,7 @@ class Inputs:
         """Read model config and records."""
         folder = resolve(config.model_path)
         spec = ModelSpec.from_folder(folder)
+        check_device(config)
         config.parts_for(spec.n_layers)  # checked before the data are read, which takes longer
         check_fp8(config, spec)
         check_tensor(config, spec)
@@ -170,7 +173,8 @@ def run_job(config: TrainConfig, place: Place, monitor: RankMonitor, kind: type[
     kernels = choose_kernels(config, spec, known_loader)
     model = f"model: {spec.family.name}, {spec.n_layers} layers {topology.description}"
     proof = [f"family: {spec.family.proof}"] if spec.family.proof else []
-    describe(config, inputs, [model, *proof, *division.report, *kernels.report], progress.total_steps, log)
+    report = [model, *proof, *division.report, *kernels.report, *unheeded(config, kind.in_stages)]
+    describe(config, inputs, report, progress.total_steps, log)
     feedback = None
     if kind.in_stages:
         feedback = Feedback(config, spec, division, known_loader, progress.done + 1, progress.total_steps, log)

@@ -18,11 +18,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from models.errors import GONE
+from training.metrics.devices import GIGA
 from training.metrics.reporter import METRICS_FILE, read_metrics
 
 REPORT_FILE = "report.png"
 SIZE, DPI = (12.0, 8.0), 120  # inches and dots an inch: 1440 x 960 pixels
-GIB = 2**30
 FEW = 50  # so many steps are drawn as points too: one alone makes no line
 
 Lines = Sequence[dict[str, Any]]
@@ -80,10 +80,10 @@ def draw(run_folder: Path, output: Path | None = None, last_step: float = math.i
         right.set_ylim(0, 1)
         throughput.legend(handles=[*throughput.lines, *right.lines], fontsize="small")
     memory.set_title("peak memory of each stage")
-    memory.set_ylabel("GiB")
+    memory.set_ylabel("GB; on a CPU that of the whole process")
     peaks = [{"step": line["step"], **dict(enumerate(line.get("peak_memory", [])))} for line in steps]
     for stage in range(max(map(len, peaks)) - 1):
-        _line(memory, peaks, stage, scale=1 / GIB, label=f"stage {stage}")
+        _line(memory, peaks, stage, scale=1 / GIGA, label=f"stage {stage}")
     for panel in (lr, throughput, memory):
         panel.set_ylim(bottom=0)
     for panel, place in ((loss, "best"), (memory, "lower right")):  # memory fills quickly, and stays there

@@ -9,6 +9,7 @@ original was laid out so that an export can give it back, and `carried.safetenso
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
@@ -23,6 +24,7 @@ CARRIED = "carried.safetensors"
 LATEST = "latest"
 TEMPLATES = "additional_chat_templates"  # the one folder that tokenizers have
 ADAPTER = "adapter_config.json"
+HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # a model's name on the HuggingFace hub
 RECORD = "checkpoint.json"  # of a run's checkpoint, which is a pipeline folder
 
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf"}
@@ -78,7 +80,10 @@ def resolve(folder: str | Path) -> Path:
         if path.is_file():
             raise CheckpointError(f"{path}: a file; expected a model folder")
         if not path.is_dir():
-            raise CheckpointError(f"{path}: not found; expected a model folder")
+            fetch = ""
+            if HUB.fullmatch(str(folder)) and not path.parent.exists():
+                fetch = f", or first: python convert_model.py download --model-name {folder} --save-path DIR"
+            raise CheckpointError(f"{path}: not found; expected a model folder{fetch}")
         if (path / ADAPTER).is_file():
             done = "merge it into its base first (merge_and_unload, save_pretrained)"
             raise CheckpointError(f"{path}: an adapter ({ADAPTER}), no whole model; {done}")

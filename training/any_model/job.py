@@ -18,6 +18,7 @@ from training.checkpoint.folder import CheckpointRecord, DataOrder
 from training.checkpoint.resume import resume
 from training.config.deepspeed_config import check_device
 from training.config.gpu import check_gpu
+from training.config.passed_on import unheeded
 from training.distributed.disk import Disk
 from training.distributed.processes import Place, agreed
 from training.distributed.rank_monitor import RankMonitor
@@ -76,7 +77,7 @@ def run_layers(
     )
     if progress.is_over([], Path()):
         return
-    for line in [f"model: {len(layers)} layers {topology.description}", *describe_numerics(config)]:
+    for line in [f"model: {len(layers)} layers {topology.description}", *describe_numerics(config), *unheeded(config)]:
         log.print(line)
     log.print(f"steps: {progress.total_steps} of {config.train_batch_size} samples, {loader.steps_per_epoch} an epoch")
     build = partial(LayerTrainer.of, layers, forward_step, loss, loader, config, parts, progress.checkpoint)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from common.whole_files import replace_text
 from data.paths import with_home
 from data.records.sources import as_sources
 from models.checkpoint.download import download
+from models.checkpoint.layout import HUB
 from models.errors import CheckpointError
 from training.auto.choices import Choices
 from training.auto.choose import choose
@@ -32,7 +32,6 @@ from training.preflight import check_writable
 FILE = "auto.yml"
 OF_A_RUN = ("config.yml", "latest")  # what a run leaves in its folder
 BASE = "base"  # where a model of the hub is put, in the run's folder
-HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def configure(arguments: argparse.Namespace, hosts: Hosts | None) -> Path:

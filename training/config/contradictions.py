@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from training.config.sections import nearest
+from training.config.passed_on import LEFT_OUT, NOT_PASSED_ON
+from training.config.sections import suggest
 
 LARGEST = 10**12  # of a number of steps, samples and the like
 ADAM = "lr betas eps weight_decay amsgrad maximize foreach capturable differentiable fused".split()
@@ -32,6 +33,7 @@ def contradictions(config: Any) -> Iterator[str]:
     for name, value in config:
         if type(value) is int and value > LARGEST:
             yield f"{name}: expected at most {LARGEST:,}, found {value}"
+    yield from _of_zero(config.zero_optimization)
     yield from _of_precision(config)
     yield from of_optimizer(config)
     if config.stream_gb and not config.max_steps:
@@ -53,6 +55,15 @@ def contradictions(config: Any) -> Iterator[str]:
         for unlike, expected in _from_own_checkpoint(config, "a restart goes on from it"):
             if unlike:
                 yield f"max_restarts: expected {expected}, or max_restarts: 0"
+
+
+def _of_zero(zero: Any) -> Iterator[str]:
+    for key in sorted(NOT_PASSED_ON & {f"zero_optimization.{name}" for name in zero.model_extra or {}}):
+        yield f"{key}: {LEFT_OUT}"
+    for name in (name for name, value in (zero.model_extra or {}).items() if value == "auto"):  # HF Trainer fills it in
+        yield f"zero_optimization.{name}: expected a value, found 'auto'; leave it out for DeepSpeed's own"
+    if zero.offloads and not zero.stage:
+        yield "zero_optimization.offload_optimizer: stage 0 keeps the optimizer where it is; expected stage 1 or more"
 
 
 def _of_precision(config: Any) -> Iterator[str]:
@@ -94,8 +105,7 @@ def of_optimizer(config: Any) -> Iterator[str]:
             yield "model_topo: a model axis cuts the weights, which Adafactor needs whole; expected none"
     known = OFFLOADED if zero.offloads and config.zero_force_ds_cpu_optimizer else PARAMETERS
     for name in (name for name in config.optimizer.params if name not in known.get(kind, [name])):
-        near = "lr" if name == "learning_rate" else nearest(name, known[kind])
-        yield f"optimizer.params.{name}: {kind} does not take it; did you mean {near}?"
+        yield f"optimizer.params.{name}: {kind} does not take it{suggest(name, known[kind], 'optimizer.params')}"
     if kind not in known:
         yield (
             f"optimizer.type: {kind} cannot be offloaded; expected one of {', '.join(OFFLOADED)}, or "

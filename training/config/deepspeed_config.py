@@ -14,7 +14,8 @@ from models.parallel import tensor
 from models.parallel.peers import Peers
 from models.spec import ModelSpec, key_heads
 from training.config.keys import TrainConfig
-from training.config.sections import nearest
+from training.config.passed_on import IDLE
+from training.config.sections import reworded, suggest
 from training.errors import ConfigError
 
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
@@ -32,18 +33,20 @@ def check_device(config: TrainConfig) -> None:
     try:
         DeepSpeedZeroConfig.model_validate(config.zero_optimization.model_dump(exclude_none=True))
     except ValidationError as error:
-        first = error.errors()[0]
-        *sections, name = ["zero_optimization", *map(str, first["loc"])]
-        unknown = f"DeepSpeed does not have it; did you mean {nearest(name, DeepSpeedZeroConfig.model_fields)}?"
-        told = unknown if first["type"] == "extra_forbidden" else f"{first['msg']}, found {first['input']!r}"
-        raise ConfigError(f"{'.'.join([*sections, name])}: {told}") from None
+        first, section = error.errors()[0], "zero_optimization"
+        place = ".".join([section, *map(str, first["loc"])])
+        told = f"{reworded(first['msg'])}, found {first['input']!r}"
+        if first["type"] == "extra_forbidden":
+            told = f"DeepSpeed does not have it{suggest(first['loc'][-1], DeepSpeedZeroConfig.model_fields, section)}"
+        raise ConfigError(f"{place}: {told}") from None
     if get_accelerator().device_name() == "cpu":
         get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed asks for the instructions, torch needs none
     if config.fp16.enabled and not get_accelerator().is_fp16_supported():
         raise ConfigError("fp16.enabled: this device does not compute in fp16; expected bf16 or neither")
     if config.fp16.enabled and config.zero_optimization.stage == 0:  # DeepSpeed 0.19.8 divides gradients by the scale
         raise ConfigError("zero_optimization.stage: 0 does not scale the loss, which fp16 needs; expected 1 or more")
-    asked = [key for key in QUANTIZED if (config.zero_optimization.model_extra or {}).get(key)]
+    zero = config.zero_optimization
+    asked = [key for key in QUANTIZED if zero.stage == 3 and (zero.model_extra or {}).get(key)]
     if asked and not torch.cuda.is_available():
         raise ConfigError(f"zero_optimization.{asked[0]}: its kernels need CUDA, which this machine does not have")
 
@@ -144,7 +147,7 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
     }
     for name, precision in (("bf16", config.bf16), ("fp16", config.fp16)):
         if precision.enabled:
-            resolved[name] = precision.model_dump(exclude_none=True)
+            resolved[name] = precision.model_dump(exclude_none=True, exclude=set(IDLE))
     if config.bf16.enabled:
         resolved["bf16"] |= {"immediate_grad_update": True, "check_grad_overflow": True}
         if config.zero_optimization.stage:

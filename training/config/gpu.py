@@ -30,15 +30,24 @@ def check_gpu(config: TrainConfig) -> None:
             raise ConfigError("fp8.enabled: this machine has no GPU; expected false")
         return
     check_wheel()
-    name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-    if config.bf16.enabled and capability < AMPERE:
-        raise ConfigError(f"bf16.enabled: {name} does not compute in bf16; expected fp16")
-    if config.tf32 and capability < AMPERE:
-        raise ConfigError(f"tf32: {name} does not have it; expected false")
-    if config.fp8.enabled and capability < fp8.CAPABILITY:
-        raise ConfigError(f"fp8.enabled: {name} is older than Ada and Hopper (sm_89, sm_90); expected false")
+    capability = torch.cuda.get_device_capability()
+    check_numbers(config, torch.cuda.get_device_name(), capability >= AMPERE, capability >= fp8.CAPABILITY)
     if config.fp8.enabled and not fp8.is_installed():
         raise ConfigError(f"fp8.enabled: torchao is not installed; expected pip install {fp8.PACKAGE}")
+
+
+def check_numbers(config: TrainConfig, name: str, ampere: bool, has_fp8: bool) -> None:
+    """Refuse numbers in which a GPU of this name does not compute.
+
+    Raises:
+        ConfigError: bf16, TF32 or fp8, which it lacks.
+    """
+    if config.bf16.enabled and not ampere:
+        raise ConfigError(f"bf16.enabled: {name} does not compute in bf16; expected fp16")
+    if config.tf32 and not ampere:
+        raise ConfigError(f"tf32: {name} does not have it; expected false")
+    if config.fp8.enabled and not has_fp8:
+        raise ConfigError(f"fp8.enabled: {name} is older than Ada and Hopper (sm_89, sm_90); expected false")
 
 
 def check_wheel() -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from annotated_types import Predicate
+from pydantic import Field, PositiveInt, model_validator
 
 from data.chat.prompts import Fallback, Mask, PromptFormat, TemplateArguments, Truncate
 from data.packing import Packing
@@ -33,20 +34,17 @@ from training.config.sections import (
     WandB,
     Zero,
     ZLoss,
+    expected,
 )
 from training.errors import ConfigError
 from training.schedule.instructions import Schedule
 
-# DeepSpeed's keys that would be without effect in a pipeline, or change what is trained in ways that nobody has tested.
-NOT_PASSED_ON = frozenset(
-    "activation_checkpointing aio amp checkpoint comms_logger csv_monitor disable_allgather dump_state flops_profiler "
-    "gradient_predivide_factor memory_breakdown pipeline prescale_gradients sparse_gradients torch_autocast "
-    "wall_clock_breakdown".split()
-)
 # What says how DeepSpeed sums the replicas' gradients.
 DEEPSPEEDS_SUMS = {"reduce_scatter", "reduce_bucket_size", "contiguous_gradients", "use_multi_rank_bucket_allreduce"}
 LONGEST = 2**24  # tokens: of a sample or a row
 YEAR = 366 * 24 * 60  # minutes
+
+Automatic = Annotated[bool | Literal["auto"], expected("true, false or auto")]
 
 ALIASES = {"n_epochs": "n_epoches"}  # other spellings of our own keys
 
@@ -237,7 +235,7 @@ class TrainConfig(Section):
     chunks of the layers, so that stages wait less where a step has few micro-batches
     (docs/parallelism.md#dims-and-parts)."""
 
-    use_grad_ckpt: bool | Literal["auto"] | EveryNth = False
+    use_grad_ckpt: Annotated[bool | Literal["auto"] | EveryNth, expected("true, false, auto or {every: n}")] = False
     """Recompute activations in the backward pass: less memory for about a third more arithmetic. `true`: of all blocks;
     `{every: 2}`: of every second one; `auto`: of as many as the GPU's memory asks for, by the planner's account (on a
     CPU none), and the log says how many of each stage."""
@@ -246,7 +244,7 @@ class TrainConfig(Section):
     """What is kept for the backward pass waits in the host's memory: with `use_grad_ckpt` the inputs of blocks, else
     their activations. They come back one block ahead. It saves memory on a GPU only."""
 
-    use_flash_attn: bool | Literal["auto"] = "auto"
+    use_flash_attn: Automatic = "auto"
     """Which attention kernel. `auto` runs each exact one of the GPU on one block and rows like the run's, which takes a
     second or two, takes the fastest, says the times in the log and keeps the choice in `kernels.json` beside the run.
     `true`: flash attention without a trial: the flash-attn package where it is installed, else torch's own kernel for
@@ -254,7 +252,7 @@ class TrainConfig(Section):
     usual kernel, which every device has; so do CPUs, fp32 runs and GPUs before Ampere (V100, T4), and the log says why.
     """
 
-    compile: bool | Literal["auto"] = "auto"
+    compile: Automatic = "auto"
     """Compile the blocks with torch.compile: once, for rows of all lengths. The first steps take up to some minutes
     more. `auto` does on GPUs from Ampere on where a block that is tried at the start compiles, but with experts or ZeRO
     stage 3; `true` does on any device, and ZeRO stage 3 refuses it."""
@@ -268,35 +266,16 @@ class TrainConfig(Section):
     """Take the products of an fp32 run to tensor cores (GPUs from Ampere on), with 10 bits of each factor; the log of
     an fp32 run says how much faster they are. Angles of positions stay exact."""
 
-    profile_steps: tuple[int, int] | None = None
+    profile_steps: Annotated[
+        tuple[PositiveInt, PositiveInt] | None,
+        Predicate(lambda steps: not steps or steps[0] <= steps[1]),
+        expected("[first, last], two steps from 1"),
+    ] = None
     """`[a, b]`: draw a timeline of steps a to b, counted from 1 (docs/memory-and-speed.md#see-where-the-time-goes)."""
 
     steps_per_print: int = Field(default=1, ge=1)
     """A line of metrics every so many steps, where no progress bar can be shown because the output is not a terminal.
     """
-
-    @field_validator("use_grad_ckpt", mode="before")
-    @classmethod
-    def _one_of_its_forms(cls, value: Any) -> Any:
-        every = value.get("every") if isinstance(value, dict) and len(value) == 1 else None
-        if not (isinstance(value, (bool, EveryNth)) or value == "auto" or (type(every) is int and every > 0)):
-            raise ValueError("expected true, false, auto or {every: n}")
-        return value
-
-    @field_validator("use_flash_attn", "compile", mode="before")
-    @classmethod
-    def _boolean_or_auto(cls, value: Any) -> Any:
-        if not isinstance(value, bool) and value != "auto":
-            raise ValueError("expected true, false or auto")
-        return value
-
-    @field_validator("profile_steps", mode="before")
-    @classmethod
-    def _first_and_last(cls, value: Any) -> Any:
-        steps = value if isinstance(value, (list, tuple)) and len(value) == 2 else [0, 0]
-        if value is not None and not (all(type(step) is int for step in steps) and 1 <= steps[0] <= steps[1]):
-            raise ValueError("expected [first, last], two steps from 1")
-        return value
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:

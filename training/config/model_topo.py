@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy
 from numpy.typing import NDArray
 from pydantic import PositiveInt, field_validator, model_validator
 
-from training.config.sections import Section
+from training.config.sections import Section, expected
 
 Axis = Literal["pipe", "data", "model"]
 
@@ -48,15 +48,13 @@ class ModelTopo(Section):
     Nothing changes but the time: whole ones make larger products, but all wait for the one whose experts got the most
     tokens."""
 
-    parts: list[PositiveInt] | None = None
+    parts: Annotated[list[PositiveInt] | None, expected("auto or a list of layers per stage")] = None
     """Layers of each stage: one entry a stage, which sum to blocks + 2. `auto`, or no key, finds the parts whose
     slowest stage is fastest (docs/parallelism.md#plan-before-you-train)."""
 
     @field_validator("parts", mode="before")
     @classmethod
     def _auto_is_none(cls, parts: Any) -> Any:
-        if parts is not None and not isinstance(parts, list) and parts != "auto":
-            raise ValueError("expected auto or a list of layers per stage")
         return None if parts == "auto" else parts
 
     @model_validator(mode="after")

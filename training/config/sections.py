@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from difflib import get_close_matches
 from math import isfinite
 from typing import Annotated, Any, Literal, get_args
 
@@ -16,19 +16,38 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    ValidationError,
     ValidationInfo,
+    WrapValidator,
     field_validator,
     model_validator,
 )
 
 from data.paths import with_home
 from data.records.sources import Source
+from training.config.foreign_names import FOREIGN
+
+ALIKE = 0.8  # the share of letters that a misspelt name and the one that was meant have in common
+FEW = 12  # names that fit into a message
+# pydantic's words: what surrounds the expected, and what it is called here.
+AROUND = r"^(\w+ should (be|have)|expected) |, (unable|got) .*| after validation.*| or instance of .*"
+WORDS = {"integer": "an integer", "dictionary": "keys and values", "boolean": "true or false"}
 
 
 class Section(BaseModel):
     """Keys that belong together; others are refused."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _switch(cls, value: Any) -> Any:
+        """Read `bf16: true` as `bf16: {enabled: true}`."""
+        if "enabled" not in cls.model_fields or isinstance(value, (dict, cls)):
+            return value
+        if not isinstance(value, bool):
+            raise ValueError("expected true, false or {enabled: true}")
+        return {"enabled": value}
 
     @field_validator("*", mode="before")
     @classmethod
@@ -51,9 +70,36 @@ def sections_in(annotation: Any) -> list[type[BaseModel]]:
     return [kind for kind in _kinds(annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)]
 
 
-def nearest(name: object, known: Iterable[str]) -> str:
-    """Which of the names that there are is most like one that there is not."""
-    return difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
+def expected(words: str) -> WrapValidator:
+    """Complain about any other value in these words."""
+
+    def check(value: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(f"expected {words}") from None
+
+    return WrapValidator(check)
+
+
+def reworded(message: str) -> str:
+    """Turn pydantic's `Input should be a valid integer, unable to ...` into `expected an integer`."""
+    what = re.sub(AROUND, "", message)
+    found = re.fullmatch("a valid (.*)", what)
+    return f"expected {WORDS.get(found[1], f'a {found[1]}') if found else what}"
+
+
+def suggest(name: object, known: Iterable[str], section: str = "") -> str:
+    """End the complaint about an unknown key: with the one that was meant, or with those that there are."""
+    known, prefix = list(known), f"{section}." if section else ""
+    key, advice, _ = FOREIGN.get(str(name).lower().replace("-", "_"), (None, "", []))
+    if key == "" and not section:
+        return f"; no such thing here: {advice}"
+    if key and key != f"{prefix}{name}" and section.partition(".")[0] in ("", key.partition(".")[0]):
+        return f"; did you mean {key}?{f' ({advice})' if advice else ''}"
+    if near := get_close_matches(str(name), known, n=1, cutoff=ALIKE):
+        return f"; did you mean {prefix}{near[0]}?"
+    return f"; expected one of {', '.join(known)}" if len(known) <= FEW else ""
 
 
 # The home folder takes the place of `~`, which no shell replaces in a file.
@@ -161,6 +207,9 @@ _SCHEDULER_PARAMS: dict[str, type[WarmUp]] = {
 }
 
 
+PARAMS = "scheduler.params"
+
+
 class Scheduler(Section):
     """`scheduler`: the learning rate over the run; total_num_steps is computed from the data."""
 
@@ -182,8 +231,7 @@ class Scheduler(Section):
         section = _SCHEDULER_PARAMS[kind]
         if isinstance(params, dict):
             for name in (name for name in params if name not in section.model_fields):
-                near = nearest(name, section.model_fields)
-                raise ValueError(f"{name}: {kind} does not have it; did you mean {near}?")
+                raise ValueError(f"{name}: {kind} does not have it{suggest(name, section.model_fields, PARAMS)}")
         return section.model_validate(params)
 
 
@@ -195,10 +243,10 @@ class BF16(Section):
     fp32."""
 
     immediate_grad_update: bool | None = None
-    """DeepSpeed's own; always on in a pipeline."""
+    """DeepSpeed's own; always on."""
 
     check_grad_overflow: bool | None = None
-    """DeepSpeed's own: look for infinite gradients."""
+    """DeepSpeed's own; always on."""
 
     bf16_master_weights_and_grads: bool | None = None
     """DeepSpeed's own: keep the weights of the optimizer in bf16 too."""
@@ -215,7 +263,10 @@ class FP16(Section):
     stage 0."""
 
     auto_cast: bool | None = None
-    """DeepSpeed's own: convert the inputs to fp16."""
+    """DeepSpeed's own; no effect here."""
+
+    fused_optimizer: bool | None = None
+    """gdGPT's; no effect here."""
 
     loss_scale: float | None = None
     """DeepSpeed's own: a fixed loss scale; 0, or without the key, a dynamic one."""
@@ -277,6 +328,15 @@ class Zero(BaseModel):
     """`0` or `1` in a pipeline; stage 1 shards the optimizer over the replicas. 2 and 3 are for `train_ds_zero.py`."""
 
     offload_optimizer: OptimizerOffload | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_up(cls, value: Any) -> Any:
+        """Read older DeepSpeed's `cpu_offload: true` as `offload_optimizer: {device: cpu}`."""
+        if not isinstance(value, dict) or not isinstance(value.get("cpu_offload"), bool):
+            return value
+        rest = {key: each for key, each in value.items() if key != "cpu_offload"}
+        return {"offload_optimizer": {"device": "cpu"}} | rest if value["cpu_offload"] else rest
 
     @property
     def offloads(self) -> bool:

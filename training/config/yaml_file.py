@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Hashable
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,9 +17,9 @@ from pydantic import ValidationError
 
 from common.terminal import is_safe_line
 from data.paths import read_small
-from training.config.contradictions import PARAMETERS
-from training.config.keys import ALIASES, NOT_PASSED_ON, TrainConfig
-from training.config.sections import nearest, sections_in
+from training.config.keys import ALIASES, TrainConfig
+from training.config.passed_on import LEFT_OUT, NOT_PASSED_ON
+from training.config.sections import reworded, sections_in, suggest
 from training.errors import ConfigError
 
 MOST_VALUES = 100_000  # in a config, its aliases and merge keys followed
@@ -150,6 +149,7 @@ def override(raw: dict[str, Any], word: str) -> None:
     section = raw
     for parent in parents:
         child = section.get(parent)
+        child = {"enabled": child} if isinstance(child, bool) else child  # `bf16: true`
         if not isinstance(child, dict | None):
             raise ConfigError(f"command line: {key}: {parent} is a value, not a section")
         section[parent] = dict(child or {})  # a copy, as an alias in the file makes other keys the same section
@@ -169,22 +169,17 @@ def _explain(error: ValidationError, kind: type[TrainConfig]) -> str:
     place = ".".join(steps)
     if first["type"] in unknown:
         if place in NOT_PASSED_ON:
-            return f"{place}: DeepSpeed's, not tested in a pipeline and not passed on; leave it out"
+            return f"{place}: {LEFT_OUT}"
         *sections, name = steps
         around: Any = kind
         for step in sections:
             if step in around.model_fields:  # else it is a place in a list
                 around = sections_in(around.model_fields[step].annotation)[0]
-        near = ".".join([*sections, nearest(name, around.model_fields)])
-        if sections in ([], ["optimizer"]) and name in ("learning_rate", *chain(*PARAMETERS.values())):
-            near = f"optimizer.params.{name.replace('learning_rate', 'lr')}"
-        return f"unknown key {place}; did you mean {near}?"
+        return f"unknown key {place}{suggest(name, around.model_fields, '.'.join(sections))}"
     if first["type"] == "missing":
         return f"{place}: missing"
-    if first["type"] == "value_error":
-        reason = str(first["ctx"]["error"])
-        if reason.startswith("expected"):
-            return f"{place}: {reason}, found {first['input']!r}"
+    reason = str(first["ctx"]["error"]) if first["type"] == "value_error" else reworded(first["msg"])
+    if not reason.startswith("expected"):
         return f"{place}.{reason}" if place else reason
-    message = first["msg"].replace("Input should be a valid", "expected a").replace("Input should be", "expected")
-    return f"{place}: {message}, found {first['input']!r}"
+    auto = ", which HF Trainer would fill in" if first["input"] == "auto" else ""
+    return f"{place}: {reason}, found {first['input']!r}{auto}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -22,6 +23,7 @@ Answer = dict[str, Any]  # of `training.launch.agent.look`
 ROOT = Path(__file__).parents[__name__.count(".")]  # where imports begin, whatever the folder that it starts in
 PREFIX = f"import sys; sys.path.insert(0, {str(ROOT)!r});"
 AGENT = (sys.executable, "-c", f"{PREFIX} from {agent.__name__} import main; main()")
+FILTER = re.compile(r"[^@:]+(:\d+(,\d+)*)?(@[^@:]+(:\d+(,\d+)*)?)*")  # of --include and --exclude
 ANSWER = 10  # seconds for a host to let ssh in, and as many for what is asked there
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER}")  # asks no question
 LIVELY = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")  # a host that is gone is known after 15 s
@@ -48,13 +50,20 @@ def read_hostfile(path: str, include: str, exclude: str) -> dict[str, list[int]]
     from deepspeed.launcher import runner
 
     runner.logger.setLevel("CRITICAL")  # it would print the whole file
+    for option, words in (("--include", include), ("--exclude", exclude)):
+        if words and not FILTER.fullmatch(words):
+            raise ConfigError(
+                f"{option} {words!r}: expected hosts, with the numbers of slots or all, as node1@node2:0,1"
+            )
+    expected = "lines such as: node1 slots=8"
     try:
         # Its own reader would take a byte order mark, as Windows writes it, for a part of the first name.
         pool = runner._parse_hostfile(Path(path).read_text(encoding="utf-8-sig").splitlines())
+        expected = "hosts and slots that stand in it"
         chosen: dict[str, list[int]] = runner.parse_inclusion_exclusion(pool, include, exclude)
     except (OSError, ValueError) as error:
         told = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"--hostfile {path}: {told}; expected lines such as: node1 slots=8") from None
+        raise ConfigError(f"--hostfile {path}: {told}; expected {expected}") from None
     if not any(chosen.values()):
         raise ConfigError(
             f"--hostfile {path}: no slot is left; expected hosts that --include and --exclude leave, with slots="

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import yaml
 
 from training.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 GIGA, TERA = 1e9, 1e12
 USABLE = 0.96
@@ -76,49 +79,57 @@ class Device:
 
     def flops(self, dtype: torch.dtype) -> float:
         """FLOP/s at best in `dtype`."""
-        return self.single if dtype == torch.float32 else self.half
+        return self.single if dtype.itemsize == 4 else self.half
 
 
 # A core of a desktop or a server; only the ratio of arithmetic to memory matters, for the division of layers.
 CPU = Device(
     "CPU", None, 1e11, 5e10, 1e10, 1.0, 1.0, 0.0, cores=1, link=1e9, kernel=0, launch=0, reserves=False, known=False
 )
-_GPUS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("gpus.yml").read_text(encoding="utf-8"))
+KNOWN: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("gpus.yml").read_text(encoding="utf-8"))
 
 
 def peak_flops(device_name: str) -> float | None:
     """Dense half-precision FLOP/s of a GPU by torch's name of it; None for one that is not known, or a slice of one."""
     key = _known(device_name)
-    return _GPUS[key]["half"] * TERA if key else None
+    return KNOWN[key]["half"] * TERA if key else None
 
 
 def parse_devices(text: str) -> tuple[int, Device]:
-    """How many of which device: `8xA100-40G`, `H200`.
+    """Read how many of which device: `8xA100-40G`, `H200`, `4x4090`.
 
     Raises:
-        ConfigError: another form, or a device that is not known.
+        ConfigError: a device that is not known, or one of several sizes without its size.
     """
-    match = re.fullmatch(r"(?:(\d+)x)?([A-Za-z]+\w*?)(?:-(\d+)G?B?)?", text.replace(" ", ""), re.IGNORECASE)
-    if not match:
-        raise ConfigError(f"--devices: {text!r}: expected a number and a device such as 8xA100-40G")
-    count, name, size = match.groups()
-    known = next((key for key in _GPUS if key.lower() == name.lower()), None)
-    if known is None or int(count or 1) < 1:
-        raise ConfigError(f"--devices: {text!r} is not known; expected at least one of {', '.join(_GPUS)}")
-    sizes = list(_GPUS[known]["memory"])
-    if size and int(size) not in sizes:
-        raise ConfigError(f"--devices: {text!r}: {known} has {' or '.join(map(str, sizes))} GB")
-    return int(count or 1), _device(known, int(size or sizes[0]))
+    count, word = re.findall(r"^(?:(\d+)x)?(.*)", "".join(text.split()), re.IGNORECASE)[0]
+    labels = {f"{name}-{size}G": (name, size) for name, gpu in KNOWN.items() for size in gpu["memory"]}
+    asked, number = _plain(word), int(count or 1)
+    known = {
+        label: (_plain(label), _plain(name), _plain(name).removeprefix("rtx")) for label, (name, _) in labels.items()
+    }
+    found = [label for label, names in known.items() if asked in names]
+    if len(found) == 1 and number:
+        return number, _device(*labels[found[0]])
+    near = found or [label for label, names in known.items() if asked.startswith(names[1:])]
+    near = near or get_close_matches(word.upper(), labels) or list(labels)
+    raise ConfigError(f"--devices: {text!r}: expected a number and one of {', '.join(near)}, such as 8x{near[0]}")
+
+
+def _plain(word: str) -> str:
+    """A device's name without what people add to it: `Tesla V100-SXM2-32GB` -> `v10032`."""
+    return re.sub(r"[^a-z0-9]|sxm\d?|nvidia|tesla|geforce|(?<=\d)gi?b?$", "", word.lower())
 
 
 def this_device() -> Device:
     """The device that this process would run on. Ask one rank and tell the others: machines may differ."""
+    import torch  # takes seconds, and a command line is read before
+
     if not torch.cuda.is_available():
         return CPU
     own = torch.cuda.get_device_properties(torch.cuda.current_device())
     name, memory = own.name, own.total_memory
     known = _known(name)
-    near = [size for size in _GPUS[known]["memory"] if 0.9 < memory / (size * GIB) <= 1.01] if known else []
+    near = [size for size in KNOWN[known]["memory"] if 0.9 < memory / (size * GIB) <= 1.01] if known else []
     if known and near:
         return _device(known, near[0])
     half = peak_flops(name) or 1e14
@@ -129,11 +140,11 @@ def _known(device_name: str) -> str | None:
     """The key of a GPU, as `peak_flops` has it."""
     if re.search(r"\bMIG\b", device_name):
         return None
-    return next((key for key, gpu in _GPUS.items() if re.search(rf"\b{gpu['pattern']}(?!\w)", device_name)), None)
+    return next((key for key, gpu in KNOWN.items() if re.search(rf"\b{gpu['pattern']}(?!\w)", device_name)), None)
 
 
 def _device(name: str, gib: int) -> Device:
-    gpu = _GPUS[name]
+    gpu = KNOWN[name]
     return Device(
         f"{name}-{gib}G",
         int(gib * GIB * USABLE),

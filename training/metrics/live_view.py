@@ -20,12 +20,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from training.metrics.devices import GIGA
 from training.metrics.step_metrics import StepMetrics
 
 BETWEEN = 0.25  # seconds between two drawings, at least
 CURVE, BAR = 48, 24  # columns
 LEVELS, ASCII_LEVELS = "▁▂▃▄▅▆▇█", "_.-=*#"
-GIB = 2**30
 
 
 class LiveView:
@@ -79,7 +79,7 @@ class LiveView:
             if len(held) == 2 * count:  # a stage has a chunk from either end
                 held = [first + last for first, last in zip(held[:count], reversed(held), strict=False)]
             stages = enumerate(zip(held, metrics.peak_memory, strict=False))
-            told = [f"stage {stage}: {layers} layers, {most / GIB:.1f} GiB" for stage, (layers, most) in stages]
+            told = [f"stage {stage}: {layers} layers, {most / GIGA:.1f} GB" for stage, (layers, most) in stages]
             lines.append(Text("  ".join(told), no_wrap=True, overflow="ellipsis"))
         return Group(*lines)
 

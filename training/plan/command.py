@@ -22,8 +22,16 @@ from models.checkpoint.layout import resolve
 from models.checkpoint.publish import writing
 from models.errors import CheckpointError
 from models.spec import ModelSpec
-from training.config.deepspeed_config import check_fp8, check_shared_rows, check_tensor, router_loss_weight
+from training.config.deepspeed_config import (
+    check_device,
+    check_fp8,
+    check_shared_rows,
+    check_tensor,
+    router_loss_weight,
+)
+from training.config.gpu import check_gpu, check_numbers
 from training.config.keys import TrainConfig
+from training.config.passed_on import unheeded
 from training.data_setup import RecordReader, build_loader
 from training.errors import ConfigError
 from training.metrics.devices import parse_devices, this_device
@@ -49,7 +57,12 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     log = Log(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     folder = resolve(config.model_path)
     spec = ModelSpec.from_folder(folder)
+    check_device(config)
     count, device = parse_devices(arguments.devices) if arguments.devices else (None, this_device())
+    if arguments.devices:
+        check_numbers(config, device.name, device.ampere, device.fp8 > 0)
+    else:
+        check_gpu(config)
     check_fp8(config, spec)
     config, fabric = _on(config, count, arguments.search), None
     if arguments.links:
@@ -71,7 +84,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     processes = count or config.model_topo.processes
     on = f"{processes} x {device.name}" if device.memory else f"{processes} processes on a {device.name}"
     log.print(f"model: {spec.family.name}, {spec.n_layers} layers; {on}")
-    for line in told:
+    for line in [*told, *unheeded(config, plan=True)]:
         log.print(line)
     if arguments.search:
         best = search(basis, processes, feed)

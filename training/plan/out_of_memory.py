@@ -10,19 +10,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from pydantic import ByteSize, TypeAdapter
 
 from data.loader import Loader
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
-from training.metrics.devices import this_device
+from training.metrics.devices import GIGA, this_device
 from training.metrics.peak_memory import peak_memory
 from training.plan.alternatives import next_change
 from training.plan.basis import Basis
 from training.plan.plan import Plan
 from training.plan.workload import Workload
 
-GIB = 2**30
 ASKED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)  # of CUDA's allocator and of the CPU's
 
 
@@ -42,7 +42,8 @@ def out_of_memory_told(config: TrainConfig, spec: ModelSpec, stage: int, loader:
         yield
     except RuntimeError as error:
         if asked := ASKED.search(str(error)):
-            raise ConfigError(f"{_held(stage, asked[1])}{_planned(config, spec, stage, loader)}") from error
+            size = TypeAdapter(ByteSize).validate_python(asked[1].replace("bytes", "B"))
+            raise ConfigError(f"{_held(stage, _gb(size))}{_planned(config, spec, stage, loader)}") from error
         raise
 
 
@@ -50,8 +51,8 @@ def _held(stage: int, asked: str) -> str:
     where = "this machine's memory"
     if torch.cuda.is_available():
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        where = f"the {total / GIB:.1f} GiB of {torch.cuda.get_device_name()}"
-    return f"out of memory: stage {stage} had at most {_gib(peak_memory())} of {where}, and asked for {asked}"
+        where = f"the {total / GIGA:.1f} GB of {torch.cuda.get_device_name()}"
+    return f"out of memory: stage {stage} had at most {_gb(peak_memory())} of {where}, and asked for {asked}"
 
 
 def _planned(config: TrainConfig, spec: ModelSpec, stage: int, loader: Loader | None) -> str:
@@ -59,10 +60,10 @@ def _planned(config: TrainConfig, spec: ModelSpec, stage: int, loader: Loader | 
         return ""
     basis, _ = Basis.of_run(config, spec, Workload.of(loader, config), this_device())
     plan = Plan.make(basis)
-    line = f"; --plan says {_gib(plan.stages[stage].memory.peak)}"
+    line = f"; --plan says {_gb(plan.stages[stage].memory.peak)}"
     advice = next_change(plan, stage)
-    return f"{line}; next: {advice[0]}, with which it says {_gib(advice[1])}" if advice else line
+    return f"{line}; next: {advice[0]}, with which it says {_gb(advice[1])}" if advice else line
 
 
-def _gib(n_bytes: int) -> str:
-    return f"{n_bytes / GIB:.2f} GiB"
+def _gb(n_bytes: int) -> str:
+    return f"{n_bytes / GIGA:.2f} GB"

@@ -17,6 +17,7 @@ from training.plan.roofline import Spent
 from training.schedule.simulation import simulate
 
 DAY = 86_400.0
+ERROR = 0.05  # of a plan's memory, where it was measured (docs/performance.md#the-planner)
 RESOLUTION = 1e-12  # seconds that count as one, so that sums of costs are exact
 TOLERANCE = 1.01  # how closely the least memory is looked for where nothing fits
 MOST_STEPS = 1000  # by that factor: 20,000 times the memory that there is
@@ -147,6 +148,11 @@ class Plan:
     def fits(self) -> bool:
         """Whether every rank has the memory; always, where nothing is known about it."""
         return self.basis.device.memory is None or self.peak <= self.basis.device.memory
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether the plan's own error may be more than the room that it leaves."""
+        return self.basis.device.memory is not None and self.peak > (1 - ERROR) * self.basis.device.memory
 
 
 def best_parts(basis: Basis) -> list[int]:

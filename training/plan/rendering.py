@@ -11,7 +11,7 @@ from training.distributed.links import FILE as LINKS_FILE
 from training.metrics.devices import TERA
 from training.plan.alternatives import Advice
 from training.plan.basis import MEASURED_FILE
-from training.plan.plan import Plan
+from training.plan.plan import ERROR, Plan
 from training.plan.sharing import of_step
 
 GB = 1e9
@@ -68,12 +68,8 @@ def facts(plan: Plan) -> list[str]:
         f"{work.supervised:.0%} of them supervised; {config.schedule}",
         f"bubble: {plan.bubble:.1%} of the devices' time",
     ]
-    if config.bf16.enabled and not device.bf16:
-        lines.append(f"warning: {device.name} does not compute in bf16; expected fp16")
     if basis.in_fp8:
         lines.append(f"products of the blocks: fp8, at best {device.fp8 / TERA:,.0f} TFLOP/s; MFU is of bf16's peak")
-    elif config.fp8.enabled:
-        lines.append(f"warning: {device.name} does not compute in fp8; expected fp8.enabled: false, as planned here")
     if basis.measured:
         first, last = basis.measured.steps
         lines.append(f"times and peaks: corrected by what steps {first} to {last} took ({MEASURED_FILE})")
@@ -93,7 +89,7 @@ def facts(plan: Plan) -> list[str]:
         if plan.days is not None:
             duration = f"{plan.days:.1f} days" if plan.days >= 1 else f"{plan.days * 24:.1f} hours"
             lines.append(f"the whole run: {work.steps} steps, {duration}")
-    peak = f"at most {plan.peak / GB:.2f} GB"
+    peak = f"at most {plan.peak / GB:.2f} GB of tensors"
     if device.memory is None:
         return [*lines, f"memory: {peak} a process; nothing known limits it"]
     word = "fits" if plan.fits else "does not fit"
@@ -143,7 +139,8 @@ def search_table(plans: Sequence[Plan]) -> Table:
     axes = list(dict.fromkeys(", ".join(plan.basis.config.model_topo.process_topology.axes) for plan in plans))
     headings = ["dims", *(["axes"] if axes != ["pipe, data"] else []), *(["sequence"] if shared else [])]
     headings += ["parts", "micro-batch", "schedule", "use_grad_ckpt", "bubble", "peak, GB", "tokens/s", "MFU"]
-    made = _table("fastest first", headings)
+    tight = f"; *: less than {ERROR:.0%} of the memory is left, and a plan may err by as much"
+    made = _table(f"fastest first{tight if any(plan.is_tight for plan in plans) else ''}", headings)
     for plan in plans:
         config = plan.basis.config
         topo = config.model_topo
@@ -156,7 +153,7 @@ def search_table(plans: Sequence[Plan]) -> Table:
             config.schedule,
             str(config.use_grad_ckpt).lower(),
             f"{plan.bubble:.1%}",
-            f"{plan.peak / GB:.2f}",
+            f"{plan.peak / GB:.2f}{'*' if plan.is_tight else ''}",
             f"{plan.tokens_per_s:,.0f}",
             "" if plan.mfu is None else f"{plan.mfu:.0%}",
         )

@@ -14,8 +14,9 @@ from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP1
 from pydantic import BaseModel
 
 from training.config.deepspeed_config import check_device, deepspeed_config
-from training.config.keys import NOT_PASSED_ON, TrainConfig
+from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo, ProcessTopology
+from training.config.passed_on import LEFT_OUT, NOT_PASSED_ON
 from training.config.sections import (
     BF16,
     FP16,
@@ -132,15 +133,18 @@ def test_deepspeeds_own_keys_pass_through_and_pipetunes_do_not(tmp_path: Path) -
 
 @pytest.mark.parametrize(("section", "known"), [(BF16, DeepSpeedBF16Config), (FP16, DeepSpeedFP16Config)])
 def test_what_a_precision_takes_is_what_deepspeed_takes(section: type[Section], known: type[BaseModel]) -> None:
-    assert section.model_fields.keys() == known.model_fields.keys()
+    assert section.model_fields.keys() - {"fused_optimizer"} == known.model_fields.keys()
 
 
 @pytest.mark.parametrize(
     ("section", "reason"),
     [
-        ({"reduce_bucket_siz": 5}, "reduce_bucket_siz: DeepSpeed does not have it; did you mean reduce_bucket_size?"),
-        ({"reduce_bucket_size": "x"}, "reduce_bucket_size: Input should be a valid integer"),
-        ({"offload_param": {"device": "tape"}}, "offload_param.device: Input should be 'none', "),
+        (
+            {"reduce_bucket_siz": 5},
+            "reduce_bucket_siz: DeepSpeed does not have it; did you mean zero_optimization.reduce_buc",
+        ),
+        ({"reduce_bucket_size": "x"}, "reduce_bucket_size: expected an integer, found 'x'"),
+        ({"offload_param": {"device": "tape"}}, "offload_param.device: expected 'none', "),
     ],
 )
 def test_what_deepspeed_refuses_of_zero_is_told_before_a_model_is_built(section: dict[str, Any], reason: str) -> None:
@@ -157,9 +161,8 @@ def test_states_on_a_disk_which_a_resume_could_not_take_up_are_refused(tmp_path:
 def test_every_key_that_is_not_passed_on_is_refused(tmp_path: Path) -> None:
     assert not NOT_PASSED_ON & TrainConfig.model_fields.keys()
     for key in NOT_PASSED_ON:
-        line = f": {key}: DeepSpeed's, not tested in a pipeline and not passed on; leave it out"
-        assert refusal(write(tmp_path, f"{key}: {{enabled: true}}")).endswith(line)
-        assert refusal(write(tmp_path), f"{key}=1").endswith(line)
+        for value in ("{enabled: true}", "1", "false"):
+            assert refusal(write(tmp_path), f"{key}={value}").endswith(f": {key}: {LEFT_OUT}")
 
 
 def test_axes_may_stand_in_either_order(tmp_path: Path) -> None:
@@ -222,20 +225,23 @@ def test_the_type_of_a_schedule_says_which_params_there_are(line: str, params: W
         ("optimiser: {}", "unknown key optimiser; did you mean optimizer?"),
         ("communication_data_typ: fp32", "unknown key communication_data_typ; did you mean communication_data_type?"),
         ("bf16: {enable: true}", "unknown key bf16.enable; did you mean bf16.enabled?"),
-        ("bf16: {loss_scale: 8}", "unknown key bf16.loss_scale; did you mean bf16."),
+        ("bf16: {loss_scale: 8}", "unknown key bf16.loss_scale; expected one of enabled, "),
         ("fp16: {los_scale: 8}", "unknown key fp16.los_scale; did you mean fp16.loss_scale?"),
         ("model_pth: m", "unknown key model_pth; did you mean model_path?"),
         ("data_path: {path: p, repeet: 2}", "unknown key data_path.0.repeet; did you mean data_path.0.repeat?"),
         ("eval_data_path: [a, {pth: p}]", "unknown key eval_data_path.1.pth; did you mean eval_data_path.1.path?"),
         ("lr: 3", "unknown key lr; did you mean optimizer.params.lr?"),
         ("optimizer: {learning_rate: 3}", "unknown key optimizer.learning_rate; did you mean optimizer.params.lr?"),
-        ("optimizer: {params: {betaz: 3}}", "optimizer.params.betaz: AdamW does not take it; did you mean betas?"),
+        (
+            "optimizer: {params: {betaz: 3}}",
+            "optimizer.params.betaz: AdamW does not take it; did you mean optimizer.params.bet",
+        ),
         ("optimizer: {params: {learning_rate: 3}}", "optimizer.params.learning_rate: AdamW does not take it; did you "),
         (
             "optimizer: {params: {fused: true}}\nzero_optimization: {offload_optimizer: {device: cpu}}",
-            "optimizer.params.fused: AdamW does not take it; did you mean ",
+            "optimizer.params.fused: AdamW does not take it; expected one of lr, bias_correction, ",
         ),
-        ("optimizer: {1: 2}", "unknown key optimizer.1; did you mean optimizer."),
+        ("optimizer: {1: 2}", "unknown key optimizer.1; expected one of type, "),
         ("seed: 1e40", "seed: "),
         (f"seed: {10**40}", "seed: expected at most 1,000,000,000,000, found 1000"),
         ("max_steps: 1000000000001", "max_steps: expected at most 1,000,000,000,000, found 1000000000001"),
@@ -266,15 +272,15 @@ def test_the_type_of_a_schedule_says_which_params_there_are(line: str, params: W
         ("scheduler: {parms: {}}", "unknown key scheduler.parms; did you mean scheduler.params?"),
         (
             "scheduler: {params: {warmup_steps: 3}}",
-            "scheduler.params.warmup_steps: WarmupCosineLR does not have it; did you mean warmup_num_steps?",
+            "scheduler.params.warmup_steps: WarmupCosineLR does not have it; did you mean scheduler.params.warmup_n",
         ),
         (
             "scheduler: {params: {cos_min_ratio: 0.1}, type: WSD}",
-            "scheduler.params.cos_min_ratio: WSD does not have it; did you mean min_ratio?",
+            "scheduler.params.cos_min_ratio: WSD does not have it; did you mean scheduler.params.min_ratio?",
         ),
-        ("scheduler: {type: linear, params: {1: 2}}", "scheduler.params.1: linear does not have it; did you mean "),
+        ("scheduler: {type: linear, params: {1: 2}}", "scheduler.params.1: linear does not have it; expected one of "),
         ("scheduler: {type: linear, params: {min_ratio: 2}}", "scheduler.params.min_ratio: expected less than or "),
-        ("scheduler: {type: constant, params: 3}", "scheduler.params: expected a dictionary"),
+        ("scheduler: {type: constant, params: 3}", "scheduler.params: expected keys and values"),
         (
             "scheduler: {type: cosine, params: {min_ratio: 0.1}}",
             "scheduler.type: expected 'WarmupCosineLR', 'linear', 'constant' or 'WSD', found 'cosine'",
@@ -296,7 +302,7 @@ def test_the_type_of_a_schedule_says_which_params_there_are(line: str, params: W
         ("compile: {deepcompile: true}", "compile: expected true, false or auto"),
         ("compile: true\nzero_optimization: {stage: 3}", "compile: ZeRO stage 3 gathers weights"),
         ("data_path: 3", "data_path.0: expected a string, found 3"),
-        ("optimizer: AdamW", "optimizer: expected a dictionary"),
+        ("optimizer: AdamW", "optimizer: expected keys and values"),
         ("optimizer: {type: Adagrad}", "optimizer.type: expected 'AdamW', 'Adam', 'Lion', 'Adafactor' or 'SGD'"),
         ("optimizer: {params: {lr: fast}}", "optimizer.params.lr: expected a number of at least 0, found 'fast'"),
         ("optimizer: {params: {eps: [1, 2]}}", "optimizer.params.eps: expected a number of at least 0, found [1, 2]"),
@@ -361,7 +367,7 @@ def test_the_type_of_a_schedule_says_which_params_there_are(line: str, params: W
         ("profile_steps: [4, 3]", "profile_steps: expected [first, last], two steps from 1, found [4, 3]"),
         ("profile_steps: [1, 2.5]", "profile_steps: expected [first, last], two steps from 1, found [1, 2.5]"),
         ("model_topo: {parts: even}", "model_topo.parts: expected auto or a list of layers per stage, found 'even'"),
-        ("save_path: ''", "save_path: String should have at least 1 character"),
+        ("save_path: ''", "save_path: expected at least 1 character, found"),
         ("save_interval: yes", "save_interval: expected a number, found True"),
         ("timeout_minutes: true", "timeout_minutes: expected a number, found True"),
         ("max_steps: on", "max_steps: expected a number, found True"),
@@ -375,7 +381,7 @@ def test_the_type_of_a_schedule_says_which_params_there_are(line: str, params: W
         ),
         ("optimizer: {params: {amsgrad: 'false'}}", "optimizer.params.amsgrad: expected true or false, found 'false'"),
         ("optimizer: {type: SGD, params: {nesterov: 'no'}}", "optimizer.params.nesterov: expected true or false, fou"),
-        ("model_topo: {parts: [0]}", "model_topo.parts.0: expected greater than 0, found 0"),
+        ("model_topo: {parts: [0]}", "model_topo.parts: expected auto or a list of layers per stage, found [0]"),
     ],
 )
 def test_a_mistake_is_refused_with_its_file_and_key(line: str, reason: str, tmp_path: Path) -> None:

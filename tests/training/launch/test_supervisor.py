@@ -188,6 +188,32 @@ def test_a_host_without_slots_takes_no_part(tmp_path: Path) -> None:
             read_hostfile(str(tmp_path / "hosts"), include, exclude)
 
 
+@pytest.mark.parametrize(
+    ("include", "exclude", "line"),
+    [
+        ("work1:", "", "--include 'work1:': expected hosts, with the numbers of slots or all, as node1@node2:0,1"),
+        ("work1:0-1", "", "--include 'work1:0-1': expected hosts, with "),
+        ("", "work1:a", "--exclude 'work1:a': expected hosts, with "),
+        ("work1:0,", "", "--include 'work1:0,': expected hosts, with "),
+        ("@work1", "", "--include '@work1': expected hosts, with "),
+        (
+            "work9",
+            "",
+            "--hostfile {hosts}: Hostname 'work9' not found in hostfile; expected hosts and slots that stand ",
+        ),
+        ("work1:7", "", "--hostfile {hosts}: No slot '7' specified on host 'work1'; expected hosts and slots that st"),
+    ],
+)
+def test_a_filter_that_names_no_slots_is_refused_in_its_own_words(
+    include: str, exclude: str, line: str, tmp_path: Path
+) -> None:
+    (hosts := tmp_path / "hosts").write_text("work1 slots=2\nwork2 slots=2\n", encoding="utf-8")
+    assert read_hostfile(str(hosts), "work1:0@work2", "") == {"work1": [0], "work2": [0, 1]}
+    with pytest.raises(ConfigError) as caught:
+        read_hostfile(str(hosts), include, exclude)
+    assert str(caught.value).startswith(line.format(hosts=hosts))
+
+
 def test_who_never_leaves_is_killed(tmp_path: Path) -> None:
     launch = start(*words_of(tmp_path, "waits,ends", patience=1.0), SAVES_FOR="1000")
     launch.until(lambda: (tmp_path / "begun-0-0").exists() and (tmp_path / "begun-1-0").exists())

@@ -356,7 +356,7 @@ def test_the_view_has_the_layers_of_each_stage(parts: tuple[int, ...], layers: t
     view.show(metrics(3), "00:09")
     view.close()
     assert isinstance(console.file, io.StringIO)
-    told = f"stage 0: {layers[0]} layers, 3.0 GiB  stage 1: {layers[1]} layers, 2.0 GiB"
+    told = f"stage 0: {layers[0]} layers, 3.2 GB  stage 1: {layers[1]} layers, 2.1 GB"
     assert told in console.file.getvalue()
 
 
@@ -383,7 +383,7 @@ def test_on_a_terminal_the_view_goes_on_where_the_run_does(tmp_path: Path) -> No
     text = shown.decode()
     assert "step 7/7" in text and "00:00 left" in text
     assert "grad norm 0.750" in text and "▁" in text, "the curve of losses"
-    assert "stage 0: 3 layers, 3.0 GiB  stage 1: 4 layers, 2.0 GiB" in text
+    assert "stage 0: 3 layers, 3.2 GB  stage 1: 4 layers, 2.1 GB" in text
     assert "step 6/7  eval_loss 1.0000\r\n" in text
     assert "grad_norm" not in text, "no printed lines beside the view"
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from data.tokenized.dataset import InMemory
 from data.tokenized.tokenize import Sample
@@ -32,6 +33,7 @@ from training.plan.costs import layer_times
 from training.plan.memory import MemoryModel
 from training.plan.optimizer_memory import StateBytes
 from training.plan.plan import Plan, best_parts
+from training.plan.rendering import search_table
 from training.plan.search import search
 from training.plan.workload import Workload
 
@@ -222,10 +224,87 @@ def test_a_search_proposes_what_fits(tmp_path: Path) -> None:
     assert best[0].seconds <= Plan.make(basis_of(llama(tmp_path), config_of(tmp_path, 8, train_batch_size=64))).seconds
 
 
-@pytest.mark.parametrize("text", ["8xA100-41G", "8", "xA100", "0xA100", "8xZ9000", "A100-40G-8"])
-def test_devices_that_are_not_known_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--devices: "):
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [
+        ("8xA100", "A100-40G, A100-80G, such as 8xA100-40G"),
+        ("8xA100-41G", "A100-40G, A100-80G"),
+        ("4xv100", "V100-16G, V100-32G"),
+        ("A100-40G-8", "A100-40G"),
+        ("RTX409", "RTX4090-24G"),
+        ("0xH100", "H100-80G"),
+        ("8", "B200-180G, GH200-96G"),
+        ("8xZ9000", "B200-180G, GH200-96G"),
+        ("", "B200-180G, GH200-96G"),
+    ],
+)
+def test_a_device_that_is_not_known_is_answered_with_those_like_it(text: str, near: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         parse_devices(text)
+    assert str(caught.value).startswith(f"--devices: {text!r}: expected a number and one of {near}")
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "name"),
+    [
+        ("4x4090", 4, "RTX4090-24G"),
+        ("3090", 1, "RTX3090-24G"),
+        ("h100", 1, "H100-80G"),
+        ("2 x v100-32", 2, "V100-32G"),
+        ("Tesla V100-SXM2-32GB", 1, "V100-32G"),
+        ("8xA100-SXM4-80GB", 8, "A100-80G"),
+        ("RTX 4090", 1, "RTX4090-24G"),
+        ("8XA6000", 8, "RTXA6000-48G"),
+        ("H200NVL", 1, "H200NVL-141G"),
+    ],
+)
+def test_devices_go_by_the_names_that_people_use(text: str, count: int, name: str) -> None:
+    found, device = parse_devices(text)
+    assert (found, device.name) == (count, name)
+
+
+@pytest.mark.parametrize(
+    ("keys", "devices", "line"),
+    [
+        ({"bf16": True, "fp16": False}, "2xV100-32G", "bf16.enabled: V100-32G does not compute in bf16; expected fp16"),
+        ({"bf16": True, "fp16": False}, "2xT4", "bf16.enabled: T4-16G does not compute in bf16; expected fp16"),
+        ({"tf32": True, "fp16": False}, "2xV100-16G", "tf32: V100-16G does not have it; expected false"),
+        ({"fp8": True, "bf16": True, "fp16": False}, "2xA100-80G", "fp8.enabled: A100-80G is older than Ada and Hopp"),
+        (
+            {"zero_optimization": {"stage": 0}},
+            "2xA100-80G",
+            "zero_optimization.stage: 0 does not scale the loss, which",
+        ),
+        (
+            {"zero_optimization": {"reduce_bucket_size": "large"}},
+            "2xA100-80G",
+            "zero_optimization.reduce_bucket_size: ex",
+        ),
+    ],
+)
+def test_a_device_that_the_run_would_refuse_is_no_plan(
+    keys: dict[str, Any], devices: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llama(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        plan_run(config_of(tmp_path, 2, **keys), arguments(devices=devices))
+    assert str(caught.value).startswith(line)
+    assert "fits" not in capsys.readouterr().out
+
+
+def test_a_search_marks_what_leaves_less_room_than_a_plan_may_err(tmp_path: Path) -> None:
+    plan = Plan.make(basis_of(llama(tmp_path), config_of(tmp_path, 8)))
+    rows = {}
+    for share in (0.94, 0.96, 1.0):
+        device = replace(plan.basis.device, memory=int(plan.peak / share))
+        made = Plan(replace(plan.basis, device=device), plan.parts)
+        log = Console(width=200)
+        with log.capture() as told:
+            log.print(search_table([made]))
+        rows[share] = " ".join(told.get().split())
+    assert "*" not in rows[0.94] and "less than 5% of the memory is left" not in rows[0.94]
+    for share in (0.96, 1.0):
+        assert f"{plan.peak / 1e9:.2f}*" in rows[share] and "less than 5% of the memory is left" in rows[share]
 
 
 def test_a_search_keeps_what_is_fixed(tmp_path: Path) -> None:
