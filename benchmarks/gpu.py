@@ -55,14 +55,14 @@ class Way:
     def job(self, full: bool, cpu: bool, environment: dict[str, str]) -> Job:
         measurement, minutes = self.measurement, self.minutes
         if isinstance(measurement, str):
-            words = [*command(None, "benchmarks.gpu_checks"), measurement]
+            line = [*command(None, "benchmarks.gpu_checks"), measurement]
         else:
             if full and measurement.layers == Measurement.layers:
                 measurement, minutes = replace(measurement, layers=None), FULL * minutes
-            words = [*command(None, "benchmarks.gpu_worker"), "--measurement", json.dumps(asdict(measurement))]
-            words += ["--reference", self.reference] if self.reference else []
+            line = [*command(None, "benchmarks.gpu_worker"), "--measurement", json.dumps(asdict(measurement))]
+            line += ["--reference", self.reference] if self.reference else []
         obstacle = "needs CUDA" if cpu and self.gpu else ""
-        return Job(self.name, minutes, words, self.needs, obstacle, environment=environment)
+        return Job(self.name, minutes, line, self.needs, obstacle, environment=environment)
 
 
 COMPILED = {"compile": True}
@@ -158,9 +158,9 @@ def jobs(full: bool, cpu: bool) -> list[Job]:
     # Without the project's own options: they want the plugins of requirements-dev.txt.
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", *TESTS]
     tests = Job(KERNELS, 1.0, pytest, ("pytest", "hypothesis"), tells=False, environment=environment)
-    first = FULL_WAYS if full else ()
-    names = {way.name for way in first}
-    ways = [*first, *(way for way in WAYS if way.name not in names)]
+    ahead: tuple[Way, ...] = FULL_WAYS if full else ()
+    names = {way.name for way in ahead}
+    ways = [*ahead, *(way for way in WAYS if way.name not in names)]
     return [*([] if full else [tests]), *(way.job(full, cpu, environment) for way in ways)]
 
 

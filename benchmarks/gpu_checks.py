@@ -86,7 +86,7 @@ def kernel_error(kernel: str, dtype: torch.dtype, window: int | None) -> float:
     weight = torch.randn(2, 512, 8, 64, device=DEVICE, dtype=dtype)
     documents = Documents(lengths)
     positions = torch.stack([torch.cat([torch.arange(each) for each in row]) for row in lengths]).to(DEVICE)
-    module = torch.nn.Module()
+    module: Any = torch.nn.Module()
     module.is_causal, module.num_key_value_groups = True, 4
     mask: Any = flex.scope(positions, window) if kernel == flex.FLEX else None
     extra: dict[str, Any] = {} if window is None else {"sliding_window": window}
@@ -95,16 +95,17 @@ def kernel_error(kernel: str, dtype: torch.dtype, window: int | None) -> float:
         **documents.flash_arguments(DEVICE), **extra,
     )  # fmt: skip
     wanted_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    wanted = plain_attention(*wanted_inputs, positions, window)
+    wanted = plain_attention(wanted_inputs, positions, window)
     (output * weight).sum().backward()
     (wanted * weight.double()).sum().backward()
     pairs = [(output, wanted), *((one.grad, other.grad) for one, other in zip(inputs, wanted_inputs, strict=True))]
     return max(distance(found, right) for found, right in pairs if found is not None and right is not None)
 
 
-def plain_attention(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, window: int | None) -> Tensor:
-    """Attention by its definition: [B, heads, S, D] to [B, S, heads, D]."""
-    key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
+def plain_attention(inputs: Sequence[Tensor], positions: Tensor, window: int | None) -> Tensor:
+    """Attention by its definition: queries, keys and values [B, heads, S, D] to [B, S, heads, D]."""
+    query, *others = inputs
+    key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in others)
     document = torch.nn.functional.pad((positions.diff(dim=1) != 1).cumsum(dim=1), (1, 0))
     place = torch.arange(positions.shape[1], device=DEVICE)
     back = place[:, None] - place
@@ -128,7 +129,8 @@ def parity(folder: Path) -> Figures:
     In fp32 both must agree. In bf16 both round: ours may be at most twice as far from fp32 as transformers'.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
-    figures, limits = {}, {}
+    figures: Figures = {}
+    limits: dict[str, float] = {}
     for name, shape in SHAPES.items():
         loss, gradients, oracle = both_in(folder / name, name, shape, torch.float32)
         figures |= {f"{name} fp32 loss": loss, f"{name} fp32": distance(gradients, oracle)}
@@ -156,8 +158,8 @@ def both_in(folder: Path, name: str, shape: dict[str, Any], dtype: torch.dtype) 
     loss.backward()
     ours: dict[str, Tensor] = {}
     for number, layer in enumerate(model.layers):
-        found = {each: weight.grad for each, weight in layer.named_parameters() if weight.grad is not None}
-        ours |= model.spec.weight_map.on_disk(number, found)
+        grads = {each: weight.grad for each, weight in layer.named_parameters() if weight.grad is not None}
+        ours |= model.spec.weight_map.on_disk(number, grads)
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(DEVICE).train()
     expected = mean_loss(oracle(ids, use_cache=False).logits, ids)
     expected.backward()
@@ -168,8 +170,10 @@ def both_in(folder: Path, name: str, shape: dict[str, Any], dtype: torch.dtype) 
 
     theirs = load_file(folder / "gradients" / "model.safetensors")
     assert theirs.keys() == ours.keys(), theirs.keys() ^ ours.keys()
-    vectors = (torch.cat([side[each].flatten().float().cpu() for each in sorted(ours)]) for side in (ours, theirs))
-    return abs(float(loss / expected) - 1), *vectors
+    found, wanted = (
+        torch.cat([side[each].flatten().float().cpu() for each in sorted(ours)]) for side in (ours, theirs)
+    )
+    return abs(float(loss / expected) - 1), found, wanted
 
 
 def mean_loss(logits: Tensor, ids: Tensor) -> Tensor:
@@ -293,10 +297,11 @@ def zero(folder: Path) -> Figures:
 
 def stages(folder: Path) -> Figures:
     """Train a tiny model in two and four stages that share the GPU, by both schedules; losses against one process."""
-    half = {"bf16": {"enabled": True}}
-    figures, limits = {}, {}
+    precisions: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
+    figures: Figures = {}
+    limits: dict[str, float] = {}
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool:
-        for name, keys, limit in (("fp32", {}, 1e-4), ("bf16", half, 1e-2)):
+        for (name, keys), limit in zip(precisions.items(), (1e-4, 1e-2), strict=True):
             ways = [(f"{name} {dims[0]} {schedule}", dims, keys | {"schedule": schedule})
                     for dims in ((2, 1), (4, 1)) for schedule in ("1f1b", "dualpipev")]  # fmt: skip
             ways.insert(0, (name, (1, 1), keys))

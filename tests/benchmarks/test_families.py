@@ -16,7 +16,7 @@ def table(before: str, release: str, monkeypatch: pytest.MonkeyPatch, **verdicts
     """The rows after these verdicts with a release, by model: the reason of a refusal, or nothing."""
     monkeypatch.setattr(families, "RELEASE", release)
     kinds = {"generates": True, "routes": False, "shares_rows": True, "linear": False}
-    proof = Proof(attention=("sdpa",), figures={"loss": 1e-6}, seconds=1.0, **kinds)
+    proof = Proof(attention=("sdpa_by_document",), figures={"logits": 1e-6}, seconds=1.0, **kinds)
     made = [Verdict(name, None if reason else proof, reason) for name, reason in verdicts.items()]
     after = written(made, before)
     assert after.count(HEADER) == 1

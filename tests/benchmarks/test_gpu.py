@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu, gpus
+from benchmarks.gpu_checks import CHECKS, require
 from benchmarks.gpu_models import (
     MODELS,
     ROOM,
@@ -25,6 +26,8 @@ from benchmarks.gpu_models import (
 )
 from benchmarks.gpu_worker import AUTO, KERNELS, TOLERANCE, against
 from benchmarks.kernel_classes import REST, Span, kind, shares
+from benchmarks.unattended import LOG, TABLE
+from benchmarks.unattended import ROWS as ROWS_FILE
 from models.attention.kernels import ALL
 from models.costs.flops import ModelFlops
 from models.spec import ModelSpec
@@ -80,8 +83,10 @@ def test_packed_rows_hold_as_many_tokens_as_full_ones(tmp_path: Path) -> None:
 
 
 def test_every_way_makes_a_config(tmp_path: Path) -> None:
-    ways = [job.command for job in [*gpu.jobs(full=False, cpu=False), *gpus.jobs(4)] if "--measurement" in job.command]
-    assert len(ways) == len(gpu.WAYS) + len(gpus.WAYS)
+    tables = (*gpu.jobs(full=False, cpu=False), *gpu.jobs(full=True, cpu=False), *gpus.jobs(4))
+    ways = [job.command for job in tables if "--measurement" in job.command]
+    checks = {job.command[-1] for job in tables if "benchmarks.gpu_checks" in job.command}
+    assert checks == CHECKS.keys()
     for command in ways:
         measurement = Measurement(**json.loads(command[command.index("--measurement") + 1]))
         samples = samples_of(measurement, 512, TINY)
@@ -92,7 +97,8 @@ def test_every_way_makes_a_config(tmp_path: Path) -> None:
 def test_every_kernel_has_a_way() -> None:
     """Of full rows, the one that `auto` takes among them; of packed ones those that are made for documents."""
     assert set(KERNELS.values()) == set(ALL)
-    tried = {rows: {way.measurement.attention for way in gpu.WAYS if way.measurement.rows == rows} for rows in ROWS}
+    measured = [way.measurement for way in gpu.WAYS if isinstance(way.measurement, Measurement)]
+    tried = {rows: {each.attention for each in measured if each.rows == rows} for rows in ROWS}
     assert tried["full"] >= {*KERNELS, AUTO}
     assert tried["packed"] >= KERNELS.keys() - {"cudnn"}
 
@@ -102,6 +108,7 @@ def test_launched_ways_keep_to_the_gpus_that_their_user_chose(monkeypatch: pytes
     assert all("--num_gpus" in job.command for job in gpus.jobs(4))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,2,7")
     for job, way in zip(gpus.jobs(3), gpus.WAYS, strict=True):
+        assert isinstance(way.measurement, Measurement)
         processes = math.prod(way.measurement.dims)
         chosen = "localhost:" + ",".join("527"[:processes])
         assert "--num_gpus" not in job.command and job.command[job.command.index("--include") + 1] == chosen
@@ -148,28 +155,32 @@ def test_losses_are_held_to_those_of_another_way(tmp_path: Path) -> None:
             against(losses, reference)
 
 
-def rows_of(module: str, results: Path, *names: str) -> list[dict[str, Any]]:
-    """What a benchmark finds on this CPU."""
-    found = run(sys.executable, "-m", module, "--device", "cpu", "--results", results, "--only", *names)
+def rows_of(module: str, out: Path, *names: str) -> list[dict[str, Any]]:
+    """Run some ways of a benchmark on this CPU; their rows."""
+    found = run(sys.executable, "-m", module, "--device", "cpu", "--out", out, "--minutes", "60", "--only", *names)
     assert found.returncode == 0, found.stdout + found.stderr
-    rows = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in (out / ROWS_FILE).read_text(encoding="utf-8").splitlines()]
     assert [row["way"] for row in rows] == [*names]
+    table = (out / TABLE).read_text(encoding="utf-8")
+    assert table in found.stdout and [line.split()[1] for line in table.splitlines()] == ["ok"] * len(names)
+    assert all(f"---- {name}\n" in (out / LOG).read_text(encoding="utf-8") for name in names)
     return rows
 
 
 @pytest.mark.launched
 def test_a_way_runs_on_a_cpu(tmp_path: Path) -> None:
-    (row,) = rows_of("benchmarks.gpu", tmp_path / "rows.jsonl", "profile")
+    (row,) = rows_of("benchmarks.gpu", tmp_path / "out", "profile")
     assert row["tokens_per_s"] > 0 and row["planned_bytes"] > 0 and row["measured_bytes"] > 0
     assert row["losses"] == sorted(row["losses"], reverse=True)  # it learns its rows by heart
     assert set(row["profile"]["classes"]) >= {"matrix products", "attention", "optimizer", REST, "idle"}
+    assert (tmp_path / "out" / "speeds.png").stat().st_size > 1000
 
 
 @pytest.mark.longest
 @pytest.mark.launched
 def test_ways_of_every_kind_run_on_a_cpu(tmp_path: Path) -> None:
-    names = ("packed-sdpa", "full-auto", "trainer", "micro-batch-4", "sums-bf16", "recomputed", "lion")
-    rows = rows_of("benchmarks.gpu", tmp_path / "rows.jsonl", *names)
+    names = ("offload-off", "offload-on", "packed-sdpa", "full-auto", "trainer", "micro-batch-4", "sums-bf16", "lion")
+    rows = rows_of("benchmarks.gpu", tmp_path / "out", *names)
     assert all(row["tokens_per_s"] > 0 for row in rows)
 
 
@@ -177,5 +188,43 @@ def test_ways_of_every_kind_run_on_a_cpu(tmp_path: Path) -> None:
 @pytest.mark.launched
 def test_processes_give_the_losses_of_one(tmp_path: Path) -> None:
     names = (gpus.REFERENCE, "exact-pipeline", "exact-dualpipev", "exact-replicas")
-    _, *others = rows_of("benchmarks.gpus", tmp_path / "rows.jsonl", *names)
+    _, *others = rows_of("benchmarks.gpus", tmp_path / "out", *names)
     assert all(row["difference"] <= TOLERANCE for row in others)
+
+
+def test_goals_that_a_row_misses_are_named() -> None:
+    row = {"way": "eager", "mfu": 0.5, "planned_bytes": 100, "measured_bytes": 105, "tokens_per_s": 100.0}
+    assert gpu.missed(row, []) == ""
+    assert gpu.missed(row | {"mfu": 0.4}, []) == "MFU below 45%"
+    assert gpu.missed(row | {"measured_bytes": 120}, []) == "plan beyond 10% of memory"
+    assert gpu.missed(row | {"profile": {"classes": {"idle": 0.06}}}, []) == "idle above 5%"
+    liger = {"way": "trainer-liger", "mfu": 0.5, "tokens_per_s": 95.0}
+    assert gpu.missed(liger, [row]) == "eager below 1.1 times this"
+    assert gpu.missed(liger | {"tokens_per_s": 90.0}, [row]) == ""
+    assert gpu.missed({"way": "eager", "mfu": None, "planned_bytes": 1, "measured_bytes": 9}, []) == ""  # a CPU
+
+
+@pytest.mark.parametrize(
+    ("found", "whether"), [({"error": 1e-6}, True), ({"error": 1e-4}, False), ({"error": math.nan}, False)]
+)
+def test_a_check_fails_by_its_limit(found: dict[str, float], whether: bool) -> None:
+    if whether:
+        assert require(found, {"error": 1e-5}) == found
+    else:
+        with pytest.raises(SystemExit, match=r"^error: error: .* \(limit 1e-05\)$"):
+            require(found, {"error": 1e-5})
+
+
+@pytest.mark.launched
+def test_exactness_checks_hold_on_a_cpu(tmp_path: Path) -> None:
+    rows = rows_of("benchmarks.gpu", tmp_path / "out", "attention", "race")
+    assert rows[0]["sdpa_by_document window"] < 1e-5 and rows[1]["wrong"] == 0
+
+
+@pytest.mark.longest
+@pytest.mark.launched
+def test_runs_and_stages_hold_on_a_cpu(tmp_path: Path) -> None:
+    """A killed run, the ZeRO entry point, and ranks whose messages pass through host memory as on one shared GPU."""
+    _, resumed, zero, stages = rows_of("benchmarks.gpu", tmp_path / "out", "parity", "resume", "stages", "zero")
+    assert resumed["weights unlike"] == resumed["losses unlike"] == 0
+    assert {"fp32 4 dualpipev", "bf16 2 1f1b"} <= zero.keys() | stages.keys()

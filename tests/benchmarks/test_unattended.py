@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from benchmarks import gpu, gpus
-from benchmarks.unattended import SLACK, Job, Row, parser, run_all
+from benchmarks.unattended import ROWS, SLACK, Job, Row, parser, run_all
 from tests import launching
 from tests.conftest import ROOT
 
@@ -32,10 +32,10 @@ def job(name: str, script: str, minutes: float = 0.5, tells: bool = True, **more
 
 def run(jobs: list[Job], folder: Path, *words: str) -> list[Row]:
     """The rows; the same must stand in the file."""
-    results = folder / "rows" / "all.jsonl"
+    out = folder / "deep" / "out"
     options = parser("benchmarks.some", "", [each.name for each in jobs])
-    rows = run_all(jobs, options.parse_args(["--results", str(results), *words]), str)
-    assert [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()] == rows
+    rows = run_all(jobs, options.parse_args(["--out", str(out), *words]), str)
+    assert [json.loads(line) for line in (out / ROWS).read_text(encoding="utf-8").splitlines()] == rows
     return rows
 
 
@@ -60,7 +60,10 @@ def test_failures_are_rows_and_the_others_go_on(tmp_path: Path, capsys: pytest.C
     assert rows["tells"]["speed"] == 7
     assert rows["prints"]["said"] == "2 passed"
     printed = capsys.readouterr().out
-    assert "left out: lacks\n" in printed and "failed: dies, forgets, crashes, late\n" in printed
+    *_, table = printed.partition("\n\n")
+    fates = {line[:19].strip(): line[19:28].strip() for line in table.splitlines()[:-1]}
+    failed = dict.fromkeys(("dies", "forgets", "crashes", "late"), "FAILED")
+    assert fates == failed | {"lacks": "left out", "tells": "ok", "prints": "ok"}
     assert "    | noise" in printed
 
 
@@ -80,7 +83,7 @@ def test_a_job_ends_with_the_command_that_is_terminated(tmp_path: Path) -> None:
     script = f"""
 import sys
 from benchmarks.unattended import Job, parser, prepare, run_all
-words = ["--device", "cpu", "--results", {str(tmp_path / "rows")!r}]
+words = ["--device", "cpu", "--out", {str(tmp_path / "out")!r}]
 options = parser("benchmarks.some", "", ["hangs"]).parse_args(words)
 prepare(options, gpus=1)
 run_all([Job("hangs", 1, [sys.executable, "-c", {HANGS!r}], tells=False)], options, str)
@@ -100,7 +103,7 @@ def test_what_does_not_fit_into_the_minutes_is_left_out_and_said(
     rows = run(jobs, tmp_path, "--minutes", "2")
     assert [row.get("speed") for row in rows] == [7, None, 7]
     assert rows[1]["left_out"].startswith("it takes 3 minutes by estimate, and ")
-    assert "left out: long\n" in capsys.readouterr().out
+    assert "\nlong               left out " in capsys.readouterr().out
 
 
 def test_only_those_that_are_asked_for_run_in_the_order_of_value(tmp_path: Path) -> None:
@@ -110,12 +113,11 @@ def test_only_those_that_are_asked_for_run_in_the_order_of_value(tmp_path: Path)
 
 def test_the_tables_begin_with_what_others_rest_on() -> None:
     names = [each.name for each in gpu.jobs(full=False, cpu=False)]
-    assert names[:3] == ["kernels", "eager", "compiled"]
+    assert names[:6] == ["kernels", "attention", "parity", "race", "offload-off", "offload-on"]
     assert len(set(names)) == len(names)
     assert not any(each.obstacle for each in gpu.jobs(full=False, cpu=False))
-    assert sum(each.minutes for each in gpu.jobs(full=True, cpu=False)) > sum(
-        each.minutes for each in gpu.jobs(full=False, cpu=False)
-    )
+    full = {each.name: each.minutes for each in gpu.jobs(full=True, cpu=False)}
+    assert full["eager"] > next(each.minutes for each in gpu.jobs(full=False, cpu=False) if each.name == "eager")
     two, four = gpus.jobs(2), gpus.jobs(4)
     assert two[0].name == gpus.REFERENCE
     assert [each.name for each in two if each.obstacle] == ["exact-2x2", "exact-four-stages", "2x2", "four-stages"]
@@ -132,5 +134,5 @@ def test_nothing_is_imported_that_the_wheels_would_bring() -> None:
 def test_too_few_gpus_are_refused_in_a_line(module: str) -> None:
     found = launching.run(sys.executable, "-m", module, CUDA_VISIBLE_DEVICES="")
     assert found.returncode == 1
-    assert found.stderr.startswith("error: GPUs of this machine: 0; expected at least ")
+    assert found.stderr.startswith("error: GPUs: 0; expected at least ")
     assert len(found.stderr.splitlines()) == 1

@@ -26,7 +26,7 @@ def order(fingerprint: str) -> DataOrder:
 
 
 def refusal(settings: dict[str, Any], now: TrainConfig) -> str:
-    topology = Topology.model_construct()
+    topology = Topology(stages=1, replicas=1, zero_stage=0, parts=[3])
     record = CheckpointRecord.model_construct(step=4, topology=topology, data=order("a"), settings=settings)
     with pytest.raises(ConfigError) as refused:
         check_resumable(FOLDER, record, order("b"), now)
