@@ -18,6 +18,7 @@ REQUESTS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as nohup has it
     REQUESTS.remove(signal.SIGHUP)
 PREEMPTION = ("SIGUSR1", "SIGUSR2")  # the usual ones of `preemption_signals`
+ALL = (*REQUESTS, *(signal.Signals[name] for name in PREEMPTION))
 
 came: list[int] = []  # signals that were noted, the first one first
 
@@ -31,7 +32,7 @@ def note(preemption: Iterable[str] = PREEMPTION) -> None:
             signal.signal(number, _note if number in wanted else _leave)
 
 
-def give_back(numbers: Iterable[int] = (*REQUESTS, *(signal.Signals[name] for name in PREEMPTION))) -> None:
+def give_back(numbers: Iterable[int] = ALL) -> None:
     """Have these do what they do by default, also those that were noted before."""
     for number in numbers:
         if signal.getsignal(number) in (_note, _leave):

@@ -156,7 +156,7 @@ def open_door(
 
 
 def _check_words(arguments: argparse.Namespace, place: Place | None) -> Hosts | None:
-    """See that the named devices are known; read the hostfile, if any; let signals act as usual where nothing trains."""
+    """See that the named devices are known; read the hostfile, if any; let signals act as usual if nothing trains."""
     if arguments.inspect or arguments.plan or arguments.prove or arguments.auto:
         early_signals.give_back()  # these have nothing to save
     if arguments.devices:
