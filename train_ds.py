@@ -13,17 +13,21 @@ deepspeed --hostfile ./hostfile train_ds.py --config FILE --check
 
 from __future__ import annotations
 
-import sys
-from argparse import Namespace
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+from common import early_signals
 
-from training.command_line import open_door, parse_arguments
-from training.config.keys import TrainConfig
-from training.config.yaml_file import load_config
-from training.distributed.processes import Place
-from training.launch.start import Hosts, name_accelerator
+early_signals.note()  # before all that takes seconds to import
+
+import sys  # noqa: E402
+from argparse import Namespace  # noqa: E402
+from functools import partial  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import TYPE_CHECKING  # noqa: E402
+
+from training.command_line import open_door, parse_arguments  # noqa: E402
+from training.config.keys import TrainConfig  # noqa: E402
+from training.config.yaml_file import load_config  # noqa: E402
+from training.distributed.processes import Place  # noqa: E402
+from training.launch.start import Hosts, name_accelerator  # noqa: E402
 
 if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor

@@ -10,14 +10,18 @@ deepspeed --hostfile ./hostfile train_ds_zero.py --config FILE --check
 
 from __future__ import annotations
 
-from argparse import Namespace
-from functools import partial
-from typing import TYPE_CHECKING
+from common import early_signals
 
-from training.command_line import open_door, parse_arguments
-from training.config.keys import TrainConfig
-from training.config.yaml_file import load_config
-from training.distributed.processes import Place
+early_signals.note()  # before all that takes seconds to import
+
+from argparse import Namespace  # noqa: E402
+from functools import partial  # noqa: E402
+from typing import TYPE_CHECKING  # noqa: E402
+
+from training.command_line import open_door, parse_arguments  # noqa: E402
+from training.config.keys import TrainConfig  # noqa: E402
+from training.config.yaml_file import load_config  # noqa: E402
+from training.distributed.processes import Place  # noqa: E402
 
 if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor

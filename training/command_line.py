@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common import early_signals
 from models.checkpoint.layout import resolve
 from training.config.keys import ALIASES, TrainConfig
 from training.distributed import processes
@@ -155,7 +156,9 @@ def open_door(
 
 
 def _check_words(arguments: argparse.Namespace, place: Place | None) -> Hosts | None:
-    """See that the named devices are known; read the hostfile, if any."""
+    """See that the named devices are known; read the hostfile, if any; let signals act as usual if nothing trains."""
+    if arguments.inspect or arguments.plan or arguments.prove or arguments.auto:
+        early_signals.give_back()  # these have nothing to save
     if arguments.devices:
         parse_devices(arguments.devices)
     if not arguments.hostfile or RUN in os.environ:

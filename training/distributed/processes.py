@@ -17,21 +17,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn, TextIO, TypeVar, cast
 
 import psutil
 
+from common.early_signals import REQUESTS
 from training.config.model_topo import ModelTopo
 from training.distributed import freed_memory
 from training.errors import USER_ERRORS, ConfigError, RunRefused, ending, tell
 from training.launch import slurm
 from training.launch.agent import free_port
 
-# By which somebody asks a run to save and leave; a terminal that closes sends SIGHUP.
-REQUESTS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
-if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as nohup has it
-    REQUESTS.remove(signal.SIGHUP)
 LAUNCHER_GONE = signal.SIGRTMIN  # a process sends it to itself; one that does not handle it ends at once
 SAVED = 3600.0  # seconds for it to save; if it hangs, the failure detector ends it before
 SMALL = 256  # hidden size below which the threads of a CPU wait for each other longer than they compute
@@ -59,15 +55,6 @@ class Place:
         world_size = int(environment["WORLD_SIZE"])
         local_size = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or world_size
         return cls(int(environment["RANK"]), world_size, int(environment.get("LOCAL_RANK", 0)), int(local_size))
-
-
-class Noted:
-    """Handles a signal of `preemption_signals` while a process loads; `StopRequest` sees whether it came."""
-
-    came = False
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.came = True
 
 
 class Heard:

@@ -11,9 +11,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common import early_signals
+from common.early_signals import REQUESTS
 from training.config.yaml_file import Config
 from training.distributed import placement, processes
-from training.distributed.processes import LAUNCHER_GONE, REQUESTS, Noted, Place
+from training.distributed.processes import LAUNCHER_GONE, Place
 from training.errors import ConfigError, keep_tracebacks_in, one_line_at_the_end
 from training.launch.agent import RUN
 from training.launch.start import launch
@@ -37,8 +39,7 @@ def in_processes(config: Config, place: Place | None, run: Callable[[Config, Pla
             f"max_restarts: {config.max_restarts}: a launcher such as deepspeed or torchrun ends with its run; "
             f"expected python {Path(sys.argv[0]).name}, for several machines with --hostfile, or max_restarts: 0"
         )
-    for name in config.preemption_signals:
-        signal.signal(signal.Signals[name], Noted())
+    early_signals.note(config.preemption_signals)
     from training.distributed.rank_monitor import RankMonitor  # takes seconds
 
     # The failure detector must find a hang, and name the rank, before the process group gives up.

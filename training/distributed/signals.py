@@ -19,7 +19,9 @@ from types import FrameType
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from training.distributed.processes import LAUNCHER_GONE, REQUESTS, Noted, tell
+from common import early_signals
+from common.early_signals import REQUESTS
+from training.distributed.processes import LAUNCHER_GONE, tell
 
 SAME_REQUEST = 5.0  # seconds
 
@@ -44,9 +46,10 @@ class StopRequest:
         for number in (*self._requests, LAUNCHER_GONE):
             signal.signal(number, self._take)
         for number in preempts:
-            before = signal.signal(number, self._take_preemption)
-            if isinstance(before, Noted) and before.came:
+            signal.signal(number, self._take_preemption)
+            if number in early_signals.came:
                 self._take_preemption(number, None)
+        early_signals.came.clear()  # a later run in this process has its own
 
     @property
     def exit_code(self) -> int:

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
+from common import early_signals
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 from training.launch.hosts import PREFIX, exported
+from training.launch.slurm import requeue
 from training.launch.supervisor import JOB
 
 FEW, A_CORE = 16, 4  # processes that a machine without GPUs is taken to bear: so many, or so many for each core
@@ -35,6 +37,9 @@ def launch(
             and too few cores.
     """
     grid, processes = config.model_topo.process_topology, config.model_topo.processes
+    early_signals.note(config.preemption_signals)
+    where = f"on {', '.join(hosts)}" if hosts else "on this host"
+    print(f"starting {processes} process{'es' * (processes > 1)} {where}; loading takes a while", flush=True)
     if hosts is None:
         check_machine(config)
         name_accelerator()
@@ -61,6 +66,9 @@ def launch(
         "signals": [signal.Signals[name] for name in config.preemption_signals],
         "port": config.ports.meeting,
     }
+    if early_signals.came:
+        requeue()
+        early_signals.leave(early_signals.came[0])
     sys.stdout.flush()
     os.environ[JOB] = json.dumps(job)  # where no other user reads what .deepspeed_env may hold
     os.execv(sys.executable, [sys.executable, "-c", SUPERVISOR, *sys.argv])

@@ -21,6 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from benchmarks.families import config_of
+from common.whole_files import read_checked
 from models import CheckpointError, load_model
 from models.architectures import FAMILIES, family_of
 from models.costs.fake_layers import LayerCase
@@ -99,7 +100,7 @@ def test_what_is_proven_is_told_once_and_known_the_next_time(
     assert again.family.proof == spec.family.proof
     assert again.family.proof.startswith("derived from transformers, held against transformers in 8 comparisons")
     (kept,) = (tmp_path / "cache" / "pipetune" / "proofs").iterdir()
-    assert max(json.loads(kept.read_text())["figures"].values()) <= BOUND
+    assert max(json.loads(read_checked(kept))["figures"].values()) <= BOUND
 
 
 def test_another_trait_is_proven_anew(tmp_path: Path) -> None:
@@ -121,11 +122,11 @@ def test_a_damaged_proof_is_made_again(tmp_path: Path) -> None:
     write_small(tmp_path / "model", "smollm3")
     ModelSpec.from_folder(tmp_path / "model")
     (kept,) = (tmp_path / "cache" / "pipetune" / "proofs").iterdir()
-    sound = kept.read_text()
-    kept.write_text(sound[:20])
+    sound = kept.read_bytes()
+    kept.write_bytes(sound[:20])
     proven._families.clear()
     ModelSpec.from_folder(tmp_path / "model")
-    assert json.loads(kept.read_text())["figures"] == json.loads(sound)["figures"]
+    assert json.loads(read_checked(kept))["figures"] == json.loads(sound.rpartition(b"\n")[0])["figures"]
 
 
 REFUSED = {

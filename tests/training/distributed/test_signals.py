@@ -86,9 +86,9 @@ def test_each_run_of_a_process_has_its_own_request() -> None:
 
 PREEMPTED = """
 import os, signal, sys
-from training.distributed.processes import Noted
+from common import early_signals
 if sys.argv[1] == "early":
-    signal.signal(signal.SIGUSR1, Noted())
+    early_signals.note()
     os.kill(os.getpid(), signal.SIGUSR1)
 from training.distributed import signals
 stop = signals.StopRequest(["SIGUSR1", "SIGHUP"])
