@@ -133,6 +133,17 @@ def test_a_record_of_no_layout_is_refused_with_its_fields_and_the_formats() -> N
         ({"prompt": "", "completion": "a"}, "field instruct: String should have at least 1 character"),
         ({"question": "q", "answer": 4.2}, "field answer: expected a string, found a number"),
         ({"question": "q", "answer": True}, "field answer: expected a string, found true or false"),
+        *(
+            (raw, "a table written column by column; expected one object for each record")
+            for raw in (
+                {"instruction": ["i", "j"], "output": ["o", "p"]},
+                {"instruction": {"0": "i"}, "output": {"0": "o"}},
+                {"prompt": {"0": "i", "1": "j"}, "completion": {"0": "o", "1": "p"}},
+                {"question": ["i"], "answer": ["o"], "id": ["1"]},
+            )
+        ),
+        ({"messages": [USER], "tools": []}, "field messages: expected at least one of the assistant"),
+        ({"instruction": ["i"], "output": "o"}, "field instruction: expected a string, found a list"),
         ({"conversations": ["q"]}, "field messages: expected at least one of the assistant"),
         ({"conversations": ["q", {"from": "gpt", "value": "a"}]}, "field conversations[0]: expected an object"),
         ({"conversations": [{"input": "q"}]}, "field conversations[0].role: missing"),
