@@ -43,7 +43,7 @@ class ControlWords:
         """The names in a record's words, in order; empty for nearly all records."""
         return [
             name
-            for words in _words(record)
+            for words in words_of(record)
             if any(beginning in words for beginning in self._beginnings)
             for name in self._names.findall(words)
         ]
@@ -54,7 +54,8 @@ def one_of(words: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)")
 
 
-def _words(record: Record) -> Iterator[str]:
+def words_of(record: Record) -> Iterator[str]:
+    """What a record says, but for what is ready made."""
     if isinstance(record, Pretrain):
         yield record.text
     if isinstance(record, (Pretrain, Segments, Tokenized)):  # ready made, control tokens and all

@@ -70,6 +70,7 @@ Point at a token for its number.</p>
 """
 SAMPLE = '<section>\n<h2>{summary}</h2>\n<pre lang="und" dir="auto">{tokens}</pre>\n</section>'
 SUPERVISED_STYLE = "bold green"
+SHOWN = 400  # tokens at either end of a sample on a terminal; a page holds all of them
 CUT = "\ufffd"  # what a tokenizer writes for part of a character
 LONGEST_CHARACTER = 4  # bytes, and so tokens
 
@@ -115,14 +116,18 @@ def show_tools(tokenizer: PreTrainedTokenizerBase, prompts: Prompts, console: Co
 
 
 def coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase, marked: bool = False) -> Text:
-    """The sample's text.
+    """The sample's text, of a long one the beginning and the end.
 
     Args:
         marked: what is supervised stands between marks, too.
     """
     text = Text()
     begin, end = MARKS if marked else ("", "")
-    for supervised, run in groupby(pieces(sample, tokenizer), key=lambda piece: piece.supervised):
+    whole = pieces(sample, tokenizer)
+    if middle := whole[SHOWN:-SHOWN]:
+        count = sum(len(piece.ids) for piece in middle)
+        whole[SHOWN:-SHOWN] = [Piece(f"\n[... {count:,} tokens are not shown ...]\n", (), False, False)]
+    for supervised, run in groupby(whole, key=lambda piece: piece.supervised):
         words = safe_text("".join(piece.text for piece in run))
         text.append(f"{begin}{words}{end}" if supervised else words, style=SUPERVISED_STYLE if supervised else "")
     return text

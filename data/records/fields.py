@@ -103,6 +103,10 @@ def left_over(extra: Mapping[str, Any] | None, texts: Callable[[], str]) -> list
             continue
         if name in MEDIA:
             raise ValueError(f"{name}: expected records without it, as Pipetune trains on text alone")
+        if name == "chat_template_kwargs":
+            raise ValueError(
+                f"{name}: expected template_args in the config, for all records, and none of a record's own"
+            )
         idle = name in SWITCHES and value in (1, True)
         if name in MATTERS and not idle and not (isinstance(value, str) and value.strip() in texts()):
             raise ValueError(

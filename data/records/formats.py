@@ -118,6 +118,8 @@ def convert(raw: Any, format_name: str | None = None, columns: Names | None = No
             unused = left_over(extra, lambda: "\n".join(_texts(records)))
         return Converted(records, unused + sorted(inside), [*mapped.values(), *parts.values()])
     except ValidationError as error:
+        if len(raw) > 1 and all(map(_is_column, raw.values())):
+            raise DataError("a table written column by column; expected one object for each record") from None
         first = error.errors()[0]
         if first["type"] == "missing" and len(first["loc"]) == 1 and first["loc"][0] in named:
             raise DataError(f"field {first['loc'][0]}: expected a value, found null") from None
@@ -127,6 +129,10 @@ def convert(raw: Any, format_name: str | None = None, columns: Names | None = No
         if isinstance(error, DataError):
             raise
         raise DataError(f"{'' if str(error).startswith('preference') else 'field '}{error}") from None
+
+
+def _is_column(value: Any) -> bool:
+    return "0" in value if isinstance(value, dict) else isinstance(value, list) and set(map(type, value)) == {str}
 
 
 @lru_cache

@@ -7,14 +7,27 @@ article, all instances of an instruction) it becomes several records.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, Field, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, field_validator, model_validator
 
 from data.prompt_texts import CHAT_CONTEXT, CHAT_INPUT, REFERENCE_TITLE
 from data.records.chat import Chat, Message
 from data.records.fields import from_text
 from data.records.record import IGNORED, Instruct, Pretrain, Record, RefQA, Segments, Tokenized
+
+
+def _joined(system: Any) -> Any:
+    """Bedrock writes a list of parts; they are joined as those of a message are."""
+    return _message("system", system).content if isinstance(system, list) else system
+
+
+def _number_as_text(answer: Any) -> Any:
+    return str(answer) if type(answer) is int else answer  # how a fraction is to be written, nobody can tell
+
+
+SystemText = Annotated[str, BeforeValidator(_joined)]
+AnswerText = Annotated[str, BeforeValidator(_number_as_text)]
 
 
 class Layout(BaseModel):
@@ -33,11 +46,18 @@ class OpenAI(Layout):
     @field_validator("messages", mode="before")
     @classmethod
     def _from_text(cls, messages: Any) -> Any:
-        """A table keeps them as JSON."""
+        """A table keeps them as JSON; LIMA has a list of texts, Capybara one of pairs."""
         is_list = isinstance(messages, str) and messages.lstrip().startswith("[")
-        return from_text(messages, "a list") if is_list else messages
+        messages = from_text(messages, "a list") if is_list else messages
+        if not isinstance(messages, list) or not messages:
+            return messages
+        if all(isinstance(turn, dict) and turn.keys() == {"input", "output"} for turn in messages):
+            messages = [turn[name] for turn in messages for name in ("input", "output")]
+        elif not all(isinstance(turn, str) for turn in messages):
+            return messages
+        return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(messages)]
 
-    system: str | None = Field(None, validation_alias=AliasChoices("system", "system_prompt"))
+    system: SystemText | None = Field(None, validation_alias=AliasChoices("system", "system_prompt"))
     tools: Any = Field(None, validation_alias=AliasChoices("tools", "functions"))
 
     def records(self) -> list[Record]:
@@ -122,7 +142,9 @@ class SelfInstruct(Layout):
 class Asked(Layout):
     """One question and its answer, and what may come before them."""
 
-    system: str | None = Field(None, validation_alias=AliasChoices("system", "system_prompt"))  # who the model is to be
+    system: SystemText | None = Field(
+        None, validation_alias=AliasChoices("system", "system_prompt")
+    )  # who the model is to be
     history: list[tuple[str, str]] | None = Field(None, fail_fast=True)  # earlier pairs of question and answer
     tools: Any = Field(None, validation_alias=AliasChoices("tools", "functions"))  # what the answer might have called
     reasoning: str | None = Field(  # what was thought before the answer
@@ -154,7 +176,7 @@ class Alpaca(Asked):
 
     instruction: str
     input: str | None = Field(None, validation_alias=AliasChoices("input", "context"))
-    output: str = Field(validation_alias=AliasChoices("output", "response"))
+    output: AnswerText = Field(validation_alias=AliasChoices("output", "response"))
 
     @model_validator(mode="after")
     def _asked(self) -> Alpaca:
@@ -187,6 +209,7 @@ class PromptCompletion(Asked):
     @field_validator("completion", mode="before")
     @classmethod
     def _answer(cls, completion: Any) -> Any:
+        completion = _number_as_text(completion)
         return [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
 
     def records(self) -> list[Record]:
@@ -206,7 +229,7 @@ class QuestionAnswer(Asked):
     """`question` (or `query`) and `answer` (or `response`), as in GSM8K; with a text to answer from, a reference."""
 
     question: str = Field(min_length=1, validation_alias=AliasChoices("question", "query"))
-    answer: str = Field(validation_alias=AliasChoices("answer", "response"))
+    answer: AnswerText = Field(validation_alias=AliasChoices("answer", "response"))
     context: str | None = Field(
         None, validation_alias=AliasChoices("context", "passage", "article", "document", "reference", "background")
     )
@@ -279,7 +302,7 @@ class Text(Layout):
         return [Pretrain(type="pretrain", text=self.text)]
 
 
-def _message(role: str, content: str) -> Message:
+def _message(role: str, content: Any) -> Message:
     return Message.model_validate({"role": role, "content": content})
 
 

@@ -13,6 +13,7 @@ import gc
 import json
 import multiprocessing
 import os
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -27,7 +28,7 @@ import pyarrow
 
 from common.parent import end_with_parent
 from common.whole_files import replace_text
-from data.chat.control_tokens import ControlWords
+from data.chat.control_tokens import ControlWords, words_of
 from data.errors import DataError
 from data.records.chat import Chat
 from data.records.raw_records import RawRecord, read_file
@@ -40,6 +41,10 @@ from data.tokenized.tokenize import Tokens, encode_many, encode_tokens, load_tok
 
 SAMPLES, META = "samples.arrow", "meta.json"
 CHUNK_RECORDS, CHUNK_BYTES = 512, 2**18
+# Where datasets with pictures or sound put them; said, not refused, as a text about HTML may hold the same words.
+PLACEHOLDER = re.compile("<(?:image|video|audio|bbox|ref-object)>")
+PLACEHOLDER_HINT = re.compile(rb"<(?:image|video|audio|bbox|ref-object)>|\\u003c", re.IGNORECASE)
+IN_WORDS = "hold a placeholder such as <image>, which is trained as text, as Pipetune trains on text alone"
 AHEAD = 4  # chunks under way for each worker
 
 # Takes progress: what is being done, how many of how many bytes are done, and how many records.
@@ -111,6 +116,10 @@ class Encoder:
                 continue
             control = self._control_words.possible(raw.value) and bool(self._control_words.found(record))
             empty, tools = has_empty_answer(record), isinstance(record, Chat) and bool(record.tools)
+            possible = not isinstance(raw.value, bytes) or PLACEHOLDER_HINT.search(raw.value)
+            if possible and (found := next(filter(None, map(PLACEHOLDER.search, words_of(record))), None)):
+                place = f"{found.group()} in {origin(recipe.files[file].path, raw.number)}"
+                tokens = tokens._replace(notes=tokens.notes | {IN_WORDS: place})
             encoded.append(Encoded(file, raw.number, record.type, empty, control, tokens, tools))
         notes = [note for each in encoded for note in each.tokens.notes.items()]
         answer.notes.update(note for note, _ in notes)

@@ -211,6 +211,21 @@ def test_nothing_is_warned_of_where_nothing_is_wrong(tmp_path: Path, tokenizer_f
     assert summary.overlap(dataset, other) == []
 
 
+@pytest.mark.parametrize("word", ["<image>", "<video>", "<audio>", "<bbox>", "<ref-object>"])
+@pytest.mark.parametrize("escaped", [False, True])
+def test_a_placeholder_of_a_picture_is_told_with_its_place(
+    word: str, escaped: bool, tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    unlike = [INSTRUCT | {"instruct": f"What is {number}?", "output": "One. " * 20} for number in range(4)]
+    unlike[1]["instruct"] = unlike[3]["output"] = f"{word}\nWhat is it? <img> <Image>"
+    path = write(tmp_path / "a.jsonl", *unlike)
+    if escaped:
+        path.write_text(path.read_text(encoding="utf-8").replace("<", "\\u003c"), encoding="utf-8")
+    (told,) = summary.warnings(load_dataset(path, tokenizer_folder, 1000, "plain"), 1000)
+    assert told.startswith("2 records: hold a placeholder such as <image>, which is trained as text")
+    assert f"such as {word} in {path}: record " in told
+
+
 def test_many_files_do_not_flood_the_table(tmp_path: Path, tokenizer_folder: Path) -> None:
     paths = [write(tmp_path / f"{number}.json", INSTRUCT | {"output": str(number)}) for number in range(25)]
     lines = summary.table(load_dataset(paths, tokenizer_folder, 1000, "plain")).splitlines()

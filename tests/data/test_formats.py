@@ -13,7 +13,7 @@ from data.records.chat import Chat
 from data.records.formats import FORMATS, convert
 from data.records.record import Record, RefQA
 from data.tokenized.tokenize import encode_many
-from tests.data.format_cases import ANSWER, CASES, USER, ref_qa, refusal
+from tests.data.format_cases import ANSWER, CASES, USER, chat, instruct, ref_qa, refusal
 from tests.data.helpers import RECORDS, REWRITING
 
 
@@ -131,7 +131,27 @@ def test_a_record_of_no_layout_is_refused_with_its_fields_and_the_formats() -> N
         ({"instruction": "i", "output": "o", "history": [["q"]]}, "field history[0][1]: missing"),
         ({"prompt": 3, "completion": "a"}, "field prompt: expected a list, found a number"),
         ({"prompt": "", "completion": "a"}, "field instruct: String should have at least 1 character"),
-        ({"question": "q", "answer": 42}, "field answer: expected a string, found a number"),
+        ({"question": "q", "answer": 4.2}, "field answer: expected a string, found a number"),
+        ({"question": "q", "answer": True}, "field answer: expected a string, found true or false"),
+        *(
+            (raw, "a table written column by column; expected one object for each record")
+            for raw in (
+                {"instruction": ["i", "j"], "output": ["o", "p"]},
+                {"instruction": {"0": "i"}, "output": {"0": "o"}},
+                {"prompt": {"0": "i", "1": "j"}, "completion": {"0": "o", "1": "p"}},
+                {"question": ["i"], "answer": ["o"], "id": ["1"]},
+            )
+        ),
+        ({"messages": [USER], "tools": []}, "field messages: expected at least one of the assistant"),
+        ({"instruction": ["i"], "output": "o"}, "field instruction: expected a string, found a list"),
+        ({"conversations": ["q"]}, "field messages: expected at least one of the assistant"),
+        ({"conversations": ["q", {"from": "gpt", "value": "a"}]}, "field conversations[0]: expected an object"),
+        ({"conversations": [{"input": "q"}]}, "field conversations[0].role: missing"),
+        ({"messages": [USER, ANSWER], "system": [{"image": "i"}]}, "field system"),
+        (
+            {"messages": [USER, ANSWER], "chat_template_kwargs": {"enable_thinking": False}},
+            "field chat_template_kwargs: expected template_args in the config",
+        ),
         ({"text": ""}, "field text: String should have at least 1 character"),
         ({"text": float("nan")}, "field text: expected a string, found a number"),
         ({"instruction": "i", "output": None}, "field output: expected a value, found null"),
@@ -188,3 +208,24 @@ def test_a_million_wrong_entries_are_one_complaint(model: type[BaseModel], field
 def test_a_complaint_names_the_field_as_columns_does() -> None:
     columns = {"question": "Frage", "answer": "Antwort"}
     assert refusal({"Frage": "q", "Antwort": ["a"]}, columns=columns).startswith("field Antwort: expected a string")
+
+
+SYSTEM = {"role": "system", "content": "Be kind"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ({"conversations": ["q", "a"]}, chat(USER, ANSWER)),
+        ({"conversations": '["q", "a", "q", "a"]'}, chat(USER, ANSWER, USER, ANSWER)),
+        ({"conversation": [{"input": "q", "output": "a"}] * 2}, chat(USER, ANSWER, USER, ANSWER)),
+        ({"messages": [USER, ANSWER], "system": [{"text": "Be "}, {"text": "kind"}]}, chat(SYSTEM, USER, ANSWER)),
+        ({"instruction": "q", "output": "a", "system": [{"text": "Be kind"}]}, chat(SYSTEM, USER, ANSWER)),
+        ({"messages": [USER, ANSWER], "chat_template_kwargs": {}}, chat(USER, ANSWER)),
+        ({"instruction": "q", "output": 2}, instruct("q", "2")),
+        ({"question": "q", "answer": 0}, instruct("q", "0")),
+        ({"prompt": "q", "completion": -7}, instruct("q", "-7")),
+    ],
+)
+def test_what_can_mean_one_thing_alone_is_read(raw: dict[str, Any], expected: Record) -> None:
+    assert convert(raw).records == [expected]

@@ -86,6 +86,21 @@ def test_text_is_printed_literally_and_is_not_broken(tokenizer: PreTrainedTokeni
     assert f"\x1b[1;32m{text}<|im_end|>\x1b[0m" in printed
 
 
+@pytest.mark.parametrize(("length", "left_out"), [(800, 0), (801, 1), (3000, 2200)])
+def test_a_long_sample_is_shortened_in_its_middle(
+    length: int, left_out: int, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    ids = tokenizer("one two three four five six seven " * length, add_special_tokens=False)["input_ids"][:length]
+    sample: Sample = {"input_ids": ids, "labels": ids}
+    printed = recorded([sample], tokenizer, styles=False)
+    assert (f"\n[... {left_out:,} tokens are not shown ...]\n" in printed) == bool(left_out)
+    assert ("not shown" in printed) == bool(left_out)
+    shown = coloured(sample, tokenizer).plain
+    whole = tokenizer.decode(ids)
+    assert shown[:50] == whole[:50] and shown[-50:] == whole[-50:]
+    assert sum(len(numbers.split()) for _, numbers, _ in Page(page_of([sample], tokenizer, tmp_path)).tokens) == length
+
+
 class Page(HTMLParser):
     """What a browser would take from a page: tokens with their marks, and whatever would load or run something."""
 
