@@ -133,18 +133,18 @@ def open_door(
             _configure(arguments, auto, place, hosts)
         config = load(Place(0, sum(map(len, hosts.values())), 0, 1) if hosts else place)
         keep_tracebacks_in(config.save_path)
+        if arguments.plan and plan is None:
+            raise ConfigError("--plan: plans pipelines; expected train_ds.py")
+        if arguments.prove and prove is None:
+            raise ConfigError("--prove: proves pipelines; expected train_ds.py")
+        if arguments.prove and place is not None:
+            raise ConfigError("--prove: starts processes of its own, on this machine; expected python train_ds.py")
         if place is None and not hosts:
             resolve(config.model_path)
-        if arguments.plan:
-            if plan is None:
-                raise ConfigError("--plan: plans pipelines; expected train_ds.py")
+        if arguments.plan and plan:
             if place is None or place.rank == 0:
                 plan(config, arguments)
-        elif arguments.prove:
-            if prove is None:
-                raise ConfigError("--prove: proves pipelines; expected train_ds.py")
-            if place is not None:
-                raise ConfigError("--prove: starts processes of its own, on this machine; expected python train_ds.py")
+        elif arguments.prove and prove:
             name_accelerator()
             prove(config)
         elif arguments.inspect:

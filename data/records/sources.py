@@ -147,7 +147,7 @@ def _expand(path: str, tell: Callable[[str], object]) -> list[Path]:
         matches = _matches(place, path)
         files = sorted(match for match in matches if match.is_file())
         if not files:
-            hub = HUB_NAME.fullmatch(path) and not place.suffix and not place.parent.exists()
+            hub = HUB_NAME.fullmatch(path) and not place.parent.exists()
             get = f", such as what hf download --repo-type dataset {path} --local-dir FOLDER writes" if hub else ""
             raise DataError(f"{path}: not found; expected a file, a folder or a glob{get}")
         _check_shards(files, place.name)

@@ -56,6 +56,8 @@ def proven(config: PreTrainedConfig, fields: dict[str, Any], declared: Family | 
             told = str(error)
             raise Underivable(told if told.startswith(config.model_type) else f"{config.model_type}: {told}") from None
         except Exception as error:  # whatever torch makes of a small model
+            if isinstance(error, KeyError) and json.dumps(str(error.args[0] if error.args else "")) in key:
+                raise  # a word of config.json that transformers does not know; `reason_of` names its field
             raise Underivable(
                 f"{config.model_type}: deriving it failed at {_part(error)}: {error}; expected sizes in config.json "
                 "that fit each other in this part (heads, heads of keys, experts, experts a token)"

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import families
 from benchmarks.families import HEADER, Verdict, verdict, written
+from models.attention.kernels import ALL
 from models.derived.proof import Proof
 from tests.models.derived.cases import since
 
@@ -16,7 +17,7 @@ def table(before: str, release: str, monkeypatch: pytest.MonkeyPatch, **verdicts
     """The rows after these verdicts with a release, by model: the reason of a refusal, or nothing."""
     monkeypatch.setattr(families, "RELEASE", release)
     kinds = {"generates": True, "routes": False, "shares_rows": True, "linear": False}
-    proof = Proof(attention=("sdpa_by_document",), figures={"logits": 1e-6}, seconds=1.0, **kinds)
+    proof = Proof(attention=ALL, figures={"logits": 1e-6}, seconds=1.0, **kinds)
     made = [Verdict(name, None if reason else proof, reason) for name, reason in verdicts.items()]
     after = written(made, before)
     assert after.count(HEADER) == 1

@@ -111,8 +111,14 @@ def test_chat_format_supervises_the_answers_and_their_end(name: str, tokenizer: 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_sentencepiece_supervises_the_answers_and_their_end(name: str, sentencepiece: PreTrainedTokenizerBase) -> None:
-    (_, first), *rest = with_end(PLAIN[name], "</s>")
-    assert runs(RECORDS[name], sentencepiece) == [(False, f"<s> {first}"), *rest]
+    """Its model puts a blank before every text, also before one that follows `</s>`, as its authors' tokenizer does."""
+    expected = with_end(PLAIN[name], "</s>")
+    before = ["<s>", *(text for _, text in expected)]
+    wanted = [
+        (loss, f" {text}" if ahead.endswith("</s>") else text)
+        for ahead, (loss, text) in zip(before, expected, strict=False)
+    ]
+    assert runs(RECORDS[name], sentencepiece) == [(False, f"<s> {wanted[0][1]}"), *wanted[1:]]
 
 
 def test_pretrain_supervises_every_token_but_the_beginning_of_sequence(

@@ -362,7 +362,7 @@ def test_other_rows_of_packed_epochs_are_refused(outcomes: Outcomes) -> None:
     for number, told in enumerate(
         (
             rf"pack_len: 384, {where} 256; expected 256, or another save_path",
-            r"data_path: not the samples|pack_len: 300, " + where,
+            r"data_path: not the samples|max_seq_len: 300, " + where,
             rf"packing: batch, {where} dataset; expected dataset, or another save_path",
         )
     ):

@@ -171,6 +171,7 @@ def test_the_computation_waits_for_a_copy_back_only_where_it_needs_it(monkeypatc
         ("back", "wait for computing"),
         ("back", "wait for what out did"),
         ("back", "copy back"),
+        ("back", "keeps what it reads"),
     ]
     streams.given.clear()
     copy.back()

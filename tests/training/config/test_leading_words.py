@@ -147,7 +147,7 @@ def test_a_name_of_the_hub_leads_to_the_command_that_fetches_it(
         resolve(name)
     assert (f"python convert_model.py download --model-name {name} --save-path DIR" in str(caught.value)) == is_hub
     if is_hub:
-        with pytest.raises(DataError, match=f"hf download {name} --repo-type dataset"):
+        with pytest.raises(DataError, match=f"hf download --repo-type dataset {name}"):
             files_of(Source(path=name))
 
 

@@ -234,21 +234,18 @@ def test_what_a_dead_agent_leaves_is_killed_first(tmp_path: Path) -> None:
 
 
 def test_two_names_of_a_machine_are_looked_at_side_by_side(tmp_path: Path) -> None:
-    """Who looks ends what is left of the run, but not who else looks: who reads from a pipe does so meanwhile."""
-    held = tmp_path / "held"
-    held.mkdir()
-    os.mkfifo(held / "latest")
-    other = start("sh", "-c", there(*AGENT, str(held), "a run"))
-    ends: list[int] = []
+    """Who looks ends what is left of the run, but not who else looks."""
+    other = start("sh", "-c", there(*AGENT, str(tmp_path), "a run"))
+    agents: list[psutil.Process] = []
 
-    def reads() -> bool:
-        with suppress(OSError):  # nobody reads yet
-            ends.append(os.open(held / "latest", os.O_WRONLY | os.O_NONBLOCK))
-        return bool(ends)
+    def runs() -> bool:
+        agents[:] = [each for each in other.family() if "agent import main" in " ".join(each.cmdline())]
+        return bool(agents)
 
-    other.until(reads)
+    other.until(runs)
+    agents[-1].suspend()  # so that it is still there
     look(str(tmp_path), "a run")
-    os.close(ends[0])
+    agents[-1].resume()
     assert other.end().returncode == 0
 
 
