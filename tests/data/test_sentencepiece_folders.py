@@ -17,6 +17,7 @@ from data.chat.native.kinds import export_tokenizer
 from data.chat.prompts import Prompts
 from data.errors import DataError
 from data.tokenized.tokenize import load_tokenizer
+from training.checkpoint.side_files import read_side_files
 
 LINES = ["The  end of the museum", "    def f():", "        return 1", "the hen then  there", "a  b   c    d"] * 40
 TEXTS = [
@@ -126,3 +127,15 @@ def test_a_published_vocabulary(shared: Path, tmp_path: Path) -> None:
     for each in json.loads((golden / "vectors.json").read_text(encoding="utf-8"))["vectors"]:
         if not any(name in each["text"] for name in TOKENS.values()):  # these are control tokens in transformers
             assert tokenizer.encode(each["text"], add_special_tokens=False) == each["mixtral-v1"]["sp"], each["text"]
+
+
+def test_a_run_hands_on_the_ids_that_it_trains(tmp_path: Path) -> None:
+    """Of tokenizer.model alone, transformers 5 would make other ids in its checkpoints and exports."""
+    folder = folder_of(tmp_path, {"tokenizer_class": "LlamaTokenizer"} | TOKENS)
+    model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    (saved := tmp_path / "saved").mkdir()
+    for name, content in read_side_files(folder, ends=[2]).items():
+        (saved / name).write_bytes(content)
+    assert (saved / "tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
+    for loaded in (AutoTokenizer.from_pretrained(saved), load_tokenizer(saved)):
+        assert [loaded.encode(text) for text in TEXTS] == [[1, *model.encode(text)] for text in TEXTS]

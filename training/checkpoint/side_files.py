@@ -6,6 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from data.chat.native.kinds import complete_tokenizer
 from models.checkpoint.convert import copy_side_files
 from models.checkpoint.layout import Manifest
 from models.config_json import read_json, write_json
@@ -25,15 +26,18 @@ def read_side_files(model_folder: Path, ends: Collection[int] = ()) -> dict[str,
     with TemporaryDirectory() as made:
         folder = Path(made)
         copy_side_files(model_folder, folder)
+        before = [path.name for path in folder.iterdir()]
+        complete_tokenizer(model_folder, folder)
         if ends:
             _write_ends(folder, ends)
+        if (manifest := Manifest.read(folder)) is not None:  # an export has the files that it lists
+            made_here = {path.name for path in folder.iterdir()} - {*before, *manifest.side_files}
+            manifest.side_files += sorted(made_here)
+            manifest.write(folder)
         return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def _write_ends(folder: Path, ends: Collection[int]) -> None:
-    path, manifest = folder / GENERATION, Manifest.read(folder)
+    path = folder / GENERATION
     settings = read_json(path) if path.is_file() else {}
     write_json(path, settings | {"eos_token_id": sorted(ends)})
-    if manifest and GENERATION not in manifest.side_files:  # an export has the files that it lists
-        manifest.side_files.append(GENERATION)
-        manifest.write(folder)

@@ -103,6 +103,17 @@ def export_tokenizer(source: Path, target: Path) -> None:
     path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def complete_tokenizer(source: Path, target: Path) -> None:
+    """Write a tokenizer.json beside a tokenizer.model of LLaMA's kind, of which transformers 5 makes other ids.
+
+    Raises:
+        DataError: as `native_tokenizer`.
+    """
+    kind = _kind(source, _read_json(source / "tokenizer_config.json"))
+    if kind and kind.shipped:
+        export_tokenizer(source, target)
+
+
 def end_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """The ids that end an answer: the end of sequence, ChatML's, and the roles that a ChatGLM3 hands over to."""
     names = ("eos_token_id", "im_end_token_id", "user_token_id", "observation_token_id")
