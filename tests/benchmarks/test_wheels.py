@@ -108,3 +108,25 @@ def test_what_differs_from_the_requirements_is_said(monkeypatch: pytest.MonkeyPa
     absent, other = wheels.differences()
     assert absent == "not installed: gguf"
     assert f"transformers 5.17.0 ({wheels.required()['transformers'].specifier})" in other
+
+
+@pytest.mark.parametrize(
+    ("there", "line"),
+    [
+        (True, "cannot import pipetune_broken: ModuleNotFoundError: No module named 'pipetune_deeper'"),
+        (False, "not installed: pipetune-broken; collect"),
+    ],
+)
+def test_what_is_missing_or_broken_ends_it_once_by_its_name(
+    there: bool, line: str, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if there:
+        make_wheel(tmp_path, "pipetune_broken", "1.0")
+        wheels.install(tmp_path)
+        (target / "pipetune_broken.py").write_text("import pipetune_deeper\n", encoding="utf-8")
+        (target / "pipetune_broken-1.0.dist-info" / "top_level.txt").write_text("pipetune_broken\n", encoding="utf-8")
+        monkeypatch.syspath_prepend(str(target))
+        monkeypatch.setenv("PYTHONPATH", str(target))
+    monkeypatch.setattr(wheels, "required", lambda: {"pipetune-broken": Requirement("pipetune-broken")})
+    with pytest.raises(SystemExit, match=f"^error: {line}"):
+        wheels.check_imports()
