@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import FAQ
 from tests.launching import start, write_config
+from training.distributed.processes import free_port
 
 TOLD = "stopped before step 1 of this start: this start trained nothing"
 
@@ -44,7 +45,8 @@ def test_a_preemption_in_the_imports_is_heeded_before_the_first_step(
 ) -> None:
     model = make_checkpoint("llama")
     config = write_config(tmp_path / "run.yml", model_path=str(model), data_path=str(FAQ), max_steps=2)
-    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29617"}
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    place["MASTER_PORT"] = str(free_port())
     launch = start(sys.executable, "train_ds.py", "--config", config, **place)
     launch.until(lambda: catches(launch.pid, signal.SIGUSR1), pause=0.0)
     launch.family()[0].send_signal(signal.SIGUSR1)
