@@ -114,6 +114,7 @@ def patch_cuda(watch: Watch) -> None:
         "default_stream": stream,
         "mem_get_info": (GIGABYTES, GIGABYTES),
         "memory_stats": {},
+        "memory_snapshot": [],
     }
     fixed |= dict.fromkeys(
         """memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached

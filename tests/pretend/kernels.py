@@ -20,13 +20,18 @@ def install(watch: Watch) -> None:
 
 
 def varlen_attention(watch: Watch, *packed: Any, scale: float | None, window_size: Any, **options: Any) -> Tensor:
-    """torch's varlen_attn without its window: [T, heads, D] of documents end to end."""
+    """torch's varlen_attn: [T, heads, D] of documents end to end."""
     query, key, value, ends, *_ = packed
     with watch.silent():
         lengths = ends.diff().tolist()
     pieces = zip(*(tensor.transpose(0, 1)[None].split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
-    attend = partial(F.scaled_dot_product_attention, is_causal=True, scale=scale, **options)
-    outputs = [attend(*piece) for piece in pieces]
+    attend = partial(F.scaled_dot_product_attention, scale=scale, **options)
+    outputs = []
+    for piece in pieces:
+        place = torch.arange(piece[0].shape[2], device=query.device)
+        back = place[:, None] - place
+        seen = (back >= 0) & (back <= window_size[0]) if window_size[0] >= 0 else back >= 0
+        outputs.append(attend(*piece, attn_mask=seen))
     return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
 
