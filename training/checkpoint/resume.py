@@ -8,7 +8,8 @@ it may be another than before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from models.config_json import QUANTIZATION
+from models.errors import CheckpointError
 from models.spec import ModelSpec
 from training.checkpoint.deepspeed_files import read_mapped
 from training.checkpoint.folder import CheckpointRecord, DataOrder
@@ -64,7 +66,7 @@ def resume(
         )
     # Peers draw alike, whichever ranks they were.
     trainer, rank = build(), config.model_topo.first_peer(torch.distributed.get_rank())
-    with agreed():
+    with agreed(), _as_they_were_saved(folder):
         take_over(trainer.engine, folder, record, spec)
         seed = config.seed + rank + record.step * 2**20  # no rank draws what it drew at the run's start
         if changed:
@@ -75,6 +77,24 @@ def resume(
         log.print(f"{folder.name} was saved on devices of another kind; dropout, if any, draws other numbers")
     log.print(f"resumed: {folder}, after step {record.step}")
     return trainer
+
+
+@contextmanager
+def _as_they_were_saved(folder: Path) -> Iterator[None]:
+    """Refuse files that were changed together with their checksums: torch finds only that they do not fit.
+
+    Raises:
+        CheckpointError: they do not.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, LookupError, AttributeError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder}: its files do not fit each other: {' '.join(str(error).split())}; expected them as they were "
+            "saved; move the folder away to go on from the checkpoint before it"
+        ) from error
 
 
 def same_places(record: CheckpointRecord, topology: Topology, config: TrainConfig) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from models.checkpoint.export import pp_to_hg
 from tests.conftest import FAQ
 from tests.launching import Launch, error_lines, metrics, start_deepspeed, topology, write_config
 from tests.training.checkpoint.test_folder import flip
+from training.checkpoint.folder import CheckpointRecord
 from training.plan.basis import MEASURED_FILE
 
 pytestmark = pytest.mark.launched
@@ -171,3 +174,40 @@ def workers(launch: Launch) -> list[psutil.Process]:
     """The processes that train, below the launchers."""
     _, *below = launch.family()
     return [member for member in below if "--local_rank=0" in member.cmdline() or not member.children()]
+
+
+def resummed(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change the flat tensors of a checkpoint's file, and every checksum with it."""
+
+    def walk(value: Any) -> Any:
+        if torch.is_tensor(value) and value.dim() == 1:
+            return change(value).clone()
+        if isinstance(value, dict):
+            value.update({key: walk(each) for key, each in value.items()})
+        return [walk(each) for each in value] if isinstance(value, list) else value
+
+    path, about = folder / name, folder / "checkpoint.json"
+    torch.save(walk(torch.load(path, weights_only=False)), path)
+    fields = json.loads(about.read_text())
+    fields["files"][name] = {"size": path.stat().st_size, "crc32": zlib.crc32(path.read_bytes())}
+    record = CheckpointRecord.model_validate(fields)
+    about.write_text(record.model_copy(update={"crc32": record.checksum()}).model_dump_json(exclude_unset=True))
+
+
+@pytest.mark.slow
+def test_files_that_do_not_fit_each_other_are_refused_in_a_line(
+    models: dict[str, Path], records: Path, tmp_path: Path
+) -> None:
+    """Files that were changed together with their sums: torch finds that sizes differ."""
+    config = write_config(tmp_path / "1x1-cut.yml", **settings(models, records, "1x1-bf16") | {"max_steps": 1})
+    finished(config)
+    whole, folder = tmp_path / "whole", config.with_suffix("") / "step-000001"
+    shutil.copytree(folder, whole)
+    for name in ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "random-000.pt"):
+        shutil.rmtree(folder)
+        shutil.copytree(whole, folder)
+        resummed(folder, next(path.name for path in folder.glob(f"*{name}")), lambda tensor: tensor[:-8])
+        refused = started(config, "max_steps=2").end()
+        assert refused.returncode != 0
+        (line,) = error_lines(refused)
+        assert line.startswith(f"error: {folder}: its files do not fit each other: ")
