@@ -33,7 +33,7 @@ def train(config: TrainConfig, loss: TokenLoss | None = None) -> None:
 
     def run(config: TrainConfig, place: Place, monitor: RankMonitor) -> bool:
         from training.engine.pipeline import PipelineTrainer  # DeepSpeed has to be told of the device first
-        from training.job import run_job
+        from training.options import train_language_model
 
         class LossTrainer(PipelineTrainer):
             @classmethod
@@ -43,7 +43,7 @@ def train(config: TrainConfig, loss: TokenLoss | None = None) -> None:
                 module.micro_batch_loss = partial(module.micro_batch_loss, own=of_each_token)
                 return trainer
 
-        return run_job(config, place, monitor, LossTrainer if loss else PipelineTrainer)
+        return train_language_model(config, place, monitor, LossTrainer if loss else PipelineTrainer)
 
     def load(place: Place | None) -> TrainConfig:
         if loss and config.aux_max_z_loss.weight:

@@ -18,7 +18,6 @@ from data.loader import Loader
 from data.tokenized.dataset import Dataset
 from training.config.keys import TrainConfig
 from training.data_setup import build_loader
-from training.distributed.rank_monitor import RankMonitor
 from training.engine.trainer import Trainer
 from training.metrics.live_view import paused
 
@@ -67,11 +66,14 @@ class Evaluation:
             return self._at_start
         return last or (self._interval > 0 and step % self._interval == 0)
 
-    def run(self, trainer: Trainer, monitor: RankMonitor, stopping: Callable[[], bool]) -> dict[str, float] | None:
+    def run(
+        self, trainer: Trainer, mark: Callable[[str], None], stopping: Callable[[], bool]
+    ) -> dict[str, float] | None:
         """`eval_loss`; of records `eval_perplexity` too and, where there are several types, `eval_loss/<type>`.
 
         Args:
-            stopping: asked after each batch whether to leave it, the same on all ranks; the result is None then.
+            mark: reports progress to the failure detector.
+            stopping: called after each batch: whether to leave, the same on all ranks; the result is None then.
         """
         losses, tokens = dict.fromkeys(self._loaders, 0.0), dict.fromkeys(self._loaders, 0)
         batches = sum(loader.steps_per_epoch for loader in self._loaders.values())
@@ -83,7 +85,7 @@ class Evaluation:
                     losses[kind] += trainer.eval_loss(loader, batch) * batch.supervised
                     tokens[kind] += batch.supervised
                     bar.update()
-                    monitor.mark("a batch of an evaluation")
+                    mark("a batch of an evaluation")
                     if stopping():
                         return None
         mean = sum(losses.values()) / sum(tokens.values())

@@ -14,7 +14,8 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, field_vali
 from data.prompt_texts import CHAT_CONTEXT, CHAT_INPUT, REFERENCE_TITLE
 from data.records.chat import Chat, Message
 from data.records.fields import from_text
-from data.records.record import IGNORED, Instruct, Pretrain, Record, RefQA, Segments, Tokenized
+from data.records.record import Instruct, Pretrain, Record, RefQA, Segments, Tokenized
+from data.sample_set import IGNORED
 
 
 def _joined(system: Any) -> Any:

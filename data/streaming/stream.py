@@ -179,6 +179,7 @@ class StreamLoader(Loader):
     """
 
     data: Stream
+    knows_lengths = False
 
     def batch(self, step: int) -> GlobalBatch:
         """The global batch of a step, counted from 0."""

@@ -13,7 +13,6 @@ from training.any_model.layers import ForwardStep, Layer, Loss
 from training.any_model.samples import SampleLoader
 from training.any_model.stage import LayerStage, LayerStageEngine
 from training.distributed.groups import among_members
-from training.engine.numerics import set_numerics
 from training.engine.pipeline import PipelineTrainer
 from training.engine.prefetch import Sent
 from training.engine.trainer import wrap
@@ -43,7 +42,6 @@ class LayerTrainer(PipelineTrainer):
             parts: layers per stage.
             folder: a checkpoint whose weights the layers take.
         """
-        set_numerics(config)
         with among_members():
             stage = LayerStage(layers, forward_step, loss, config, parts, folder)
         stage.learn(next(loader.micro_batches(loader.batch(0), 0))[0])

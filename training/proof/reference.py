@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.loader import GlobalBatch
-from data.tokenized.dataset import InMemory
-from data.tokenized.tokenize import Sample
+from data.sample_set import InMemory, Sample
 from models.causal_lm import CausalLM
 from models.checkpoint.source import open_source
 from models.router import router_loss, top_k

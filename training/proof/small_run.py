@@ -10,9 +10,8 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
-from data.streaming.stream import Stream
+from data.sample_set import IGNORED, Sample
 from data.tokenized.dataset import check_vocabulary
-from data.tokenized.tokenize import IGNORED, Sample
 from models.checkpoint.convert import copy_files
 from models.checkpoint.layout import resolve, side_files
 from models.derived.shrink import is_dropout, shrunk_fields
@@ -23,6 +22,7 @@ from training.data_setup import RecordReader, build_loader
 from training.proof.launches import Start
 from training.proof.random_model import write_model
 from training.proof.shrink_config import DATA, EVALUATION, LENGTH, MODEL, small_config, small_depth, small_topology
+from training.streamed import stream_of
 
 BATCHES = 2.5  # in an epoch: its last one is smaller, and the last step is one of the second epoch
 EVALUATED = 6  # samples
@@ -93,8 +93,10 @@ def _samples(
 ) -> tuple[list[Sample], list[Sample]]:
     """As the user's own run would read them: the first to train on, and some to evaluate on."""
     reader = RecordReader(config, folder, log)
-    data, held_out = reader.sets()
-    data = data.windows.peek() if isinstance(data, Stream) else data
+    if config.stream_gb:
+        data, held_out = stream_of(config, reader).windows.peek(), reader.held_out()
+    else:
+        data, held_out = reader.sets()
     check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), data)
     router_loss = router_loss_weight(config, spec) > 0
     loader = build_loader(data, config, config.dataloader_drop_last, router_loss=router_loss)
