@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from rich.console import Console
 from tqdm import tqdm
 
+from common.terminal import paused
 from data.loader import GlobalBatch, Loader
 from training.engine.trainer import Trainer
 from training.errors import RunRefused
-from training.metrics.live_view import paused
 
 SHOWN = 20  # records
 

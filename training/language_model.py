@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
+import numpy
 import torch
 from rich.console import Console
 
@@ -43,6 +44,7 @@ class LanguageModel(Task):
 
     Attributes:
         dataset: the records to train on.
+        held_out: the records to evaluate on, if any.
     """
 
     spec: ModelSpec
@@ -69,13 +71,18 @@ class LanguageModel(Task):
         check_shared_rows(config, spec)
         reader = RecordReader(config, folder, log)
         self.dataset, held_out = self._sets(config, reader)
+        self.held_out = held_out
         router_loss = router_loss_weight(config, spec) > 0
         self.loader = build_loader(
             self.dataset, config, config.dataloader_drop_last, None, router_loss, self.loader_kind
         )
         self.evaluation = None
         if held_out is not None:
-            self.evaluation = Evaluation.on(held_out, config, self.loader.steps_per_epoch, active=not log.quiet)
+            numbers = {kind: numpy.flatnonzero(held_out.of_type(kind)) for kind in held_out.types}
+            loaders = {kind: build_loader(held_out, config, numbers=its) for kind, its in numbers.items()}
+            self.evaluation = Evaluation(
+                loaders, config, self.loader.steps_per_epoch, not log.quiet, held_out.fingerprint()
+            )
         sets = [self.dataset] if held_out is None else [self.dataset, held_out]
         check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), *sets)
         self.side_files = read_side_files(folder, reader.ends) if disk.keeps else {}
@@ -135,9 +142,8 @@ class LanguageModel(Task):
         """Log lengths and kinds of the records, and draw them in the run's folder."""
         if job.log.quiet:
             return
-        evaluated_on = self.evaluation.dataset if self.evaluation else None
         how = self.loader, job.config.max_seq_len, job.save_path, job.log, what
-        summary.report(dataset or self.dataset, evaluated_on, *how)
+        summary.report(dataset or self.dataset, self.held_out, *how)
 
     def _an_epoch(self) -> str:
         return f", {self.loader.steps_per_epoch} an epoch"

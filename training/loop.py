@@ -7,21 +7,24 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from data.loader import Loader
-from training.callbacks import Callbacks
 from training.checkpoint.folder import step_folder
-from training.checkpoint.saving import Checkpointer
-from training.config.keys import TrainConfig
-from training.distributed.signals import StopRequest
-from training.engine.trainer import Trainer
 from training.errors import ConfigError, RunRefused
-from training.evaluation import Evaluation
 from training.metrics.peak_memory import peak_memory_by_stage
 from training.metrics.step_metrics import StepMetrics
-from training.optimizer.lr_schedules import LearningRate
-from training.progress import Progress
-from training.topology import Topology
+
+if TYPE_CHECKING:  # the parts of a run, which a job builds
+    from data.loader import Loader
+    from training.callbacks import Callbacks
+    from training.checkpoint.saving import Checkpointer
+    from training.config.keys import TrainConfig
+    from training.distributed.signals import StopRequest
+    from training.engine.trainer import Trainer
+    from training.evaluation import Evaluation
+    from training.optimizer.lr_schedules import LearningRate
+    from training.progress import Progress
+    from training.topology import Topology
 
 
 @dataclass

@@ -13,9 +13,9 @@ from training.any_model.layers import ForwardStep, Layer, Loss
 from training.any_model.samples import SampleLoader
 from training.any_model.stage import LayerStage, LayerStageEngine
 from training.distributed.groups import among_members
+from training.engine.building import wrap
 from training.engine.pipeline import PipelineTrainer
 from training.engine.prefetch import Sent
-from training.engine.trainer import wrap
 
 
 class LayerTrainer(PipelineTrainer):
