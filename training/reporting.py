@@ -6,20 +6,23 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
 from common.whole_files import replace_text
-from data.loader import GlobalBatch
 from models.checkpoint.publish import writing
 from training.callbacks import Callback
 from training.distributed.processes import agreed
-from training.job import Job
-from training.loop import Run
 from training.metrics.reporter import Reporter
 from training.metrics.run_info import CONFIG_FILE, write_run_info
-from training.metrics.step_metrics import StepMetrics
 from training.metrics.tracking import open_trackers
+
+if TYPE_CHECKING:
+    from data.loader import GlobalBatch
+    from training.job import Job
+    from training.loop import Run
+    from training.metrics.step_metrics import StepMetrics
 
 
 class Reporting(Callback):
