@@ -5,20 +5,22 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from training.any_model.config import PipelineConfig
     from training.any_model.pipeline import Pipeline, load_trained
     from training.api import train
+    from training.callbacks import Callback
 
-__all__ = ["Pipeline", "PipelineConfig", "load_trained", "train"]
-_PLACES = {"train": ".api", "PipelineConfig": ".any_model.config"}
+__all__ = ["Callback", "Pipeline", "PipelineConfig", "load_trained", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """torch takes a second; who only wants an error class does without."""
+    """Import what is asked for: torch takes a second, which an error class does not need."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PLACES.get(name, ".any_model.pipeline"), __name__), name)
+    from training import api, callbacks
+    from training.any_model import config, pipeline
+
+    return next(vars(module)[name] for module in (api, callbacks, config, pipeline) if name in vars(module))
