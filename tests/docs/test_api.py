@@ -60,8 +60,10 @@ def folder(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPa
 
 
 def test_there_is_a_script_for_each_subject() -> None:
-    wanted = "generate( hg_to_pp( encode( Plan.make( train(load_config loss=smoothed callbacks=[ Pipeline( forward_step=".split()
-    assert [each for each in wanted if not any(each in script for script in scripts())] == []
+    wanted = (
+        "generate( hg_to_pp( encode( Plan.make( train(load_config loss=smoothed callbacks=[ Pipeline( forward_step="
+    )
+    assert [each for each in wanted.split() if not any(each in script for script in scripts())] == []
 
 
 @pytest.mark.parametrize("number", range(len(HERE)))

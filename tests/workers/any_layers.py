@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 
 from tests.training.any_model.nets import NETS
 from training.any_model.config import PipelineConfig
-from training.any_model.layers import divide
 from training.any_model.samples import SampleLoader
-from training.any_model.trainer import LayerTrainer
+from training.any_model.stage import divide
+from training.any_model.task import LayerTrainer
 from training.config.keys import TrainConfig
 from training.evaluation import Evaluation
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from tests.workers import jobs
 from training.any_model.config import OF_LANGUAGE_MODELS, PipelineConfig
-from training.any_model.layers import Layer
+from training.any_model.stage import Layer
 from training.any_model.task import Layers
 from training.config.keys import TrainConfig
 from training.distributed.processes import Place

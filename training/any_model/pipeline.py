@@ -25,8 +25,8 @@ from training.errors import ConfigError
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from training.any_model.layers import ForwardStep, Layer, Loss
     from training.any_model.samples import Collate
+    from training.any_model.stage import ForwardStep, Layer, Loss
     from training.distributed.rank_monitor import RankMonitor
 
 

@@ -11,17 +11,19 @@ from typing import Any
 
 import deepspeed
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from models.blocks.options import BlockOptions
 from models.checkpoint.source import open_source
 from models.loading import LayerStates, SeededStates
 from models.loss import micro_batch_loss
-from models.parallel.peers import Sharing
+from models.parallel.peers import ALONE, Peers, Sharing
 from models.spec import ModelSpec
 from training.config.deepspeed_config import check_device, deepspeed_config, router_loss_weight, training_dtype
 from training.config.gpu import check_gpu
 from training.config.keys import TrainConfig
+from training.config.model_topo import ModelTopo
 from training.distributed.groups import among_members
 from training.distributed.processes import agreed
 from training.engine.clipping import clip_in_update
@@ -91,3 +93,24 @@ def wrap(model: nn.Module, config: TrainConfig, tied_names: tuple[str, str] | No
 def on_cpu(layer: nn.Module) -> dict[str, Tensor]:
     """A layer's state dict, in memory of its own."""
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in layer.state_dict().items()}
+
+
+def sharing_of(topology: ModelTopo) -> Sharing:
+    """Make the process groups that share packed sequences and layers with this process; all ranks call it together."""
+    return Sharing(
+        sequence=_peers(topology.sharing("rows")),
+        tensor=_peers(topology.sharing("layers")),
+    )
+
+
+def _peers(groups: NDArray[Any]) -> Peers:
+    """The one of the groups [groups, size] that this process belongs to."""
+    if (size := groups.shape[1]) == 1:
+        return ALONE
+    rank, own = torch.distributed.get_rank(), ALONE
+    with among_members():
+        for row in groups.tolist():
+            group = torch.distributed.new_group(row)  # which every process counts, and its members make
+            if rank in row:
+                own = Peers(size, row.index(rank), group)
+    return own

@@ -25,9 +25,8 @@ from training.callbacks import Callback
 from training.distributed.processes import gather
 from training.plan.partition import held_layers
 from training.profiler.drawing import draw, trace
-from training.profiler.figures import Figures
+from training.profiler.figures import Figures, with_idle
 from training.profiler.recorder import Record, Recorder
-from training.profiler.waiting import with_idle
 from training.schedule.walk import Span
 
 if TYPE_CHECKING:
