@@ -73,7 +73,7 @@ def with_idle(records: Sequence[Sequence[Record]], stages: Sequence[int]) -> lis
     """Tell work from waiting: the spans of one step on all ranks, with `idle` ones where a rank waited.
 
     A message moves when both its ends are there. So a rank that came first waited until the other came, and only the
-    rest of its send or receive is the transfer. What no span covers is idle too, so a rank's spans cover the whole step.
+    rest of its send or receive is the transfer. What no span covers is idle too, so the spans cover the step.
 
     Args:
         records: of the step by rank, in common time.
