@@ -9,7 +9,6 @@ import numpy
 import torch
 from rich.console import Console
 
-from data.inspection import summary
 from data.loader import Loader
 from data.tokenized.dataset import Dataset, check_vocabulary
 from models.checkpoint.layout import resolve
@@ -60,6 +59,11 @@ class LanguageModel(Task):
     def known_loader(self) -> Loader | None:
         """The loader, where lengths of all samples are known before the first step."""
         return self.loader
+
+    @property
+    def known_records(self) -> Dataset | None:
+        """The records whose lengths are known before the first step."""
+        return self.dataset
 
     def read(self, config: TrainConfig, disk: Disk, log: Console) -> None:
         folder = resolve(config.model_path)
@@ -130,20 +134,12 @@ class LanguageModel(Task):
         log.print(f"loss: {tokens:,} tokens at a time, summed in fp32")
         if config.zero_optimization.offloads and config.zero_force_ds_cpu_optimizer:
             log.print("optimizer: on the CPU; DeepSpeed compiles its part at the first use, about a minute")
-        self._summarize(job)
         samples = "rows" if config.packing == "dataset" else "samples"
         log.print(f"steps: {job.progress.total_steps} of {config.train_batch_size} {samples}{self._an_epoch()}")
 
     def _sets(self, config: TrainConfig, reader: RecordReader) -> tuple[Dataset, Dataset | None]:
         """The records to train on, and those to evaluate on, if any."""
         return reader.sets()
-
-    def _summarize(self, job: Job, dataset: Dataset | None = None, what: str = "an epoch") -> None:
-        """Log lengths and kinds of the records, and draw them in the run's folder."""
-        if job.log.quiet:
-            return
-        how = self.loader, job.config.max_seq_len, job.save_path, job.log, what
-        summary.report(dataset or self.dataset, self.held_out, *how)
 
     def _an_epoch(self) -> str:
         return f", {self.loader.steps_per_epoch} an epoch"

@@ -28,7 +28,7 @@ from training.plan.kernels import choose_kernels
 from training.plan.out_of_memory import out_of_memory_told
 from training.plan.room import check_room
 from training.profiler.session import ProfiledSteps
-from training.reporting import Reporting
+from training.reporting import DataSummary, Reporting
 from training.streamed import StreamedLanguageModel
 
 
@@ -57,7 +57,7 @@ def language_model(config: TrainConfig, kind: type[Trainer]) -> LanguageModel:
 
 def options(config: TrainConfig, task: LanguageModel) -> list[Callback]:
     """The callbacks of a language model's run."""
-    planned: list[Callback] = [Planning(task), Mfu(task)]
+    planned: list[Callback] = [DataSummary(task), Planning(task), Mfu(task)]
     measured: list[Callback] = [PlanFeedback(task)] if task.in_stages else []
     exported: list[Callback] = [ExportHF()] if config.export_hf else []
     return [*planned, *run_options(config), *measured, *exported]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from common.whole_files import replace_text
+from data.inspection import summary
 from models.checkpoint.publish import writing
 from training.callbacks import Callback
 from training.distributed.processes import agreed
@@ -21,8 +22,23 @@ from training.metrics.tracking import open_trackers
 if TYPE_CHECKING:
     from data.loader import GlobalBatch
     from training.job import Job
+    from training.language_model import LanguageModel
     from training.loop import Run
     from training.metrics.step_metrics import StepMetrics
+
+
+class DataSummary(Callback):
+    """Log kinds and lengths of the records, and draw them in the run's folder."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+
+    def on_build(self, job: Job) -> None:
+        model, records = self._model, self._model.known_records
+        if not job.log.quiet and records is not None:
+            what = "an epoch" if model.known_loader else "this window"
+            how = model.loader, job.config.max_seq_len, job.save_path, job.log, what
+            summary.report(records, model.held_out, *how)
 
 
 class Reporting(Callback):

@@ -11,6 +11,7 @@ from typing import Any
 from data.loader import Loader
 from data.paths import expanded
 from data.streaming.stream import Stream, StreamLoader, open_stream
+from data.tokenized.dataset import Dataset
 from data.tokenized.store import default_folder
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader
@@ -27,6 +28,11 @@ class StreamedLanguageModel(LanguageModel):
     @property
     def known_loader(self) -> Loader | None:
         return None
+
+    @property
+    def known_records(self) -> Dataset | None:
+        """The records of the first window."""
+        return self.dataset.shown
 
     def begin(self, job: Job) -> None:
         """Tokenize what the first batch needs."""
@@ -49,10 +55,6 @@ class StreamedLanguageModel(LanguageModel):
 
     def _sets(self, config: TrainConfig, reader: RecordReader) -> Any:
         return stream_of(config, reader), reader.held_out()
-
-    def _summarize(self, job: Job, dataset: Any = None, what: str = "") -> None:
-        if (window := self.dataset.shown) is not None:
-            super()._summarize(job, window, "this window")
 
     def _an_epoch(self) -> str:
         return ""
