@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,13 +15,11 @@ if TYPE_CHECKING:
     from training.callbacks import Callback
 
 __all__ = ["Callback", "Pipeline", "PipelineConfig", "load_trained", "train"]
+_MODULES = {"Callback": ".callbacks", "train": ".api", "PipelineConfig": ".any_model.config"}
 
 
 def __getattr__(name: str) -> Any:
     """Import what is asked for: torch takes a second, which an error class does not need."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from training import api, callbacks
-    from training.any_model import config, pipeline
-
-    return next(vars(module)[name] for module in (api, callbacks, config, pipeline) if name in vars(module))
+    return getattr(import_module(_MODULES.get(name, ".any_model.pipeline"), __name__), name)
