@@ -1,9 +1,9 @@
 """Chat templates: a dialogue as a template writes it, and exactly which characters of it the model has to write.
 
 A record is rendered twice: once as a server renders it, which is the text to train on, and once with marks around its
-words (`data.chat.marks`), which tells where they are. From the marks follows what bears loss (`data.chat.loss_mask`).
-The second rendering tells it for all simple dialogues of the same roles (`data.chat.marks.Frame`).
-Where a template looks at the words of users or tools, only the assistant's get marks. What cannot be masked exactly is
+words (`data.chat.word_marks`), which tells where they are. From the marks follows which tokens are trained
+(`data.chat.loss_mask`). One second rendering serves all simple dialogues of the same roles
+(`data.chat.word_marks.Frame`). Where a template looks at the words of users or tools, only the assistant's get marks. What cannot be masked exactly is
 refused, and so is a record of which the template leaves something out: words, thoughts of the last answer, calls.
 
 What a template does not take at all is said in another way, or refused, for all records alike (`data.chat.fallbacks`).
@@ -23,9 +23,8 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.calls import KNOWN, CallForm, learn
+from data.chat.answer_form import KNOWN_ANSWER, KNOWN_CALLS, AnswerForm, CallForm, learn_answer, learn_calls
 from data.chat.control_tokens import one_of
-from data.chat.faithful import CHANGED, agreement, check_survival, named_by_id
 from data.chat.fallbacks import (
     ANSWER,
     CALLING,
@@ -38,13 +37,12 @@ from data.chat.fallbacks import (
     with_short_ids,
 )
 from data.chat.loss_mask import MOST_KNOWN, TurnFinder, Unplaceable, Vocabulary, check_order, generated
-from data.chat.marks import NAME, TOOL, Frame, Marked, Markers, Turn, frame_key, frame_of, turns_in
 from data.chat.messages import JSON, Call, Form, Said, as_dicts, in_questions
 from data.chat.prompts import CHAT_TEMPLATE, Prompts, template_in_file
+from data.chat.rendered import Range, RenderedText, join, joined, without
 from data.chat.sandbox import SlowTemplate, generated_spans, render
-from data.chat.thoughts import KNOWN as THOUGHT
-from data.chat.thoughts import AnswerForm, learn_answer
-from data.chat.written import Range, Written, join, joined, without
+from data.chat.template_check import CHANGED, agreement, check_survival, named_by_id
+from data.chat.word_marks import NAME, TOOL, Frame, Marked, Markers, Turn, frame_key, frame_of, turns_in
 from data.errors import DataError
 
 REFUSED = "the chat template refuses the record: {reason}"
@@ -137,7 +135,7 @@ class ChatTemplate:
             raise DataError(NO_TOKEN.format(token=lacking))
         self._in_pieces = self._marks() - vocabulary
 
-    def write(self, said: Sequence[Said], tools: list[JSON] | None = None) -> Written:
+    def write(self, said: Sequence[Said], tools: list[JSON] | None = None) -> RenderedText:
         """The whole text of a dialogue, and where loss is in it.
 
         Raises:
@@ -165,7 +163,7 @@ class ChatTemplate:
             token = end_of_sequence(self._eos_token)
             text = text[:end] + token + text[end:]
             loss.append((end, end + len(token)))
-        return Written(text, joined(loss), notes)
+        return RenderedText(text, joined(loss), notes)
 
     def ask(self, said: Sequence[Said], tools: list[JSON] | None = None) -> str:
         """The text that a model is asked with for what follows these messages.
@@ -185,15 +183,17 @@ class ChatTemplate:
         if not all(self._takes(feature) for feature in FEATURES if feature.present(CALLING, [EXAMPLE_TOOL])):
             return None
         for words in (ANSWER.text, ""):  # words keep apart what stands before an answer; some templates take none there
-            one, two = (self._called(words, KNOWN[:count]) for count in (1, 2))
-            if one and (form := learn(one, two)):
+            one, two = (self._called(words, KNOWN_CALLS[:count]) for count in (1, 2))
+            if one and (form := learn_calls(one, two)):
                 return form
         raise DataError(NO_FORM)
 
     def answer_form(self) -> AnswerForm:
         """How thoughts and words are written."""
         tools = [EXAMPLE_TOOL] if self._needs_tools else []
-        return learn_answer(*(self._answer(said, tools) or "" for said in (THOUGHT._replace(reasoning=""), THOUGHT)))
+        return learn_answer(
+            *(self._answer(said, tools) or "" for said in (KNOWN_ANSWER._replace(reasoning=""), KNOWN_ANSWER))
+        )
 
     def _called(self, words: str, calls: tuple[Call, ...]) -> str | None:
         """What is written behind the words of an answer with these calls; None where the template refuses it."""
@@ -331,7 +331,7 @@ class ChatTemplate:
     def _marks(self) -> set[str]:
         """The names of control tokens that it writes around words, thoughts, calls and tools."""
         marks: set[str] = set()
-        for said, tools in (([QUESTION, THOUGHT], []), (CALLING, [EXAMPLE_TOOL])):
+        for said, tools in (([QUESTION, KNOWN_ANSWER], []), (CALLING, [EXAMPLE_TOOL])):
             with suppress(DataError):
                 marks.update(MARK.findall(self._render(said, tools)))
         return marks

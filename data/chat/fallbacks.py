@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from data.chat.messages import JSON, Call, Said, answer, call_id_of, in_questions, runs_merged
 from data.chat.prompts import Fallback
-from data.chat.written import Span
+from data.chat.rendered import Span
 from data.prompt_texts import API_CALL, API_FINAL, API_RESULT, API_THOUGHT, API_TITLE, THINKING
 
 Rewrite = Callable[[Sequence[Said], list[JSON]], tuple[list[Said], list[JSON]]]

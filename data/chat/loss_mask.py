@@ -19,10 +19,10 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from data.chat.control_tokens import one_of
-from data.chat.faithful import EXAMPLE, agreement, differences, refusal
-from data.chat.marks import ARGUMENTS, CONTENT, NAME, REASONING, Mark, Marked, Turn
 from data.chat.messages import Said, last_question
-from data.chat.written import without
+from data.chat.rendered import without
+from data.chat.template_check import EXAMPLE, agreement, differences, refusal
+from data.chat.word_marks import ARGUMENTS, CONTENT, NAME, REASONING, Mark, Marked, Turn
 from data.errors import DataError
 
 Render = Callable[..., Marked | None]  # messages -> text; `asking=True` adds the generation prompt

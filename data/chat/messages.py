@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from data import prompt_texts as texts
 from data.chat.prompts import Mask
-from data.chat.written import Span
+from data.chat.rendered import Span
 from data.records.chat import Chat
 from data.records.record import ApiAnswer, ConverHasApi, Conversation, Instruct, RefQA
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from data import prompt_texts as texts
 from data.chat.fallbacks import calls_as_text, describe, systems_as_questions, thoughts_as_text
 from data.chat.messages import JSON, Said, runs_merged
-from data.chat.written import Span, Written, join
+from data.chat.rendered import RenderedText, Span, join
 
 
-def write_plain(said: Sequence[Said], tools: list[JSON], end: str, open_end: bool = False) -> Written:
+def write_plain(said: Sequence[Said], tools: list[JSON], end: str, open_end: bool = False) -> RenderedText:
     """A dialogue as text.
 
     Args:

@@ -27,7 +27,7 @@ import numpy
 import pyarrow
 
 from data.chat.prompts import Truncate
-from data.chat.written import joined
+from data.chat.rendered import joined
 from data.errors import DataError
 from data.records.chat import Chat
 from data.records.record import TYPES, ConverHasApi, Conversation, Pretrain, Record, RefQA

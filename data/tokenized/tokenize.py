@@ -30,8 +30,8 @@ from data.chat.native.kinds import native_tokenizer
 from data.chat.native.pieces import same_as_model
 from data.chat.plain import write_plain
 from data.chat.prompts import PLAIN, AnyPrompts, Prompts, as_prompts, format_of
+from data.chat.rendered import RenderedText, Span, join
 from data.chat.sandbox import SlowTemplate
-from data.chat.written import Span, Written, join
 from data.errors import DataError
 from data.records.chat import Chat
 from data.records.files import SURROGATE
@@ -50,7 +50,7 @@ class Tokens(NamedTuple):
 
     ids: list[int]
     loss: list[tuple[int, int]]  # ranges [begin, end) of tokens that bear loss, in order, none empty
-    notes: dict[str, str] = {}  # see `Written`; nobody changes it
+    notes: dict[str, str] = {}  # see `RenderedText`; nobody changes it
 
     def sample(self) -> Sample:
         """With a label for each token."""
@@ -138,7 +138,7 @@ def encode_many(
         DataError: the format cannot be used with this tokenizer, whatever the record.
     """
     writer = Writer(tokenizer, as_prompts(prompt_format))
-    made: list[tuple[Written, list[int]] | Tokens | DataError] = []
+    made: list[tuple[RenderedText, list[int]] | Tokens | DataError] = []
     for given in records:
         try:
             record = given if isinstance(given, BaseModel) else _record(given)
@@ -166,7 +166,7 @@ class Writer:
         self._plain = format_of(prompts, tokenizer) == PLAIN
         self._template: Callable[[bool], ChatTemplate] = cache(partial(chat_template, tokenizer, prompts))
 
-    def write(self, record: Record) -> tuple[Written, list[int]]:
+    def write(self, record: Record) -> tuple[RenderedText, list[int]]:
         """A record's text with its loss, and the ids that go before it.
 
         A chat template writes its own beginning of sequence; elsewhere the tokenizer's goes first, as in pretraining.
@@ -176,7 +176,7 @@ class Writer:
         """
         if isinstance(record, Pretrain):
             end = end_of_sequence(self._tokenizer.eos_token)
-            return Written(record.text + end, [(0, len(record.text + end))]), self.beginning
+            return RenderedText(record.text + end, [(0, len(record.text + end))]), self.beginning
         if isinstance(record, Segments):
             return join([Span(segment.text, segment.label) for segment in record.segments]), []
         assert not isinstance(record, Tokenized)  # which has no text
@@ -266,7 +266,7 @@ def _ready_made(record: Tokenized, tokenizer: PreTrainedTokenizerBase) -> Tokens
     return Tokens(record.input_ids, list(zip(changes[::2], changes[1::2], strict=True)))
 
 
-def _tokens(written: Written, prefix: list[int], encoding: Encoding) -> Tokens:
+def _tokens(written: RenderedText, prefix: list[int], encoding: Encoding) -> Tokens:
     chars: Any = encoding.token_to_chars  # of a token: begin and end
     tokens = range(len(encoding))
     loss = []

@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from data.chat.chat_template import ChatTemplate
-from data.chat.faithful import NO_THOUGHTS
+from data.chat.template_check import NO_THOUGHTS
 from data.errors import DataError
 from data.tokenized.tokenize import Tokens, encode_many, encode_tokens
 from tests.data.helpers import RECORDS, REWRITING, chat, rendered, runs_of, runs_under, supervised, whole_text

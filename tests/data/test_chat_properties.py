@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from data.chat.chat_template import ChatTemplate, chat_template
 from data.chat.messages import said_in
 from data.chat.prompts import Prompts
-from data.chat.written import Span, Written, join
+from data.chat.rendered import RenderedText, Span, join
 from data.records.chat import Chat
 from data.tokenized.tokenize import _tokens, load_tokenizer
 from tests.data.helpers import chat, rendered
@@ -87,7 +87,7 @@ def glm(message: JSON) -> str:
 SAYS = {"qwen2.5": qwen, "llama3.1": llama, "deepseek": deepseek, "chatglm3": glm}
 
 
-def losses(written: Written) -> list[str]:
+def losses(written: RenderedText) -> list[str]:
     return [written.text[begin:end] for begin, end in written.loss]
 
 
@@ -196,7 +196,7 @@ def test_the_tokens_of_many_ranges_are_those_of_each(turns: list[str], texts: li
             for begin, end in pieces
         ]
         wanted = [(tokens[0], tokens[-1] + 1) for tokens in holding if tokens]
-        assert _tokens(Written(written.text, pieces), [], encoding).loss == wanted
+        assert _tokens(RenderedText(written.text, pieces), [], encoding).loss == wanted
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.faithful import NO_THOUGHTS, OTHER_ANSWER, OTHER_PROMPT
 from data.chat.loss_mask import NO_END
+from data.chat.template_check import NO_THOUGHTS, OTHER_ANSWER, OTHER_PROMPT
 from data.errors import DataError
 from data.tokenized.tokenize import Tokens, encode_many
 from tests.data.helpers import chat, runs_of, text_of

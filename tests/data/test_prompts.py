@@ -10,8 +10,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from data.chat.chat_template import NEEDS_TOOLS, NEW_IDS, NO_TOKEN
-from data.chat.faithful import NO_THOUGHTS, OTHER_ANSWER, OTHER_PROMPT
 from data.chat.prompts import Mask, Prompts, Truncate
+from data.chat.template_check import NO_THOUGHTS, OTHER_ANSWER, OTHER_PROMPT
 from data.errors import DataError
 from data.inspection.summary import warnings
 from data.sample_set import Sample

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import demo
-from data.chat.calls import CallForm
+from data.chat.answer_form import CallForm
 from data.chat.chat_template import EXAMPLE_TOOL, QUESTION, chat_template
 from data.chat.messages import Call, Said
 from data.chat.prompts import PLAIN, Prompts

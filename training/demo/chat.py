@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
-from data.chat.calls import RESULT_FOLLOWS, read_text_call
+from data.chat.answer_form import RESULT_FOLLOWS, read_text_call
 from data.chat.messages import JSON, Call, Said, as_record
 from data.errors import DataError
 from data.prompt_texts import API_RESULT

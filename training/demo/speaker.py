@@ -12,12 +12,11 @@ from pathlib import Path
 
 import torch
 
-from data.chat.calls import CallForm
+from data.chat.answer_form import AnswerForm, CallForm
 from data.chat.chat_template import chat_template
 from data.chat.messages import JSON, Said
 from data.chat.native.kinds import end_tokens
 from data.chat.prompts import PLAIN, AnyPrompts, as_prompts, format_of
-from data.chat.thoughts import AnswerForm
 from data.errors import DataError
 from data.tokenized.answer_end import answer_end
 from data.tokenized.tokenize import encode_beginning, encode_question, load_tokenizer

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from data.chat.calls import CallForm
+from data.chat.answer_form import CallForm
 from data.chat.messages import JSON, Call
 from data.errors import DataError
 from data.paths import read_small

@@ -1,8 +1,8 @@
-"""Calls of tools in what a model writes, read back in the form in which they were trained.
+"""Read what a model writes in the form in which it was trained: its thoughts, its words, its calls of tools.
 
-Where calls are text (`data.prompt_texts`), a call ends with a word behind which the result stands. A chat template that
-takes tools has a form of its own. It is learnt from what the template writes for calls that are known: what stands
-before a name, between a name and its arguments, and between two calls. White space may differ.
+A chat template that takes tools or thoughts puts them into a form of its own, which is learnt from what it writes for
+calls and answers that are known; white space may differ. Where calls are text (`data.prompt_texts`), a call ends with
+a word behind which the result stands.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from data.chat.messages import JSON, Call, call_id_of
+from data.chat.messages import JSON, Call, Said, call_id_of
 from data.prompt_texts import API_CALL
 
 RESULT_FOLLOWS = "\n" + API_CALL.rpartition("\n")[2]  # ends a call that is text
-KNOWN = Call(call_id_of(1), "look", {"up": "it"}), Call(call_id_of(2), "find", {"in": "there"})
+KNOWN_CALLS = Call(call_id_of(1), "look", {"up": "it"}), Call(call_id_of(2), "find", {"in": "there"})
+KNOWN_ANSWER = Said("assistant", "So.", reasoning="Hm.")
 _NAME = r"(?P<name>[^\s\"]+?)"
 _ARGUMENTS_NEXT = r'(?=[{"])'
 _AS_TEXT = re.compile(API_CALL.format(name=r"(?P<name>[^\n]+?)", param=r"(?P<arguments>.*)") + r"\Z", re.DOTALL)
@@ -58,20 +59,20 @@ class CallForm(NamedTuple):
         return text[: begin.start()].rstrip(), tuple(calls)
 
 
-def learn(one: str, two: str | None) -> CallForm | None:
-    """The form of a template that writes the first of `KNOWN`, and both, like this; None where it cannot be read back.
+def learn_calls(one: str, two: str | None) -> CallForm | None:
+    """Learn the form of a template from the first of `KNOWN_CALLS`, and from both; None if it cannot be read back.
 
     Args:
         two: None where the template does not take two calls at once.
     """
-    found = _find(one, KNOWN[0])
+    found = _find(one, KNOWN_CALLS[0])
     if found is None or not one[: found[0]].strip():
         return None
     name, arguments, _ = found
-    between = one[name + len(KNOWN[0].name) : arguments]
+    between = one[name + len(KNOWN_CALLS[0].name) : arguments]
     opening, rest = loose(one[:name]), _NAME + loose(between) + _ARGUMENTS_NEXT
     following = None
-    if two and (first := _find(two, KNOWN[0])) and (second := _find(two, KNOWN[1])):
+    if two and (first := _find(two, KNOWN_CALLS[0])) and (second := _find(two, KNOWN_CALLS[1])):
         following = re.compile(loose(two[first[2] : second[0]]) + rest)
     return CallForm(re.compile(opening), re.compile(opening + rest), following)
 
@@ -117,6 +118,28 @@ def _object_at(text: str, place: int) -> tuple[JSON, int]:
 def loose(text: str) -> str:
     """A pattern of a text, whatever its white space and its calls' ids are."""
     pattern = r"\s*".join(re.escape(piece) for piece in re.split(r"\s+", text))
-    for call in KNOWN:
+    for call in KNOWN_CALLS:
         pattern = pattern.replace(call.id, r"[^\s\"]*")
     return pattern
+
+
+class AnswerForm(NamedTuple):
+    """How a template writes an answer: the text behind the prompt, with the groups `words` and maybe `thought`."""
+
+    pattern: re.Pattern[str]
+
+    def read(self, text: str) -> tuple[str, str]:
+        """The thought and the words of an answer; all of it is words where it has another form."""
+        found = self.pattern.fullmatch(text)
+        return (found.groupdict().get("thought") or "", found["words"]) if found else ("", text)
+
+
+def learn_answer(bare: str, thinking: str) -> AnswerForm:
+    """The form of a template that writes the words of `KNOWN_ANSWER`, and its thought and words, like this."""
+    openings = [loose(bare.partition(KNOWN_ANSWER.text)[0].lstrip()), ""]
+    opening, _, rest = thinking.partition(KNOWN_ANSWER.reasoning)
+    between, ended, _ = rest.partition(KNOWN_ANSWER.text)
+    if ended and between.strip():  # else the template takes no thoughts, or nothing tells where one ends
+        cut = r"|\Z" if opening.strip() else ""  # an opened thought may go on to the end of the text
+        openings.insert(0, f"{loose(opening.lstrip())}(?P<thought>.*?)(?:{loose(between)}{cut})")
+    return AnswerForm(re.compile(f"(?:{'|'.join(openings)})(?P<words>.*)", re.DOTALL))

@@ -15,8 +15,8 @@ import json
 import re
 from collections.abc import Sequence
 
-from data.chat.marks import ARGUMENTS, CONTENT, NAME, REASONING, Leaf, Marked, Turn
 from data.chat.messages import JSON, Call, Said, last_question
+from data.chat.word_marks import ARGUMENTS, CONTENT, NAME, REASONING, Leaf, Marked, Turn
 from data.errors import DataError
 
 CHANGED = "the chat template changes the words of an answer; use prompt_format: plain"

@@ -15,7 +15,7 @@ class Span(NamedTuple):
     supervised: bool
 
 
-class Written(NamedTuple):
+class RenderedText(NamedTuple):
     """A sample as text."""
 
     text: str
@@ -24,7 +24,7 @@ class Written(NamedTuple):
     notes: dict[str, str] = {}  # nobody changes it
 
 
-def join(spans: Iterable[Span]) -> Written:
+def join(spans: Iterable[Span]) -> RenderedText:
     """Pieces of text put together."""
     loss: list[Range] = []
     texts = []
@@ -34,7 +34,7 @@ def join(spans: Iterable[Span]) -> Written:
         texts.append(text)
         if supervised:
             loss.append((begin, place))
-    return Written("".join(texts), joined(loss))
+    return RenderedText("".join(texts), joined(loss))
 
 
 def without(whole: Range, holes: Sequence[Range]) -> list[Range]:
