@@ -3,8 +3,9 @@
 A record is rendered twice: once as a server renders it, which is the text to train on, and once with marks around its
 words (`data.chat.word_marks`), which tells where they are. From the marks follows which tokens are trained
 (`data.chat.loss_mask`). One second rendering serves all simple dialogues of the same roles
-(`data.chat.word_marks.Frame`). Where a template looks at the words of users or tools, only the assistant's get marks. What cannot be masked exactly is
-refused, and so is a record of which the template leaves something out: words, thoughts of the last answer, calls.
+(`data.chat.word_marks.Frame`). Where a template looks at the words of users or tools, only the assistant's get marks.
+What cannot be masked exactly is refused, and so is a record of which the template leaves something out: words, thoughts
+of the last answer, calls.
 
 What a template does not take at all is said in another way, or refused, for all records alike (`data.chat.fallbacks`).
 
