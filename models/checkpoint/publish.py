@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from common.lease import kernel_name
-from common.whole_files import sync
+from common.whole_files import read_regular, sync
 from models.checkpoint.parallel import sync_files
 from models.errors import CheckpointError
 
@@ -134,8 +134,8 @@ def _write_mark(folder: Path) -> None:
 
 
 def _read_mark(folder: Path) -> dict[str, Any]:
-    with suppress(FileNotFoundError, ValueError):
-        mark = json.loads((folder / MARK).read_bytes())
+    with suppress(OSError, ValueError):
+        mark = json.loads(read_regular(folder / MARK))
         if isinstance(mark, dict):
             return mark
     return {}

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic_core import from_json
 
+from common.terminal import reason_of
 from data.chat.calls import CallForm
 from data.chat.messages import JSON, Call
 from data.errors import DataError
@@ -46,7 +47,7 @@ def text_of(path: str) -> str:
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: byte {error.start}: not UTF-8; expected a text in UTF-8") from None
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise DataError(f"{path}: cannot be read: {reason_of(error)}") from None
     if not text:
         raise DataError(f"{path}: expected a text, found none")
     return text

@@ -9,11 +9,11 @@ import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.terminal import safe_line
+from common.terminal import reason_of, safe_line
+from data.paths import read_small
 from training.errors import ConfigError
 from training.launch import agent
 from training.launch.agent import RUN
@@ -58,12 +58,11 @@ def read_hostfile(path: str, include: str, exclude: str) -> dict[str, list[int]]
     expected = "lines such as: node1 slots=8"
     try:
         # Its own reader would take a byte order mark, as Windows writes it, for a part of the first name.
-        pool = runner._parse_hostfile(Path(path).read_text(encoding="utf-8-sig").splitlines())
+        pool = runner._parse_hostfile(read_small(path).decode("utf-8-sig").splitlines())
         expected = "hosts and slots that stand in it"
         chosen: dict[str, list[int]] = runner.parse_inclusion_exclusion(pool, include, exclude)
     except (OSError, ValueError) as error:
-        told = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"--hostfile {path}: {told}; expected {expected}") from None
+        raise ConfigError(f"--hostfile {path}: {reason_of(error)}; expected {expected}") from None
     if not any(chosen.values()):
         raise ConfigError(
             f"--hostfile {path}: no slot is left; expected hosts that --include and --exclude leave, with slots="
@@ -78,9 +77,14 @@ def exported() -> dict[str, str]:
     names = (*runner.EXPORT_ENVS, "NCCL", "GLOO", "LD_LIBRARY", "OMP", "PATH")
     found = {name: value for name, value in os.environ.items() if name.startswith(names)}
     for folder in runner.DEEPSPEED_ENVIRONMENT_PATHS:
-        with suppress(FileNotFoundError):
-            lines = (Path(folder) / runner.DEEPSPEED_ENVIRONMENT_NAME).read_text(encoding="utf-8").splitlines()
+        path = Path(folder) / runner.DEEPSPEED_ENVIRONMENT_NAME
+        try:
+            lines = read_small(path).decode().splitlines()
             found |= dict(line.split("=", maxsplit=1) for line in lines if "=" in line)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: cannot be read: {reason_of(error)}; expected NAME=VALUE lines") from None
     return found
 
 

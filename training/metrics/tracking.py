@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from common.terminal import reason_of
+from common.whole_files import read_regular, replace_text
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 
@@ -44,8 +46,10 @@ class TensorBoardWriter:
     def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        if (place := folder / TENSORBOARD_FOLDER).exists() and not place.is_dir():
+            raise ConfigError(f"{place}: expected a folder, or nothing")
         hidden_from = first_step if first_step > 1 else 0  # a new run may have evaluated before its first step
-        self._writer = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=hidden_from, flush_secs=FLUSH_SECONDS)
+        self._writer = SummaryWriter(str(place), purge_step=hidden_from, flush_secs=FLUSH_SECONDS)
         # On a full disk this thread ends with a traceback on the terminal; the next `log` or `close` raises the same.
         worker = self._writer._get_file_writer().event_writer._async_writer._worker
         told = threading.excepthook
@@ -76,15 +80,19 @@ class WandBWriter:
                 "wandb.enabled: the package wandb is not installed; expected pip install wandb, or enabled: false"
             ) from None
         id_file = folder / WANDB_ID_FILE
-        if first_step == 1 or not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex, encoding="ascii")
+        try:
+            if first_step == 1 or not id_file.exists():
+                replace_text(id_file, uuid.uuid4().hex)
+            known = read_regular(id_file).decode("ascii")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{id_file}: {reason_of(error)}; remove it to begin another run of wandb") from None
         try:
             self._run: Any = init(
                 project=config.wandb.project,
                 name=config.wandb.name,
                 dir=str(folder),
                 config=config.dump(),
-                id=id_file.read_text(encoding="ascii"),
+                id=known,
                 resume="allow",
             )
         except Exception as error:  # wandb raises many kinds: no key, no network, a project that is not the user's

@@ -16,14 +16,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, PositiveFloat, field_validator
 
 from common.terminal import reason_of
-from common.whole_files import read_regular, replace_text
+from common.whole_files import kept, read_regular, replace_text
 from data.loader import Loader
 from models.attention.kernels import NAMES, candidates, choose_attention
 from models.blocks.options import BlockOptions
@@ -65,8 +65,15 @@ class Trial(BaseModel):
     """
 
     known: dict[str, Any]
-    milliseconds: dict[str, float]
+    milliseconds: Annotated[dict[str, PositiveFloat], Field(min_length=1)]
     failures: dict[str, str]
+
+    @field_validator("milliseconds", "failures")
+    @classmethod
+    def _of_kernels(cls, found: dict[str, Any]) -> dict[str, Any]:
+        if not found.keys() <= NAMES.keys():
+            raise ValueError("expected names of kernels")
+        return found
 
 
 def choose_kernels(config: TrainConfig, spec: ModelSpec, loader: Loader | None) -> Kernels:
@@ -124,10 +131,9 @@ def fastest(kernels: list[str], milliseconds: Time, file: Path, known: dict[str,
     Raises:
         Exception: what the last of them raised, where none can run a block.
     """
-    with suppress(OSError, ValueError):
-        found = Trial.model_validate_json(read_regular(file))
-        if found.known == known:
-            return _told(found, "as measured when the run began")
+    found = kept(file, Trial.model_validate_json, read_regular)
+    if found and found.known == known:
+        return _told(found, "as measured when the run began")
     times: dict[str, float] = {}
     failures: dict[str, str] = {}
     for kernel in kernels:
