@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from gguf import GGUFReader
 
+from common.parent import together
 from common.whole_files import sync
 from models.checkpoint.layout import Layout, layout_of, resolve
 from models.checkpoint.publish import sweep, workplace, writing
@@ -56,7 +57,15 @@ def hg_to_gguf(input_path: str | Path, save_path: str | Path, dtype: str | None,
         with workplace(target) as new:
             path, alone = new / "model.gguf", os.environ | {"HF_HUB_OFFLINE": "1"}
             words = [program, str(folder), "--outtype", outtype, "--outfile", str(path)]
-            done = subprocess.run(words, stderr=subprocess.PIPE, text=True, errors="replace", env=alone, check=False)
+            done = subprocess.run(
+                words,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                env=alone,
+                check=False,
+                preexec_fn=together(),
+            )
             if done.returncode:
                 *_, last = ["no word", *done.stderr.strip().splitlines()]
                 raise CheckpointError(f"{converter} ended with {done.returncode}: {last}")

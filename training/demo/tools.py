@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic_core import from_json
 
+from common.parent import together
 from common.terminal import reason_of
 from data.chat.calls import CallForm
 from data.chat.messages import JSON, Call
@@ -98,7 +99,8 @@ def results_of_command(command: str) -> Results:
     def result(call: Call) -> str:
         given = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
         try:
-            done = subprocess.run(shlex.split(command), input=given.encode(), stdout=subprocess.PIPE, check=True)
+            words, ends = shlex.split(command), together()
+            done = subprocess.run(words, input=given.encode(), stdout=subprocess.PIPE, check=True, preexec_fn=ends)
             return done.stdout.decode().strip()
         except (OSError, ValueError, IndexError, subprocess.CalledProcessError) as error:
             raise DataError(f"--api-command: {call.name}: {error}; expected a program that prints a result") from None

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from common.parent import together
 from training.errors import RunRefused
 from training.metrics.reporter import METRICS_FILE, read_metrics
 from training.proof.recorder import HELD, HOLD
@@ -49,7 +50,12 @@ class Launch:
         words = [sys.executable, start.door, "--config", str(start.config), "--record", str(start.notes)]
         with open(self._output, "ab") as output:
             self._process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=together(),  # noqa: PLW1509  # which loads nothing
             )
 
     def until(self, over: Callable[[], object], shown: Callable[[int], None]) -> None:
