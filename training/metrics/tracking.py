@@ -44,16 +44,16 @@ class TensorBoardWriter:
     name = "tensorboard"
 
     def __init__(self, folder: Path, first_step: int) -> None:
+        from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
         from torch.utils.tensorboard import SummaryWriter
 
+        # On a full disk it ends with a traceback on the terminal; the writer raises the same, now or when it is used.
+        told = threading.excepthook
+        threading.excepthook = lambda failure: None if isinstance(failure.thread, _AsyncWriterThread) else told(failure)
         if (place := folder / TENSORBOARD_FOLDER).exists() and not place.is_dir():
             raise ConfigError(f"{place}: expected a folder, or nothing")
         hidden_from = first_step if first_step > 1 else 0  # a new run may have evaluated before its first step
         self._writer = SummaryWriter(str(place), purge_step=hidden_from, flush_secs=FLUSH_SECONDS)
-        # On a full disk this thread ends with a traceback on the terminal; the next `log` or `close` raises the same.
-        worker = self._writer._get_file_writer().event_writer._async_writer._worker
-        told = threading.excepthook
-        threading.excepthook = lambda failure: None if failure.thread is worker else told(failure)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, number in numbers.items():
