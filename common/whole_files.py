@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 Kept = TypeVar("Kept")
+Read = Callable[[Path], bytes]
+Tell = Callable[[str], object]
 
 
 @contextmanager
@@ -82,12 +84,7 @@ def _warn(line: str) -> None:
     logging.getLogger("pipetune").warning("warning: %s", line)
 
 
-def kept(
-    path: Path,
-    parse: Callable[[bytes], Kept],
-    read: Callable[[Path], bytes] = read_checked,
-    tell: Callable[[str], object] = _warn,
-) -> Kept | None:
+def kept(path: Path, parse: Callable[[bytes], Kept], read: Read = read_checked, tell: Tell = _warn) -> Kept | None:
     """Take up what an earlier start kept in a file, if anything; what cannot be used is told and passed over.
 
     Args:
@@ -95,11 +92,10 @@ def kept(
     """
     try:
         return parse(read(path))
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError) as error:
         plain = error.strerror if isinstance(error, OSError) else str(error) if type(error) is ValueError else ""
-        tell(f"{path} is passed over: {plain or 'damaged'}")
+        if not isinstance(error, FileNotFoundError):
+            tell(f"{path} is passed over: {plain or 'damaged'}")
         return None
 
 

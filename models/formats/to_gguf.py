@@ -55,16 +55,10 @@ def hg_to_gguf(input_path: str | Path, save_path: str | Path, dtype: str | None,
         sweep(target.parent.glob(f".{target.name}.partial-*"))
         target.parent.mkdir(parents=True, exist_ok=True)
         with workplace(target) as new:
-            path, alone = new / "model.gguf", os.environ | {"HF_HUB_OFFLINE": "1"}
+            path, env, ends = new / "model.gguf", os.environ | {"HF_HUB_OFFLINE": "1"}, together()
             words = [program, str(folder), "--outtype", outtype, "--outfile", str(path)]
             done = subprocess.run(
-                words,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                env=alone,
-                check=False,
-                preexec_fn=together(),
+                words, stderr=subprocess.PIPE, errors="replace", env=env, check=False, preexec_fn=ends
             )
             if done.returncode:
                 *_, last = ["no word", *done.stderr.strip().splitlines()]

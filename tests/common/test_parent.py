@@ -118,5 +118,5 @@ def test_what_was_started_ends_with_its_parent(kind: str, sleeper: Path) -> None
 
 
 def test_a_converter_ends_with_its_parent(make_checkpoint: Callable[..., Path], sleeper: Path, tmp_path: Path) -> None:
-    words = ["--input-path", make_checkpoint("llama"), "--save-path", tmp_path / "out" / "model.gguf"]
+    words: list[str | Path] = ["--input-path", make_checkpoint("llama"), "--save-path", tmp_path / "out" / "model.gguf"]
     ends_with_its_parent(sleeper, "convert_model.py", "hg_to_gguf", *words, "--converter", sleeper)

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +78,9 @@ def exported() -> dict[str, str]:
     names = (*runner.EXPORT_ENVS, "NCCL", "GLOO", "LD_LIBRARY", "OMP", "PATH")
     found = {name: value for name, value in os.environ.items() if name.startswith(names)}
     for folder in runner.DEEPSPEED_ENVIRONMENT_PATHS:
-        path = Path(folder) / runner.DEEPSPEED_ENVIRONMENT_NAME
-        try:
-            lines = read_small(path).decode().splitlines()
+        with suppress(FileNotFoundError):
+            lines = read_small(Path(folder) / runner.DEEPSPEED_ENVIRONMENT_NAME).decode().splitlines()
             found |= dict(line.split("=", maxsplit=1) for line in lines if "=" in line)
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path}: cannot be read: {reason_of(error)}; expected NAME=VALUE lines") from None
     return found
 
 

@@ -16,8 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from common.terminal import reason_of
-from common.whole_files import read_regular, replace_text
+from common.whole_files import replace_text
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 
@@ -80,19 +79,15 @@ class WandBWriter:
                 "wandb.enabled: the package wandb is not installed; expected pip install wandb, or enabled: false"
             ) from None
         id_file = folder / WANDB_ID_FILE
-        try:
-            if first_step == 1 or not id_file.exists():
-                replace_text(id_file, uuid.uuid4().hex)
-            known = read_regular(id_file).decode("ascii")
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{id_file}: {reason_of(error)}; remove it to begin another run of wandb") from None
+        if first_step == 1 or not id_file.is_file():
+            replace_text(id_file, uuid.uuid4().hex)
         try:
             self._run: Any = init(
                 project=config.wandb.project,
                 name=config.wandb.name,
                 dir=str(folder),
                 config=config.dump(),
-                id=known,
+                id=id_file.read_text(encoding="ascii"),
                 resume="allow",
             )
         except Exception as error:  # wandb raises many kinds: no key, no network, a project that is not the user's

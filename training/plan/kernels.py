@@ -12,6 +12,7 @@ them, nor a CPU's: they are compiled when asked, but for ZeRO's.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -20,7 +21,7 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from pydantic import BaseModel, Field, PositiveFloat, field_validator
+from pydantic import BaseModel, Field, PositiveFloat
 
 from common.terminal import reason_of
 from common.whole_files import kept, read_regular, replace_text
@@ -37,6 +38,7 @@ from training.plan.calibration import of_a_process, time_layer
 from training.plan.workload import Workload
 
 FILE = "kernels.json"
+Known = Annotated[str, Field(pattern=f"^({'|'.join(map(re.escape, NAMES))})$")]
 
 Time = Callable[[str], float]  # milliseconds of a block with this attention
 
@@ -65,15 +67,8 @@ class Trial(BaseModel):
     """
 
     known: dict[str, Any]
-    milliseconds: Annotated[dict[str, PositiveFloat], Field(min_length=1)]
-    failures: dict[str, str]
-
-    @field_validator("milliseconds", "failures")
-    @classmethod
-    def _of_kernels(cls, found: dict[str, Any]) -> dict[str, Any]:
-        if not found.keys() <= NAMES.keys():
-            raise ValueError("expected names of kernels")
-        return found
+    milliseconds: Annotated[dict[Known, PositiveFloat], Field(min_length=1)]
+    failures: dict[Known, str]
 
 
 def choose_kernels(config: TrainConfig, spec: ModelSpec, loader: Loader | None) -> Kernels:
