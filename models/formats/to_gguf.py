@@ -55,11 +55,9 @@ def hg_to_gguf(input_path: str | Path, save_path: str | Path, dtype: str | None,
         sweep(target.parent.glob(f".{target.name}.partial-*"))
         target.parent.mkdir(parents=True, exist_ok=True)
         with workplace(target) as new:
-            path, env, ends = new / "model.gguf", os.environ | {"HF_HUB_OFFLINE": "1"}, together()
+            path, env, end = new / "model.gguf", os.environ | {"HF_HUB_OFFLINE": "1"}, together()
             words = [program, str(folder), "--outtype", outtype, "--outfile", str(path)]
-            done = subprocess.run(
-                words, stderr=subprocess.PIPE, errors="replace", env=env, check=False, preexec_fn=ends
-            )
+            done = subprocess.run(words, stderr=subprocess.PIPE, errors="replace", env=env, check=False, preexec_fn=end)
             if done.returncode:
                 *_, last = ["no word", *done.stderr.strip().splitlines()]
                 raise CheckpointError(f"{converter} ended with {done.returncode}: {last}")

@@ -99,9 +99,8 @@ def results_of_command(command: str) -> Results:
     def result(call: Call) -> str:
         given = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
         try:
-            words, ends = shlex.split(command), together()
-            done = subprocess.run(words, input=given.encode(), stdout=subprocess.PIPE, check=True, preexec_fn=ends)
-            return done.stdout.decode().strip()
+            words, end = shlex.split(command), together()
+            return subprocess.check_output(words, input=given.encode(), preexec_fn=end).decode().strip()
         except (OSError, ValueError, IndexError, subprocess.CalledProcessError) as error:
             raise DataError(f"--api-command: {call.name}: {error}; expected a program that prints a result") from None
 

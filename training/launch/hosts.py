@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.terminal import reason_of, safe_line
+from common.terminal import safe_line
 from data.paths import read_small
 from training.errors import ConfigError
 from training.launch import agent
@@ -63,7 +63,8 @@ def read_hostfile(path: str, include: str, exclude: str) -> dict[str, list[int]]
         expected = "hosts and slots that stand in it"
         chosen: dict[str, list[int]] = runner.parse_inclusion_exclusion(pool, include, exclude)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--hostfile {path}: {reason_of(error)}; expected {expected}") from None
+        told = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--hostfile {path}: {told}; expected {expected}") from None
     if not any(chosen.values()):
         raise ConfigError(
             f"--hostfile {path}: no slot is left; expected hosts that --include and --exclude leave, with slots="
