@@ -7,7 +7,7 @@ import torch
 
 from data.loader import Loader
 from data.packing import Packing
-from data.tokenized.dataset import InMemory
+from data.sample_set import InMemory
 from models.attention.documents import Documents
 from models.attention.position_ids import unmarked
 
