@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 
 PARENT_DEATH_SIGNAL = 1  # Linux's PR_SET_PDEATHSIG
-
 _libc = ctypes.CDLL(None)  # here, as a child that is forked beside threads had better load nothing
 
 

@@ -78,18 +78,13 @@ def read_checked(path: Path) -> bytes:
     return text
 
 
-@cache
+@cache  # each line once, however often its file is looked at
 def _warn(line: str) -> None:
-    """Say a line once, however often its file is looked at."""
     logging.getLogger("pipetune").warning("warning: %s", line)
 
 
 def kept(path: Path, parse: Callable[[bytes], Kept], read: Read = read_checked, tell: Tell = _warn) -> Kept | None:
-    """Take up what an earlier start kept in a file, if anything; what cannot be used is told and passed over.
-
-    Args:
-        read: `read_regular` for a run's folder, whose files people may read and change.
-    """
+    """Take up what an earlier start kept in a file, if anything; what cannot be used is told and passed over."""
     try:
         return parse(read(path))
     except (OSError, ValueError) as error:

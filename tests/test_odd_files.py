@@ -106,12 +106,20 @@ def wandb(folder: Path) -> None:
     package.init = lambda **settings: len(settings["id"]) == 32 or 1 / 0
     sys.modules["wandb"] = package
     config = TrainConfig.model_validate({"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 4})
-    WandBWriter(folder, 2, config)
+    with publish.writing(folder):
+        WandBWriter(folder, 2, config)
 
 
 def tensorboard(folder: Path) -> None:
     keys = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 4}
-    open_trackers(TrainConfig.model_validate(keys | {"tensorboard": {"enabled": True}}), folder, 2)
+    with publish.writing(folder):
+        open_trackers(TrainConfig.model_validate(keys | {"tensorboard": {"enabled": True}}), folder, 2)
+
+
+def reported(folder: Path, first_step: int) -> None:
+    """As a run begins its reports."""
+    with publish.writing(folder):
+        Reporter(folder, 4, True, 1, first_step)
 
 
 CASES = [
@@ -122,10 +130,12 @@ CASES = [
     Case("latest", resolve),
     Case("latest", lambda folder: agent.look(str(folder), "no run")),
     Case(METRICS_FILE, lambda folder: agent.look(str(folder), "no run")),
-    Case(METRICS_FILE, lambda folder: Reporter(folder, 4, True, 1, first_step=1), passes=False),
-    Case(METRICS_FILE, lambda folder: Reporter(folder, 4, True, 1, first_step=3), passes=False),
+    Case(METRICS_FILE, lambda folder: reported(folder, 1), kinds=("fifo", "device")),  # a new run has a new file
+    Case(METRICS_FILE, lambda folder: reported(folder, 1), passes=False, kinds=("folder",)),
+    Case(METRICS_FILE, lambda folder: reported(folder, 3), passes=False),
     Case(links.FILE, lambda folder: links.Links.read(folder, print)),
     Case(kernels.FILE, lambda folder: kernels.fastest(["eager"], lambda _: 1.0, folder / kernels.FILE, {})),
+    Case(WANDB_ID_FILE, wandb, passes=False, kinds=("folder",)),
     Case(WANDB_ID_FILE, wandb, kinds=("fifo", "device")),
     Case("tensorboard", tensorboard, passes=False, kinds=("fifo", "device")),
     Case("config.json", ModelSpec.from_folder, passes=False),

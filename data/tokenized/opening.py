@@ -84,8 +84,7 @@ def open_cache(recipe: Recipe, folder: Path, log: Console, progress: bool = True
             cache.sweep(identity)
             lease.release()
     except OSError as error:
-        place = error.filename2 or error.filename or cache.builds
-        raise DataError(f"{place}: cannot be written: {error.strerror}") from None
+        raise DataError(f"{error.filename2 or cache.builds}: cannot be written: {error.strerror}") from None
 
 
 def _build(cache: Cache, recipe: Recipe, folder: Path, progress: bool) -> Path:

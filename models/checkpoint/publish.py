@@ -78,7 +78,9 @@ def writing(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}; nothing was changed") from error
+        place = Path(error.filename2 or error.filename or target)  # such as a folder where a file is to be
+        place = place if place.parent == target and not place.name.startswith(".") else target
+        raise CheckpointError(f"{place}: cannot be written: {error.strerror or error}; nothing was changed") from error
 
 
 def try_publishing(target: Path, kept: Iterable[Path]) -> None:

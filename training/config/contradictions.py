@@ -93,10 +93,9 @@ def _of_deepspeed(config: Any) -> Iterator[str]:
     own = zero.stage == 1 and not zero.offloads and not types  # bf16's own optimizer, which looks at none of these
     masters = bf16.enabled and bf16.bf16_master_weights_and_grads
     states = bf16.enabled and bf16.bf16_optimizer_states
-    if states and not masters:
-        yield "bf16.bf16_optimizer_states: expected bf16_master_weights_and_grads: true beside it, or false"
-    if states and cpu and config.optimizer.params.get("fp32_optimizer_states") is not False:
-        yield "bf16.bf16_optimizer_states: expected optimizer.params.fp32_optimizer_states: false, or false"
+    if states and not (masters and (not cpu or config.optimizer.params.get("fp32_optimizer_states") is False)):
+        also = " and optimizer.params.fp32_optimizer_states: false" if cpu else ""
+        yield f"bf16.bf16_optimizer_states: expected bf16_master_weights_and_grads: true{also} beside it, or false"
     for key, found in {
         "fp16.fp16_master_weights_and_grads": config.fp16.enabled and config.fp16.fp16_master_weights_and_grads,
         "bf16.bf16_master_weights_and_grads": masters and not own and not (zero.stage and states and not zero.offloads),

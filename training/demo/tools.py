@@ -97,10 +97,9 @@ def results_of_command(command: str) -> Results:
     """Results that a program prints, which gets each call as a JSON object on its standard input."""
 
     def result(call: Call) -> str:
-        given = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
+        given = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False).encode()
         try:
-            words, end = shlex.split(command), together()
-            return subprocess.check_output(words, input=given.encode(), preexec_fn=end).decode().strip()
+            return subprocess.check_output(shlex.split(command), input=given, preexec_fn=together()).decode().strip()
         except (OSError, ValueError, IndexError, subprocess.CalledProcessError) as error:
             raise DataError(f"--api-command: {call.name}: {error}; expected a program that prints a result") from None
 

@@ -22,7 +22,6 @@ from tqdm import tqdm
 
 from common.terminal import safe_line
 from common.whole_files import regular, replacing
-from training.errors import ConfigError
 from training.metrics.step_metrics import StepMetrics, to_json
 
 if TYPE_CHECKING:  # reading a run's metrics needs neither torch nor a config
@@ -146,8 +145,6 @@ def cut(path: Path, first_step: int, evaluates_first: bool = False) -> None:
     """
     if not path.exists():
         return
-    if not path.is_file():
-        raise ConfigError(f"{path}: expected a regular file, or none")
     with replacing(path) as file:
         if first_step > 1:
             for line, values in _lines(path):

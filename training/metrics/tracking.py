@@ -49,10 +49,8 @@ class TensorBoardWriter:
         # On a full disk it ends with a traceback on the terminal; the writer raises the same, now or when it is used.
         told = threading.excepthook
         threading.excepthook = lambda failure: None if isinstance(failure.thread, _AsyncWriterThread) else told(failure)
-        if (place := folder / TENSORBOARD_FOLDER).exists() and not place.is_dir():
-            raise ConfigError(f"{place}: expected a folder, or nothing")
         hidden_from = first_step if first_step > 1 else 0  # a new run may have evaluated before its first step
-        self._writer = SummaryWriter(str(place), purge_step=hidden_from, flush_secs=FLUSH_SECONDS)
+        self._writer = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=hidden_from, flush_secs=FLUSH_SECONDS)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, number in numbers.items():

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from pydantic import BaseModel, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from common.whole_files import kept, read_regular, replace_text
+from common.whole_files import Tell, kept, read_regular, replace_text
 from models.checkpoint.publish import writing
 from models.parallel.tensor import part_shapes
 from models.spec import ModelSpec
@@ -79,9 +79,7 @@ class Calibration(BaseModel):
         return self.model_copy(update={"layers": layers, "update": min(self.update, other.update)})
 
     @classmethod
-    def read(
-        cls, folder: Path, config: TrainConfig, spec: ModelSpec, tell: Callable[[str], object]
-    ) -> Calibration | None:
+    def read(cls, folder: Path, config: TrainConfig, spec: ModelSpec, tell: Tell) -> Calibration | None:
         """What an earlier `--calibrate` left in the run's folder, where it fits this run and this kind of device."""
         found = kept(folder / FILE, cls.model_validate_json, read_regular, tell)
         return found if found and found == cls.of(config, spec, found.layers, found.update) else None

