@@ -20,6 +20,7 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as nohup has it
 PREEMPTION = ("SIGUSR1", "SIGUSR2")  # the usual ones of `preemption_signals`
 ALL = (*REQUESTS, *(signal.Signals[name] for name in PREEMPTION))
 
+started_by = os.getppid()  # a launcher that dies in the imports is another one afterwards
 came: list[int] = []  # signals that were noted, the first one first
 
 

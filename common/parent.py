@@ -5,8 +5,16 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+from collections.abc import Callable
+from functools import partial
 
 PARENT_DEATH_SIGNAL = 1  # Linux's PR_SET_PDEATHSIG
+_libc = ctypes.CDLL(None)  # here, as a child that is forked beside threads had better load nothing
+
+
+def together() -> Callable[[], None]:
+    """Give subprocess a `preexec_fn` by which any program ends with this process."""
+    return partial(end_with_parent, os.getpid())
 
 
 def end_with_parent(parent: int) -> None:
@@ -16,6 +24,6 @@ def end_with_parent(parent: int) -> None:
         parent: the parent's process number, handed over by the parent: it may be dead already, and then `os.getppid`
             gives somebody else's.
     """
-    ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    _libc.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

@@ -44,8 +44,8 @@ def is_safe_line(text: str) -> bool:
 
 
 def reason_of(error: BaseException) -> str:
-    """What a library's error says, on one line of at most 160 characters."""
-    return " ".join(str(error).split())[:160]
+    """What a system's or a library's error says, on one line of at most 160 characters."""
+    return " ".join(str(getattr(error, "strerror", None) or error).split())[:160]
 
 
 class LiveDisplay(Protocol):

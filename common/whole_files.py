@@ -6,13 +6,19 @@ Costs one or two waits for the disk.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
+
+Kept = TypeVar("Kept")
+Read = Callable[[Path], bytes]
+Tell = Callable[[str], object]
 
 
 @contextmanager
@@ -72,9 +78,25 @@ def read_checked(path: Path) -> bytes:
     return text
 
 
-def replace_checked(path: Path, text: str) -> None:
-    """Write a small text file with a checksum as its last line."""
-    replace_text(path, f"{text}\n{zlib.crc32(text.encode()):08x}")
+@cache  # each line once, however often its file is looked at
+def _warn(line: str) -> None:
+    logging.getLogger("pipetune").warning("warning: %s", line)
+
+
+def kept(path: Path, parse: Callable[[bytes], Kept], read: Read = read_checked, tell: Tell = _warn) -> Kept | None:
+    """Take up what an earlier start kept in a file, if anything; what cannot be used is told and passed over."""
+    try:
+        return parse(read(path))
+    except (OSError, ValueError) as error:
+        plain = error.strerror if isinstance(error, OSError) else str(error) if type(error) is ValueError else ""
+        if not isinstance(error, FileNotFoundError):
+            tell(f"{path} is passed over: {plain or 'damaged'}")
+        return None
+
+
+def replace_checked(path: Path, text: str, tag: str = "partial") -> None:
+    """Write a small text file with a checksum as its last line; see `replacing`."""
+    replace_text(path, f"{text}\n{zlib.crc32(text.encode()):08x}", tag)
 
 
 def sync(path: Path) -> None:

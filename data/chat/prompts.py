@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
+from common.terminal import reason_of
 from data.errors import DataError
 from data.paths import read_small
 
@@ -54,7 +55,7 @@ def template_in_file(path: str) -> str:
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: byte {error.start}: not UTF-8; expected a Jinja file in UTF-8") from None
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read: {error}; expected a Jinja file") from None
+        raise DataError(f"{path}: cannot be read: {reason_of(error)}; expected a Jinja file") from None
     from jinja2 import TemplateSyntaxError  # with transformers, which a config that names no file does without
 
     from data.chat.sandbox import SlowTemplate, render

@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from common.lease import Held, Lease
-from common.whole_files import replace_text
+from common.whole_files import kept, replace_checked
 from data.errors import DataError
 from data.tokenized.recipe import Recipe
 from data.tokenized.store import Cache
@@ -73,20 +72,19 @@ def open_cache(recipe: Recipe, folder: Path, log: Console, progress: bool = True
         try:
             if (found := cache.find(recipe)) is not None:
                 return found
-            with suppress(FileNotFoundError):
-                builder, words = json.loads(failure.read_text(encoding="utf-8"))
-                if builder in builders:
-                    raise DataError(*words.split("\n"))
+            builder, words = kept(failure, json.loads) or ("", "")
+            if builder in builders:
+                raise DataError(*words.split("\n"))
             try:
                 return _build(cache, recipe, folder, progress)
             except DataError as error:
-                replace_text(failure, json.dumps([token, str(error)]))
+                replace_checked(failure, json.dumps([token, str(error)]))
                 raise
         finally:
             cache.sweep(identity)
             lease.release()
     except OSError as error:
-        raise DataError(f"{cache.builds}: cannot be written: {error.strerror}") from None
+        raise DataError(f"{error.filename2 or cache.builds}: cannot be written: {error.strerror}") from None
 
 
 def _build(cache: Cache, recipe: Recipe, folder: Path, progress: bool) -> Path:

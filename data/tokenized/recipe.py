@@ -23,14 +23,13 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.whole_files import replace_text
+from common.whole_files import kept, replace_checked
 from data.chat.prompts import CHAT_TEMPLATE, PLAIN, Prompts, Truncate, template_in_file
 from data.errors import DataError
 from data.records.reading import OnBadRecord
@@ -191,10 +190,9 @@ class Digests:
 
     def known(self, path: Path) -> str | None:
         """The digest of a file that did not change since it was taken, as hex; None where it has to be taken."""
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            note = json.loads(self._note(path).read_text(encoding="utf-8"))
-            if note["path"] == str(path.resolve()) and note["stamp"] == stamp(path):
-                return str(note["digest"])
+        note = kept(self._note(path), json.loads)
+        if note and note["path"] == str(path.resolve()) and note["stamp"] == stamp(path):
+            return str(note["digest"])
         return None
 
     def take(self, path: Path, told: Callable[[int], Any] = lambda _: None) -> str:
@@ -219,8 +217,8 @@ class Digests:
         if before == stamp(path) and age > SETTLED:
             note = {"path": str(path.resolve()), "stamp": before, "digest": digest.hexdigest()}
             self._folder.mkdir(parents=True, exist_ok=True)
-            replace_text(self._note(path), json.dumps(note), secrets.token_hex(4))
+            replace_checked(self._note(path), json.dumps(note), secrets.token_hex(4))
         return digest.hexdigest()
 
     def _note(self, path: Path) -> Path:
-        return self._folder / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
+        return self._folder / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.checked"

@@ -25,6 +25,7 @@ import numpy
 import pyarrow
 from numpy.typing import NDArray
 
+from common.whole_files import regular
 from data.errors import DataError
 from data.sample_set import IGNORED, Sample
 from data.tokenized.columns import SCHEMA
@@ -89,7 +90,8 @@ class SampleFile(Sequence[Sample]):
     def __init__(self, path: Path, numbers: NDArray[numpy.int64] | None = None) -> None:
         self._path = path
         self._numbers = numbers
-        file = pyarrow.ipc.open_file(pyarrow.memory_map(str(path)))
+        with open(path, "rb", opener=regular):
+            file = pyarrow.ipc.open_file(pyarrow.memory_map(str(path)))
         found = [file.get_batch_with_custom_metadata(number) for number in range(file.num_record_batches)]
         self._batches = [each.batch for each in found]
         self._checksums = [list(map(int, each.custom_metadata[CHECKSUMS].split())) for each in found]

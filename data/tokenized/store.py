@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.whole_files import sync
+from common.whole_files import read_regular, sync
 from data.errors import DataError
 from data.paths import expanded
 from data.tokenized.parallel import META, SAMPLES, Tell, build, digest_of
@@ -146,5 +146,5 @@ def is_whole(folder: Path) -> bool:
 
 def read_meta(folder: Path) -> dict[str, Any]:
     """What the builder wrote about the samples."""
-    meta: dict[str, Any] = json.loads((folder / META).read_text(encoding="utf-8"))
+    meta: dict[str, Any] = json.loads(read_regular(folder / META))
     return meta

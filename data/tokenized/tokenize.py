@@ -75,7 +75,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         if made_of.is_file():
             same_as_model(made_of, native)
         return native
-    if not any(found for pattern in VOCABULARIES for found in Path(folder).glob(pattern)):
+    if not any(found.is_file() for pattern in VOCABULARIES for found in Path(folder).glob(pattern)):
         # transformers makes an empty one for some families
         raise DataError(f"{folder}: no usable tokenizer: expected one of the files {', '.join(VOCABULARIES)}")
     try:

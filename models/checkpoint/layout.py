@@ -17,6 +17,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
+from common.whole_files import read_regular
 from models.errors import CheckpointError, reading
 
 MANIFEST = "pipetune.json"
@@ -57,7 +58,7 @@ def not_found(path: Path) -> CheckpointError:
     """What is said of a file that its folder lacks: in a checkpoint of several hosts, which of them wrote it."""
     hosts: list[str] = []
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        written = json.loads((path.parent / RECORD).read_bytes())["hosts"]
+        written = json.loads(read_regular(path.parent / RECORD))["hosts"]
         hosts = [host for host, files in written.items() if path.name in files]
     if hosts:
         return CheckpointError(

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from common.lease import kernel_name
-from common.whole_files import sync
+from common.whole_files import read_regular, sync
 from models.checkpoint.parallel import sync_files
 from models.errors import CheckpointError
 
@@ -78,7 +78,9 @@ def writing(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}; nothing was changed") from error
+        place = Path(error.filename2 or error.filename or target)  # such as a folder where a file is to be
+        place = place if place.parent == target and not place.name.startswith(".") else target
+        raise CheckpointError(f"{place}: cannot be written: {error.strerror or error}; nothing was changed") from error
 
 
 def try_publishing(target: Path, kept: Iterable[Path]) -> None:
@@ -134,8 +136,8 @@ def _write_mark(folder: Path) -> None:
 
 
 def _read_mark(folder: Path) -> dict[str, Any]:
-    with suppress(FileNotFoundError, ValueError):
-        mark = json.loads((folder / MARK).read_bytes())
+    with suppress(OSError, ValueError):
+        mark = json.loads(read_regular(folder / MARK))
         if isinstance(mark, dict):
             return mark
     return {}

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.modeling_utils import str_to_torch_dtype
 
+from common.whole_files import regular
 from models.checkpoint.parallel import write_at, write_behind
 from models.errors import CheckpointError
 
@@ -56,10 +57,10 @@ class SafetensorsFile:
         self._infos: dict[str, TensorInfo] = {}
         self._places: dict[str, int] = {}
         try:
+            self._file = regular(str(path), os.O_RDONLY)
+            finalize(self, os.close, self._file)
             with safe_open(path, framework="pt"):  # the library checks the header and the file's length
                 pass
-            self._file = os.open(path, os.O_RDONLY)
-            finalize(self, os.close, self._file)
             length = int.from_bytes(os.pread(self._file, 8, 0), "little")
             header = json.loads(os.pread(self._file, length, 8))
         except OSError as error:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from common.terminal import reason_of
+from common.whole_files import regular
 from models.checkpoint.layout import not_found
 from models.checkpoint.parallel import checksum, in_parallel, write_at
 from models.checkpoint.safetensors_files import DTYPE_NAMES, TensorInfo
@@ -72,8 +73,8 @@ def load_archive(path: Path) -> Any:
         CheckpointError: missing, damaged, refused or not readable.
     """
     try:
-        with reading(path):
-            mapped = zipfile.is_zipfile(path)  # archives from before torch 1.6 cannot be mapped
+        with reading(path), open(path, "rb", opener=regular) as file:
+            mapped = zipfile.is_zipfile(file)  # archives from before torch 1.6 cannot be mapped
             return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except GONE:
         raise not_found(path) from None

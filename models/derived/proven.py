@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 import transformers
-from pydantic import ValidationError
 from torch import nn
 from transformers import PreTrainedConfig
 
-from common.whole_files import read_checked, replace_checked
+from common.whole_files import kept, replace_checked
 from models.architectures import Family
 from models.derived.derive import BLOCKS, derive
 from models.derived.outline import Underivable
@@ -86,13 +85,8 @@ def proof_of(config: PreTrainedConfig, fields: dict[str, Any], declared: Family 
     traits = {name: value for name, value in small.items() if name not in ABOUT_FILES}
     known = json.dumps([traits, transformers.__version__, torch.__version__, _code()], sort_keys=True)
     path = folder() / f"{config.model_type}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
-    try:
-        return Proof.model_validate_json(read_checked(path))
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:  # pydantic's too, of several lines
-        reason = "no proof" if isinstance(error, ValidationError) else error
-        logger.warning("warning: %s: passed over, proving anew: %s", path, reason)
+    if before := kept(path, Proof.model_validate_json):
+        return before
     found = prove(config, fields, declared)
     logger.info("%s: %s (%.1f s)", config.model_type, found, found.seconds)
     with suppress(OSError):  # without a place to keep it, it is proven again the next time

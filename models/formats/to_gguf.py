@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from gguf import GGUFReader
 
+from common.parent import together
 from common.whole_files import sync
 from models.checkpoint.layout import Layout, layout_of, resolve
 from models.checkpoint.publish import sweep, workplace, writing
@@ -54,9 +55,9 @@ def hg_to_gguf(input_path: str | Path, save_path: str | Path, dtype: str | None,
         sweep(target.parent.glob(f".{target.name}.partial-*"))
         target.parent.mkdir(parents=True, exist_ok=True)
         with workplace(target) as new:
-            path, alone = new / "model.gguf", os.environ | {"HF_HUB_OFFLINE": "1"}
+            path, env, end = new / "model.gguf", os.environ | {"HF_HUB_OFFLINE": "1"}, together()
             words = [program, str(folder), "--outtype", outtype, "--outfile", str(path)]
-            done = subprocess.run(words, stderr=subprocess.PIPE, text=True, errors="replace", env=alone, check=False)
+            done = subprocess.run(words, stderr=subprocess.PIPE, errors="replace", env=env, check=False, preexec_fn=end)
             if done.returncode:
                 *_, last = ["no word", *done.stderr.strip().splitlines()]
                 raise CheckpointError(f"{converter} ended with {done.returncode}: {last}")

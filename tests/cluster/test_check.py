@@ -31,7 +31,7 @@ def test_hosts_are_compared_and_links_measured(
     for told in ("1 of 1 links between stages cross hosts", "eth0 10.77.0.2", "stage 0 to 1", "checked: "):
         assert told in result.stdout
     assert not (tmp_path / "run/metrics.jsonl").exists()
-    links = Links.read(tmp_path / "run")
+    links = Links.read(tmp_path / "run", print)
     assert links and links.hosts == ["node1", "node2"] and not links.sums
     (link,) = links.stages
     assert DELAY / 2 < link.latency < 4 * DELAY

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,40 @@ def test_a_digest_of_a_file_that_was_just_written_is_not_remembered(
     digests = Digests(tmp_path / "digests")
     digests.take(data)
     assert digests.known(data) is None
+
+
+SPOILT: dict[str, Callable[[bytes], bytes]] = {
+    "digest changed": lambda note: note.replace(b'"digest": "', b'"digest": "0'),
+    "cut": lambda note: note[:20],
+    "emptied": lambda _: b"",
+    "of no version": lambda note: note.rpartition(b"\n")[0],
+}
+
+
+@pytest.mark.parametrize("damage", SPOILT)
+def test_a_damaged_digest_is_taken_anew_and_named(
+    damage: str, tmp_path: Path, settled: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = write(tmp_path / "a.jsonl", records(3))
+    digests = Digests(tmp_path / "digests")
+    taken = digests.take(data)
+    (note,) = (tmp_path / "digests").iterdir()
+    note.write_bytes(SPOILT[damage](note.read_bytes()))
+    assert digests.known(data) is None and digests.known(data) is None
+    assert caplog.messages == [f"warning: {note} is passed over: damaged"]
+    assert digests.take(data) == digests.known(data) == taken
+
+
+def test_a_digest_of_another_user_is_taken_anew_and_named(
+    tmp_path: Path, settled: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write(tmp_path / "a.jsonl", records(3))
+    digests = Digests(tmp_path / "digests")
+    digests.take(data)
+    (note,) = (tmp_path / "digests").iterdir()
+    monkeypatch.setattr(os, "getuid", lambda: -5)
+    assert digests.known(data) is None
+    assert caplog.messages == [f"warning: {note} is passed over: of another user"]
 
 
 def use(dataset: Dataset) -> None:

@@ -8,30 +8,31 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import FAQ
-from tests.launching import start, write_config
+from tests.launching import TORCHRUN, Launch, catches, start, start_deepspeed, topology, write_config
 from training.distributed.processes import free_port
 
+LAUNCHERS: dict[str, Callable[..., Launch]] = {
+    "deepspeed": start_deepspeed,
+    "torchrun": lambda count, *words: start(
+        *TORCHRUN, "--nproc_per_node", str(count), "--master_port", str(free_port()), *words
+    ),
+}
 TOLD = "stopped before step 1 of this start: this start trained nothing"
 
 
-def catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler of its own, as Linux says."""
-    with suppress(OSError):
-        status = Path(f"/proc/{pid}/status").read_text().splitlines()
-        (caught,) = (line.split()[1] for line in status if line.startswith("SigCgt:"))
-        return bool(int(caught, 16) >> (number - 1) & 1)
-    return False
-
-
 @pytest.mark.parametrize("rank", ["0", None], ids=["rank", "launches"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_request_in_the_imports_ends_in_a_line(number: signal.Signals, rank: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("door", ["train_ds.py", "train_ds_zero.py"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_request_in_the_imports_ends_in_a_line(
+    number: signal.Signals, door: str, rank: str | None, tmp_path: Path
+) -> None:
     config = write_config(tmp_path / "run.yml", model_path="m", data_path=str(FAQ))
     place = {"RANK": rank, "WORLD_SIZE": "1", "LOCAL_RANK": "0"} if rank else {}
-    launch = start(sys.executable, "train_ds.py", "--config", config, **place)
+    launch = start(sys.executable, door, "--config", config, **place)
     launch.until(lambda: catches(launch.pid, number) and catches(launch.pid, signal.SIGUSR1), pause=0.0)
     launch.family()[0].send_signal(number)
     result = launch.end()
@@ -53,3 +54,51 @@ def test_a_preemption_in_the_imports_is_heeded_before_the_first_step(
     result = launch.end()
     assert result.returncode == 128 + signal.SIGUSR1, result.stdout + result.stderr
     assert "stopped before step 1 of 2: this start trained nothing" in result.stdout
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_ranks_of_a_launcher_that_are_asked_in_the_imports_end_without_a_traceback(
+    launcher: str, tmp_path: Path
+) -> None:
+    """As a cluster asks that signals every process."""
+    config = write_config(tmp_path / "run.yml", model_path="m", data_path=str(FAQ), model_topo=topology((1, 2)))
+    launch = LAUNCHERS[launcher](2, "train_ds.py", "--config", config)
+    launch.until(lambda: len(ranks_of(launch)) == 2, pause=0.0)
+    for rank in ranks_of(launch):
+        rank.send_signal(signal.SIGTERM)
+    result = launch.end()
+    assert result.returncode != 0
+    told = result.stdout + result.stderr
+    assert told.count(TOLD) == 1, told
+    assert 'train_ds.py", line' not in told, told  # torchrun prints a traceback of its own for any exit code
+
+
+def ranks_of(launch: Launch) -> list[psutil.Process]:
+    """Those that catch the signals of a run by now."""
+    found = []
+    for process in launch.family():
+        with suppress(psutil.Error):
+            if "RANK" in process.environ() and catches(process.pid, signal.SIGUSR1):
+                found.append(process)
+    return found
+
+
+@pytest.mark.launched
+def test_a_stop_while_weights_load_is_heeded_before_the_first_step(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = make_checkpoint("llama")
+    save = tmp_path / "run"
+    config = write_config(
+        tmp_path / "run.yml", model_path=str(model), data_path=str(FAQ), save_path=str(save), max_steps=2
+    )
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    place["MASTER_PORT"] = str(free_port())
+    launch = start(sys.executable, "train_ds.py", "--config", config, **place)
+    launch.until(lambda: "steps: 2 of" in launch.stdout)  # the line before the weights
+    launch.family()[0].send_signal(signal.SIGTERM)
+    result = launch.end()
+    assert result.returncode == 128 + signal.SIGTERM, result.stdout + result.stderr
+    assert "stopped before step 1 of 2: this start trained nothing" in result.stdout
+    assert not list(save.glob("step-*")) and "Traceback" not in result.stderr

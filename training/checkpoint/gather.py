@@ -15,6 +15,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from common.terminal import reason_of
+from data.paths import read_small
 from models.checkpoint.layout import RECORD
 from models.checkpoint.parallel import byte_bar
 from models.checkpoint.publish import publish_folder
@@ -128,9 +130,9 @@ def hosts_of(listed: str | None, hostfile: str | None) -> list[str]:
     hosts = listed.split(",") if listed is not None else []
     if hostfile is not None:
         try:
-            lines = Path(hostfile).read_text(encoding="utf-8-sig").splitlines()
+            lines = read_small(hostfile).decode("utf-8-sig").splitlines()
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"--hostfile: {hostfile}: cannot be read: {error}") from None
+            raise CheckpointError(f"--hostfile: {hostfile}: cannot be read: {reason_of(error)}") from None
         hosts = [words[0] for line in lines if (words := line.partition("#")[0].split())]
     for host in hosts or [""]:
         if not HOST.fullmatch(host):

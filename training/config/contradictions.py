@@ -36,6 +36,7 @@ def contradictions(config: Any) -> Iterator[str]:
     yield from _of_zero(config.zero_optimization)
     yield from _of_precision(config)
     yield from of_optimizer(config)
+    yield from _of_deepspeed(config)
     if config.stream_gb and not config.max_steps:
         yield "max_steps: expected a number, as nobody knows how many steps an epoch of a stream has"
     if config.stream_gb and config.packing == "dataset":
@@ -83,6 +84,29 @@ def _of_precision(config: Any) -> Iterator[str]:
         yield "fp8.enabled: linear layers that several processes share are not known to it; expected no model axis"
     if config.zero_optimization.stage == 3:
         yield "fp8.enabled: ZeRO stage 3 gathers weights inside of the blocks; expected false or stage <= 2"
+
+
+def _of_deepspeed(config: Any) -> Iterator[str]:
+    """A line for whatever DeepSpeed would stop at with an assertion, in the middle of a start."""
+    zero, bf16, kind, types = config.zero_optimization, config.bf16, config.optimizer.type, config.data_types
+    cpu = zero.offloads and config.zero_force_ds_cpu_optimizer
+    own = zero.stage == 1 and not zero.offloads and not types  # bf16's own optimizer, which looks at none of these
+    masters = bf16.enabled and bf16.bf16_master_weights_and_grads
+    states = bf16.enabled and bf16.bf16_optimizer_states
+    if states and not (masters and (not cpu or config.optimizer.params.get("fp32_optimizer_states") is False)):
+        also = " and optimizer.params.fp32_optimizer_states: false" if cpu else ""
+        yield f"bf16.bf16_optimizer_states: expected bf16_master_weights_and_grads: true{also} beside it, or false"
+    for key, found in {
+        "fp16.fp16_master_weights_and_grads": config.fp16.enabled and config.fp16.fp16_master_weights_and_grads,
+        "bf16.bf16_master_weights_and_grads": masters and not own and not (zero.stage and states and not zero.offloads),
+        "zero_optimization.offload_optimizer.ratio": getattr(zero.offload_optimizer, "ratio", 1) != 1,
+    }.items():
+        if found and not (cpu and kind == "AdamW"):
+            yield f"{key}: needs DeepSpeed's AdamW for the CPU; expected offload_optimizer: {{device: cpu}} and AdamW"
+    if zero.stage and not config.zero_allow_untested_optimizer and (kind == "SGD" or (kind == "Lion" and not cpu)):
+        yield f"zero_allow_untested_optimizer: DeepSpeed has not tested {kind} with ZeRO; expected true"
+    if types and not zero.stage and types.grad_accum_dtype != ("bf16" if bf16.enabled else "fp32"):
+        yield "data_types.grad_accum_dtype: stage 0 sums in the run's own dtype; expected that, or stage 1 or more"
 
 
 def of_optimizer(config: Any) -> Iterator[str]:

@@ -18,6 +18,7 @@ from training.config.passed_on import IDLE
 from training.config.sections import reworded, suggest
 from training.errors import ConfigError
 
+ZERO = "zero_optimization"
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 
 
@@ -31,24 +32,30 @@ def check_device(config: TrainConfig) -> None:
             without CUDA; a key of zero_optimization that DeepSpeed refuses.
     """
     try:
-        DeepSpeedZeroConfig.model_validate(config.zero_optimization.model_dump(exclude_none=True))
+        known = DeepSpeedZeroConfig.model_validate(config.zero_optimization.model_dump(exclude_none=True))
     except ValidationError as error:
-        first, section = error.errors()[0], "zero_optimization"
-        place = ".".join([section, *map(str, first["loc"])])
-        told = f"{reworded(first['msg'])}, found {first['input']!r}"
+        first = error.errors()[0]
+        place = ".".join([ZERO, *map(str, first["loc"])])
+        told = f"{reworded(first['msg'])}, found {first['input']!r}" if first["loc"] else first["msg"]
         if first["type"] == "extra_forbidden":
-            told = f"DeepSpeed does not have it{suggest(first['loc'][-1], DeepSpeedZeroConfig.model_fields, section)}"
+            told = f"DeepSpeed does not have it{suggest(first['loc'][-1], DeepSpeedZeroConfig.model_fields, ZERO)}"
         raise ConfigError(f"{place}: {told}") from None
+    if known.stage in (1, 2) and known.allgather_bucket_size % 2:
+        raise ConfigError(f"{ZERO}.allgather_bucket_size: expected an even number, found {known.allgather_bucket_size}")
+    if known.stage == 3 and config.model_topo.processes % max(1, known.zero_hpz_partition_size):
+        raise ConfigError(f"{ZERO}.zero_hpz_partition_size: expected a divisor of the number of processes")
+    if known.stage == 3 and known.offload_param and known.offload_param.device == "nvme":
+        raise ConfigError(f"{ZERO}.offload_param.device: expected cpu or none, found 'nvme'")
     if get_accelerator().device_name() == "cpu":
         get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed asks for the instructions, torch needs none
     if config.fp16.enabled and not get_accelerator().is_fp16_supported():
         raise ConfigError("fp16.enabled: this device does not compute in fp16; expected bf16 or neither")
     if config.fp16.enabled and config.zero_optimization.stage == 0:  # DeepSpeed 0.19.8 divides gradients by the scale
-        raise ConfigError("zero_optimization.stage: 0 does not scale the loss, which fp16 needs; expected 1 or more")
+        raise ConfigError(f"{ZERO}.stage: 0 does not scale the loss, which fp16 needs; expected 1 or more")
     zero = config.zero_optimization
     asked = [key for key in QUANTIZED if zero.stage == 3 and (zero.model_extra or {}).get(key)]
     if asked and not torch.cuda.is_available():
-        raise ConfigError(f"zero_optimization.{asked[0]}: its kernels need CUDA, which this machine does not have")
+        raise ConfigError(f"{ZERO}.{asked[0]}: its kernels need CUDA, which this machine does not have")
 
 
 def router_loss_weight(config: TrainConfig, spec: ModelSpec) -> float:

@@ -268,13 +268,13 @@ class FP16(Section):
     fused_optimizer: bool | None = None
     """gdGPT's; no effect here."""
 
-    loss_scale: float | None = None
+    loss_scale: float | None = Field(default=None, ge=0)
     """DeepSpeed's own: a fixed loss scale; 0, or without the key, a dynamic one."""
 
-    initial_scale_power: int | None = None
+    initial_scale_power: int | None = Field(default=None, le=127)
     """DeepSpeed's own: the dynamic loss scale begins at two to the power of this."""
 
-    loss_scale_window: int | None = None
+    loss_scale_window: int | None = Field(default=None, gt=0)
     """DeepSpeed's own: after so many steps without an overflow the loss scale is doubled."""
 
     hysteresis: int | None = None
@@ -283,7 +283,7 @@ class FP16(Section):
     consecutive_hysteresis: bool | None = None
     """DeepSpeed's own: a step without an overflow starts that count anew."""
 
-    min_loss_scale: int | None = None
+    min_loss_scale: int | None = Field(default=None, gt=0)
     """DeepSpeed's own: where the loss scale stops falling."""
 
     fp16_master_weights_and_grads: bool | None = None

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from common.terminal import is_safe_line
+from common.terminal import is_safe_line, reason_of
 from data.paths import read_small
 from training.config.keys import ALIASES, TrainConfig
 from training.config.passed_on import LEFT_OUT, NOT_PASSED_ON
@@ -112,7 +112,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{path}: not found; expected a YAML file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+        raise ConfigError(f"{path}: cannot be read: {reason_of(error)}") from None
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply; expected fewer levels") from None
     except yaml.MarkedYAMLError as error:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic_core import from_json
 
+from common.parent import together
+from common.terminal import reason_of
 from data.chat.answer_form import CallForm
 from data.chat.messages import JSON, Call
 from data.errors import DataError
@@ -46,7 +48,7 @@ def text_of(path: str) -> str:
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: byte {error.start}: not UTF-8; expected a text in UTF-8") from None
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise DataError(f"{path}: cannot be read: {reason_of(error)}") from None
     if not text:
         raise DataError(f"{path}: expected a text, found none")
     return text
@@ -95,10 +97,9 @@ def results_of_command(command: str) -> Results:
     """Results that a program prints, which gets each call as a JSON object on its standard input."""
 
     def result(call: Call) -> str:
-        given = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
+        given = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False).encode()
         try:
-            done = subprocess.run(shlex.split(command), input=given.encode(), stdout=subprocess.PIPE, check=True)
-            return done.stdout.decode().strip()
+            return subprocess.check_output(shlex.split(command), input=given, preexec_fn=together()).decode().strip()
         except (OSError, ValueError, IndexError, subprocess.CalledProcessError) as error:
             raise DataError(f"--api-command: {call.name}: {error}; expected a program that prints a result") from None
 

@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field, PositiveFloat
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from common.whole_files import replace_text
+from common.whole_files import Tell, kept, read_regular, replace_text
 from training.config.model_topo import ModelTopo
 from training.distributed.groups import among_members
 from training.distributed.processes import gather
@@ -65,12 +65,9 @@ class Links(BaseModel):
     sums: list[Link]
 
     @classmethod
-    def read(cls, folder: Path) -> Links | None:
+    def read(cls, folder: Path, tell: Tell) -> Links | None:
         """What an earlier `--check` left in the run's folder, if anything that can be read."""
-        try:
-            return cls.model_validate_json((folder / FILE).read_bytes())
-        except (OSError, ValueError):
-            return None
+        return kept(folder / FILE, cls.model_validate_json, read_regular, tell)
 
     def write(self, folder: Path) -> None:
         """Into the run's folder, whole or not at all."""

@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TextIO, TypeVar, cast
 
 import psutil
 
+from common import early_signals
 from common.early_signals import REQUESTS
 from training.config.model_topo import ModelTopo
 from training.distributed import freed_memory
@@ -87,9 +88,9 @@ def end_with_launcher(place: Place) -> None:
     from training.launch import pdsh
 
     sys.stdout, sys.stderr = cast(TextIO, Heard(sys.stdout)), cast(TextIO, Heard(sys.stderr))
-    links, connections = [(psutil.Process(), os.getppid())], []
+    links, connections = [(psutil.Process(), early_signals.started_by)], []
     with suppress(psutil.Error):  # a launcher of another user may be hidden, as one outside of a container is
-        launcher = psutil.Process(os.getppid())
+        launcher = psutil.Process(early_signals.started_by)
         above = launcher.parents()
         if above and any(Path(word).name in RUNNERS for word in above[0].cmdline()):
             links.append((launcher, above[0].pid))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common.terminal import safe_line
+from data.paths import read_small
 from training.errors import ConfigError
 from training.launch import agent
 from training.launch.agent import RUN
@@ -58,7 +59,7 @@ def read_hostfile(path: str, include: str, exclude: str) -> dict[str, list[int]]
     expected = "lines such as: node1 slots=8"
     try:
         # Its own reader would take a byte order mark, as Windows writes it, for a part of the first name.
-        pool = runner._parse_hostfile(Path(path).read_text(encoding="utf-8-sig").splitlines())
+        pool = runner._parse_hostfile(read_small(path).decode("utf-8-sig").splitlines())
         expected = "hosts and slots that stand in it"
         chosen: dict[str, list[int]] = runner.parse_inclusion_exclusion(pool, include, exclude)
     except (OSError, ValueError) as error:
@@ -79,7 +80,7 @@ def exported() -> dict[str, str]:
     found = {name: value for name, value in os.environ.items() if name.startswith(names)}
     for folder in runner.DEEPSPEED_ENVIRONMENT_PATHS:
         with suppress(FileNotFoundError):
-            lines = (Path(folder) / runner.DEEPSPEED_ENVIRONMENT_NAME).read_text(encoding="utf-8").splitlines()
+            lines = read_small(Path(folder) / runner.DEEPSPEED_ENVIRONMENT_NAME).decode().splitlines()
             found |= dict(line.split("=", maxsplit=1) for line in lines if "=" in line)
     return found
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from common.whole_files import replace_text
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 
@@ -42,14 +43,14 @@ class TensorBoardWriter:
     name = "tensorboard"
 
     def __init__(self, folder: Path, first_step: int) -> None:
+        from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
         from torch.utils.tensorboard import SummaryWriter
 
+        # On a full disk it ends with a traceback on the terminal; the writer raises the same, now or when it is used.
+        told = threading.excepthook
+        threading.excepthook = lambda failure: None if isinstance(failure.thread, _AsyncWriterThread) else told(failure)
         hidden_from = first_step if first_step > 1 else 0  # a new run may have evaluated before its first step
         self._writer = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=hidden_from, flush_secs=FLUSH_SECONDS)
-        # On a full disk this thread ends with a traceback on the terminal; the next `log` or `close` raises the same.
-        worker = self._writer._get_file_writer().event_writer._async_writer._worker
-        told = threading.excepthook
-        threading.excepthook = lambda failure: None if failure.thread is worker else told(failure)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, number in numbers.items():
@@ -76,8 +77,8 @@ class WandBWriter:
                 "wandb.enabled: the package wandb is not installed; expected pip install wandb, or enabled: false"
             ) from None
         id_file = folder / WANDB_ID_FILE
-        if first_step == 1 or not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex, encoding="ascii")
+        if first_step == 1 or not id_file.is_file():
+            replace_text(id_file, uuid.uuid4().hex)
         try:
             self._run: Any = init(
                 project=config.wandb.project,

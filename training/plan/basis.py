@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from pydantic import BaseModel, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from common.whole_files import read_regular, replace_text
+from common.whole_files import Tell, kept, read_regular, replace_text
 from models.checkpoint.publish import writing
 from models.parallel.tensor import part_shapes
 from models.spec import ModelSpec
@@ -58,8 +58,8 @@ class Calibration(BaseModel):
     device: str
     dtype: str
     model: str
-    layers: dict[str, tuple[float, float]]
-    update: float
+    layers: dict[str, tuple[PositiveFloat, PositiveFloat]]
+    update: PositiveFloat
 
     @classmethod
     def of(
@@ -79,13 +79,10 @@ class Calibration(BaseModel):
         return self.model_copy(update={"layers": layers, "update": min(self.update, other.update)})
 
     @classmethod
-    def read(cls, folder: Path, config: TrainConfig, spec: ModelSpec) -> Calibration | None:
+    def read(cls, folder: Path, config: TrainConfig, spec: ModelSpec, tell: Tell) -> Calibration | None:
         """What an earlier `--calibrate` left in the run's folder, where it fits this run and this kind of device."""
-        try:
-            found = cls.model_validate_json(read_regular(folder / FILE))
-        except (OSError, ValueError):
-            return None
-        return found if found == cls.of(config, spec, found.layers, found.update) else None
+        found = kept(folder / FILE, cls.model_validate_json, read_regular, tell)
+        return found if found and found == cls.of(config, spec, found.layers, found.update) else None
 
     def write(self, folder: Path) -> Path:
         """Into the run's folder, whole or not at all; CheckpointError where that cannot be written."""
@@ -163,21 +160,19 @@ class Basis:
             calibrated: whether a calibration, and measured links, count.
         """
         folder = Path(config.save_path)
-        basis = cls(config, spec, workload, device)
+        basis, told = cls(config, spec, workload, device), list[str]()
         if calibrated:
-            basis = replace(basis, calibration=Calibration.read(folder, config, spec), links=Links.read(folder))
-        try:
-            measured = Measured.model_validate_json(read_regular(folder / MEASURED_FILE))
-        except FileNotFoundError:
-            return basis, []
-        except (OSError, ValueError):
-            return basis, [f"{MEASURED_FILE} is passed over: damaged"]
+            calibration = Calibration.read(folder, config, spec, told.append)
+            basis = replace(basis, calibration=calibration, links=Links.read(folder, told.append))
+        measured = kept(folder / MEASURED_FILE, Measured.model_validate_json, read_regular, told.append)
+        if measured is None:
+            return basis, told
         then, now = measured.conditions, basis.conditions
         if other := [key for key in now if then.get(key) != now[key]]:
             key = other[0]
-            told = "" if key in ("model", "calibration") else f": {then.get(key)} then, {now[key]} now"
-            return basis, [f"{MEASURED_FILE} is passed over: measured with another {key}{told}"]
-        return replace(basis, measured=measured), []
+            values = "" if key in ("model", "calibration") else f": {then.get(key)} then, {now[key]} now"
+            return basis, [*told, f"{MEASURED_FILE} is passed over: measured with another {key}{values}"]
+        return replace(basis, measured=measured), told
 
     @property
     def conditions(self) -> dict[str, Any]:

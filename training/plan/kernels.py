@@ -12,18 +12,19 @@ them, nor a CPU's: they are compiled when asked, but for ZeRO's.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, PositiveFloat
 
 from common.terminal import reason_of
-from common.whole_files import read_regular, replace_text
+from common.whole_files import kept, read_regular, replace_text
 from data.loader import Loader
 from models.attention.kernels import NAMES, candidates, choose_attention
 from models.blocks.options import BlockOptions
@@ -37,6 +38,7 @@ from training.plan.calibration import of_a_process, time_layer
 from training.plan.workload import Workload
 
 FILE = "kernels.json"
+Known = Annotated[str, Field(pattern=f"^({'|'.join(map(re.escape, NAMES))})$")]
 
 Time = Callable[[str], float]  # milliseconds of a block with this attention
 
@@ -65,8 +67,8 @@ class Trial(BaseModel):
     """
 
     known: dict[str, Any]
-    milliseconds: dict[str, float]
-    failures: dict[str, str]
+    milliseconds: Annotated[dict[Known, PositiveFloat], Field(min_length=1)]
+    failures: dict[Known, str]
 
 
 def choose_kernels(config: TrainConfig, spec: ModelSpec, loader: Loader | None) -> Kernels:
@@ -124,10 +126,9 @@ def fastest(kernels: list[str], milliseconds: Time, file: Path, known: dict[str,
     Raises:
         Exception: what the last of them raised, where none can run a block.
     """
-    with suppress(OSError, ValueError):
-        found = Trial.model_validate_json(read_regular(file))
-        if found.known == known:
-            return _told(found, "as measured when the run began")
+    found = kept(file, Trial.model_validate_json, read_regular)
+    if found and found.known == known:
+        return _told(found, "as measured when the run began")
     times: dict[str, float] = {}
     failures: dict[str, str] = {}
     for kernel in kernels:

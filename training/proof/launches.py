@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
 
+from common.parent import together
 from training.errors import RunRefused
 from training.metrics.reporter import METRICS_FILE, read_metrics
 from training.proof.recorder import HELD, HOLD
@@ -48,9 +50,8 @@ class Launch:
         self._start, self._output = start, start.notes / "output"
         words = [sys.executable, start.door, "--config", str(start.config), "--record", str(start.notes)]
         with open(self._output, "ab") as output:
-            self._process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            start_alone = partial(subprocess.Popen, words, stdin=subprocess.DEVNULL, start_new_session=True)
+            self._process = start_alone(stdout=output, stderr=subprocess.STDOUT, preexec_fn=together())
 
     def until(self, over: Callable[[], object], shown: Callable[[int], None]) -> None:
         """Wait for something that the run brings about.

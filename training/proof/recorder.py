@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import time
 from pathlib import Path
 from typing import Any, ClassVar
@@ -79,6 +80,7 @@ class Recorder(PipelineTrainer):
         if hold.is_file() and hold.read_text() == str(step):
             if self.engine.global_rank == 0:
                 (self.folder / HELD).touch()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which it ends when `--prove` itself was killed
             while True:
                 time.sleep(1)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -21,12 +22,15 @@ from training.config.keys import TrainConfig
 from training.config.passed_on import BELOW_3, IDLE, NOT_PASSED_ON, ONLY_BELOW_3, unheeded
 from training.config.sections import Zero
 from training.config.yaml_file import load_config
+from training.errors import ConfigError
 from training.plan.optimizer_memory import StateBytes
 
 ROOT = Path(__file__).parents[3]
 SOURCES = [path for wing in ("common", "data", "models", "training") for path in (ROOT / wing).rglob("*.py")]
 DECLARED = {"keys.py", "sections.py", "model_topo.py", "changes.py", "foreign_names.py", "passed_on.py"}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+BF16_STATES = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+BF16_MOMENTS = {"type": "AdamW", "params": {"fp32_optimizer_states": False}}
 # The keys of gdGPT's two files (github.com/CoinCheung/gdGPT), with a text for each of the paths.
 OF_BOTH = {
     "train_micro_batch_size_per_gpu": 1,
@@ -159,11 +163,11 @@ def test_what_is_below_stage_3_alone_is_not_asked_for_by_stage_3() -> None:
             "zero_optimization.offload_optimizer.pin_memory",
         ),
         ({"bf16": {"enabled": True, "immediate_grad_update": False}}, "bf16.immediate_grad_update", ""),
-        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states", ""),
+        ({"bf16": BF16_STATES}, "bf16.bf16_master_weights_and_grads, bf16.bf16_optimizer_states", ""),
         (
-            {"bf16": {"enabled": True, "bf16_optimizer_states": True}, "zero_optimization": OFFLOAD},
+            {"bf16": BF16_STATES, "zero_optimization": OFFLOAD, "optimizer": BF16_MOMENTS},
             "",
-            "bf16.bf16_opti",
+            "bf16.bf16_optimizer_states",
         ),
         ({"fp16": {"enabled": True, "auto_cast": True}}, "fp16.auto_cast", ""),
         ({"fp16": {"enabled": True, "hysteresis": 4}}, "", ""),
@@ -178,6 +182,111 @@ def test_what_nothing_reads_is_named_and_so_is_what_a_plan_leaves_out(
         unplanned
     )
     assert named in "".join(lines) and unplanned in "".join(lines)
+
+
+FP16_MASTERS = {"enabled": True, "fp16_master_weights_and_grads": True}
+BF16_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True}
+HALF = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+LION, SGD = {"type": "Lion"}, {"type": "SGD"}
+# What DeepSpeed would assert at the start of a run: the keys, what is said, and keys with which it is fine.
+ASSERTED: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "fp16 weights": ({"fp16": FP16_MASTERS}, "fp16.fp16_master_weights_and_grads: ", {"zero_optimization": OFFLOAD}),
+    "fp16 weights, Lion": (
+        {"fp16": FP16_MASTERS, "zero_optimization": OFFLOAD, "optimizer": LION},
+        "fp16.fp16_master_weights_and_grads: ",
+        {"optimizer": {"type": "AdamW"}},
+    ),
+    "fp16 weights, torch's AdamW": (
+        {"fp16": FP16_MASTERS, "zero_optimization": OFFLOAD, "zero_force_ds_cpu_optimizer": False},
+        "fp16.fp16_master_weights_and_grads: ",
+        {"zero_force_ds_cpu_optimizer": True},
+    ),
+    "bf16 weights": (
+        {"bf16": BF16_MASTERS, "zero_optimization": {"stage": 2}},
+        "bf16.bf16_master_weights_and_grads: needs",
+        {"zero_optimization": {"stage": 1}},
+    ),
+    "bf16 weights, stage 0": (
+        {"bf16": BF16_MASTERS, "zero_optimization": {"stage": 0}},
+        "bf16.bf16_master_weights_and_grads: needs",
+        {"zero_optimization": {"stage": 1}},
+    ),
+    "bf16 states": (
+        {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
+        "bf16.bf16_optimizer_states: expected bf16_master_weights_and_grads: true",
+        {"bf16": BF16_STATES},
+    ),
+    "bf16 states, fp32 moments": (
+        {"bf16": BF16_STATES, "zero_optimization": OFFLOAD},
+        "bf16_master_weights_and_grads: true and optimizer.params.fp32_optimizer_states: false beside it",
+        {"optimizer": BF16_MOMENTS},
+    ),
+    "a part of Lion": (
+        {"zero_optimization": {"stage": 3} | HALF, "optimizer": LION},
+        "zero_optimization.offload_optimizer.ratio: ",
+        {"optimizer": {"type": "AdamW"}},
+    ),
+    "untested": (
+        {"zero_allow_untested_optimizer": False, "optimizer": LION},
+        "zero_allow_untested_optimizer: DeepSpeed has not tested Lion",
+        {"zero_optimization": OFFLOAD},
+    ),
+    "untested, offloaded": (
+        {
+            "zero_allow_untested_optimizer": False,
+            "optimizer": SGD,
+            "zero_optimization": OFFLOAD,
+            "zero_force_ds_cpu_optimizer": False,
+        },
+        "zero_allow_untested_optimizer: DeepSpeed has not tested SGD",
+        {"zero_allow_untested_optimizer": True},
+    ),
+    "sums": (
+        {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}, "data_types": {"grad_accum_dtype": "fp32"}},
+        "data_types.grad_accum_dtype: ",
+        {"zero_optimization": {"stage": 1}},
+    ),
+    "a scale below 0": ({"fp16": {"enabled": True, "loss_scale": -1}}, "fp16.loss_scale", {"fp16": {"enabled": True}}),
+    "no window": ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "fp16.loss_scale_window", {"fp16": {}}),
+    "no least scale": ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "fp16.min_loss_scale", {"fp16": {}}),
+    "a part below stage 3": (
+        {"zero_optimization": HALF},
+        "zero_optimization: Assertion failed, Partial offloading only supported for ZeRO Stage 3",
+        {"zero_optimization": {"stage": 3} | HALF},
+    ),
+    "an odd bucket": (
+        {"zero_optimization": {"allgather_bucket_size": 3}},
+        "zero_optimization.allgather_bucket_size: expected an even number, found 3",
+        {"zero_optimization": {"stage": 3}},
+    ),
+    "groups that do not divide": (
+        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}},
+        "zero_optimization.zero_hpz_partition_size: expected a divisor of ",
+        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
+    ),
+    "weights on a disk": (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+        "zero_optimization.offload_param.device: expected cpu or none, found 'nvme'",
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ASSERTED)
+def test_what_deepspeed_would_assert_is_told_by_its_key(name: str, tmp_path: Path) -> None:
+    keys, told, mended = ASSERTED[name]
+    with pytest.raises(ConfigError) as refused:
+        check_device(loaded(tmp_path, keys))
+    assert told in str(refused.value) and "\n" not in str(refused.value)
+    config = loaded(tmp_path, keys | mended)
+    check_device(config)
+    DeepSpeedConfig(deepspeed_config(config) | {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8})
+
+
+def loaded(folder: Path, keys: dict[str, Any]) -> TrainConfig:
+    topology = {"process_topology": {"axes": ["pipe", "data"], "dims": [1, 4]}}
+    (path := folder / "run.yml").write_text(yaml.safe_dump(REQUIRED | {"model_topo": topology} | keys))
+    return load_config(path)
 
 
 def test_each_key_of_ours_is_read_somewhere() -> None:

@@ -36,10 +36,12 @@ def test_ranks_agree_on_what_they_measure(ranks: Ranks, tmp_path: Path) -> None:
 def test_they_are_kept_and_damage_is_nothing_known(tmp_path: Path) -> None:
     links = Links(hosts=["node1", "node2"], stages=[SLOW], sums=[])
     links.write(tmp_path)
-    assert Links.read(tmp_path) == links
+    told: list[str] = []
+    assert Links.read(tmp_path, told.append) == links and not told
     (tmp_path / FILE).write_text('{"hosts": [], "stages": [{"latency": -1, "bandwidth": 0}], "sums": []}')
-    assert Links.read(tmp_path) is None
-    assert Links.read(tmp_path / "nowhere") is None
+    assert Links.read(tmp_path, told.append) is None
+    assert told == [f"{tmp_path / FILE} is passed over: damaged"]
+    assert Links.read(tmp_path / "nowhere", told.append) is None and len(told) == 1
 
 
 def test_a_plan_waits_for_a_slow_link_and_only_there(tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.disks import small_disk
+from tests.launching import run
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 from training.metrics import tracking
-from training.metrics.reporter import Reporter
+from training.metrics.reporter import Reporter, read_metrics
 from training.metrics.tracking import TensorBoardWriter, WandBWriter, open_trackers
 
 
@@ -99,6 +101,51 @@ def test_what_is_off_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyP
     anew = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(anew)
     assert anew.open_trackers(make_config(tensorboard={"enabled": False}), tmp_path, 1) == []
+
+
+# Reports steps while its disk is full, and after there is room again; the first word says from when on it is full.
+FULL = """
+import sys, time
+from pathlib import Path
+from tests.disks import fill
+from tests.training.metrics.test_tracking import make_config
+from models.checkpoint.publish import writing
+from training.errors import one_line_at_the_end
+from training.metrics.reporter import Reporter, read_metrics
+from training.metrics.tracking import open_trackers
+folder, when = Path(sys.argv[2]), sys.argv[1]
+with one_line_at_the_end():
+    filler = fill(folder) if when == "the start" else None
+    with writing(folder):
+        trackers = open_trackers(make_config(), folder, 1)
+        reporter = Reporter(folder, 900, True, 100, trackers=trackers)
+    with reporter:
+        for step in range(1, 901):
+            if step == 3 and not filler:
+                filler = fill(folder)
+            if step == 600 and when == "a while":
+                filler.unlink()
+            reporter.report_evaluation(step, {f"eval_loss/{number}": 1.0 for number in range(20)})
+            time.sleep(0.002)
+"""
+
+
+@pytest.mark.parametrize("when", ["the start", "the end", "a while"])
+def test_a_full_disk_is_told_once_without_a_traceback(when: str, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 1) as (disk, may_fill):
+        if not may_fill:
+            pytest.skip("this machine does not let a test mount a file system")
+        done = run(sys.executable, "-c", FULL, when, disk)
+        told = done.stdout + done.stderr
+        assert "Traceback" not in told and "Exception" not in told, told
+        if when == "the start":
+            assert done.returncode == 2, told
+            assert done.stderr.count("\n") == 1 and "cannot be written: No space left on device" in done.stderr, told
+            return
+        assert "step 900/900" in done.stdout and done.returncode == 0, told
+        assert told.count("tensorboard: ") == 1 and told.count("No space left on device") == 2, told
+        if when == "a while":
+            assert len(read_metrics(disk / "metrics.jsonl")) == 900
 
 
 class FakeWandB(ModuleType):

@@ -72,6 +72,17 @@ def test_the_fastest_attention_is_taken_and_kept(tmp_path: Path) -> None:
     assert fastest(list(TIMES), TIMES.__getitem__, tmp_path / FILE, KNOWN)[0] == VARLEN
 
 
+@pytest.mark.parametrize(
+    "spoilt", ["{", "[]", '"milliseconds": {}', '"milliseconds": {"magic": 1.0}', '"milliseconds": {"sdpa": NaN}']
+)
+def test_a_damaged_choice_is_made_anew_and_named(spoilt: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = f'{{"known": {json.dumps(KNOWN)}, "failures": {{}}, {spoilt}}}' if ":" in spoilt else spoilt
+    (tmp_path / FILE).write_text(whole, encoding="utf-8")
+    assert fastest(list(TIMES), TIMES.__getitem__, tmp_path / FILE, KNOWN)[0] == VARLEN
+    assert caplog.messages == [f"warning: {tmp_path / FILE} is passed over: damaged"]
+    assert "as measured when the run began" in fastest(list(TIMES), TIMES.__getitem__, tmp_path / FILE, KNOWN)[1]
+
+
 def test_a_kernel_that_cannot_run_the_rows_is_left_out(tmp_path: Path) -> None:
     def milliseconds(kernel: str) -> float:
         if kernel == TORCH:

@@ -359,7 +359,8 @@ def test_measured_times_replace_estimates(tmp_path: Path) -> None:
     assert found.update > 0 and all(factor > 0 for pair in found.layers.values() for factor in pair)
     found.layers["7"] = (1e6, 1e6)  # a very slow head
     found.write(tmp_path / "run")
-    read = Calibration.read(tmp_path / "run", config, spec)
+    told: list[str] = []
+    read = Calibration.read(tmp_path / "run", config, spec, told.append)
     assert read is not None
     basis = Basis(config, spec, workload, this_device(), read)
     assert best_parts(basis) == [7, 1]
@@ -370,9 +371,10 @@ def test_measured_times_replace_estimates(tmp_path: Path) -> None:
     assert layer_times(recomputed)[1].backward.total < layer_times(basis)[1].backward.total
     for other in (config.model_copy(update={"bf16": config.bf16.model_copy(update={"enabled": True})}), config):
         changed = spec if other is not config else tiny(tmp_path, num_hidden_layers=7)
-        assert Calibration.read(tmp_path / "run", other, changed) is None
+        assert Calibration.read(tmp_path / "run", other, changed, told.append) is None
     (tmp_path / "run" / FILE).write_text("{", encoding="utf-8")
-    assert Calibration.read(tmp_path / "run", config, spec) is None
+    assert Calibration.read(tmp_path / "run", config, spec, told.append) is None
+    assert told == [f"{tmp_path / 'run' / FILE} is passed over: damaged"]
 
 
 def test_the_door_plans_without_weights_and_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

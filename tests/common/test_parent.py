@@ -1,0 +1,122 @@
+"""What a process has started ends with it, also when it is killed; of each kind one, with real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import FAQ, ROOT
+from tests.launching import catches, eventually, start, topology, write_config
+from training.distributed.processes import free_port
+
+# Starts the builder and is killed at once.
+PARENT = """
+import os, signal, subprocess, sys
+words = [sys.executable, "-m", "data.tokenized.builder", str(os.getpid())]
+child = subprocess.Popen(words, stdin=int(sys.argv[1]), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+print(child.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+LAUNCHER = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+SLEEPER = f"#!{sys.executable}\nimport os, sys, time\n"
+SLEEPER += "print(os.getpid(), file=open(os.environ['PID_FILE'] + '.new', 'w'), flush=True)\n"
+SLEEPER += "os.rename(os.environ['PID_FILE'] + '.new', os.environ['PID_FILE'])\ntime.sleep(1000)\n"
+
+# What has a program of somebody else, or a run, started.
+ASKS = """
+import sys
+from types import SimpleNamespace
+from training.demo.tools import results_of_command
+results_of_command(sys.argv[1])(SimpleNamespace(name="clock", arguments={}))
+"""
+PROVES = """
+import sys, time
+from pathlib import Path
+from training.proof.launches import Launch, Start
+notes = Path(sys.argv[1]).parent
+launch = Launch(Start(sys.argv[1], notes / "config", notes, notes))
+time.sleep(1000)
+"""
+SHOWS = """
+import sys
+from pathlib import Path
+from quickstart.job import Job, run
+run(Job(Path(), Path(), Path(), [], [], "", {}), sys.argv[1])
+"""
+STARTERS = {"demo's --api-command": ASKS, "a launch of --prove": PROVES, "a command of the quickstart": SHOWS}
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_builder_ends_whose_parent_was_killed_right_after_its_start() -> None:
+    reads, writes = os.pipe()  # open all the time: a builder that lives on waits there for its job
+    command = [sys.executable, "-c", PARENT, str(reads)]
+    parent = subprocess.run(command, cwd=ROOT, pass_fds=[reads], stdout=subprocess.PIPE, text=True, check=False)
+    assert parent.returncode == -9
+    eventually(lambda: not alive(int(parent.stdout)))
+    os.close(reads)
+    os.close(writes)
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize("door", ["train_ds.py", "train_ds_zero.py"])
+def test_a_rank_ends_whose_launcher_was_killed_in_its_imports(door: str, tmp_path: Path) -> None:
+    """It would wait for another rank for half an hour."""
+    config = write_config(tmp_path / "run.yml", model_path="m", data_path=str(FAQ), model_topo=topology((1, 2)))
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    launcher = start(sys.executable, "-c", LAUNCHER, sys.executable, door, "--config", config, **place)
+    launcher.until(lambda: any(catches(each.pid, signal.SIGUSR1) for each in launcher.family()[1:]), pause=0.0)
+    (rank,) = launcher.family()[1:]
+    psutil.Process(launcher.pid).kill()
+    launcher.end()
+    try:
+        eventually(lambda: not alive(rank.pid))
+    finally:
+        if alive(rank.pid):
+            rank.kill()
+
+
+@pytest.fixture
+def sleeper(tmp_path: Path) -> Path:
+    """A program that says its number and never ends."""
+    path = tmp_path / "sleeper"
+    path.write_text(SLEEPER)
+    path.chmod(0o755)
+    return path
+
+
+def ends_with_its_parent(sleeper: Path, *words: str | Path) -> None:
+    told = sleeper.with_name("pid")
+    launch = start(sys.executable, *words, PID_FILE=str(told))
+    launch.until(told.exists)
+    child = int(told.read_text())
+    psutil.Process(launch.pid).kill()
+    launch.end()
+    try:
+        eventually(lambda: not alive(child))
+    finally:
+        if alive(child):
+            psutil.Process(child).kill()
+
+
+@pytest.mark.parametrize("kind", STARTERS)
+def test_what_was_started_ends_with_its_parent(kind: str, sleeper: Path) -> None:
+    ends_with_its_parent(sleeper, "-c", STARTERS[kind], sleeper)
+
+
+def test_a_converter_ends_with_its_parent(make_checkpoint: Callable[..., Path], sleeper: Path, tmp_path: Path) -> None:
+    words: list[str | Path] = ["--input-path", make_checkpoint("llama"), "--save-path", tmp_path / "out" / "model.gguf"]
+    ends_with_its_parent(sleeper, "convert_model.py", "hg_to_gguf", *words, "--converter", sleeper)
