@@ -21,10 +21,10 @@ from rich.table import Column, Table
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
 from training.distributed.links import FILE, Link, Links, measure
-from training.distributed.meeting import interface_of, own_address
 from training.distributed.placement import Placement
 from training.distributed.processes import Place, gather
 from training.distributed.rank_monitor import RankMonitor
+from training.distributed.rendezvous import interface_of, own_address
 from training.job import Job
 from training.options import language_model
 from training.plan.auto import divide

@@ -30,9 +30,9 @@ from models.generation.passes import Pass, Passes
 from models.generation.tensor_parallel import load_share
 from models.spec import ModelSpec
 from training.distributed import processes
+from training.distributed.communication_wait import wait
 from training.distributed.processes import Place, agreed
 from training.distributed.rank_monitor import RankMonitor
-from training.distributed.waiting import wait
 from training.errors import INTERRUPTED, USER_ERRORS, ConfigError
 from training.plan.partition import best_split, layer_ranges
 

@@ -167,7 +167,7 @@ def join(place: Place, patience: timedelta, port: int | None = None) -> None:
     from deepspeed.accelerator import get_accelerator
 
     from training.config.gpu import check_wheel
-    from training.distributed.meeting import meet
+    from training.distributed.rendezvous import meet
 
     deepspeed.utils.logger.setLevel("WARNING")
     # DeepSpeed makes its groups with the default timeout, which NCCL's processes would not outlive.

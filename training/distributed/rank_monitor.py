@@ -39,13 +39,13 @@ from training.distributed.failure_detector import (
     lost_rank,
 )
 from training.distributed.gpu_progress import on_its_own, standing
-from training.distributed.meeting import listen
 from training.distributed.processes import Place, agreed, gather
+from training.distributed.rendezvous import listen
 from training.errors import ConfigError, RunRefused, description, with_traceback
 from training.launch.pdsh import end_soon
 
 # Where a rank waits for others.
-COMMUNICATION = ("torch/distributed/", "deepspeed/comm/", "training/distributed/waiting.py")
+COMMUNICATION = ("torch/distributed/", "deepspeed/comm/", "training/distributed/communication_wait.py")
 LEASE = "pipetune-lease"  # of a run's folder
 LOOK = 0.1  # seconds between two looks at a lease whose holder may be dead
 LAST_WORDS = 2.5  # seconds; by then the launcher has noticed that the other ranks left, and has said so

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from training.distributed.communication_wait import wait
 from training.distributed.rank_monitor import failure_of
-from training.distributed.waiting import wait
 
 
 class Broken:

@@ -99,8 +99,8 @@ import os, sys
 from datetime import timedelta
 import torch
 from training import errors
-from training.distributed import meeting, processes
-meeting.PATIENCE, errors.RANK_0_SPEAKS = float(sys.argv[1]), 0
+from training.distributed import processes, rendezvous
+rendezvous.PATIENCE, errors.RANK_0_SPEAKS = float(sys.argv[1]), 0
 place = processes.Place.from_environment()
 with errors.one_line_at_the_end(place.rank):
     processes.join(place, timedelta(minutes=30), int(sys.argv[2]))

@@ -11,9 +11,9 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from training.distributed.meeting import listen
 from training.distributed.processes import Place, free_port
 from training.distributed.rank_monitor import open_port
+from training.distributed.rendezvous import listen
 from training.errors import ConfigError
 
 ALONE = (1, 1)
