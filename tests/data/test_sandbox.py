@@ -59,6 +59,22 @@ def test_it_is_ended_in_any_thread() -> None:
     assert [outcomes.get(), outcomes.get()] == [SlowTemplate, SlowTemplate]
 
 
+def test_what_ends_just_when_it_is_to_be_ended_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exception may meet the way out: it is raised there or taken back, and never met by what comes next."""
+    monkeypatch.setattr(sandbox, "INTERVAL", 0.001)
+    monkeypatch.setattr(sandbox, "LIMIT", 2)
+    ended = 0
+    for number in range(1000):
+        try:
+            render("{% for _ in range(N) %}{{ loop.index }}{% endfor %}".replace("N", str(number * 37 % 3000)))
+        except SlowTemplate:
+            ended += 1
+        for _ in range(20_000):
+            pass  # another's work
+        assert not sandbox._watch._running
+    assert 0 < ended < 1000
+
+
 def _ends() -> None:
     try:
         render(ENDLESS)
