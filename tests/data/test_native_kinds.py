@@ -301,9 +301,9 @@ def test_lines_that_are_lost_at_the_end_are_told_by_the_end_of_sequence(tmp_path
         ("qwen", {"extra_vocab_file": "more.tiktoken"}, "extra_vocab_file (more.tiktoken) is not read"),
         ("qwen", {"eos_token": 5}, "no usable tokenizer: "),
         ("internlm2", {"eos_token": {"special": True}}, "no usable tokenizer: "),
-        ("internlm2", {"added_tokens_decoder": [1]}, "no usable tokenizer: "),
-        ("internlm2", {"added_tokens_decoder": {"x": {"content": "<a>"}}}, "no usable tokenizer: "),
-        ("internlm2", {"added_tokens_decoder": {"13": "<a>"}}, "no usable tokenizer: "),
+        ("internlm2", {"added_tokens_decoder": [1]}, "added_tokens_decoder: expected "),
+        ("internlm2", {"added_tokens_decoder": {"x": {"content": "<a>"}}}, "added_tokens_decoder: expected "),
+        ("internlm2", {"added_tokens_decoder": {"13": "<a>"}}, "added_tokens_decoder: expected "),
         (
             "internlm2",
             {"added_tokens_decoder": decoder({"<a>": 1000, "<b>": 1005})},
