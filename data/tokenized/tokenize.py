@@ -26,7 +26,7 @@ from common.terminal import reason_of
 from data.chat.chat_template import ChatTemplate, chat_template, end_of_sequence
 from data.chat.messages import JSON, Said, said_in, with_mask
 from data.chat.native.kinds import native_tokenizer, older_template
-from data.chat.native.pieces import same_as_model
+from data.chat.native.pieces import expected_ids, read_json
 from data.chat.plain import write_plain
 from data.chat.prompts import PLAIN, AnyPrompts, Prompts, as_prompts, format_of
 from data.chat.sandbox import SlowTemplate
@@ -80,15 +80,30 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     for path in sorted(Path(folder).glob("*")):  # transformers would wait at a pipe, and pass over a broken link
         if path.suffix in READ and not path.is_file():
             raise DataError(f"{path}: a broken link or no regular file; fetch it again")
+    made_of = Path(folder) / "tokenizer.model"
+    alone = made_of.is_file() and not made_of.with_suffix(".json").is_file()
+    texts = expected_ids(made_of) if alone else ()
     native = native_tokenizer(Path(folder))
     tokenizer = native if native is not None else _published(folder)
-    made_of = Path(folder) / "tokenizer.model"
-    if made_of.is_file() and not made_of.with_suffix(".json").is_file():
-        same_as_model(made_of, tokenizer)
     tokenizer.chat_template = tokenizer.chat_template or older_template(Path(folder))
     for name, kind, types in (("model_max_length", "number", (int, float)), ("chat_template", "text", (str, dict))):
-        if (found := getattr(tokenizer, name)) is not None and not isinstance(found, types):
-            raise DataError(f"{folder}/tokenizer_config.json: {name}: expected a {kind}, found {found!r}")
+        if (stated := getattr(tokenizer, name)) is not None and not isinstance(stated, types):
+            raise DataError(f"{folder}/tokenizer_config.json: {name}: expected a {kind}, found {stated!r}")
+    if alone and native is None:
+        stated = read_json(Path(folder) / "tokenizer_config.json").get("add_bos_token")
+        if stated is not (begins := tokenizer.encode("")[:1] == [tokenizer.bos_token_id]):
+            raise DataError(
+                f"{folder}/tokenizer_config.json: add_bos_token: {stated}, but transformers makes it {begins} here; "
+                "expected the same, or a folder with the model's own tokenizer.json"
+            )
+    added = tokenizer.get_added_vocab()  # which sentencepiece does not know
+    for text, expected in texts:
+        found = tokenizer.encode(text, add_special_tokens=False)
+        if found != expected and not any(name in text for name in added):
+            raise DataError(
+                f"{made_of}: {text!r} becomes the tokens {found} here, and {expected} by sentencepiece; "
+                "expected a folder with the model's own tokenizer.json"
+            )
     return tokenizer
 
 

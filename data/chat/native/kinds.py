@@ -40,6 +40,7 @@ class Kind(NamedTuple):
 KINDS = dict.fromkeys(("chatglm", "ChatGLMTokenizer"), Kind("tokenizer.model", chatglm3.build, fixed=True))
 KINDS |= dict.fromkeys(("baichuan", "BaiChuanTokenizer", "BaichuanTokenizer"), Kind("tokenizer.model", baichuan.build))
 KINDS |= dict.fromkeys(("internlm2", "InternLM2Tokenizer"), Kind("tokenizer.model", internlm2.build))
+FLAGS = ("add_bos_token", "add_eos_token", "add_prefix_space", "legacy")
 LLAMAS = "llama mistral mixtral internlm LlamaTokenizer LLaMATokenizer InternLMTokenizer"
 KINDS |= dict.fromkeys(LLAMAS.split(), Kind("tokenizer.model", llama.build, shipped=True))
 KINDS |= dict.fromkeys(("qwen", "QWenTokenizer"), Kind("qwen.tiktoken", qwen.build))
@@ -145,7 +146,7 @@ def _stated(folder: Path, settings: Settings, options: Settings) -> Settings:
     found |= {"chat_template": template.read_text(encoding="utf-8")} if template.is_file() else {}
     # Some folders state empty names, which stand for the usual ones.
     names = [name for name in options if name.endswith(("_token", "template")) and found.get(name) not in (None, "")]
-    if wrong := [name for name in names if name.startswith("add_") and not isinstance(found[name], bool)]:
+    if wrong := [name for name in FLAGS if not isinstance(found.get(name, False), (bool, type(None)))]:
         raise DataError(f"{folder / 'tokenizer_config.json'}: {wrong[0]}: expected true or false")
     stated = {name: found[name]["content"] if isinstance(found[name], dict) else found[name] for name in names}
     return stated | {name: found[name] for name in ("model_max_length",) if name in found}
