@@ -202,7 +202,7 @@ def test_a_prefix_that_the_model_has_otherwise_is_refused(tmp_path: Path, prefix
 
 @pytest.mark.parametrize(
     "settings",
-    [None, {"tokenizer_class": "GemmaTokenizer"}, {"tokenizer_class": "GemmaTokenizer", "add_bos_token": True}],
+    [None, {}, {"add_bos_token": True}],
 )
 def test_a_folder_of_gemmas_kind_has_the_models_ids_or_is_refused(
     tmp_path: Path, settings: dict[str, Any] | None
@@ -210,7 +210,14 @@ def test_a_folder_of_gemmas_kind_has_the_models_ids_or_is_refused(
     ids = {"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3}
     names = {"pad_piece": "<pad>", "eos_piece": "<eos>", "bos_piece": "<bos>"}
     runs = {"user_defined_symbols": ["\n\n", "▁▁", "▁▁▁▁"]}
-    folder = folder_of(tmp_path, settings, add_dummy_prefix=False, **ids, **names, **runs)
+    folder = folder_of(
+        tmp_path,
+        settings and {"tokenizer_class": "GemmaTokenizer"} | settings,
+        add_dummy_prefix=False,
+        **ids,
+        **names,
+        **runs,
+    )
     (folder / "config.json").write_text(json.dumps({"model_type": "gemma"}))
     model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     try:
