@@ -149,7 +149,7 @@ class Export:
         if self.native or self.options.dtype:
             write_json(target / "config.json", self._config())
         if self.options.add_tokenizer:
-            self.options.add_tokenizer(self.folder, target, self.native)
+            self.options.add_tokenizer(self.folder, target, self.native is not None)
         if self.native or self.options.compat:
             write_compat(target)
         if self.options.add_card:

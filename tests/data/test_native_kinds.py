@@ -277,7 +277,7 @@ def test_a_missing_or_damaged_vocabulary_is_told_in_one_line(published: Publishe
         damaged += [b"\xff\xfe" + whole, whole.replace(lines[450][:3], b"?!?", 1)]
     for content in damaged:
         path.write_bytes(content)
-        assert told(tmp_path).startswith(f"{path}: damaged, or ")
+        assert told(tmp_path).startswith((f"{path}: damaged, or ", f"{path}: sentencepiece cannot read it; "))
     path.write_bytes(whole)
     assert load_tokenizer(tmp_path) is not None  # config.json alone says which family it is
 
