@@ -135,11 +135,19 @@ def file_size(text: str) -> int:
     return size
 
 
-def add_tokenizer(source: Path, target: Path) -> None:
-    """Imported only where it is called: it takes a second, which matters beside small models."""
-    from data.chat.native.kinds import export_tokenizer
+def add_tokenizer(source: Path, target: Path, native: bool) -> None:
+    """Imported only where it is needed: it takes a second, which matters beside small models."""
+    alone = (source / "tokenizer.model").is_file() and not (source / "tokenizer.json").is_file()
+    if native or alone:
+        from data.chat.native.kinds import export_tokenizer
+        from data.errors import DataError
 
-    export_tokenizer(source, target)
+        try:
+            export_tokenizer(source, target, native)
+        except DataError as error:
+            if native:
+                raise
+            print(safe_line(f"warning: no tokenizer.json is written: {error}"), file=sys.stderr)  # the weights are good
 
 
 def add_card(source: Path, target: Path) -> None:

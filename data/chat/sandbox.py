@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, wraps
 from types import GeneratorType
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2 import Environment, Template
 from jinja2.compiler import CodeGenerator
@@ -40,6 +40,9 @@ GROWING = frozenset(
     "translate urlize wordwrap zfill".split()
 )
 COMPUTED_WIDTH = re.compile(r"%[^a-zA-Z%]*\*|:[^{}]*\{")  # in a format: one of the values says how wide another gets
+
+
+T = TypeVar("T")
 
 
 class SlowTemplate(Exception):
@@ -60,41 +63,58 @@ class LargeTemplate(SlowTemplate):
 
 
 class _Watch:
-    """`with watch:` around what may take too long.
-
-    Raises:
-        SlowTemplate: it did.
-    """
+    """Ends what takes too long, by an exception that comes at any place in its thread, also on the way out."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._running: dict[int, int] = {}  # looks at what each thread renders
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> None:
+    def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function.
+
+        Raises:
+            SlowTemplate: it takes too long.
+        """
+        self._enter()
+        try:
+            try:
+                return function(*args)
+            finally:
+                self._leave()
+        except BaseException:
+            self._leave()  # what came on the way out may have left it half done
+            raise
+
+    def _enter(self) -> None:
         with self._lock:
             self._running[threading.get_ident()] = 0
             if self._thread is None:
-                self._thread = threading.Thread(target=self._look, name="template watch", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._look, name="template watch", daemon=True)
+                thread.start()
+                self._thread = thread  # which a system out of threads does not start
 
-    def __exit__(self, *_: object) -> None:
+    def _leave(self) -> None:
         with self._lock:
-            self._running.pop(threading.get_ident(), None)
+            if self._running.pop(threading.get_ident(), 0) >= LIMIT:
+                _raise_in(threading.get_ident())  # what is still to come would meet somebody else
 
     def _look(self) -> None:
         while True:
             time.sleep(INTERVAL)
-            with self._lock:  # nobody leaves meanwhile, so the exception meets the rendering that it is meant for
+            with self._lock:
                 if not self._running:
                     self._thread = None
                     return
                 for thread in self._running:
                     self._running[thread] += 1
-                    if self._running[thread] >= LIMIT:
-                        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                            ctypes.c_ulong(thread), ctypes.py_object(SlowTemplate)
-                        )
+                    if self._running[thread] % LIMIT == 0:  # again, should Python have dropped it
+                        _raise_in(thread, SlowTemplate)
+
+
+def _raise_in(thread: int, *error: type[BaseException]) -> None:
+    """Have a thread raise an error at its next step; without one, take back what it was to raise."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(*error))
 
 
 _watch = _Watch()
@@ -264,8 +284,7 @@ def compiled(text: str) -> Template:
         jinja2.TemplateSyntaxError: it is damaged.
         SlowTemplate: it does not come to its end.
     """
-    with _watch:
-        template = _environment().from_string(text)
+    template = _watch.call(_environment().from_string, text)
     # Jinja copies them at every rendering, which takes three times as long as the rendering while they are a ChainMap.
     template.globals = dict(template.globals)
     return template
@@ -280,8 +299,7 @@ def render(text: str, **names: Any) -> str:
     """
     template = compiled(text)
     _given.names = names
-    with _watch:
-        return template.render(names)
+    return _watch.call(template.render, names)
 
 
 def generated_spans(text: str, **names: Any) -> list[tuple[int, int]]:
@@ -291,7 +309,6 @@ def generated_spans(text: str, **names: Any) -> list[tuple[int, int]]:
     blocks = _Pieces()
     spans: list[tuple[int, int]] = []
     _given.names = names
-    with _watch, environment.activate_tracker(blocks, spans):
-        for block in template.generate(names):
-            blocks.append(block)  # one by one: the tracker counts what is there
+    with environment.activate_tracker(blocks, spans):
+        _watch.call(blocks.extend, template.generate(names))  # one by one: the tracker counts what is there
     return [(begin, end) for begin, end in spans if begin < end]

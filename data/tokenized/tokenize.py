@@ -10,7 +10,6 @@ the encoding only for the tokens at the ends of each range.
 
 from __future__ import annotations
 
-import json
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -26,8 +25,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from common.terminal import reason_of
 from data.chat.chat_template import ChatTemplate, chat_template, end_of_sequence
 from data.chat.messages import JSON, Said, said_in, with_mask
-from data.chat.native.kinds import native_tokenizer
-from data.chat.native.pieces import same_as_model
+from data.chat.native.kinds import native_tokenizer, older_template
+from data.chat.native.pieces import expected_ids, read_json
 from data.chat.plain import write_plain
 from data.chat.prompts import PLAIN, AnyPrompts, Prompts, as_prompts, format_of
 from data.chat.rendered import RenderedText, Span, join
@@ -41,6 +40,8 @@ from data.sample_set import IGNORED, Sample
 
 JOINED = "one token holds the end of a prompt and the beginning of its answer, so that a server sends others"
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json")
+
+READ = {".json", ".jinja", ".model", ".tiktoken", ".txt"}  # suffixes of files that make a tokenizer
 
 AnyRecord = Record | dict[str, Any]  # parsed, or its JSON object
 
@@ -70,12 +71,39 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """
     # transformers warns of texts longer than the model's window; Pipetune cuts and reports them itself.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
+    for path in sorted(Path(folder).glob("*")):  # transformers would wait at a pipe, and pass over a broken link
+        if path.suffix in READ and not path.is_file():
+            raise DataError(f"{path}: a broken link or no regular file; fetch it again")
     made_of = Path(folder) / "tokenizer.model"
-    if (native := native_tokenizer(Path(folder))) is not None:
-        if made_of.is_file():
-            same_as_model(made_of, native)
-        return native
-    if not any(found.is_file() for pattern in VOCABULARIES for found in Path(folder).glob(pattern)):
+    alone = made_of.is_file() and not made_of.with_suffix(".json").is_file()
+    texts = expected_ids(made_of) if alone else ()
+    native = native_tokenizer(Path(folder))
+    tokenizer = native if native is not None else _published(folder)
+    tokenizer.chat_template = tokenizer.chat_template or older_template(Path(folder))
+    for name, kind, types in (("model_max_length", "number", (int, float)), ("chat_template", "text", (str, dict))):
+        if (stated := getattr(tokenizer, name)) is not None and not isinstance(stated, types):
+            raise DataError(f"{folder}/tokenizer_config.json: {name}: expected a {kind}, found {stated!r}")
+    if alone and native is None:
+        stated = read_json(Path(folder) / "tokenizer_config.json").get("add_bos_token")
+        if stated is not (begins := tokenizer.encode("")[:1] == [tokenizer.bos_token_id]):
+            raise DataError(
+                f"{folder}/tokenizer_config.json: add_bos_token: {stated}, but transformers makes it {begins} here; "
+                "expected the same, or a folder with the model's own tokenizer.json"
+            )
+    added = tokenizer.get_added_vocab()  # which sentencepiece does not know
+    for text, expected in texts:
+        found = tokenizer.encode(text, add_special_tokens=False)
+        if found != expected and not any(name in text for name in added):
+            raise DataError(
+                f"{made_of}: {text!r} becomes the tokens {found} here, and {expected} by sentencepiece; "
+                "expected a folder with the model's own tokenizer.json"
+            )
+    return tokenizer
+
+
+def _published(folder: str | Path) -> PreTrainedTokenizerBase:
+    """What transformers makes of the folder."""
+    if not any(found for pattern in VOCABULARIES for found in Path(folder).glob(pattern)):
         # transformers makes an empty one for some families
         raise DataError(f"{folder}: no usable tokenizer: expected one of the files {', '.join(VOCABULARIES)}")
     try:
@@ -89,18 +117,6 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     if not tokenizer.is_fast:
         raise DataError(
             f"{folder}: the tokenizer cannot tell where its tokens lie in the text; expected a tokenizer.json"
-        )
-    if made_of.is_file() and not (Path(folder) / "tokenizer.json").is_file():
-        same_as_model(made_of, tokenizer)
-    older = Path(folder) / "chat_template.json"  # of older folders with parts for images; transformers passes over it
-    if not tokenizer.chat_template and older.is_file():
-        try:
-            tokenizer.chat_template = json.loads(older.read_text(encoding="utf-8"))["chat_template"]
-        except (KeyError, TypeError, ValueError):
-            raise DataError(f'{older}: expected {{"chat_template": "..."}}') from None
-    if not isinstance(tokenizer.model_max_length, (int, float)):
-        raise DataError(
-            f"{folder}/tokenizer_config.json: model_max_length: expected a number, found {tokenizer.model_max_length!r}"
         )
     return tokenizer
 

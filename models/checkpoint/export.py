@@ -56,9 +56,9 @@ class ExportOptions:
     max_shard_bytes: int | None = None
     verify: bool = False  # read every tensor back and compare it before the folder appears
     compat: bool = False  # let transformers 4 read config and tokenizer too (`servers.py`); a native layout always does
-    # Called with (source folder, folder to be): for a native layout's tokenizer in place of the original's, and for a
-    # card when everything else is there.
-    add_tokenizer: Callable[[Path, Path], None] | None = None
+    # Called with (source folder, folder to be): for a tokenizer that transformers reads right, told whether the layout
+    # is native; and for a card when everything else is there.
+    add_tokenizer: Callable[[Path, Path, bool], None] | None = None
     add_card: Callable[[Path, Path], None] | None = None
 
 
@@ -148,8 +148,8 @@ class Export:
         copy_files(self.folder, target, names)
         if self.native or self.options.dtype:
             write_json(target / "config.json", self._config())
-        if self.native and self.options.add_tokenizer:
-            self.options.add_tokenizer(self.folder, target)
+        if self.options.add_tokenizer:
+            self.options.add_tokenizer(self.folder, target, self.native is not None)
         if self.native or self.options.compat:
             write_compat(target)
         if self.options.add_card:

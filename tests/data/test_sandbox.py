@@ -59,6 +59,41 @@ def test_it_is_ended_in_any_thread() -> None:
     assert [outcomes.get(), outcomes.get()] == [SlowTemplate, SlowTemplate]
 
 
+def test_what_ends_just_when_it_is_to_be_ended_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exception may meet the way out: it is raised there or taken back, and never met by what comes next."""
+    monkeypatch.setattr(sandbox, "INTERVAL", 0.002)
+    monkeypatch.setattr(sandbox, "LIMIT", 1)
+    ended = 0
+    for number in range(1000):
+        try:
+            render("{% for _ in range(N) %}{{ loop.index }}{% endfor %}".replace("N", str(number * 37 % 3000)))
+        except SlowTemplate:
+            ended += 1
+        for _ in range(20_000):  # another's work
+            pass
+        assert not sandbox._watch._running
+    assert 0 < ended < 1000
+
+
+def test_an_exception_on_the_way_out_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lock:
+        uses = 0
+
+        def __enter__(self) -> None:
+            self.uses += 1
+            if self.uses == 2:  # the first enters, the second leaves
+                raise SlowTemplate
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    render(text := "{{ 1 + 1 }}")
+    monkeypatch.setattr(sandbox._watch, "_lock", Lock())
+    with pytest.raises(SlowTemplate):
+        render(text)
+    assert not sandbox._watch._running
+
+
 def _ends() -> None:
     try:
         render(ENDLESS)

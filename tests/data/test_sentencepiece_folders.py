@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sentencepiece
+from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from data.chat.chat_template import chat_template
 from data.chat.native.kinds import export_tokenizer
+from data.chat.native.pieces import CONTROLS
 from data.chat.prompts import Prompts
 from data.errors import DataError
 from data.tokenized.tokenize import load_tokenizer
@@ -119,14 +123,168 @@ def test_a_template_of_an_older_file_is_read(tmp_path: Path, exported: bool) -> 
     assert load_tokenizer(folder).chat_template == "{{ messages }}"
 
 
-def test_a_published_vocabulary(shared: Path, tmp_path: Path) -> None:
+OWN = [
+    *(" a", "a ", "  a  b  ", "\t\tif x:\n    \ty", "天地玄黄  宇宙", "👩\u200d🚀 🙂", "1234567 3.14", "\x00\x07\x1b"),
+    *("a\r\nb\r\n", "مرحبا  بالعالم", "", "<s>[INST] hi [/INST] a</s><s>b", "a<unk> b</s>\n c", " <s>x", "<s>"),
+]
+LLAMA = {"tokenizer_class": "LlamaTokenizer"} | TOKENS
+# config.json's family and tokenizer_config.json; whether it is refused.
+LAYOUTS: dict[str, tuple[str | None, dict[str, Any] | None, bool]] = {
+    "as published": ("llama", LLAMA, False),
+    "no tokenizer_config.json": ("mistral", None, False),
+    "no config.json": (None, LLAMA, False),
+    "neither": (None, None, True),
+    "internlm by its family": ("internlm", None, False),
+    "internlm by its class": ("internlm", {"tokenizer_class": "InternLMTokenizer"}, False),
+    "another class": ("llama", {"tokenizer_class": "XverseTokenizer"} | TOKENS, True),
+    "of transformers 5": ("llama", {"tokenizer_class": "TokenizersBackend"} | TOKENS, True),
+    "another family's class": ("llama", {"tokenizer_class": "GPT2Tokenizer"} | TOKENS, True),
+    "gemma's class": ("gemma", {"tokenizer_class": "GemmaTokenizer"}, True),
+    "legacy": ("llama", LLAMA | {"legacy": True}, False),
+    "not legacy": ("llama", LLAMA | {"legacy": False}, False),
+    "no <s>": ("mixtral", LLAMA | {"add_bos_token": False}, False),
+    "</s>": ("mixtral", LLAMA | {"add_eos_token": True}, False),
+}
+
+
+def by_sentencepiece(path: Path, text: str, legacy: bool) -> list[int]:
+    """The ids of a text whose control tokens are cut out; `legacy`: what stands behind one is a text of its own."""
+    model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    proto = ModelProto.FromString(path.read_bytes())
+    proto.normalizer_spec.add_dummy_prefix &= legacy
+    inner = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
+    ids: list[int] = []
+    for number, part in enumerate(re.split("(<unk>|<s>|</s>)", text)):
+        ids += [CONTROLS.index(part)] if part in CONTROLS else (inner if number else model).encode(part)
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        *((layout, "mixtral-v1") for layout in LAYOUTS),
+        *((layout, name) for layout in ("not legacy", "another class") for name in ("baichuan2", "chatglm3")),
+    ],
+)
+def test_every_layout_has_the_published_ids_or_is_refused(shared: Path, tmp_path: Path, name: str, layout: str) -> None:
     golden = shared / "golden" / "tokenizers"
-    (tmp_path / "tokenizer.model").write_bytes((golden / "mixtral-v1" / "tokenizer.model").read_bytes())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"} | TOKENS))
-    tokenizer = load_tokenizer(tmp_path)
-    for each in json.loads((golden / "vectors.json").read_text(encoding="utf-8"))["vectors"]:
-        if not any(name in each["text"] for name in TOKENS.values()):  # these are control tokens in transformers
-            assert tokenizer.encode(each["text"], add_special_tokens=False) == each["mixtral-v1"]["sp"], each["text"]
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes((golden / name / "tokenizer.model").read_bytes())
+    family, settings, refused = LAYOUTS[layout]
+    for file, content in (("config", family and {"model_type": family}), ("tokenizer_config", settings)):
+        if content is not None:
+            (tmp_path / f"{file}.json").write_text(json.dumps(content))
+    if refused:
+        with pytest.raises(DataError) as caught:
+            load_tokenizer(tmp_path)
+        assert "\n" not in str(caught.value)
+        return
+    export_tokenizer(tmp_path, exported := tmp_path / "exported", native=False)
+    settings = settings or {}
+    begin, end = [1] * settings.get("add_bos_token", True), [2] * settings.get("add_eos_token", False)
+    rows = [(each["text"], each[name]["sp"]) for each in json.loads((golden / "vectors.json").read_bytes())["vectors"]]
+    cut = [text for text, _ in rows if any(control in text for control in CONTROLS)] + OWN
+    rows = [row for row in rows if row[0] not in cut]
+    rows += [(text, by_sentencepiece(path, text, settings.get("legacy", True))) for text in cut]
+    for tokenizer in (load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(exported)):
+        for text, expected in rows:
+            assert tokenizer.encode(text) == begin + expected + end, text
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_prefix_that_the_model_has_otherwise_is_refused(tmp_path: Path, prefix: bool) -> None:
+    folder = folder_of(tmp_path, LLAMA | {"add_prefix_space": not prefix}, add_dummy_prefix=prefix)
+    with pytest.raises(DataError, match=r"tokenizer_config\.json: add_prefix_space: "):
+        load_tokenizer(folder)
+    folder_of(tmp_path, LLAMA | {"add_prefix_space": prefix}, add_dummy_prefix=prefix)
+    load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [None, {}, {"add_bos_token": True}],
+)
+def test_a_folder_of_gemmas_kind_has_the_models_ids_or_is_refused(
+    tmp_path: Path, settings: dict[str, Any] | None
+) -> None:
+    ids = {"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3}
+    names = {"pad_piece": "<pad>", "eos_piece": "<eos>", "bos_piece": "<bos>"}
+    runs = {"user_defined_symbols": ["\n\n", "▁▁", "▁▁▁▁"]}
+    folder = folder_of(
+        tmp_path,
+        settings and {"tokenizer_class": "GemmaTokenizer"} | settings,
+        add_dummy_prefix=False,
+        **ids,
+        **names,
+        **runs,
+    )
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma"}))
+    model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    try:
+        tokenizer = load_tokenizer(folder)
+    except DataError as error:
+        assert "\n" not in str(error)
+    else:
+        assert [tokenizer.encode(text) for text in TEXTS] == [[2, *model.encode(text)] for text in TEXTS]
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:e7dc\nsize 1018370\n"
+
+
+@pytest.mark.parametrize("tokenizer_class", ["LlamaTokenizer", "GemmaTokenizer", "InternLM2Tokenizer", "Other"])
+def test_a_file_that_is_no_sentencepiece_model_is_refused(tmp_path: Path, tokenizer_class: str) -> None:
+    folder = folder_of(tmp_path, {"tokenizer_class": tokenizer_class} | TOKENS)
+    path = folder / "tokenizer.model"
+    whole = path.read_bytes()
+    for content in (b"", whole[:-100], whole[: len(whole) // 2], POINTER, b"IQ== 0\nIg== 1\n"):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"tokenizer\.model: .*fetch") as caught:
+            load_tokenizer(folder)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_pipe_or_a_broken_link_is_refused(tmp_path: Path, name: str) -> None:
+    folder = folder_of(tmp_path, LLAMA)
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    for _ in range(2):
+        with pytest.raises(DataError, match=rf"{name}: a broken link or no regular file"):
+            load_tokenizer(folder)
+        (folder / name).unlink()
+        (folder / name).symlink_to("gone")
+
+
+MALFORMED = {
+    "a list": ("tokenizer_config.json", [1], "tokenizer_config.json: damaged"),
+    "no config": ("config.json", [1], "config.json: damaged"),
+    "no template": ("chat_template.json", {}, "chat_template.json: expected"),
+    "a template of another kind": ("chat_template.json", {"chat_template": 5}, "chat_template.json: expected"),
+    "a list of templates": ("chat_template.json", [], "chat_template.json: damaged"),
+    "a number for a template": ("tokenizer_config.json", {"chat_template": 5}, "chat_template: expected a text"),
+    "a length": ("tokenizer_config.json", {"model_max_length": "512"}, "model_max_length: expected a number"),
+    "tokens": ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "added_tokens_decoder: expected"),
+    "a token": ("tokenizer_config.json", {"added_tokens_decoder": {"3": "a"}}, "added_tokens_decoder: expected"),
+    "older tokens": ("added_tokens.json", [1], "added_tokens.json: damaged"),
+    "special tokens": ("special_tokens_map.json", [1], "special_tokens_map.json: damaged"),
+    "<s>": ("tokenizer_config.json", {"add_bos_token": "false"}, "add_bos_token: expected true or false"),
+    "legacy": ("tokenizer_config.json", {"legacy": "false"}, "legacy: expected true or false"),
+    "what strips": (
+        "tokenizer_config.json",
+        {"legacy": False, "added_tokens_decoder": {"320": {"content": "<e>", "rstrip": True}}},
+        "'<e>' cannot take blanks in",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_settings_are_told_in_one_line(tmp_path: Path, name: str) -> None:
+    file, content, expected = MALFORMED[name]
+    folder = folder_of(tmp_path, {})
+    (folder / file).write_text(json.dumps(content))
+    with pytest.raises(DataError) as caught:
+        load_tokenizer(folder)
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_run_hands_on_the_ids_that_it_trains(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from data.chat.native.kinds import complete_tokenizer
+from data.chat.native.kinds import export_tokenizer
 from models.checkpoint.convert import copy_side_files
 from models.checkpoint.layout import Manifest
 from models.config_json import read_json, write_json
@@ -27,7 +27,7 @@ def read_side_files(model_folder: Path, ends: Collection[int] = ()) -> dict[str,
         folder = Path(made)
         copy_side_files(model_folder, folder)
         before = [path.name for path in folder.iterdir()]
-        complete_tokenizer(model_folder, folder)
+        export_tokenizer(model_folder, folder, native=False)
         if ends:
             _write_ends(folder, ends)
         if (manifest := Manifest.read(folder)) is not None:  # an export has the files that it lists

@@ -9,18 +9,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
 from data.chat.native import CHATML, CHATML_TOKENS
-from data.chat.native.pieces import CONTROLS, NAMED, bpe, read_model
+from data.chat.native.pieces import CONTROLS, NAMED, bpe, read_model, stated_tokens
 from data.errors import DataError
 
 
 def build(path: Path, settings: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
     """The tokenizer, its special tokens, and its template where it has ChatML's tokens."""
     proto = read_model(path)
-    stated = settings.get("added_tokens_decoder") or {}
-    added = {int(number): AddedToken(**token) for number, token in stated.items()}
+    added = stated_tokens(path, settings)
     names = [added[number].content if number in added else piece.piece for number, piece in enumerate(proto.pieces)]
     tokenizer = bpe(proto, names)
     tokenizer.add_special_tokens(CONTROLS)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from common.terminal import reason_of
 from data.chat.native import baichuan, chatglm3, internlm2, llama, qwen
+from data.chat.native.pieces import read_json
 from data.errors import DataError
 
 Settings = dict[str, Any]
@@ -40,8 +40,9 @@ class Kind(NamedTuple):
 KINDS = dict.fromkeys(("chatglm", "ChatGLMTokenizer"), Kind("tokenizer.model", chatglm3.build, fixed=True))
 KINDS |= dict.fromkeys(("baichuan", "BaiChuanTokenizer", "BaichuanTokenizer"), Kind("tokenizer.model", baichuan.build))
 KINDS |= dict.fromkeys(("internlm2", "InternLM2Tokenizer"), Kind("tokenizer.model", internlm2.build))
-LLAMAS = ("llama", "mistral", "mixtral", "LlamaTokenizer", "LLaMATokenizer", "InternLMTokenizer")
-KINDS |= dict.fromkeys(LLAMAS, Kind("tokenizer.model", llama.build, shipped=True))
+FLAGS = ("add_bos_token", "add_eos_token", "add_prefix_space", "legacy")
+LLAMAS = "llama mistral mixtral internlm LlamaTokenizer LLaMATokenizer InternLMTokenizer"
+KINDS |= dict.fromkeys(LLAMAS.split(), Kind("tokenizer.model", llama.build, shipped=True))
 KINDS |= dict.fromkeys(("qwen", "QWenTokenizer"), Kind("qwen.tiktoken", qwen.build))
 
 
@@ -51,7 +52,7 @@ def native_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
     Raises:
         DataError: the folder's vocabulary is missing or damaged, or does not fit what tokenizer_config.json says.
     """
-    settings = _read_json(folder / "tokenizer_config.json")
+    settings = read_json(folder / "tokenizer_config.json")
     kind = _kind(folder, settings)
     if kind is None or (folder / "tokenizer.json").is_file():
         return None
@@ -68,7 +69,7 @@ def native_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
             clean_up_tokenization_spaces=False,
             **options if kind.fixed else options | _stated(folder, settings, options),
         )
-        stated = _read_json(folder / "generation_config.json").get("eos_token_id")
+        stated = read_json(folder / "generation_config.json").get("eos_token_id")
         if stated is not None and end_tokens(tokenizer).isdisjoint(_ids(stated)):
             # Lines may be lost at the end of a vocabulary, so that what follows it has other ids.
             raise DataError(
@@ -81,37 +82,44 @@ def native_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
         raise DataError(f"{folder}: no usable tokenizer: {reason_of(error)}") from None
 
 
-def export_tokenizer(source: Path, target: Path) -> None:
+def export_tokenizer(source: Path, target: Path, native: bool = True) -> None:
     """Write the tokenizer of a folder of these kinds as a tokenizer.json, which needs no code to load.
 
     generation_config.json gets the tokens that end an answer beside its own. A folder without a tokenizer is left
     without one.
 
+    Args:
+        native: else only where transformers 5 would make other ids of what was published: of LLaMA's kind.
+
     Raises:
         DataError: as `native_tokenizer`.
     """
-    kind = _kind(source, _read_json(source / "tokenizer_config.json"))
-    if kind is None or not (source / kind.vocabulary).is_file() or (tokenizer := native_tokenizer(source)) is None:
+    kind = _kind(source, read_json(source / "tokenizer_config.json"))
+    if kind is None or not (native or kind.shipped) or not (source / kind.vocabulary).is_file():
+        return
+    if (tokenizer := native_tokenizer(source)) is None:
         return
     tokenizer.save_pretrained(target)
     if kind.shipped:
         return
     (target / kind.vocabulary).unlink(missing_ok=True)  # the copy of what nothing reads there
     path = target / "generation_config.json"
-    settings = _read_json(path)
+    settings = read_json(path)
     settings["eos_token_id"] = sorted(end_tokens(tokenizer) | _ids(settings.get("eos_token_id")))
     path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def complete_tokenizer(source: Path, target: Path) -> None:
-    """Write a tokenizer.json beside a tokenizer.model of LLaMA's kind, of which transformers 5 makes other ids.
+def older_template(folder: Path) -> str | None:
+    """The template of chat_template.json, from folders with parts for images; transformers' tokenizers pass over it.
 
     Raises:
-        DataError: as `native_tokenizer`.
+        DataError: the file has none.
     """
-    kind = _kind(source, _read_json(source / "tokenizer_config.json"))
-    if kind and kind.shipped:
-        export_tokenizer(source, target)
+    path = folder / "chat_template.json"
+    template = read_json(path).get("chat_template")
+    if path.is_file() and not isinstance(template, str):
+        raise DataError(f'{path}: expected {{"chat_template": "..."}}')
+    return template
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -121,7 +129,7 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def _kind(folder: Path, settings: Settings) -> Kind | None:
-    stated = settings.get("tokenizer_class") or _read_json(folder / "config.json").get("model_type")
+    stated = settings.get("tokenizer_class") or read_json(folder / "config.json").get("model_type")
     return KINDS.get(str(stated).removesuffix("Fast"))
 
 
@@ -133,17 +141,12 @@ def _ids(stated: Any) -> set[int]:
 def _stated(folder: Path, settings: Settings, options: Settings) -> Settings:
     """Those of the options that are special tokens or the template, as the folder has them."""
     template = folder / "chat_template.jinja"
-    found = _read_json(folder / "special_tokens_map.json") | settings
-    found |= _read_json(folder / "chat_template.json") if not found.get("chat_template") else {}
+    found = read_json(folder / "special_tokens_map.json") | settings
+    found |= {"chat_template": found.get("chat_template") or older_template(folder)}
     found |= {"chat_template": template.read_text(encoding="utf-8")} if template.is_file() else {}
     # Some folders state empty names, which stand for the usual ones.
     names = [name for name in options if name.endswith(("_token", "template")) and found.get(name) not in (None, "")]
-    return {name: found[name]["content"] if isinstance(found[name], dict) else found[name] for name in names}
-
-
-def _read_json(path: Path) -> Settings:
-    """A settings file's object; empty where there is none to read."""
-    with suppress(OSError, ValueError, RecursionError):
-        if path.is_file() and isinstance(settings := json.loads(path.read_text(encoding="utf-8")), dict):
-            return settings  # (from a pipe nothing would ever come)
-    return {}
+    if wrong := [name for name in FLAGS if not isinstance(found.get(name, False), (bool, type(None)))]:
+        raise DataError(f"{folder / 'tokenizer_config.json'}: {wrong[0]}: expected true or false")
+    stated = {name: found[name]["content"] if isinstance(found[name], dict) else found[name] for name in names}
+    return stated | {name: found[name] for name in ("model_max_length",) if name in found}

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import sentencepiece
 import torch
+from transformers import AutoTokenizer
 
 from models import load_model
 from models.checkpoint.convert import hg_to_pp
 from models.checkpoint.export import pp_to_hg
+from tests.data.test_sentencepiece_folders import LLAMA, POINTER, TEXTS, folder_of
 from tests.models.cases import CASES
 from tests.models.helpers import (
     SHARDED,
@@ -163,6 +166,25 @@ def test_round_trip_from_the_command_line(llama: Callable[..., Path], tmp_path: 
     assert contents(exported).keys() == contents(folder).keys()
     for file, tensors in read_weights(folder).items():
         assert_same_bits(read_weights(exported)[file], tensors)
+
+
+def test_an_export_that_no_run_wrote_has_the_models_ids(llama: Callable[..., Path], tmp_path: Path) -> None:
+    folder = copy_of(llama(torch.float32, "single", False), tmp_path / "original")
+    config = (folder / "config.json").read_bytes()
+    folder_of(folder, LLAMA)
+    (folder / "config.json").write_bytes(config)
+    (folder / "tokenizer.json").unlink()
+    layers, exported = tmp_path / "layers", tmp_path / "exported"
+    for command, source, target in (("hg_to_pp", folder, layers), ("pp_to_hg", layers, exported)):
+        done = run_convert_model(command, "--input-path", source, "--save-path", target)
+        assert (done.returncode, done.stderr.count("warning")) == (0, 0), done.stderr
+    model = sentencepiece.SentencePieceProcessor(model_file=str(exported / "tokenizer.model"))
+    loaded = AutoTokenizer.from_pretrained(exported)
+    assert [loaded.encode(text) for text in TEXTS] == [[1, *model.encode(text)] for text in TEXTS]
+    (layers / "tokenizer.model").write_bytes(POINTER)
+    done = run_convert_model("pp_to_hg", "--input-path", layers, "--save-path", exported, "--overwrite")
+    assert done.returncode == 0 and "warning: no tokenizer.json is written: " in done.stderr
+    assert not (exported / "tokenizer.json").exists()
 
 
 def test_bloom_files_without_the_prefix_come_back_without_it(
