@@ -1,8 +1,7 @@
 """Calls of tools in what a model writes, read back in the form in which they were trained.
 
-Where calls are text (`data.prompt_texts`), a call ends with a word behind which the result stands. A chat template that
-takes tools has a form of its own. It is learnt from what the template writes for calls that are known: what stands
-before a name, between a name and its arguments, and between two calls. White space may differ.
+A chat template that takes tools has a form of its own. It is learnt from what the template writes for calls that are
+known: what stands before a name, between a name and its arguments, and between two calls. White space may differ.
 """
 
 from __future__ import annotations
@@ -12,13 +11,10 @@ import re
 from typing import Any, NamedTuple
 
 from data.chat.messages import JSON, Call, call_id_of
-from data.prompt_texts import API_CALL
 
-RESULT_FOLLOWS = "\n" + API_CALL.rpartition("\n")[2]  # ends a call that is text
 KNOWN = Call(call_id_of(1), "look", {"up": "it"}), Call(call_id_of(2), "find", {"in": "there"})
 _NAME = r"(?P<name>[^\s\"]+?)"
 _ARGUMENTS_NEXT = r'(?=[{"])'
-_AS_TEXT = re.compile(API_CALL.format(name=r"(?P<name>[^\n]+?)", param=r"(?P<arguments>.*)") + r"\Z", re.DOTALL)
 _DECODER = json.JSONDecoder()
 
 
@@ -74,18 +70,6 @@ def learn(one: str, two: str | None) -> CallForm | None:
     if two and (first := _find(two, KNOWN[0])) and (second := _find(two, KNOWN[1])):
         following = re.compile(loose(two[first[2] : second[0]]) + rest)
     return CallForm(re.compile(opening), re.compile(opening + rest), following)
-
-
-def read_text_call(text: str) -> Call:
-    """The call that a text ends with, where calls are text.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
-    found = _AS_TEXT.search(text)
-    if found is None:
-        raise ValueError("no name with an input stands before its result")
-    return Call("", found["name"], _object_at(found["arguments"].strip(), 0)[0])
 
 
 def _find(text: str, call: Call) -> tuple[int, int, int] | None:

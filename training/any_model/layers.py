@@ -64,9 +64,6 @@ def divide(layers: Sequence[Layer], parts: Sequence[int] | None, stages: int) ->
     made = on_meta(layers)  # all of them stay, so that no id is given twice
     for number, layer in enumerate(made):
         for name, weight in layer.named_parameters():
-            if weight.is_complex():
-                kind = type(layer).__name__
-                raise ConfigError(f"layers: {name} of layer {number} ({kind}) is complex; expected a real weight")
             other = holders.setdefault(id(weight), number)
             if stage_of[other] != stage_of[number]:
                 raise ConfigError(
