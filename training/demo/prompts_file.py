@@ -103,8 +103,10 @@ def _said(line: JSON, opening: Sequence[Said], raw: bool) -> tuple[list[Said], l
     if raw and beside:
         raise DataError(f"field {beside}: expected a prompt alone, as --raw goes on with its text")
     about, said = line.get("input"), said_in(dialogue)
-    if about is not None and ("prompt" not in line or not isinstance(about, str)):
-        raise DataError(f"field input: expected a string beside a prompt, found {json_type(about)}")
+    if about is not None and "prompt" not in line:
+        raise DataError("field input: expected it beside a prompt")
+    if about is not None and not isinstance(about, str):
+        raise DataError(f"field input: expected a string, found {json_type(about)}")
     if {each.role for each in said} & {each.role for each in opening}:
         raise DataError("field messages: has a system message; expected none beside --system")
     return [*opening, *said[:-1], said[-1]._replace(input=about or "")], dialogue.tools
