@@ -1,4 +1,4 @@
-"""The sections of a run's config: optimizer, schedule, precision, ZeRO, losses, what is told of a run."""
+"""Sections of a run's config: optimizer, schedule, precision, ZeRO, losses, trackers."""
 
 from __future__ import annotations
 
