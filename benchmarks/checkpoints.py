@@ -1,4 +1,4 @@
-"""Cost of a checkpoint: a part of `python -m benchmarks.throughput`; it takes 8 GB of disk.
+"""Measure the cost of a checkpoint; it takes 8 GB of disk.
 
 A model with the shapes of SmolLM2-135M trains three steps in two stages through the real entry point. The same
 processes then save a checkpoint, durable and with its checksums, and the same state dicts by `torch.save` and fsync, in
@@ -70,7 +70,7 @@ def table(figures: Figures) -> Table:
 
 
 def train(folder: Path) -> None:
-    """Run one rank of a training job, whose loop is followed by the measurement."""
+    """Run one rank of a training job, then measure."""
     import train_ds
     from training import job
 
@@ -134,7 +134,7 @@ def save_plainly(states: dict[str, Any], folder: Path) -> None:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Take the seconds until all ranks are done; what they write, they bring to the disk."""
+    """Time some work of all ranks, from an idle disk on."""
     import torch
 
     os.sync()

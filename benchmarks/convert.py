@@ -1,4 +1,4 @@
-"""Memory and speed of both converters: `python -m benchmarks.convert`.
+"""Measure memory and speed of both converters.
 
 Checkpoints of random data shaped like llama-7B (bf16, 13.5 GB) and like Mixtral-8x7B with three blocks go to the
 pipeline layout and back by `convert_model.py`, beside `cp -r` on the same disk. Every command starts with the source
@@ -64,7 +64,7 @@ def table(name: str, figures: Figures) -> Table:
 
 
 def make_checkpoint(folder: Path, config: dict[str, Any]) -> None:
-    """Write random bf16 weights, of as many blocks as the disk holds three times."""
+    """Write random bf16 weights that the disk holds three times."""
     import torch
 
     from models.checkpoint.export_plan import divide
@@ -98,7 +98,7 @@ def make_checkpoint(folder: Path, config: dict[str, Any]) -> None:
 
 
 def run(words: list[str], source: Path) -> tuple[float, int]:
-    """Run a command on a source outside the cache until its output is on the disk; seconds, and bytes at the peak."""
+    """Run a command until its output is on the disk; seconds, peak bytes."""
     from models.checkpoint.verify import forget_cached
 
     for path in source.iterdir():

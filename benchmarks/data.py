@@ -1,4 +1,4 @@
-"""Tokenizing and packing: `python -m benchmarks.data`, 3 GB of disk and a quarter of an hour on two cores.
+"""Measure tokenizing and packing, with 3 GB of disk.
 
 - `tokenize_vs_bare`: records per second of a whole build (processes, reading, prompts, masks, cache) against
   `tokenizers.encode_batch` on the same texts, in one process with a thread for each core; the median of pairs.

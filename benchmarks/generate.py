@@ -1,4 +1,4 @@
-"""Answers per second: `python -m benchmarks.generate`, the shapes of SmolLM2-135M with random weights, in bf16.
+"""Measure answers per second of SmolLM2-135M's shapes in bf16.
 
 Each pair is measured in turn, several times; the median counts.
 
@@ -102,7 +102,7 @@ def seconds(work: Callable[..., None], *given: int) -> float:
 
 
 def demo_first_token(folder: Path) -> float:
-    """Take the seconds from the command to the first character of its answer."""
+    """Time the command up to the first character of its answer."""
     words = [sys.executable, "demo.py", "--model", str(folder), "--prompt", "What is Pipetune?", "--greedy"]
     begin = time.perf_counter()
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as demo:

@@ -1,4 +1,4 @@
-"""Memory that training takes: `python -m benchmarks.memory`, twenty minutes on two cores.
+"""Measure the memory of training; twenty minutes on two cores.
 
 - `planner`: what `--plan` predicts against what a run takes. Two stages train a llama of 160M parameters for two steps;
   measured is the growth of resident memory, on a GPU (one process) what torch allocated. On a CPU freed memory goes
@@ -103,7 +103,7 @@ def plan_and_train(folder: Path, keys: dict[str, Any]) -> None:
 
 
 def _give_back_memory() -> None:
-    """Let every block of a MB or more come from the kernel and go back when it is freed."""
+    """Let the C library give back every freed block of a MB or more."""
     ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, ONE_MB)
 
 

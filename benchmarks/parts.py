@@ -1,4 +1,4 @@
-"""The command line of a benchmark of several parts.
+"""Run the parts of a benchmark from one command line.
 
 A part is a function that measures in an empty folder and returns its figures, and one that makes a table of them. The
 same module's workers are started by `benchmarks.ranks` with `--work NAME --given JSON`.
@@ -39,7 +39,7 @@ def against_targets(title: str, figures: Figures, targets: Mapping[str, str]) ->
 def run_parts(
     description: str, parts: Mapping[str, Part], workers: Mapping[str, Callable[..., None]] | None = None
 ) -> None:
-    """Measure all parts or one, each in an empty folder, and print the figures."""
+    """Measure all parts or one, each in an empty folder; print figures."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--folder", type=Path, default=Path("."), help="where to work; its disk is the one measured")

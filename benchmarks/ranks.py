@@ -1,4 +1,4 @@
-"""Start a benchmark's workers, through the launcher or alone, and take their figures.
+"""Start a benchmark's workers and take their figures.
 
 A worker is a function of the benchmark's own module (`benchmarks.parts`); it leaves its figures with `tell`.
 """
@@ -57,7 +57,7 @@ def command(processes: int | None, module: str, visible: str = "") -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Copy this process's environment, with the project's root first in PYTHONPATH."""
+    """Copy the environment, with the root first in PYTHONPATH."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 

@@ -1,4 +1,4 @@
-"""Planned speed of llama-7b, and of runs that others published: `python -m benchmarks.roofline`.
+"""Print planned speeds of llama-7b and of published runs.
 
 Nothing is measured, and no GPU is needed: it prints tables of docs/performance.md, in Markdown. tests/training/plan/
 test_published.py holds the plan to the published runs.
@@ -71,7 +71,7 @@ class Published:
 
 
 def _recipe(length: int, speed: float, flash: bool) -> Published:
-    """Make a run of llama-7b in eight stages, in fp16; gdGPT names 128 rows a step, here 1,024 are assumed."""
+    """Make a run of llama-7b in eight stages, in fp16, of 1,024 rows a step."""
     return Published(
         name=f"llama-7b, 8 stages, {length} tokens" + (", flash attention" if flash else ""),
         source="github.com/CoinCheung/gdGPT, README",

@@ -1,4 +1,4 @@
-"""Predicted speed of four models on 8 to 512 GPUs: `python -m benchmarks.scale` prints the table in Markdown.
+"""Predict the speed of four models on 8 to 512 GPUs, in Markdown.
 
 Nothing runs on a GPU: `--plan --search` looks for the fastest way to run a model on N H100s with 80 GB, eight to a
 host, with NVLink inside and InfiniBand of 400 Gbit/s for each GPU between hosts. On 512 GPUs each
@@ -79,7 +79,7 @@ RUNS = (
 
 
 def basis_of(run: Run) -> Basis:
-    """What its plans rest on, as one pipeline of one stage."""
+    """Make the planner's inputs, as one pipeline of one stage."""
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(run.fields), encoding="utf-8")
         spec = ModelSpec.from_folder(Path(name))
@@ -90,7 +90,7 @@ def basis_of(run: Run) -> Basis:
 
 
 def plans(run: Run) -> Iterator[Plan]:
-    """The fastest on the run's own GPUs, and the same with more replicas on `MOST`."""
+    """Yield the fastest plan, and the same on `MOST` GPUs."""
     best = search(basis_of(run), run.gpus)[0]
     yield best
     times, topo = MOST // run.gpus, best.basis.config.model_topo
@@ -101,7 +101,7 @@ def plans(run: Run) -> Iterator[Plan]:
 
 
 def row(run: Run, plan: Plan) -> str:
-    """A line of the table."""
+    """Make a line of the table."""
     config = plan.basis.config
     topo = config.model_topo
     cells = [

@@ -1,4 +1,4 @@
-"""A worker's steps: rows of random words, the config to train on them, and timed steps."""
+"""Make rows of random words, and train on them in timed steps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Straight:
 
 
 def run_config(folder: Path, stages: int, rows: int, length: int, **keys: Any) -> TrainConfig:
-    """Make the config of a pipeline that trains the model of `folder` on `rows` rows a step.
+    """Make the config of a pipeline that trains on `rows` rows a step.
 
     Args:
         keys: more of a config's keys; `parts` is that of `model_topo`.
@@ -68,7 +68,7 @@ def run_config(folder: Path, stages: int, rows: int, length: int, **keys: Any) -
 
 
 def random_rows(words: int, rows: int, length: int) -> InMemory:
-    """Make full rows of random words, all tokens supervised, the same on every rank."""
+    """Make full rows of random words, the same on every rank."""
     torch.manual_seed(0)
     ids = torch.randint(0, words, (rows, length)).tolist()
     return InMemory([{"input_ids": row, "labels": row} for row in ids])

@@ -1,4 +1,4 @@
-"""Speed of a pipeline on a CPU: `python -m benchmarks.throughput`, forty minutes on two cores that do nothing else.
+"""Measure a pipeline's speed on a CPU; forty minutes on two idle cores.
 
 Each part trains one model in several ways, one step of each in turn (`benchmarks.turns`), on full rows of random
 words; figures are medians of the steps, ratios medians of the rounds' ratios to the first way.

@@ -1,4 +1,4 @@
-"""A tokenizer and records for benchmarks, and the memory of a process with all that it started."""
+"""Make a tokenizer and records; watch the memory of processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHATML = (
 
 
 def pairs() -> Iterator[tuple[str, str]]:
-    """Yield questions and answers of `../shared/data` where it is there, else of the shipped records."""
+    """Yield questions and answers of `../shared/data`, else shipped ones."""
     if not SHARED.is_dir():
         shipped = json.loads(SAMPLES.read_text(encoding="utf-8"))
         yield from ((each["instruct"], each["output"]) for each in shipped if each["type"] == "instruct")
@@ -54,7 +54,7 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def peak_of(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> int:
-    """Wait for a process; return the most bytes that it and all that it started held.
+    """Wait for a process; return the peak of it and all that it started.
 
     Proportional set sizes: a page that several processes share counts once.
     """

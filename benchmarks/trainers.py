@@ -1,4 +1,4 @@
-"""Train the samples of a run by transformers' Trainer, timed as Pipetune's own steps are."""
+"""Train by transformers' Trainer, timed as Pipetune's steps are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_STEPS = 12
 
 
 def by_transformers(config: TrainConfig, samples: SampleSet, pace: Pace, micro_batch: int, liger: bool = False) -> None:
-    """Train as the documentation of transformers' Trainer has it, in this one process.
+    """Train as the documentation of transformers' Trainer has it.
 
     Args:
         micro_batch: samples in a micro-batch, padded to the longest by transformers' own collator.

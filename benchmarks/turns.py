@@ -1,4 +1,4 @@
-"""Ways to train that wait beside each other and make their steps in turn.
+"""Let ways to train wait beside each other and step in turn.
 
 A machine that others use too can be a fifth slower from one minute to the next. Here each way waits in its own
 processes until it is asked for a step, so that steps are compared that ran seconds apart; the median counts.
@@ -158,7 +158,7 @@ class Turns:
         return statistics.median(self._speeds(name))
 
     def ratio(self, name: str, other: str) -> float:
-        """Return how many times as fast one way is as another: the median of the rounds."""
+        """Return how many times as fast one way is as another, by round."""
         pairs = zip(self._speeds(name), self._speeds(other), strict=True)
         return statistics.median(one / another for one, another in pairs)
 

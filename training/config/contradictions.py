@@ -1,4 +1,4 @@
-"""Find keys of a config that contradict each other, in a line each that names the key to change."""
+"""Find keys of a config that contradict each other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OFFLOADED = {  # those that DeepSpeed has for the CPU
 
 
 def contradictions(config: Any) -> Iterator[str]:
-    """Yield a line for each contradiction; a later one may rest on those before.
+    """Yield a line for each contradiction, the plainest first.
 
     Args:
         config: a `TrainConfig`, whose module calls this one.

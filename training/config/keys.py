@@ -1,4 +1,4 @@
-"""The keys of a run's config: each one's meaning, its default, its check.
+"""Keys of a run's config: meaning, default and check of each.
 
 `training.config.yaml_file` reads them from YAML; the resolved config is saved with the run.
 """
@@ -284,36 +284,36 @@ class TrainConfig(Section):
 
     @property
     def v_schedule(self) -> bool:
-        """Whether each stage holds two chunks of the layers. With one stage there is nothing to wait for."""
+        """Say whether each stage holds two chunks of the layers."""
         return self.schedule == "dualpipev" and self.model_topo.stages > 1
 
     def compiles(self, ampere: bool, experts: bool) -> bool:
-        """Whether blocks, with experts or without, are compiled on a GPU from Ampere on, or elsewhere."""
+        """Say whether blocks are compiled on such a device."""
         return self.compile if self.compile != "auto" else ampere and self.compile_obstacle(experts) is None
 
     def compile_obstacle(self, experts: bool) -> str | None:
-        """Why `compile: auto` leaves blocks as they are on any GPU, if it does."""
+        """Say why `compile: auto` compiles no blocks on any GPU, if so."""
         if experts:
             return "how many tokens an expert gets changes with every micro-batch"
         return "ZeRO stage 3 gathers weights inside of them" if self.zero_optimization.stage == 3 else None
 
     def has_flash(self, ampere: bool) -> bool:
-        """Whether attention holds no scores, on a GPU from Ampere on or elsewhere."""
+        """Say whether attention keeps no scores on such a device."""
         return bool(self.use_flash_attn) and ampere and (self.bf16.enabled or self.fp16.enabled)
 
     @property
     def chunks(self) -> int:
-        """Into how many the layers are divided."""
+        """Count the chunks that the layers are divided into."""
         return self.model_topo.stages * (2 if self.v_schedule else 1)
 
     @property
     def least_micro_batches(self) -> int:
-        """How many micro-batches a step needs for each replica; 0 where the schedule does not ask."""
+        """Count the micro-batches that the schedule needs; 0 where any will do."""
         return self.chunks if self.v_schedule else 0
 
     @property
     def sums_while_computing(self) -> bool:
-        """Whether the replicas in a pipeline sum their gradients while they compute (`training.engine.replica_sums`).
+        """Say whether replicas sum gradients during the backward pass.
 
         Not with an offloaded optimizer, nor with keys that say how DeepSpeed is to do it.
         """
@@ -322,7 +322,7 @@ class TrainConfig(Section):
         return self.model_topo.replicas > 1 and zero.stage == 1 and not deepspeeds
 
     def check_door(self, in_stages: bool) -> None:
-        """Refuse what only the other of the two training doors can do, and a run without a learning rate of its own.
+        """Refuse what only the other entry point can do, and a missing `lr`.
 
         Raises:
             ConfigError: no `lr`; in a pipeline a stage of ZeRO that shards what it needs whole; without one several
@@ -347,14 +347,14 @@ class TrainConfig(Section):
             )
 
     def recomputed(self, n_blocks: int) -> frozenset[int]:
-        """The layers of the blocks 1 .. `n_blocks` that recompute; with `auto` all that may have to."""
+        """List the blocks that recompute; with `auto` all that may have to."""
         if not self.use_grad_ckpt:
             return frozenset()
         step = self.use_grad_ckpt.every if isinstance(self.use_grad_ckpt, EveryNth) else 1
         return frozenset(range(step, n_blocks + 1, step))
 
     def parts_for(self, n_layers: int) -> list[int] | None:
-        """Layers per stage, or per chunk, for a model of `n_layers`, checked; None where `training.plan.auto` chooses.
+        """Return the layers per chunk, checked; None where `auto` chooses.
 
         Raises:
             ConfigError: `parts` does not sum to `n_layers`, or there are more stages than layers.
@@ -374,10 +374,10 @@ class TrainConfig(Section):
         return [n_layers] if chunks == 1 else parts
 
     def with_parts(self, parts: list[int]) -> TrainConfig:
-        """The same config with these layers per stage, which stay; with an empty list `parts: auto`."""
+        """Copy the config with these layers per stage; `[]` is `parts: auto`."""
         topo = self.model_topo.model_copy(update={"parts": parts or None})
         return self.model_copy(update={"model_topo": topo, "rebalance": False})
 
     def dump(self) -> dict[str, Any]:
-        """The resolved config as plain values, ready for YAML."""
+        """Return the resolved config as plain values, ready for YAML."""
         return self.model_dump(mode="json", exclude_none=True)

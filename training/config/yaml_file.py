@@ -1,4 +1,4 @@
-"""Reading the YAML file of a run: overrides from the command line, and one line for whatever is wrong.
+"""Read a run's YAML file and overrides, or say in one line what is wrong.
 
 A key that `training.config.keys` does not have is refused with the nearest name. `key.sub=value` words on the command
 line override the file.
@@ -23,7 +23,7 @@ Config = TypeVar("Config", bound=TrainConfig)
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainConfig:
-    """Read a YAML file, apply `key.sub=value` overrides and check the result.
+    """Read a YAML file, apply `key.sub=value` overrides, check the result.
 
     Raises:
         ConfigError: the file is missing or not YAML, a key is unknown or has a wrong value.
@@ -32,7 +32,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
 
 
 def load_config_of(kind: type[Config], path: str | Path, overrides: list[str] | None = None) -> Config:
-    """The same for a config with keys of its own."""
+    """Do the same for a config with keys of its own."""
     raw = _read_yaml(Path(path))
     for word in overrides or []:
         override(raw, word)
@@ -40,7 +40,7 @@ def load_config_of(kind: type[Config], path: str | Path, overrides: list[str] | 
 
 
 def checked(kind: type[Config], raw: dict[str, Any], place: str = "") -> Config:
-    """The config that keys and values make.
+    """Make a config of keys and values.
 
     Args:
         place: where they come from, for the message.
@@ -101,7 +101,7 @@ def _parse_yaml(text: str) -> Any:
 
 
 def override(raw: dict[str, Any], word: str) -> None:
-    """Put what a `key.sub=value` word says into the keys and values of a config.
+    """Apply a `key.sub=value` word to the keys and values of a config.
 
     Raises:
         ConfigError: it is none.

@@ -92,13 +92,13 @@ class Chat:
             raise DataError(f"{path}: cannot be written: {error}") from None
 
     def _answer(self, text: str) -> Said:
-        """Keep thoughts apart from words: templates leave them out of later questions, or refuse them."""
+        """Keep thoughts apart from words, as templates do in later questions."""
         form = self._speaker.answer_form
         thought, words = form.read(text) if form else ("", text)
         return Said("assistant", words, thought, supervised=True)
 
     def _calls_in(self, text: str, made: int) -> tuple[str, tuple[Call, ...]]:
-        """Split an answer into its words and the calls behind them, with ids that were not used yet."""
+        """Split an answer into its words and its calls, with unused ids."""
         try:
             return self._form.read(text, made + 1) if self._form else (text, ())
         except ValueError as error:
@@ -113,7 +113,7 @@ class Chat:
             return None
 
     def _fitted(self, said: tuple[Said, ...]) -> tuple[tuple[Said, ...], list[int]]:
-        """Keep as many of the last rounds as fit into the context with an answer; return them and their prompt."""
+        """Drop the oldest rounds until dialogue and answer fit the context."""
         context, dropped = self._speaker.context, 0
         prompt = self._speaker.encode(said, self._tools)
         while context is not None and len(prompt) + self._wishes.max_new_tokens > context:

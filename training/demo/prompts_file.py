@@ -113,7 +113,7 @@ def _said(line: JSON, opening: Sequence[Said], raw: bool) -> tuple[list[Said], l
 
 
 def _in_order(speaker: Speaker, wishes: Wishes, asked: list[Request], rows: int | None, raw: bool) -> Iterator[str]:
-    """Yield the answers in the order of the requests, as soon as they are there."""
+    """Yield the answers in the order of the requests."""
     answers = {request: Answer(speaker.tokenizer, wishes.stop, goes_on=raw) for request in asked}
     following = 0
     for request, token in generate_many(speaker.model, asked, rows):
@@ -164,7 +164,7 @@ def _writing(target: Path) -> Iterator[BinaryIO]:
 
 
 def _answered(file: BinaryIO, target: Path, source: Path, lines: list[JSON]) -> int:
-    """Count the answers that are there; cut off the beginning of another one."""
+    """Count the whole answers; cut off the beginning of another one."""
     file.seek(0)
     written = file.read()
     whole = written[: written.rfind(b"\n") + 1]

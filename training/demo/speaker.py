@@ -1,4 +1,4 @@
-"""Ask a model with the prompts that it was trained with, and take its answer as text."""
+"""Ask a model with the prompts that it was trained with."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Speaker:
 
     @cached_property
     def answer_form(self) -> AnswerForm | None:
-        """How the model writes thoughts; None where it writes words alone."""
+        """Learn how the model writes thoughts; None where it writes none."""
         if format_of(self.prompts, self.tokenizer) == PLAIN:
             return None
         return chat_template(self.tokenizer, self.prompts).answer_form()
@@ -156,7 +156,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The text without leading white space, which ChatGLM3's prompt writes too."""
+        """Return the text without leading white space."""
         return self.raw if self._opening else self.raw.lstrip()
 
     def add(self, token: int) -> str:
@@ -191,7 +191,7 @@ class Answer:
 
 
 def as_trained(model: str, names: Sequence[str], tell: Callable[[str], None]) -> dict[str, Any]:
-    """Find what the run that wrote the folder, if one did, was given as these keys for prompts.
+    """Find the prompt keys of the run that wrote the folder, if one did.
 
     Raises:
         CheckpointError: there is no such folder.

@@ -1,4 +1,4 @@
-"""Generate in stages: each process holds some neighbouring layers, and their keys and values.
+"""Generate in stages: each process holds some neighbouring layers.
 
 Rank 0 holds the last layers with the head: it reads, chooses tokens and writes as a single process does. It tells all
 others of each pass in a line of JSON, by gloo; hidden states go from rank to rank down to it, by NCCL where there are
@@ -65,7 +65,7 @@ class Pipeline(Passes):
             self.inputs(self._given.popleft())
 
     def inputs(self, work: Pass) -> Tensor:
-        """Take token ids on the first stage, else hidden states of the stage before."""
+        """Take token ids, or hidden states of the stage before."""
         self._wait()
         if self._rank == self._last_rank:
             return super().inputs(work)
@@ -98,7 +98,7 @@ class Pipeline(Passes):
         self._sent.append([distributed.isend(part, rank, self._told) for rank in ranks for part in parts])
 
     def _wait(self) -> None:
-        """Wait until all have the first message; what nobody waits for may never arrive."""
+        """Wait until the first message has been received by all."""
         for each in self._sent.popleft() if self._sent else ():
             wait(each)
 
@@ -167,7 +167,7 @@ def in_processes(
 
 
 def obey_signals(place: Place) -> None:
-    """End at Ctrl-C, which all processes get; at SIGTERM a little later, as it may come of a failure yet to be told."""
+    """End at Ctrl-C; at SIGTERM later, as another failure may cause it."""
 
     def leave_at_once(*_: object) -> None:
         if place.rank == 0:
