@@ -1,4 +1,4 @@
-"""A two-stage pipeline beside ZeRO-3 and transformers' Trainer: a part of `python -m benchmarks.throughput`.
+"""Compare a two-stage pipeline with ZeRO-3 and transformers' Trainer.
 
 A llama of the width and vocabulary of SmolLM2-135M with 12 layers trains from random weights with AdamW, on the same
 samples either way, a step of each in turn; tokens are those without padding. The faster schedule counts.
