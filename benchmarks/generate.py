@@ -1,16 +1,11 @@
-"""Answers per second against transformers: `python -m benchmarks.generate`.
+"""Measure answers per second of SmolLM2-135M's shapes in bf16.
 
-A model with the shapes of SmolLM2-135M and random weights, in bf16 on all cores. Each pair is measured in turn, several
-times; the median of the pairs counts.
+Each pair is measured in turn, several times; the median counts.
 
-- `single_vs_transformers`: tokens per second of one greedy answer behind its first token, against
-  `transformers.generate` of the same model; `first_token_vs_transformers`: the same of the time to the first token of
-  a prompt of 256 tokens.
-- `batched_vs_single`: tokens per second of eight prompts of different lengths at once, against one after the other.
-- `pipelined_vs_one_thread`: tokens per second of the same eight prompts in two processes, each with half of the model
-  and one thread, against one process with one thread; `pipelined_full_vs_one_thread`: the same of sixteen prompts, of
-  which the two have eight for each stage under way and the one has eight (`benchmarks.staged`).
-- `demo_first_token_s`: from `demo.py --prompt` to the first piece of the answer, imports and loading included.
+- `single_vs_transformers`, `first_token_vs_transformers`: one greedy answer on all cores against
+  `transformers.generate`: tokens per second behind the first token, and the time to it (a prompt of 256 tokens).
+- `batched_vs_single`: eight prompts of different lengths at once against one after the other.
+- `demo_first_token_s`: from `demo.py --prompt` to the first piece of the answer.
 """
 
 from __future__ import annotations
@@ -21,14 +16,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.parts import against_targets, run_parts
-from benchmarks.ranks import ROOT, run_ranks
+from benchmarks.parts import Figures, against_targets, run_parts
+from benchmarks.ranks import ROOT
 from benchmarks.tokenizing import make_tokenizer
 from models import load_model
 from models.generation.generate import Request, generate, generate_many
@@ -48,72 +42,55 @@ TARGETS = {
     "single_vs_transformers": "at least 1.0",
     "first_token_vs_transformers": "at least 1.0",
     "batched_vs_single": "at least 3",
-    "pipelined_vs_one_thread": "at least 1.6",
-    "pipelined_full_vs_one_thread": "at least 1.6",
     "demo_first_token_s": "under 6",
+    "tokens_per_s": "",
 }
 
 
-class Generation:
-    """The part, as `run_parts` takes it."""
+def measure(folder: Path) -> Figures:
+    """Measure all; the folder takes 300 MB."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(LlamaConfig(**SMOLLM2)).bfloat16().save_pretrained(folder)
+    make_tokenizer(folder)
+    model, asked = load_model(folder), prompts()
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    ids = torch.tensor(asked[:1])
 
-    @staticmethod
-    def measure(folder: Path) -> dict[str, Any]:
-        """All figures; the folder takes 300 MB."""
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(LlamaConfig(**SMOLLM2)).bfloat16().save_pretrained(folder)
-        make_tokenizer(folder)
-        model = load_model(folder)
-        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-        asked = prompts()
-        ids = torch.tensor(asked[:1])
+    def transformers_writes(count: int) -> None:
+        exactly = {"min_new_tokens": count, "max_new_tokens": count}
+        theirs.generate(ids, attention_mask=torch.ones(1, PROMPT), do_sample=False, pad_token_id=0, **exactly)
 
-        def transformers_writes(count: int) -> None:
-            exactly = {"min_new_tokens": count, "max_new_tokens": count}
-            theirs.generate(ids, attention_mask=torch.ones(1, PROMPT), do_sample=False, pad_token_id=0, **exactly)
+    def we_write(count: int) -> None:
+        assert len(list(generate(model, asked[0], count, set()))) == count
 
-        def we_write(count: int) -> None:
-            assert len(list(generate(model, asked[0], count, set()))) == count
+    def one_by_one() -> None:
+        for prompt in asked:
+            assert len(list(generate(model, prompt, NEW, set()))) == NEW
 
-        def one_by_one() -> None:
-            for prompt in asked:
-                assert len(list(generate(model, prompt, NEW, set()))) == NEW
+    def at_once() -> None:
+        requests = [Request(prompt, NEW, set()) for prompt in asked]
+        assert len(list(generate_many(model, requests, AT_ONCE))) == NEW * AT_ONCE
 
-        def at_once() -> None:
-            requests = [Request(prompt, NEW, set()) for prompt in asked]
-            assert len(list(generate_many(model, requests, AT_ONCE))) == NEW * AT_ONCE
+    rounds = [
+        [seconds(write, count) for write in (transformers_writes, we_write) for count in (1, NEW)]
+        for _ in range(ROUNDS + 1)
+    ][1:]  # the first one warms up
+    batches = [(seconds(one_by_one), seconds(at_once)) for _ in range(ROUNDS)]
+    return {
+        "single_vs_transformers": median((b - a) / (d - c) for a, b, c, d in rounds),
+        "first_token_vs_transformers": median(a / c for a, _, c, _ in rounds),
+        "batched_vs_single": median(alone / together for alone, together in batches),
+        "demo_first_token_s": median(demo_first_token(folder) for _ in range(ROUNDS)),
+        "tokens_per_s": median((NEW - 1) / (d - c) for _, _, c, d in rounds),
+    }
 
-        rounds = [
-            [seconds(write, count) for write in (transformers_writes, we_write) for count in (1, NEW)]
-            for _ in range(ROUNDS + 1)
-        ][1:]  # the first one warms up
-        batches = [(seconds(one_by_one), seconds(at_once)) for _ in range(ROUNDS)]
-        return {
-            "single_vs_transformers": median((b - a) / (d - c) for a, b, c, d in rounds),
-            "first_token_vs_transformers": median(a / c for a, _, c, _ in rounds),
-            "batched_vs_single": median(alone / together for alone, together in batches),
-            **run_ranks(2, "benchmarks.staged", folder),
-            "demo_first_token_s": median(demo_first_token(folder) for _ in range(ROUNDS)),
-            "generation": {
-                "tokens_per_s": median((NEW - 1) / (d - c) for _, _, c, d in rounds),
-                "batched_tokens_per_s": median(AT_ONCE * NEW / together for _, together in batches),
-                "first_token_s": median(c for _, _, c, _ in rounds),
-                "threads": torch.get_num_threads(),
-            },
-        }
 
-    @staticmethod
-    def table(figures: dict[str, Any]) -> Table:
-        """The figures for people."""
-        about = figures["generation"]
-        title = (
-            f"{about['tokens_per_s']:.1f} tokens per second, {about['batched_tokens_per_s']:.1f} of {AT_ONCE} prompts"
-        )
-        return against_targets(title, figures, TARGETS)
+def table(figures: Figures) -> Table:
+    return against_targets("answers against transformers", figures, TARGETS)
 
 
 def prompts() -> list[list[int]]:
-    """Of different lengths."""
+    """Make prompts of different lengths."""
     ids = torch.randint(3, 30_000, (AT_ONCE, PROMPT), generator=torch.Generator().manual_seed(0))
     return [ids[row, : PROMPT - 16 * row].tolist() for row in range(AT_ONCE)]
 
@@ -125,7 +102,7 @@ def seconds(work: Callable[..., None], *given: int) -> float:
 
 
 def demo_first_token(folder: Path) -> float:
-    """Seconds from the command to the first character of its answer."""
+    """Time the command up to the first character of its answer."""
     words = [sys.executable, "demo.py", "--model", str(folder), "--prompt", "What is Pipetune?", "--greedy"]
     begin = time.perf_counter()
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as demo:
@@ -136,4 +113,4 @@ def demo_first_token(folder: Path) -> float:
 
 
 if __name__ == "__main__":
-    run_parts("Answers per second against transformers.", {"generation": Generation})
+    run_parts("Answers per second.", {"generation": (measure, table)})

@@ -120,7 +120,7 @@ def packed_samples(words: int, tokens: int, longest: int) -> InMemory:
 
 def samples_of(measurement: Measurement, words: int, size: Size) -> InMemory:
     """Those of a step."""
-    from benchmarks.full_rows import random_rows
+    from benchmarks.steps import random_rows
 
     if measurement.rows == "packed":
         return packed_samples(words, size.rows * size.length, size.length)
@@ -134,7 +134,7 @@ def config_of(measurement: Measurement, model: Path, samples: int, size: Size, h
         samples: in a step.
         half: bf16 and the fastest attention; else fp32.
     """
-    from benchmarks.full_rows import run_config
+    from benchmarks.steps import run_config
 
     keys: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": measurement.micro_batch,

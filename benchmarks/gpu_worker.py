@@ -24,8 +24,7 @@ from benchmarks import shared_gpu
 from benchmarks.gpu_models import MODELS, TINY, WHOLE, Measurement, Size, config_of, fit, samples_of
 from benchmarks.kernel_classes import shares, spans_of
 from benchmarks.ranks import RESULT, tell
-from benchmarks.steps import joined, train
-from benchmarks.turns import Straight
+from benchmarks.steps import Straight, joined, train
 from models.attention.flex import FLEX
 from models.attention.kernels import CUDNN, FLASH, FLASH_3, TORCH, choose_attention
 from models.attention.packed import VARLEN

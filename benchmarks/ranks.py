@@ -1,6 +1,6 @@
-"""Starting a benchmark's workers, through the real launcher or alone, and taking what they found.
+"""Start a benchmark's workers and take their figures.
 
-A worker is the benchmark's own module, run as a command with `--folder`; it leaves its figures there with `tell`.
+A worker is a function of the benchmark's own module (`benchmarks.parts`); it leaves its figures with `tell`.
 """
 
 from __future__ import annotations
@@ -18,35 +18,33 @@ RESULT = "result.json"
 
 
 class Workers:
-    """A module at work: in so many processes through the launcher, or, without a number, in one that knows no others.
+    """A worker in N processes through the launcher or, without a number, in one process without ranks."""
 
-    As a script it would have this folder first in its path, where `data` is another thing.
-    """
-
-    def __init__(self, processes: int | None, module: str, folder: Path, *words: str) -> None:
-        self._command = [*command(processes, module), "--folder", str(folder), *words]
+    def __init__(self, processes: int | None, module: str, folder: Path, work: str, given: dict[str, Any]) -> None:
+        words = ["--folder", str(folder), "--work", work, "--given", json.dumps(given)]
+        self._command = [*command(processes, module), *words]
         self._printed = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
             self._command, cwd=ROOT, env=environment(), stdout=self._printed, stderr=subprocess.STDOUT
         )
 
     def check(self) -> None:
-        """Leave with what they printed where one has failed."""
+        """Exit with their output where one has failed."""
         if self._process.poll():
             self._printed.seek(0)
             sys.exit(f"{' '.join(self._command)} failed:\n{self._printed.read()}")
 
     def wait(self) -> None:
-        """Until all have ended."""
+        """Wait until all have ended."""
         self._process.wait()
         self.check()
 
 
 def command(processes: int | None, module: str, visible: str = "") -> list[str]:
-    """What starts a module; see `Workers`.
+    """Make the command that starts a module; see `Workers`.
 
     Args:
-        visible: the numbers of the GPUs to take the first of, as in CUDA_VISIBLE_DEVICES; where absent any.
+        visible: the GPUs to take the first of, as in CUDA_VISIBLE_DEVICES; where absent any.
     """
     if not processes:
         return [sys.executable, "-m", module]
@@ -59,17 +57,17 @@ def command(processes: int | None, module: str, visible: str = "") -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """This process's, with the project's root in front of whatever packages were carried along."""
+    """Copy the environment, with the root first in PYTHONPATH."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 
-def run_ranks(processes: int | None, module: str, folder: Path, *words: str) -> Any:
-    """Run a module to its end; what rank 0 told."""
-    Workers(processes, module, folder, *words).wait()
+def run_ranks(processes: int | None, module: str, folder: Path, work: str, **given: Any) -> Any:
+    """Run a worker to its end; return what rank 0 told."""
+    Workers(processes, module, folder, work, given).wait()
     return json.loads((folder / RESULT).read_text(encoding="utf-8"))
 
 
 def tell(folder: Path, found: Any) -> None:
-    """Leave what was found, on rank 0 or without ranks."""
+    """Leave the figures, on rank 0 or without ranks."""
     if os.environ.get("RANK", "0") == "0":
         (folder / RESULT).write_text(json.dumps(found), encoding="utf-8")

@@ -1,17 +1,13 @@
-"""What the planner predicts for 8 to 512 GPUs: `python -m benchmarks.scale`; --write puts it into docs/performance.md.
+"""Predict the speed of four models on 8 to 512 GPUs, in Markdown.
 
-Nothing runs on a GPU: `--plan --search` looks for the fastest way to run four models on so many H100s with 80 GB, eight
-to a host, with NVLink inside and InfiniBand of 400 Gbit/s for each GPU between hosts. What it estimates with is held to
-runs of one and of eight GPUs that others published (docs/performance.md#where-the-time-goes); of more, and of shared
-rows or layers, there is none to hold it to. For 512 GPUs the plan that was found gets more replicas, and a step as many
-times the rows. Rows are full, all tokens supervised, in bf16 with flash attention. It takes some minutes.
+Nothing runs on a GPU: `--plan --search` looks for the fastest way to run a model on N H100s with 80 GB, eight to a
+host, with NVLink inside and InfiniBand of 400 Gbit/s for each GPU between hosts. On 512 GPUs each
+plan has more replicas. Rows are full, all tokens supervised, in bf16 with flash attention. It takes some minutes.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,16 +23,8 @@ from training.plan.plan import Plan
 from training.plan.search import search
 from training.plan.workload import Workload
 
-DOCS = Path(__file__).parents[1] / "docs"
-PAGES = DOCS / "performance.md", DOCS / "performance_CN.md"
-BEGIN, END = "<!-- scale: begin -->\n", "<!-- scale: end -->"
 GPU, LINKS, MOST = "H100-80G", "nvlink4,ib400", 512
-HEADERS = {
-    "performance.md": "model | tokens of a row | rows of a step | GPUs | dims | axes | sequence | schedule "
-    "| recomputes | waiting | tokens/s | MFU",
-    "performance_CN.md": "模型 | 每行 token 数 | 每步行数 | GPU 数 | dims | axes | sequence | 调度 | 重算 | 等待 "
-    "| tokens/s | MFU",
-}
+HEADER = "model | tokens of a row | rows of a step | GPUs | dims | axes | sequence | schedule | recomputes | waiting"
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -91,7 +79,7 @@ RUNS = (
 
 
 def basis_of(run: Run) -> Basis:
-    """What its plans rest on, as one pipeline of one stage."""
+    """Make the planner's inputs, as one pipeline of one stage."""
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(run.fields), encoding="utf-8")
         spec = ModelSpec.from_folder(Path(name))
@@ -102,7 +90,7 @@ def basis_of(run: Run) -> Basis:
 
 
 def plans(run: Run) -> Iterator[Plan]:
-    """The fastest on the run's own GPUs, and the same with more replicas on `MOST`."""
+    """Yield the fastest plan, and the same on `MOST` GPUs."""
     best = search(basis_of(run), run.gpus)[0]
     yield best
     times, topo = MOST // run.gpus, best.basis.config.model_topo
@@ -113,7 +101,7 @@ def plans(run: Run) -> Iterator[Plan]:
 
 
 def row(run: Run, plan: Plan) -> str:
-    """A line of the table."""
+    """Make a line of the table."""
     config = plan.basis.config
     topo = config.model_topo
     cells = [
@@ -130,25 +118,11 @@ def row(run: Run, plan: Plan) -> str:
         f"{plan.tokens_per_s:,.0f}",
         f"{plan.mfu or 0:.1%}",
     ]
-    return f"| {' | '.join(cells)} |\n"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Predict four runs on 8 to 512 GPUs.")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/performance.md, both languages")
-    options = parser.parse_args()
-    rows = ""
-    for run in RUNS:
-        for plan in plans(run):
-            rows += (line := row(run, plan))
-            sys.stdout.write(line)
-            sys.stdout.flush()
-    for page in PAGES if options.write else ():
-        header = HEADERS[page.name]
-        table = f"| {header} |\n|{'---|' * len(header.split(' | '))}\n{rows}"
-        before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-        page.write_text(before + BEGIN + table + END + rest.partition(END)[2], encoding="utf-8")
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
-    main()
+    print(f"| {HEADER} | tokens/s | MFU |\n|{'---|' * 12}")
+    for each in RUNS:
+        for found in plans(each):
+            print(row(each, found), flush=True)

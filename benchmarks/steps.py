@@ -1,4 +1,4 @@
-"""The steps of a worker, taken at a pace and timed."""
+"""Make rows of random words, and train on them in timed steps."""
 
 from __future__ import annotations
 
@@ -6,20 +6,83 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
-from benchmarks.turns import Pace
 from data.loader import Loader
+from data.sample_set import InMemory
 from training.config.keys import TrainConfig
 from training.distributed import processes
 from training.engine.trainer import Trainer
 
 
+class Pace(Protocol):
+    """Starts the steps of a worker and takes their times."""
+
+    def wait(self) -> bool:
+        """Wait until the next step shall begin; False where none shall."""
+
+    def done(self, seconds: float, tokens: int, **more: Any) -> None:
+        """Take a step's seconds and its tokens that are not padding."""
+
+
+class Straight:
+    """The steps one after the other.
+
+    Attributes:
+        speeds: tokens per second of the steps so far.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._left = steps
+        self.speeds: list[float] = []
+
+    def wait(self) -> bool:
+        return len(self.speeds) < self._left
+
+    def done(self, seconds: float, tokens: int, **more: Any) -> None:
+        self.speeds.append(tokens / seconds)
+
+
+def run_config(folder: Path, stages: int, rows: int, length: int, **keys: Any) -> TrainConfig:
+    """Make the config of a pipeline that trains on `rows` rows a step.
+
+    Args:
+        keys: more of a config's keys; `parts` is that of `model_topo`.
+    """
+    topology = {"process_topology": {"dims": [stages, 1]}, "parts": keys.pop("parts", None)}
+    return TrainConfig.model_validate(
+        {
+            "model_path": str(folder),
+            "data_path": "",
+            "save_path": str(folder),
+            "from_scratch": True,
+            "max_seq_len": length,
+            "train_batch_size": rows,
+            "model_topo": topology,
+        }
+        | keys
+    )
+
+
+def random_rows(words: int, rows: int, length: int) -> InMemory:
+    """Make full rows of random words, the same on every rank."""
+    torch.manual_seed(0)
+    ids = torch.randint(0, words, (rows, length)).tolist()
+    return InMemory([{"input_ids": row, "labels": row} for row in ids])
+
+
+def rows_loader(config: TrainConfig, words: int) -> Loader:
+    """Make steps of the same full rows, one a micro-batch."""
+    rows = config.train_batch_size
+    return Loader(random_rows(words, rows, config.max_seq_len), rows, 1, config.model_topo.row_replicas, seed=0)
+
+
 @contextmanager
 def joined(config: TrainConfig) -> Iterator[processes.Place]:
-    """This process among the others of the run."""
+    """Join the other processes of the run."""
     place = processes.Place.from_environment()
     assert place is not None
     processes.start(place, config.model_topo)
@@ -31,7 +94,7 @@ def train(trainer: Trainer, loader: Loader, pace: Pace, figures: Callable[[], di
     """Make steps at a pace.
 
     Args:
-        figures: what is to be told of a step besides its time.
+        figures: more figures of the last step.
     """
     for step in count():
         if not pace.wait():
@@ -43,7 +106,7 @@ def train(trainer: Trainer, loader: Loader, pace: Pace, figures: Callable[[], di
 
 
 def now() -> float:
-    """The time at which all that was asked of the device is done."""
+    """Return the time at which the device has done its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -1,46 +1,25 @@
-"""Ways to train the same samples, timed alike: Pipetune's engines, and transformers' Trainer.
-
-Useful tokens are those without padding. On a GPU a step ends when its kernels have.
-"""
+"""Train by transformers' Trainer, timed as Pipetune's steps are."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import SequentialSampler
 
-from benchmarks.steps import now, train
-from benchmarks.turns import Pace
+from benchmarks.steps import Pace, now
 from training.data_setup import build_loader
 
 if TYPE_CHECKING:
     from data.loader import Loader
     from data.sample_set import SampleSet
     from training.config.keys import TrainConfig
-    from training.engine.trainer import Trainer as Way
 
 MOST_STEPS = 12
 
 
-def by_pipetune(config: TrainConfig, samples: SampleSet, way: type[Way], pace: Pace) -> None:
-    """Train by one of our engines; the process group is there already."""
-    from models.attention.kernels import choose_attention
-    from models.spec import ModelSpec
-    from training.config.deepspeed_config import training_dtype
-    from training.plan.auto import divide
-
-    folder = Path(config.model_path)
-    spec = ModelSpec.from_folder(folder)
-    attention = choose_attention(config.use_flash_attn is True, training_dtype(config), spec.attention)
-    spec.set_attention(attention.implementation)
-    loader = build_loader(samples, config)
-    train(way.build(config, spec, folder, divide(config, spec, way.in_stages)), loader, pace)
-
-
 def by_transformers(config: TrainConfig, samples: SampleSet, pace: Pace, micro_batch: int, liger: bool = False) -> None:
-    """The same by transformers' Trainer as its documentation has it, in this one process.
+    """Train as the documentation of transformers' Trainer has it.
 
     Args:
         micro_batch: samples in a micro-batch, padded to the longest by transformers' own collator.
@@ -64,7 +43,7 @@ def by_transformers(config: TrainConfig, samples: SampleSet, pace: Pace, micro_b
             return SequentialSampler(self.train_dataset)
 
     class Clock(TrainerCallback):
-        """Waits before each step and tells what it took, the making of its batch included."""
+        """Times each step, the making of its batch included."""
 
         def on_train_begin(self, arguments: TrainingArguments, state: Any, control: TrainerControl, **_: Any) -> None:
             control.should_training_stop = not pace.wait()
@@ -99,7 +78,7 @@ def by_transformers(config: TrainConfig, samples: SampleSet, pace: Pace, micro_b
 
 
 def shuffled_rows(loader: Loader) -> list[dict[str, list[int]]]:
-    """The samples of each step in an order of chance; a Loader sorts them by length."""
+    """Shuffle the samples of each step; a Loader sorts them by length."""
     generator = torch.Generator().manual_seed(0)
     rows = []
     for step in range(MOST_STEPS):

@@ -1,8 +1,7 @@
 """Read what a model writes in the form in which it was trained: its thoughts, its words, its calls of tools.
 
 A chat template that takes tools or thoughts puts them into a form of its own, which is learnt from what it writes for
-calls and answers that are known; white space may differ. Where calls are text (`data.prompt_texts`), a call ends with
-a word behind which the result stands.
+calls and answers that are known; white space may differ.
 """
 
 from __future__ import annotations
@@ -12,14 +11,11 @@ import re
 from typing import Any, NamedTuple
 
 from data.chat.messages import JSON, Call, Said, call_id_of
-from data.prompt_texts import API_CALL
 
-RESULT_FOLLOWS = "\n" + API_CALL.rpartition("\n")[2]  # ends a call that is text
 KNOWN_CALLS = Call(call_id_of(1), "look", {"up": "it"}), Call(call_id_of(2), "find", {"in": "there"})
 KNOWN_ANSWER = Said("assistant", "So.", reasoning="Hm.")
 _NAME = r"(?P<name>[^\s\"]+?)"
 _ARGUMENTS_NEXT = r'(?=[{"])'
-_AS_TEXT = re.compile(API_CALL.format(name=r"(?P<name>[^\n]+?)", param=r"(?P<arguments>.*)") + r"\Z", re.DOTALL)
 _DECODER = json.JSONDecoder()
 
 
@@ -75,18 +71,6 @@ def learn_calls(one: str, two: str | None) -> CallForm | None:
     if two and (first := _find(two, KNOWN_CALLS[0])) and (second := _find(two, KNOWN_CALLS[1])):
         following = re.compile(loose(two[first[2] : second[0]]) + rest)
     return CallForm(re.compile(opening), re.compile(opening + rest), following)
-
-
-def read_text_call(text: str) -> Call:
-    """The call that a text ends with, where calls are text.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
-    found = _AS_TEXT.search(text)
-    if found is None:
-        raise ValueError("no name with an input stands before its result")
-    return Call("", found["name"], _object_at(found["arguments"].strip(), 0)[0])
 
 
 def _find(text: str, call: Call) -> tuple[int, int, int] | None:

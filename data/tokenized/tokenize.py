@@ -227,13 +227,11 @@ def encode_question(
     tokenizer: PreTrainedTokenizerBase,
     prompt_format: AnyPrompts = None,
     tools: list[JSON] | None = None,
-    begun: str = "",
 ) -> list[int]:
     """The token ids that a model is asked with: the dialogue up to where the answer to its last message begins.
 
     Args:
         tools: what the answer may call.
-        begun: the beginning of the answer, where that is known.
 
     Raises:
         DataError: the format cannot hold the dialogue, or some of it is no text.
@@ -242,7 +240,7 @@ def encode_question(
         text, prefix = Writer(tokenizer, as_prompts(prompt_format)).ask(said, tools or [])
     except SlowTemplate as error:
         raise DataError(str(error)) from None
-    return prefix + _ids(text + begun, tokenizer)
+    return prefix + _ids(text, tokenizer)
 
 
 def encode_beginning(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -30,10 +30,9 @@ from tests.conftest import save_original
 from tests.data.published_tokenizers import CLASSES, Published
 from tests.data.template_styles import STYLES
 from tests.data.test_native_tokenizers import Kit, flat
-from training.demo.answer import Answer
 from training.demo.chat import Chat
 from training.demo.command_line import converse
-from training.demo.speaker import Speaker, Wishes
+from training.demo.speaker import Answer, Speaker, Wishes
 
 WISHES = Wishes(6, GREEDY)
 
@@ -305,19 +304,11 @@ def test_a_file_of_prompts_is_answered(run: Run, tmp_path: Path) -> None:
         ("--raw --prompt-format plain", "--raw: nothing stands around the text; expected it without --prompt-format"),
         ("--prompts-file x", "--prompts-file: expected it with --output and without --prompt"),
         ("--batch-size 2", "--output and --batch-size: expected them with --prompts-file"),
-        ("--reference a --api-desc b", "--reference, --tools and --api-desc: expected one of them"),
-        ("--api-results a", "--api-results and --api-command: expected them with --tools or --api-desc"),
-        ("--tools a --api-results a --api-command b", "--api-results and --api-command: expected one of them"),
-        ("--stop=", "--stop: expected a text, found an empty one"),
         ("--prompt-format none.jinja", "none.jinja: not found; expected a Jinja file"),
         ("--raw --template-args {}", "--raw: nothing stands around the text; expected it without --template-args"),
         ("--template-args {", "--template-args: Invalid JSON: EOF while parsing an object at line 1 column 1"),
         ("--template-args [1]", "--template-args: expected an object"),
         ('--template-args {"tools":1}', "--template-args: expected others than tools, which Pipetune gives"),
-        (
-            '--template-args {"a":1} --prompt-format plain',
-            "--template-args: a chat template gets them; expected it without --prompt-format plain",
-        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(words: str, told: str, run: Run) -> None:

@@ -19,9 +19,8 @@ from tests.conftest import ORIGINALS, VOCABULARY
 from tests.models.cases import CASES
 from tests.models.helpers import change_weights, oracle
 from tests.models.originals import answer_of_original
-from training.demo.answer import INCOMPLETE
 from training.demo.chat import Chat
-from training.demo.speaker import Speaker, Wishes
+from training.demo.speaker import INCOMPLETE, Speaker, Wishes
 
 NEW = 64
 TIED, NOT_IN_TRANSFORMERS = "qwen3-tied", ("baichuan-13b", "baichuan2-13b")

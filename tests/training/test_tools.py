@@ -6,6 +6,7 @@ template's own form.
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable
@@ -20,21 +21,15 @@ import demo
 from data.chat.answer_form import CallForm
 from data.chat.chat_template import EXAMPLE_TOOL, QUESTION, chat_template
 from data.chat.messages import Call, Said
-from data.chat.prompts import PLAIN, Prompts
+from data.chat.prompts import Prompts
 from data.errors import DataError
 from data.records.raw_records import read_file
 from data.records.reading import parse
 from data.records.record import Record, parse_record
 from data.tokenized.tokenize import encode, load_tokenizer
-from tests.data.helpers import ACTION, SECOND_ACTION
 from tests.data.template_styles import STYLES, Style
-from training.demo.tools import results_of_command, results_of_file, schemas_in
+from training.demo.chat import schemas_in
 
-REACT = {
-    "type": "conver_has_api",
-    "api_desc": "count_layers(blocks)",
-    "rounds": [["ask", "几层？"], ["ans-api", {"actions": [ACTION, SECOND_ACTION], "ans": "32 层。"}]],
-}
 REFERENCE = {
     "type": "ref_qa",
     "reference": "Lion keeps one state.",
@@ -101,55 +96,46 @@ def write(path: Path, content: Any) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("prompt_format", [None, PLAIN])
-def test_calls_as_text_get_their_results_and_an_answer_follows(
-    prompt_format: str | None, make_checkpoint: Callable[..., Path], tmp_path: Path, ask: Ask
-) -> None:
-    folder = model_of(make_checkpoint)
-    taught(folder, parse_record(REACT), Prompts(prompt_format))
-    results = write(tmp_path / "results", {action["api_name"]: action["api_res"] for action in (ACTION, SECOND_ACTION)})
-    words = ["--api-desc", write(tmp_path / "apis", "count_layers(blocks)\n"), "--api-results", results]
-    words += ["--prompt-format", prompt_format] if prompt_format else []
-    out, told = ask(folder, *words, typed=["几层？", f"/save {tmp_path / 'saved'}"])
-    assert out.startswith(f"Thought: {ACTION['inner_thought']}\nAction: count_layers\nAction Input: ")
-    assert out.endswith("Observation: " + json.dumps(SECOND_ACTION["api_res"]) + "\nFinal Answer: 32 层。\n")
-    assert told == [
-        f"call: count_layers {json.dumps(ACTION['api_param'], ensure_ascii=False)}",
-        f"result: {ACTION['api_res']}",
-        "call: sum {}",
-        'result: {"sum": [32]}',
-    ]
-    (raw,) = read_file(tmp_path / "saved")
-    (saved,) = parse(raw, None, {}).records
-    tokenizer = load_tokenizer(folder)
-    if prompt_format is None:  # the plain format has a place of its own for APIs, which messages do not have
-        expected = encode(REACT, tokenizer, 1000, prompt_format)["input_ids"]
-        assert encode(saved, tokenizer, 1000, prompt_format)["input_ids"] == expected
-
-
 def test_calls_in_a_templates_own_form_get_their_results_and_an_answer_follows(
     make_checkpoint: Callable[..., Path], tmp_path: Path, ask: Ask
 ) -> None:
     folder = model_of(make_checkpoint, STYLES["qwen2.5"])
     (record,) = parse_chat(NATIVE)
     taught(folder, record, Prompts())
-    command = write(
-        tmp_path / "tool.py",
-        "import json, sys\n"
-        "call = json.load(sys.stdin)\n"
-        "assert call['name'] == 'look'\n"
-        "print({'a': 'north', 'b': json.dumps({'there': 1})}[call['arguments']['up']])\n",
-    )
-    words = ("--tools", write(tmp_path / "tools", [EXAMPLE_TOOL]), "--api-command", f"{sys.executable} {command}")
-    out, told = ask(folder, *words, typed=["Where is it?", f"/save {tmp_path / 'saved'}"])
+    words = ("--tools", write(tmp_path / "tools", [EXAMPLE_TOOL]))
+    typed = ["Where is it?", "north", '{"there": 1}', f"/save {tmp_path / 'saved'}"]
+    out, told = ask(folder, *words, typed=typed)
     assert out.endswith("North, 一.\n") and out.count("<tool_call>") == 2
-    assert told == ['call: look {"up": "a"}', "result: north", 'call: look {"up": "b"}', 'result: {"there": 1}']
+    assert told == ['call: look {"up": "a"}', 'call: look {"up": "b"}']
     (raw,) = read_file(tmp_path / "saved")
     (saved,) = parse(raw, None, {}).records
     tokenizer = load_tokenizer(folder)
     assert encode(saved, tokenizer, 1000) == encode(record, tokenizer, 1000)
-    typed, _ = ask(folder, *words[:2], typed=["Where is it?", "north", '{"there": 1}'])
-    assert typed == out, "typed results are the same"
+
+
+def test_a_call_whose_result_nobody_types_ends_the_answer(
+    make_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = model_of(make_checkpoint, STYLES["qwen2.5"])
+    taught(folder, parse_chat(NATIVE)[0], Prompts())
+    words = ("--tools", write(tmp_path / "tools", [EXAMPLE_TOOL]), "--prompt", "Where is it?")
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--model", str(folder), "--greedy", *words])
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    demo.main()
+    out, told = capsys.readouterr()
+    assert out.count("<tool_call>") == 2 and 'call: look {"up": "a"}' in told.splitlines()
+
+
+def test_tools_of_a_model_whose_template_takes_none_are_refused(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--tools", write(tmp_path / "tools", [EXAMPLE_TOOL]), "--prompt", "?", "--prompt-format", "plain")
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--model", str(model_of(make_checkpoint)), *words])
+    with pytest.raises(SystemExit, match="2"):
+        demo.main()
 
 
 def test_a_reference_is_asked_about_as_in_training(
@@ -221,16 +207,3 @@ def test_a_file_without_tools_is_named(content: str, told: str, tmp_path: Path) 
     with pytest.raises(DataError) as refused:
         schemas_in(path)
     assert str(refused.value).startswith(f"{path}: {told}")
-
-
-def test_results_that_are_not_there_are_named(tmp_path: Path) -> None:
-    call = Call("", "look", {})
-    path = write(tmp_path / "results.json", {"find": 1})
-    with pytest.raises(DataError, match="no result of look; expected it among find"):
-        results_of_file(path)(call)
-    assert results_of_file(write(tmp_path / "other.json", {"look": [1]}))(call) == "[1]"
-    with pytest.raises(DataError, match="expected an object of results by names, found a list"):
-        results_of_file(write(tmp_path / "list.json", []))
-    for command in ("false", "no-such-program", "'", ""):
-        with pytest.raises(DataError, match="--api-command: look: "):
-            results_of_command(command)(call)

@@ -1,4 +1,4 @@
-"""What of a config may differ between two starts of a run: `CHANGES`, which docs/resuming.md shows.
+"""Compare a config with that of a checkpoint, by the rules in `CHANGES`.
 
 A key below a section has the rule of the section, unless it has one of its own. Each checkpoint records the values that
 count (`settings_of`), and a start compares its own with them (`compare`). Where something else than the value counts,
@@ -16,7 +16,7 @@ from training.errors import ConfigError
 
 
 class Rule(NamedTuple):
-    """What a start may do with a key.
+    """The rule for changing a key between two starts.
 
     Attributes:
         free: whether it may have another value; else it is refused.
@@ -31,7 +31,7 @@ class Rule(NamedTuple):
 
     @property
     def counts(self) -> bool:
-        """Whether the value itself is compared."""
+        """Say whether the value itself is compared."""
         return bool(self.told) == self.free
 
 
@@ -70,19 +70,19 @@ CHANGES = {key: rule for rule, keys in _RULES for key in keys.split()}
 
 
 def rule_of(key: str) -> Rule:
-    """The rule of a key such as `optimizer.params.lr`: its own, or that of the section around it."""
+    """Find the rule of a key: its own, or that of the section around it."""
     while key and key not in CHANGES:
         key = key.rpartition(".")[0]
     return CHANGES.get(key, Rule(free=False))  # a key of a later version
 
 
 def settings_of(config: TrainConfig) -> dict[str, Any]:
-    """The values of a config that a later start is compared with, or that explain why its samples differ, by key."""
+    """Collect the values that a later start is compared with, by key."""
     return {key: value for key, value in leaves(config.dump()) if rule_of(key).counts or not rule_of(key).free}
 
 
 def compare(then: Mapping[str, Any], now: Mapping[str, Any], where: object) -> list[str]:
-    """What of the settings is another than when a checkpoint was saved, a line for each effect.
+    """Describe the changed settings, a line for each effect.
 
     Args:
         where: the checkpoint, for the message.
@@ -104,7 +104,7 @@ def compare(then: Mapping[str, Any], now: Mapping[str, Any], where: object) -> l
 
 
 def differs(key: str, now: object, then: object, where: object) -> ConfigError:
-    """The refusal of another value."""
+    """Make the refusal of another value."""
     told = f"{key}: {_shown(now)}, but {where} was trained with {_shown(then)}; expected {_shown(then)}"
     return ConfigError(f"{told}, or another save_path")
 
@@ -114,7 +114,7 @@ def _shown(value: object) -> str:
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested sections, each with its key such as `optimizer.params.lr`."""
+    """Yield the values of nested sections with their dotted keys."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from leaves(value, f"{prefix}{key}.")

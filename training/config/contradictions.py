@@ -1,4 +1,4 @@
-"""What two keys of a config say against each other, each in one line that names the key to change."""
+"""Find keys of a config that contradict each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 from training.config.passed_on import LEFT_OUT, NOT_PASSED_ON
 from training.config.sections import suggest
 
-LARGEST = 10**12  # of a number of steps, samples and the like
 ADAM = "lr betas eps weight_decay amsgrad maximize foreach capturable differentiable fused".split()
 # What each optimizer takes, as their signatures say: here, as their packages take seconds to import.
 PARAMETERS = {
@@ -25,14 +24,11 @@ OFFLOADED = {  # those that DeepSpeed has for the CPU
 
 
 def contradictions(config: Any) -> Iterator[str]:
-    """A line for each, the plainest ones first: one that comes later may rest on those before.
+    """Yield a line for each contradiction, the plainest first.
 
     Args:
         config: a `TrainConfig`, whose module calls this one.
     """
-    for name, value in config:
-        if type(value) is int and value > LARGEST:
-            yield f"{name}: expected at most {LARGEST:,}, found {value}"
     yield from _of_zero(config.zero_optimization)
     yield from _of_precision(config)
     yield from of_optimizer(config)
@@ -110,7 +106,7 @@ def _of_deepspeed(config: Any) -> Iterator[str]:
 
 
 def of_optimizer(config: Any) -> Iterator[str]:
-    """A line for whatever an optimizer does not go with.
+    """Yield a line for whatever an optimizer does not go with.
 
     Adafactor keeps a row and a column for a matrix but a number for each element of a vector, and takes the size of its
     steps from the norm of what it is given. ZeRO joins the weights of a stage into one vector, and so do DeepSpeed's

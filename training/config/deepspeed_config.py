@@ -1,4 +1,4 @@
-"""What the pipeline and ZeRO alike take from a config: the dtype, the weight of the router loss, DeepSpeed's keys."""
+"""Make DeepSpeed's config, and check a config against device and model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "z
 
 
 def check_device(config: TrainConfig) -> None:
-    """Refuse what cannot be computed right.
+    """Refuse what this device cannot compute correctly.
 
     A CPU without instructions for fp16 computes in it all the same, slowly: enough for a test.
 
@@ -59,7 +59,7 @@ def check_device(config: TrainConfig) -> None:
 
 
 def router_loss_weight(config: TrainConfig, spec: ModelSpec) -> float:
-    """The weight of the router loss: the config's, or what transformers would take from the model's config.json.
+    """Return the config's weight of the router loss, or transformers' own.
 
     Raises:
         ConfigError: a weight for a model without such a loss.
@@ -88,7 +88,7 @@ def check_fp8(config: TrainConfig, spec: ModelSpec) -> None:
 
 
 def check_tensor(config: TrainConfig, spec: ModelSpec) -> None:
-    """Refuse a model axis for a model whose layers so many processes cannot share.
+    """Refuse a model axis that the model's layers do not allow.
 
     Raises:
         ConfigError: they cannot.
@@ -99,7 +99,7 @@ def check_tensor(config: TrainConfig, spec: ModelSpec) -> None:
 
 
 def check_shared_rows(config: TrainConfig, spec: ModelSpec) -> None:
-    """Refuse to share rows of a model whose tokens meet elsewhere than in attention, or whose heads do not suffice.
+    """Refuse shared rows that the model does not allow.
 
     Raises:
         ConfigError: it is asked for.
@@ -121,14 +121,14 @@ def check_shared_rows(config: TrainConfig, spec: ModelSpec) -> None:
 
 
 def training_dtype(config: TrainConfig) -> torch.dtype:
-    """bf16 or fp16 where the config enables it, else fp32."""
+    """Return bf16 or fp16 where the config enables it, else fp32."""
     if config.bf16.enabled:
         return torch.bfloat16
     return torch.float16 if config.fp16.enabled else torch.float32
 
 
 def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
-    """DeepSpeed's part of the config.
+    """Make DeepSpeed's part of the config.
 
     bf16 accumulates gradients in fp32 unless `data_types` says otherwise: summing a hundred micro-batches with 8 bits
     of mantissa loses the small ones. It does so parameter by parameter, as gradients arrive: DeepSpeed's other way

@@ -1,4 +1,4 @@
-"""What keys of other tools are called here, and what differs."""
+"""Map keys of other tools to Pipetune's."""
 
 from __future__ import annotations
 

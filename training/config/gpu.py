@@ -1,4 +1,4 @@
-"""Whether this process's GPU, and the torch that was installed for it, can do what a config asks for.
+"""Check that the GPU and the installed torch can run a config.
 
 Asked before anything is built: torch itself emulates bf16, or leaves TF32 alone, without a word where the GPU has none.
 Whether it has kernels for the GPU at all is asked before the ranks meet, as NCCL's first message would end with "no
@@ -20,7 +20,7 @@ OLDEST_OF_CUDA_13 = (7, 5)
 
 
 def check_gpu(config: TrainConfig) -> None:
-    """Look at the GPU, where there is one.
+    """Check the GPU, where there is one.
 
     Raises:
         ConfigError: torch was not built for it, or it does not compute in bf16, TF32 or fp8; torchao is missing.
@@ -51,7 +51,7 @@ def check_numbers(config: TrainConfig, name: str, ampere: bool, has_fp8: bool) -
 
 
 def check_wheel() -> None:
-    """See that torch was built for this process's GPU.
+    """Check that torch was built for this process's GPU.
 
     Raises:
         ConfigError: it was not.
@@ -66,7 +66,7 @@ def check_wheel() -> None:
 
 
 def has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:
-    """Whether a GPU runs what torch was built for, as `torch.cuda.get_arch_list` tells it: `sm_80`, `compute_90`.
+    """Say whether a GPU runs what torch was built for (`sm_80`, `compute_90`).
 
     Machine code runs on its own generation, from its own number on; PTX (compute) is compiled for whatever came later.
     """

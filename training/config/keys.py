@@ -1,4 +1,4 @@
-"""The keys of a run's config: each one's meaning, its default, its check.
+"""Keys of a run's config: meaning, default and check of each.
 
 `training.config.yaml_file` reads them from YAML; the resolved config is saved with the run.
 """
@@ -79,24 +79,24 @@ class TrainConfig(Section):
     """Passes over the data; `n_epochs` is the same key."""
 
     max_steps: int | None = Field(default=None, ge=1)
-    """Steps of the run, however many epochs that is; `n_epoches` does not count then."""
+    """Stop after this many optimizer steps; overrides `n_epoches`."""
 
     stream_gb: float | None = Field(default=None, gt=0)
-    """Tokenize while training, with at most so many GB of tokenized records in `cache_dir`
+    """Tokenize while training, with at most this many GB of tokenized records in `cache_dir`
     (docs/data.md#data-larger-than-the-disk); needs `max_steps`. Without the key everything is tokenized before
     training."""
 
     max_seq_len: int = Field(default=2048, ge=2, le=LONGEST)
-    """Tokens of the longest sample. Longer dialogues are cut, at the end of a turn where possible, and longer texts are
-    split; both are counted and reported. Samples left without supervised tokens are left out and counted too."""
+    """Tokens of the longest sample. Longer dialogues are cut, at the end of a turn where possible, and longer texts
+    are split; both are counted. Samples without trained-on tokens are dropped and counted too."""
 
     truncate: Truncate = "turns"
-    """How a dialogue is cut that is longer than `max_seq_len`: it loses its last turns (`turns`) or its oldest
-    (`oldest`: the last answer and the system message stay), or is refused (`refuse`)."""
+    """How a dialogue longer than `max_seq_len` is cut: drop its last turns (`turns`) or its oldest (`oldest`, which
+    keeps the last answer and the system message), or refuse it (`refuse`)."""
 
     packing: Packing = "batch"
-    """Put several samples into one row. `batch` puts the samples of each global batch into as few rows as it can, which
-    changes nothing but the time; `dataset` packs the whole shuffled epoch, and `train_batch_size` then counts rows;
+    """Pack several samples into one row. `batch` packs the samples of each global batch into as few rows as it can,
+    which changes only the time; `dataset` packs the whole shuffled epoch, and `train_batch_size` then counts rows;
     `false` gives each sample a row of its own."""
 
     pack_len: int | None = Field(default=None, ge=8, le=LONGEST)
@@ -104,39 +104,39 @@ class TrainConfig(Section):
     micro-batches, with a router loss that of the longest sample; for `dataset` `max_seq_len`."""
 
     dataloader_drop_last: bool = False
-    """Leave out the samples that do not fill an epoch's last batch; otherwise that batch is smaller."""
+    """Drop the samples that do not fill an epoch's last batch; otherwise that batch is smaller."""
 
     prompt_format: PromptFormat | None = None
     """`chat_template`, `plain`, or a Jinja file with a chat template of your own (docs/chat-templates.md). Without the
     key the tokenizer's chat template where it has one, else `plain`."""
 
     template_args: TemplateArguments = {}
-    """What the chat template gets beside the messages, such as `{enable_thinking: true}`."""
+    """Extra variables for the chat template, such as `{enable_thinking: true}`."""
 
     template_fallback: Fallback | None = None
-    """What becomes of what the chat template does not take: `rewrite` says it in another way, `refuse` refuses the
-    record. Without the key some things are rewritten and others refused (docs/chat-templates.md)."""
+    """What to do with what the chat template does not support: `rewrite` says it in another way, `refuse` refuses
+    the record. Without the key some things are rewritten and others refused (docs/chat-templates.md)."""
 
     mask: Mask = "assistant"
-    """Which tokens bear loss: all of the assistant's messages (`assistant`), those after the last question
+    """Which tokens are trained on: all of the assistant's messages (`assistant`), those after the last question
     (`last_turn`), or all tokens (`all`)."""
 
     on_bad_record: OnBadRecord = "stop"
     """`stop` refuses to start and shows up to 20 bad records; `skip` leaves them out and counts them."""
 
     cache_dir: str | None = None
-    """The folder for tokenized records; it can be removed at any time. Without the key the one that the environment
+    """The folder for tokenized records; it can be deleted at any time. Without the key the one that the environment
     variable `PIPETUNE_CACHE` names, else `~/.cache/pipetune`."""
 
     seed: int = Field(default=42, ge=0)
-    """Of the data order, of fresh weights and of dropout."""
+    """The seed of the data order, fresh weights and dropout."""
 
     optimizer: Optimizer = Optimizer()
     scheduler: Scheduler | None = None
     """The learning rate over the run; constant without the key."""
 
     gradient_clipping: float = Field(default=1.0, ge=0)
-    """The largest norm of the whole gradient, over all stages; 0 turns clipping off."""
+    """The largest norm of the gradient of all stages; 0 turns clipping off."""
 
     aux_max_z_loss: ZLoss = ZLoss()
     aux_router_loss: RouterLoss = RouterLoss()
@@ -146,7 +146,7 @@ class TrainConfig(Section):
     fp8: FP8 = FP8()
     zero_optimization: Zero = Zero()
     zero_allow_untested_optimizer: bool = True
-    """DeepSpeed's consent to optimizers that it did not test with ZeRO; given for all that Pipetune offers."""
+    """DeepSpeed's consent to optimizers that it did not test with ZeRO; given for all of Pipetune's."""
 
     zero_force_ds_cpu_optimizer: bool = True
     """With `offload_optimizer`: DeepSpeed's own CPU AdamW or Lion, compiled at first use (about a minute); `false`
@@ -158,65 +158,65 @@ class TrainConfig(Section):
     data_types: DataTypes | None = None
 
     gradient_accumulation_steps: int | None = None
-    """Computed; where it is given it must agree with the batch sizes."""
+    """Computed; if given, it must agree with the batch sizes."""
 
     resume: Place = "auto"
-    """`auto` goes on from the newest whole checkpoint in `save_path`, if there is one; a folder goes on from that
-    checkpoint; `none` starts anew, in a `save_path` without checkpoints. What of the config may have changed meanwhile:
+    """`auto` resumes from the newest whole checkpoint in `save_path`, if there is one; a folder resumes from that
+    checkpoint; `none` starts anew, in a `save_path` without checkpoints. What may change between two starts:
     docs/resuming.md."""
 
     save_interval: int | None = Field(default=None, ge=1)
-    """Save a checkpoint every so many steps; there is always one at the end."""
+    """Save a checkpoint every N steps, and always one at the end."""
 
     save_minutes: float | None = Field(default=None, gt=0)
-    """Save a checkpoint whenever so many minutes have passed."""
+    """Save a checkpoint every N minutes."""
 
     save_async: bool = False
-    """Write checkpoints in the background: a save takes as long as a copy to host memory does, which needs room there
-    for what a process saves (docs/cluster.md#starting-and-saving-with-many-processes). The next save, an evaluation and
-    the end of the run wait for it."""
+    """Write checkpoints in the background: a save takes as long as a copy to host memory, which needs room there
+    for what a process saves (docs/cluster.md#starting-and-saving-with-many-processes). The next save, an evaluation
+    and the end of the run wait for it."""
 
     storage: Literal["shared", "local"] = "shared"
     """`shared`: all machines see the same `save_path`; `local`: each has its own disk there
     (docs/resuming.md#each-machine-its-own-disk)."""
 
     keep_last: int = Field(default=2, ge=1)
-    """How many checkpoints stay; the best one by evaluation stays besides."""
+    """How many checkpoints to keep, besides the best one by evaluation."""
 
     on_save_error: Literal["continue", "stop"] = "continue"
-    """What a run does when a checkpoint cannot be written, such as on a full disk: `continue` with a warning, or
-    `stop`. The ones before it stay whole."""
+    """What to do when a checkpoint cannot be written, such as on a full disk: `continue` with a warning, or `stop`.
+    Earlier checkpoints stay whole."""
 
     timeout_minutes: float = Field(default=30, gt=0, le=YEAR)
-    """End the run when nothing moved for so long, and name the rank that holds the others up; a step, an evaluation's
-    batch and a save must take less, the export at the end need not."""
+    """End the run when nothing has moved for this long, and name the rank that blocks the others; a step, an
+    evaluation's batch and a save must take less, the export at the end need not."""
 
     max_restarts: int = Field(default=0, ge=0)
-    """Start the run so many times again after a fault, from the newest checkpoint, also on fewer machines
+    """Restart the run up to N times after a fault, from the newest checkpoint, also on fewer machines
     (docs/cluster.md#when-a-host-is-lost); needs `save_interval` or `save_minutes`, and `python train_ds.py` as the
     launcher."""
 
     max_bad_steps: int = Field(default=3, ge=1)
-    """End the run after so many steps in a row whose loss or gradient is NaN or infinite, and name the records that
-    make it so; such a step changes no weight."""
+    """End the run after N steps in a row whose loss or gradient is NaN or infinite, and name the records that cause
+    it; such a step changes no weight."""
 
     preemption_signals: list[Literal["SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGXCPU", "SIGPWR"]] = ["SIGUSR1"]
-    """Signals by which a cluster says that it takes the machines away: the run saves after the step under way and ends,
-    and a job of Slurm is requeued. SIGUSR1, SIGUSR2, SIGHUP, SIGQUIT, SIGXCPU, SIGPWR."""
+    """Signals that announce a preemption: the run saves after the current step and ends, and a job of Slurm is
+    requeued. SIGUSR1, SIGUSR2, SIGHUP, SIGQUIT, SIGXCPU, SIGPWR."""
 
     ports: Ports = Ports()
     export_hf: bool = False
     """Write the trained model as a HuggingFace folder at the end, to `save_path/hf`, with a model card."""
 
     eval_data_path: DataPath = []
-    """Records to measure the loss on, as in `data_path`; no evaluation without this key and `eval_share`."""
+    """Records to evaluate on, as in `data_path`; no evaluation without this key and `eval_share`."""
 
     eval_share: float = Field(default=0.0, ge=0, lt=1)
-    """Or the share of the samples of `data_path` that is measured on instead of trained on, drawn by the seed; equal
+    """Or the share of the samples of `data_path` to evaluate on instead of training on it, drawn by the seed; equal
     samples stay on one side."""
 
     eval_interval: int | None = Field(default=None, ge=1)
-    """Evaluate every so many steps, and after the last one; needs `eval_data_path` or `eval_share`. Without the key at
+    """Evaluate every N steps, and after the last one; needs `eval_data_path` or `eval_share`. Without the key at
     the end of each epoch, and of a streamed run."""
 
     eval_at_start: bool = False
@@ -227,45 +227,45 @@ class TrainConfig(Section):
 
     model_topo: ModelTopo = ModelTopo()
     rebalance: bool = False
-    """With `parts: auto`: where the first steps show that other parts would make a step at least 3 % faster, and they
-    fit, all processes start anew in them after the next checkpoint (docs/parallelism.md#plan-before-you-train); needs
+    """With `parts: auto`: restart all processes in better parts after the next checkpoint, where the first steps
+    show that they fit and make a step at least 3 % faster (docs/parallelism.md#plan-before-you-train); needs
     `save_interval` or `save_minutes`."""
 
     schedule: Schedule = "1f1b"
-    """In which order a stage works: `1f1b`, one forward, one backward; or `dualpipev`, which gives each stage two
+    """The order of a stage's work: `1f1b`, one forward, one backward; or `dualpipev`, which gives each stage two
     chunks of the layers, so that stages wait less where a step has few micro-batches
     (docs/parallelism.md#dims-and-parts)."""
 
     use_grad_ckpt: Annotated[bool | Literal["auto"] | EveryNth, expected("true, false, auto or {every: n}")] = False
-    """Recompute activations in the backward pass: less memory for about a third more arithmetic. `true`: of all blocks;
-    `{every: 2}`: of every second one; `auto`: of as many as the GPU's memory asks for, by the planner's account (on a
-    CPU none), and the log says how many of each stage."""
+    """Recompute activations in the backward pass: less memory for about a third more arithmetic. `true`: in all
+    blocks; `{every: 2}`: in every second one; `auto`: in as many as the planner finds the GPU's memory to need (on
+    a CPU none); the log shows how many in each stage."""
 
     offload_activations: bool = False
-    """What is kept for the backward pass waits in the host's memory: with `use_grad_ckpt` the inputs of blocks, else
-    their activations. They come back one block ahead. It saves memory on a GPU only."""
+    """Keep what the backward pass needs in host memory: with `use_grad_ckpt` the inputs of blocks, else their
+    activations. They come back one block ahead. It saves memory on a GPU only."""
 
     use_flash_attn: Automatic = "auto"
-    """Which attention kernel. `auto` runs each exact one of the GPU on one block and rows like the run's, which takes a
-    second or two, takes the fastest, says the times in the log and keeps the choice in `kernels.json` beside the run.
-    `true`: flash attention without a trial: the flash-attn package where it is installed, else torch's own kernel for
-    packed rows (torch 2.11 and newer), or its flex attention where a family has biases or caps. `false`: the family's
-    usual kernel, which every device has; so do CPUs, fp32 runs and GPUs before Ampere (V100, T4), and the log says why.
-    """
+    """The attention kernel. `auto` times each exact one of the GPU on one block and rows like the run's, which
+    takes a second or two, takes the fastest, logs the times and keeps the choice in `kernels.json` beside the run.
+    `true`: flash attention without a trial: the flash-attn package where it is installed, else torch's own kernel
+    for packed rows (torch 2.11 and newer), or its flex attention where a family has biases or caps. `false`: the
+    family's usual kernel, which every device has; CPUs, fp32 runs and GPUs before Ampere (V100, T4) use it anyway,
+    and the log says why."""
 
     compile: Automatic = "auto"
     """Compile the blocks with torch.compile: once, for rows of all lengths. The first steps take up to some minutes
-    more. `auto` does on GPUs from Ampere on where a block that is tried at the start compiles, but with experts or ZeRO
-    stage 3; `true` does on any device, and ZeRO stage 3 refuses it."""
+    more. `auto` compiles on GPUs from Ampere on where a trial block compiles, but not with experts or ZeRO stage 3;
+    `true` compiles on any device, and ZeRO stage 3 refuses it."""
 
     deterministic: bool = False
-    """Only kernels whose sums have the same order each time. Without it no two runs on GPUs are equal to the last bit;
-    with it a resumed run is. It makes attention's backward pass slower, and an operation that has no such kernel is
+    """Use only kernels that sum in the same order each time. Without it no two runs on GPUs are equal to the last
+    bit; with it a resumed run is. Attention's backward pass gets slower, and an operation without such a kernel is
     refused by its name. Runs on CPUs are always equal."""
 
     tf32: bool = False
-    """Take the products of an fp32 run to tensor cores (GPUs from Ampere on), with 10 bits of each factor; the log of
-    an fp32 run says how much faster they are. Angles of positions stay exact."""
+    """Compute the products of an fp32 run on tensor cores (GPUs from Ampere on), with 10 bits of each factor; the
+    log of an fp32 run says how much faster they are. Angles of positions stay exact."""
 
     profile_steps: Annotated[
         tuple[PositiveInt, PositiveInt] | None,
@@ -275,8 +275,7 @@ class TrainConfig(Section):
     """`[a, b]`: draw a timeline of steps a to b, counted from 1 (docs/memory-and-speed.md#see-where-the-time-goes)."""
 
     steps_per_print: int = Field(default=1, ge=1)
-    """A line of metrics every so many steps, where no progress bar can be shown because the output is not a terminal.
-    """
+    """Print a line of metrics every N steps, where the output is not a terminal and so has no progress bar."""
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
@@ -286,36 +285,36 @@ class TrainConfig(Section):
 
     @property
     def v_schedule(self) -> bool:
-        """Whether each stage holds two chunks of the layers. With one stage there is nothing to wait for."""
+        """Say whether each stage holds two chunks of the layers."""
         return self.schedule == "dualpipev" and self.model_topo.stages > 1
 
     def compiles(self, ampere: bool, experts: bool) -> bool:
-        """Whether blocks, with experts or without, are compiled on a GPU from Ampere on, or elsewhere."""
+        """Say whether blocks are compiled on such a device."""
         return self.compile if self.compile != "auto" else ampere and self.compile_obstacle(experts) is None
 
     def compile_obstacle(self, experts: bool) -> str | None:
-        """Why `compile: auto` leaves blocks as they are on any GPU, if it does."""
+        """Say why `compile: auto` compiles no blocks on any GPU, if so."""
         if experts:
             return "how many tokens an expert gets changes with every micro-batch"
         return "ZeRO stage 3 gathers weights inside of them" if self.zero_optimization.stage == 3 else None
 
     def has_flash(self, ampere: bool) -> bool:
-        """Whether attention holds no scores, on a GPU from Ampere on or elsewhere."""
+        """Say whether attention keeps no scores on such a device."""
         return bool(self.use_flash_attn) and ampere and (self.bf16.enabled or self.fp16.enabled)
 
     @property
     def chunks(self) -> int:
-        """Into how many the layers are divided."""
+        """Count the chunks that the layers are divided into."""
         return self.model_topo.stages * (2 if self.v_schedule else 1)
 
     @property
     def least_micro_batches(self) -> int:
-        """How many micro-batches a step needs for each replica; 0 where the schedule does not ask."""
+        """Count the micro-batches that the schedule needs; 0 where any will do."""
         return self.chunks if self.v_schedule else 0
 
     @property
     def sums_while_computing(self) -> bool:
-        """Whether the replicas in a pipeline sum their gradients while they compute (`training.engine.replica_sums`).
+        """Say whether replicas sum gradients during the backward pass.
 
         Not with an offloaded optimizer, nor with keys that say how DeepSpeed is to do it.
         """
@@ -324,7 +323,7 @@ class TrainConfig(Section):
         return self.model_topo.replicas > 1 and zero.stage == 1 and not deepspeeds
 
     def check_door(self, in_stages: bool) -> None:
-        """Refuse what only the other of the two training doors can do, and a run without a learning rate of its own.
+        """Refuse what only the other entry point can do, and a missing `lr`.
 
         Raises:
             ConfigError: no `lr`; in a pipeline a stage of ZeRO that shards what it needs whole; without one several
@@ -349,14 +348,14 @@ class TrainConfig(Section):
             )
 
     def recomputed(self, n_blocks: int) -> frozenset[int]:
-        """The layers of the blocks 1 .. `n_blocks` that recompute; with `auto` all that may have to."""
+        """List the blocks that recompute; with `auto` all that may have to."""
         if not self.use_grad_ckpt:
             return frozenset()
         step = self.use_grad_ckpt.every if isinstance(self.use_grad_ckpt, EveryNth) else 1
         return frozenset(range(step, n_blocks + 1, step))
 
     def parts_for(self, n_layers: int) -> list[int] | None:
-        """Layers per stage, or per chunk, for a model of `n_layers`, checked; None where `training.plan.auto` chooses.
+        """Return the layers per chunk, checked; None where `auto` chooses.
 
         Raises:
             ConfigError: `parts` does not sum to `n_layers`, or there are more stages than layers.
@@ -384,10 +383,10 @@ class TrainConfig(Section):
         return Topology(stages=topo.stages, replicas=topo.replicas, zero_stage=zero, parts=parts, **wide)
 
     def with_parts(self, parts: list[int]) -> TrainConfig:
-        """The same config with these layers per stage, which stay; with an empty list `parts: auto`."""
+        """Copy the config with these layers per stage; `[]` is `parts: auto`."""
         topo = self.model_topo.model_copy(update={"parts": parts or None})
         return self.model_copy(update={"model_topo": topo, "rebalance": False})
 
     def dump(self) -> dict[str, Any]:
-        """The resolved config as plain values, ready for YAML."""
+        """Return the resolved config as plain values, ready for YAML."""
         return self.model_dump(mode="json", exclude_none=True)

@@ -1,4 +1,4 @@
-"""`model_topo`: the grid of processes, and which of them hold a stage, a replica, or a part of a layer or of a row."""
+"""Lay the processes out in a grid: `model_topo`."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ class ModelTopo(Section):
 
     @property
     def row_replicas(self) -> int:
-        """Replicas with rows of their own: those that share rows count as one."""
+        """Count the replicas; those that share rows are one."""
         return self.replicas // self.sequence
 
     @property
     def tensor(self) -> int:
-        """How many processes share each layer."""
+        """Count the processes that share each layer."""
         return self._sizes.get("model", 1)
 
     @property
@@ -88,12 +88,12 @@ class ModelTopo(Section):
         return prod(self.process_topology.dims)
 
     def stage_of(self, rank: int) -> int:
-        """The stage that a process runs; the first of the axes changes slowest."""
+        """Return the stage of a process; the first axis changes slowest."""
         grid = self.process_topology
         return int(numpy.unravel_index(rank, grid.dims)[grid.axes.index("pipe")])
 
     def along(self, axis: Axis) -> NDArray[Any]:
-        """The ranks of the groups along an axis, [groups, size]; each alone where there is no such axis."""
+        """Return the groups of ranks along an axis, [groups, size]."""
         grid = self.process_topology
         ranks = numpy.arange(self.processes).reshape(grid.dims)
         if axis not in grid.axes:
@@ -101,15 +101,15 @@ class ModelTopo(Section):
         return numpy.moveaxis(ranks, grid.axes.index(axis), -1).reshape(-1, self._sizes[axis])
 
     def sharing(self, what: Literal["rows", "layers"]) -> NDArray[Any]:
-        """The ranks of the groups that share rows, or layers, [groups, size]."""
+        """Return the groups of ranks that share rows or layers, [groups, size]."""
         return self.along("model") if what == "layers" else self.along("data").reshape(-1, self.sequence)
 
     def first_peer(self, rank: int) -> int:
-        """The first of the processes that share the layers of one."""
+        """Return the first of the ranks that share this rank's layers."""
         return next(row[0] for row in self.sharing("layers").tolist() if rank in row)
 
     def spread(self, stages: int, replicas: int, tensor: int | None = None) -> ModelTopo:
-        """The same over other processes, with `parts: auto`.
+        """Spread the same over other processes, with `parts: auto`.
 
         Args:
             tensor: how many share each layer, on a grid with that axis; None for as many as do.
@@ -119,7 +119,7 @@ class ModelTopo(Section):
         return self.model_copy(update={"parts": None, "process_topology": grid})
 
     def turned(self) -> ModelTopo:
-        """The same grid with the axes of stages and replicas, and `dims` with them, in the other order."""
+        """Swap the axes of stages and replicas, and `dims` with them."""
         grid, sizes = self.process_topology, self._sizes
         other: dict[Axis, Axis] = {"pipe": "data", "data": "pipe"}
         axes = [other.get(axis, axis) for axis in grid.axes]

@@ -1,4 +1,4 @@
-"""DeepSpeed's own keys: which are refused, which have no effect in a run, and which a plan does not count."""
+"""Sort DeepSpeed's own keys: refused, without effect, or not planned."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UNPLANNED = BELOW_3 - {"reduce_bucket_size"} | BF16_ALONE | {"fp16_master_weight
 
 
 def unheeded(config: Any, in_stages: bool = True, plan: bool = False) -> list[str]:
-    """Name in a line the keys of a `TrainConfig` that nothing reads; in another one those that a plan leaves out."""
+    """Name keys without effect in one line, and unplanned ones in another."""
     zero = config.zero_optimization
     given = {"zero_optimization": zero.model_extra or {}, "bf16": config.bf16.model_fields_set}
     given |= {"fp16": config.fp16.model_fields_set}

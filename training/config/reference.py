@@ -1,4 +1,6 @@
-"""The keys of a config as Markdown: `python -m training.config.reference --write` puts them into docs/configuration.md.
+"""Write the keys of a config as Markdown into docs/configuration.md.
+
+`python -m training.config.reference --write` does; without `--write` it prints them.
 
 Names, defaults and order are those of the fields, the text is each field's docstring. A mention of another page, such
 as docs/data.md#records, becomes a link. The Chinese page gets its texts from docs/configuration_CN.yml, which says of
@@ -45,7 +47,7 @@ Said = Callable[[str, str], str]  # a key and its docstring, or "" and a word of
 
 
 def written(page: Path = PAGE) -> str:
-    """The generated part of a page. ValueError where the Chinese one lacks the translation of a key's docstring."""
+    """Make the generated part of a page; ValueError without a translation."""
     said: Said = _english
     if page == CHINESE:
         said = partial(translated, yaml.safe_load(page.with_suffix(".yml").read_text(encoding="utf-8")))
@@ -61,7 +63,7 @@ def written(page: Path = PAGE) -> str:
 
 
 def translated(texts: dict[str, dict[str, Any]], name: str, english: str) -> str:
-    """What docs/configuration_CN.yml says for a key's docstring. ValueError where it has none or that of another."""
+    """Look up the Chinese text of a docstring; ValueError where it is outdated."""
     if not name:
         if english not in texts["words"]:
             raise ValueError(f"words: expected a translation of {english!r} in docs/configuration_CN.yml, found none")
@@ -80,7 +82,7 @@ def _english(name: str, english: str) -> str:
 
 
 def _keys(name: str, field: FieldInfo) -> Iterator[tuple[str, FieldInfo]]:
-    """A key that has a text, and the keys of the section that it may be."""
+    """Yield a key that has a text, and the keys of its section."""
     sections = [each for each in sections_in(field.annotation) if each not in VALUES]
     if field.description or not sections:
         yield name, field

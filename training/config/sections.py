@@ -1,4 +1,4 @@
-"""The sections of a run's config: optimizer, schedule, precision, ZeRO, losses, what is told of a run."""
+"""Sections of a config: optimizer, schedule, precision, ZeRO, losses."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ class Section(BaseModel):
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """A type and those that it is made of."""
+    """Yield a type and those that it is made of."""
     yield annotation
     for part in get_args(annotation):
         yield from _kinds(part)
 
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that a field's type names."""
+    """List the sections that a field's type names."""
     return [kind for kind in _kinds(annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)]
 
 
@@ -83,14 +83,14 @@ def expected(words: str) -> WrapValidator:
 
 
 def reworded(message: str) -> str:
-    """Turn pydantic's `Input should be a valid integer, unable to ...` into `expected an integer`."""
+    """Turn pydantic's `Input should be a valid X, ...` into `expected a X`."""
     what = re.sub(AROUND, "", message)
     found = re.fullmatch("a valid (.*)", what)
     return f"expected {WORDS.get(found[1], f'a {found[1]}') if found else what}"
 
 
 def suggest(name: object, known: Iterable[str], section: str = "") -> str:
-    """End the complaint about an unknown key: with the one that was meant, or with those that there are."""
+    """Suggest the key that was meant, or list those that there are."""
     known, prefix = list(known), f"{section}." if section else ""
     key, advice, _ = FOREIGN.get(str(name).lower().replace("-", "_"), (None, "", []))
     if key == "" and not section:
@@ -332,7 +332,7 @@ class Zero(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _take_up(cls, value: Any) -> Any:
-        """Read older DeepSpeed's `cpu_offload: true` as `offload_optimizer: {device: cpu}`."""
+        """Read `cpu_offload: true` as `offload_optimizer: {device: cpu}`."""
         if not isinstance(value, dict) or not isinstance(value.get("cpu_offload"), bool):
             return value
         rest = {key: each for key, each in value.items() if key != "cpu_offload"}
@@ -390,12 +390,6 @@ class Ports(Section):
 
     failure_detector: Port | None = None
     """On rank 0's host: where they notice that one is lost. Without the key any free one."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Ports:
-        if self.meeting and self.meeting == self.failure_detector:
-            raise ValueError(f"failure_detector: {self.meeting} is that of meeting; expected another one")
-        return self
 
 
 class EveryNth(Section):

@@ -1,1 +1,1 @@
-"""Talking to a model: what stands behind demo.py."""
+"""Talk to a model: the package behind demo.py."""

@@ -1,4 +1,4 @@
-"""The prompts of a file, several at once, with their answers in another file.
+"""Answer the prompts of a file, several at once, into another file.
 
 A line in is an object with a `prompt` and maybe an `input` as in records of instruct, or with `messages` and maybe
 `tools` as in records of type chat; whatever else it holds is kept. A line out is the same with its `answer`. Lines come
@@ -27,8 +27,7 @@ from data.errors import DataError
 from data.records.chat import Chat
 from data.records.record import explain, json_type
 from models.generation.generate import Request, generate_many
-from training.demo.answer import Answer
-from training.demo.speaker import Speaker, Wishes
+from training.demo.speaker import Answer, Speaker, Wishes
 
 ANSWER = "answer"
 MOST_SEEDS = 2**63
@@ -64,46 +63,57 @@ def answer_all(
     Raises:
         DataError: a line is wrong or too long for the model, or `target` answers other prompts.
     """
-    lines = _lines(source)
+    lines, seed = _lines(source), wishes.sampling.seed
+
+    def request(place: int, number: int, line: JSON) -> Request:
+        try:
+            said, tools = _said(line, opening, raw)
+            prompt = speaker.encode_beginning(said[0].text) if raw else speaker.encode(said, tools)
+            return speaker.request(prompt, wishes, None if seed is None else (seed + place) % MOST_SEEDS)
+        except DataError as error:
+            raise DataError(f"{source}: line {number}: {error}") from None
+
     with _writing(target) as file:
         kept = _answered(file, target, source, [line for _, line in lines])
         if kept:
             tell(f"{target}: {kept} of {len(lines)} answers are there already and stay as they are")
-        left = range(kept, len(lines))
-        asked = [_request(speaker, wishes, source, place, *lines[place], opening, raw) for place in left]
+        asked = [request(place, *lines[place]) for place in range(kept, len(lines))]
         for (_, line), answer in zip(lines[kept:], _in_order(speaker, wishes, asked, rows, raw), strict=True):
             file.write(json.dumps(line | {ANSWER: answer}, ensure_ascii=False).encode() + b"\n")
             file.flush()
     tell(f"{target}: {len(lines)} answers")
 
 
-def _request(
-    speaker: Speaker,
-    wishes: Wishes,
-    source: Path,
-    place: int,
-    number: int,
-    line: JSON,
-    opening: Sequence[Said],
-    raw: bool,
-) -> Request:
-    """What is asked for the prompt at `place`, which line `number` holds."""
-    seed = wishes.sampling.seed
+def _said(line: JSON, opening: Sequence[Said], raw: bool) -> tuple[list[Said], list[JSON] | None]:
+    """Read the messages and tools of a line.
+
+    Raises:
+        DataError: a field is wrong.
+    """
+    if ANSWER in line:
+        raise DataError(f"field {ANSWER}: expected it absent, as the answer is written there")
+    if ("prompt" in line) == ("messages" in line):
+        raise DataError("expected either prompt or messages")
+    messages = line["messages"] if "messages" in line else [{"role": "user", "content": line["prompt"]}]
     try:
-        dialogue = _dialogue(line)
-        said = said_in(dialogue)
-        if raw:
-            prompt = speaker.encode_beginning(_alone(line, said[0].text))
-        else:
-            said[-1] = said[-1]._replace(input=_input(line))
-            prompt = speaker.encode(_opened(said, opening), dialogue.tools)
-        return speaker.request(prompt, wishes, None if seed is None else (seed + place) % MOST_SEEDS)
-    except DataError as error:
-        raise DataError(f"{source}: line {number}: {error}") from None
+        dialogue = Dialogue.model_validate({"messages": messages, "tools": line.get("tools")})
+    except ValidationError as error:
+        raise DataError(explain(error).replace("messages[0].content", "prompt")) from None
+    beside = next((name for name in ("messages", "tools", "input") if line.get(name) is not None), None)
+    if raw and beside:
+        raise DataError(f"field {beside}: expected a prompt alone, as --raw goes on with its text")
+    about, said = line.get("input"), said_in(dialogue)
+    if about is not None and "prompt" not in line:
+        raise DataError("field input: expected it beside a prompt")
+    if about is not None and not isinstance(about, str):
+        raise DataError(f"field input: expected a string, found {json_type(about)}")
+    if {each.role for each in said} & {each.role for each in opening}:
+        raise DataError("field messages: has a system message; expected none beside --system")
+    return [*opening, *said[:-1], said[-1]._replace(input=about or "")], dialogue.tools
 
 
 def _in_order(speaker: Speaker, wishes: Wishes, asked: list[Request], rows: int | None, raw: bool) -> Iterator[str]:
-    """The answers in the order of the requests, as soon as they are there."""
+    """Yield the answers in the order of the requests."""
     answers = {request: Answer(speaker.tokenizer, wishes.stop, goes_on=raw) for request in asked}
     following = 0
     for request, token in generate_many(speaker.model, asked, rows):
@@ -116,7 +126,7 @@ def _in_order(speaker: Speaker, wishes: Wishes, asked: list[Request], rows: int 
 
 
 def _lines(source: Path) -> list[tuple[int, JSON]]:
-    """The objects of a file of lines, with their numbers."""
+    """Read the objects of a file of lines, with their numbers."""
     found = []
     try:
         content = source.read_bytes().removeprefix(codecs.BOM_UTF8)
@@ -133,7 +143,6 @@ def _lines(source: Path) -> list[tuple[int, JSON]]:
 def _object(line: bytes, where: str) -> JSON:
     try:
         value: Any = from_json(line, allow_inf_nan=False)
-        json.dumps(value, allow_nan=False)  # 1e400 is read as what JSON cannot write
     except ValueError as error:
         raise DataError(f"{where}: no JSON: {error}") from None
     if not isinstance(value, dict):
@@ -141,44 +150,9 @@ def _object(line: bytes, where: str) -> JSON:
     return value
 
 
-def _dialogue(line: JSON) -> Dialogue:
-    if ANSWER in line:
-        raise DataError(f"field {ANSWER}: expected it absent, as the answer is written there")
-    if ("prompt" in line) == ("messages" in line):
-        raise DataError("expected either prompt or messages")
-    messages = line["messages"] if "messages" in line else [{"role": "user", "content": line["prompt"]}]
-    try:
-        return Dialogue.model_validate({"messages": messages, "tools": line.get("tools")})
-    except ValidationError as error:
-        raise DataError(explain(error).replace("messages[0].content", "prompt")) from None
-
-
-def _input(line: JSON) -> str:
-    """What a prompt is about; nothing where the line does not say."""
-    found = line.get("input")
-    if found is not None and "prompt" not in line:
-        raise DataError("field input: expected it beside a prompt")
-    if found is not None and not isinstance(found, str):
-        raise DataError(f"field input: expected a string, found {json_type(found)}")
-    return found or ""
-
-
-def _alone(line: JSON, text: str) -> str:
-    """The text of a line that holds no more than that."""
-    if beside := next((name for name in ("messages", "tools", "input") if line.get(name) is not None), None):
-        raise DataError(f"field {beside}: expected a prompt alone, as --raw goes on with its text")
-    return text
-
-
-def _opened(said: Sequence[Said], opening: Sequence[Said]) -> Sequence[Said]:
-    if {each.role for each in said} & {each.role for each in opening}:
-        raise DataError("field messages: has a system message; expected none beside --system")
-    return [*opening, *said]
-
-
 @contextmanager
 def _writing(target: Path) -> Iterator[BinaryIO]:
-    """The file, for this process alone."""
+    """Open the file for this process alone."""
     try:
         with target.open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -190,7 +164,7 @@ def _writing(target: Path) -> Iterator[BinaryIO]:
 
 
 def _answered(file: BinaryIO, target: Path, source: Path, lines: list[JSON]) -> int:
-    """How many prompts have their answers; the beginning of another one is cut off."""
+    """Count the whole answers; cut off the beginning of another one."""
     file.seek(0)
     written = file.read()
     whole = written[: written.rfind(b"\n") + 1]

@@ -1,4 +1,4 @@
-"""Generation in stages: each process of the launcher holds some neighbouring layers, and their keys and values.
+"""Generate in stages: each process holds some neighbouring layers.
 
 Rank 0 holds the last layers with the head: it reads, chooses tokens and writes as a single process does. It tells all
 others of each pass in a line of JSON, by gloo; hidden states go from rank to rank down to it, by NCCL where there are
@@ -65,7 +65,7 @@ class Pipeline(Passes):
             self.inputs(self._given.popleft())
 
     def inputs(self, work: Pass) -> Tensor:
-        """Token ids on the first stage, hidden states of the stage before on the others."""
+        """Take token ids, or hidden states of the stage before."""
         self._wait()
         if self._rank == self._last_rank:
             return super().inputs(work)
@@ -76,12 +76,12 @@ class Pipeline(Passes):
 
     @torch.inference_mode()
     def follow(self) -> None:
-        """Compute what rank 0 tells, until it says that this is all."""
+        """Compute what rank 0 sends, until it ends."""
         while (work := self._hear()) is not None:
             self.hand_on(self.compute(work).contiguous())
 
     def hand_on(self, hidden: Tensor) -> None:
-        """Let the next stage have what this one has computed."""
+        """Send the output to the next stage."""
         wait(self._handed_on)
         self._handed_on = distributed.isend(hidden, self._rank - 1)
 
@@ -98,7 +98,7 @@ class Pipeline(Passes):
         self._sent.append([distributed.isend(part, rank, self._told) for rank in ranks for part in parts])
 
     def _wait(self) -> None:
-        """Until all have heard what was told first; what nobody waits for may never arrive."""
+        """Wait until the first message has been received by all."""
         for each in self._sent.popleft() if self._sent else ():
             wait(each)
 
@@ -122,19 +122,19 @@ class Together(Pipeline):
             self.hand_on(self.compute(self._given.popleft()))
 
     def inputs(self, work: Pass) -> Tensor:
-        """Token ids."""
+        """Take token ids."""
         self._wait()
         return Passes.inputs(self, work)
 
     def hand_on(self, hidden: Tensor) -> None:
-        """All have it; of the head each has some words."""
+        """Gather the logits; each rank has those of some words."""
         self.logits(hidden)
 
 
 def in_processes(
     arguments: Namespace, dtype: torch.dtype | None, place: Place, answer: Callable[[Pipeline], None]
 ) -> None:
-    """Be one of the processes that hold a model together.
+    """Run one of the processes that hold a model together.
 
     Args:
         arguments: the words after demo.py.
@@ -167,7 +167,7 @@ def in_processes(
 
 
 def obey_signals(place: Place) -> None:
-    """End at Ctrl-C, which all processes get; at SIGTERM a little later, as it may come of a failure yet to be told."""
+    """End at Ctrl-C; at SIGTERM later, as another failure may cause it."""
 
     def leave_at_once(*_: object) -> None:
         if place.rank == 0:
@@ -180,12 +180,12 @@ def obey_signals(place: Place) -> None:
 
 
 def stage_of(place: Place) -> int:
-    """The stage that a process holds."""
+    """Return the stage that a process holds."""
     return place.world_size - 1 - place.rank
 
 
 def load_stage(folder: str | Path, dtype: torch.dtype | None, place: Place) -> CausalLM:
-    """The layers of this process's stage, from a folder as `load_model` takes it.
+    """Load the layers of this process's stage.
 
     Raises:
         CheckpointError: see `load_model`.
@@ -196,9 +196,9 @@ def load_stage(folder: str | Path, dtype: torch.dtype | None, place: Place) -> C
 
 
 def divide(spec: ModelSpec, stages: int) -> list[int]:
-    """How many layers each stage gets, so that the largest takes as little memory as it can, and as little time.
+    """Divide the layers so that the largest stage is as small as possible.
 
-    A pass takes about as long as it takes to read the weights.
+    A pass takes about as long as reading the weights does.
 
     Raises:
         ConfigError: there are fewer layers than stages.

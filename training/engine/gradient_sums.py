@@ -10,7 +10,7 @@ adds to the sum: nothing is rounded to 16 bits, which is nearer to the true sum,
 arithmetic. Only GPUs have such a product.
 
 A GPU's kernel converts what it reads. A CPU's makes a copy, so there a gradient is added in slices whose copies stay in
-the cache; it takes a third of the time (`python -m benchmarks.throughput --only gradient_sum`).
+the cache; it takes a third of the time.
 """
 
 from __future__ import annotations

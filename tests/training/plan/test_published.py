@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.roofline import DEVICES, PUBLISHED, Published, llama_7b, what_layers_take, where_a_step_goes
+from benchmarks.roofline import PUBLISHED, Published, llama_7b
 
 WITHIN = 0.25
 EAGER, FLASH = ([run for run in PUBLISHED if run.devices == "A100-40G" and bool(run.attention) == on] for on in (1, 0))
@@ -32,12 +32,3 @@ def test_a_compiled_llama_reaches_what_can_be_reached(device: str) -> None:
     assert plan.mfu is not None and eager.mfu is not None
     assert 0.5 < plan.mfu < plan.basis.device.products
     assert eager.mfu < plan.mfu
-
-
-def test_the_layers_that_are_told_add_up_to_a_micro_batch() -> None:
-    embedding, block, head = ([float(ms) for ms in row[-len(DEVICES) :]] for row in what_layers_take()[1:])
-    by_kind = {row[0]: [float(ms) for ms in row[-len(DEVICES) :]] for row in where_a_step_goes()[1:6]}
-    assert list(by_kind) == ["products", "attention", "traffic", "sums", "loss"]
-    for number in range(len(DEVICES)):
-        layers = embedding[number] + 32 * block[number] + head[number]
-        assert layers == pytest.approx(sum(times[number] for times in by_kind.values()), rel=1e-3)
