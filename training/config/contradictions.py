@@ -8,6 +8,7 @@ from typing import Any
 from training.config.passed_on import LEFT_OUT, NOT_PASSED_ON
 from training.config.sections import suggest
 
+LARGEST = 10**12  # of a number of steps, samples and the like
 ADAM = "lr betas eps weight_decay amsgrad maximize foreach capturable differentiable fused".split()
 # What each optimizer takes, as their signatures say: here, as their packages take seconds to import.
 PARAMETERS = {
@@ -29,6 +30,9 @@ def contradictions(config: Any) -> Iterator[str]:
     Args:
         config: a `TrainConfig`, whose module calls this one.
     """
+    for name, value in config:
+        if type(value) is int and value > LARGEST:
+            yield f"{name}: expected at most {LARGEST:,}, found {value}"
     yield from _of_zero(config.zero_optimization)
     yield from _of_precision(config)
     yield from of_optimizer(config)

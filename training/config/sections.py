@@ -391,6 +391,12 @@ class Ports(Section):
     failure_detector: Port | None = None
     """On rank 0's host: where they notice that one is lost. Without the key any free one."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Ports:
+        if self.meeting and self.meeting == self.failure_detector:
+            raise ValueError(f"failure_detector: {self.meeting} is that of meeting; expected another one")
+        return self
+
 
 class EveryNth(Section):
     """`use_grad_ckpt: {every: n}`: every n-th block recomputes."""

@@ -1,4 +1,4 @@
-"""Read a run's YAML file and overrides, or say in one line what is wrong.
+"""Reading the YAML file of a run: overrides from the command line, and one line for whatever is wrong.
 
 A key that `training.config.keys` does not have is refused with the nearest name. `key.sub=value` words on the command
 line override the file.
@@ -6,25 +6,29 @@ line override the file.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
-from common.terminal import reason_of
+from common.terminal import is_safe_line, reason_of
 from data.paths import read_small
 from training.config.keys import ALIASES, TrainConfig
 from training.config.passed_on import LEFT_OUT, NOT_PASSED_ON
 from training.config.sections import reworded, sections_in, suggest
 from training.errors import ConfigError
 
+MOST_VALUES = 100_000  # in a config, its aliases and merge keys followed
+
 Config = TypeVar("Config", bound=TrainConfig)
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainConfig:
-    """Read a YAML file, apply `key.sub=value` overrides, check the result.
+    """Read a YAML file, apply `key.sub=value` overrides and check the result.
 
     Raises:
         ConfigError: the file is missing or not YAML, a key is unknown or has a wrong value.
@@ -33,7 +37,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
 
 
 def load_config_of(kind: type[Config], path: str | Path, overrides: list[str] | None = None) -> Config:
-    """Do the same for a config with keys of its own."""
+    """The same for a config with keys of its own."""
     raw = _read_yaml(Path(path))
     for word in overrides or []:
         override(raw, word)
@@ -41,7 +45,7 @@ def load_config_of(kind: type[Config], path: str | Path, overrides: list[str] | 
 
 
 def checked(kind: type[Config], raw: dict[str, Any], place: str = "") -> Config:
-    """Make a config of keys and values.
+    """The config that keys and values make.
 
     Args:
         place: where they come from, for the message.
@@ -56,15 +60,45 @@ def checked(kind: type[Config], raw: dict[str, Any], place: str = "") -> Config:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with 1e-5 as a number (YAML 1.1 wants 1.0e-5), without repeated keys."""
+    """YAML with 1e-5 as a number (YAML 1.1 wants 1.0e-5), without repeated keys and control characters."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None and _size(node, {}) > MOST_VALUES:
+            what = f"more than {MOST_VALUES:,} values, aliases and merge keys followed"
+            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
+        return node
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        if not is_safe_line(str(node.value)):  # which no key, path or name needs
+            raise yaml.constructor.ConstructorError(
+                None, None, "a control character; expected printable text", node.start_mark
+            )
+        return super().construct_scalar(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        found, seen = super().construct_mapping(node, deep), set()  # keys that are no plain values are refused
-        for key_node in (key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"):
-            if (key := self.construct_object(key_node, deep)) in seen:
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=deep)
+            if not isinstance(key, Hashable):
+                raise yaml.constructor.ConstructorError(None, None, "a key is not a plain value", key_node.start_mark)
+            if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
             seen.add(key)
-        return found
+        return super().construct_mapping(node, deep)
+
+
+def _size(node: yaml.Node, known: dict[int, float]) -> float:
+    """How many values a node stands for; endless where it holds itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        parts = node.value if isinstance(node, yaml.CollectionNode) else []
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in parts for part in pair]
+        known[id(node)] = 1 + sum(_size(part, known) for part in parts)
+    return known[id(node)]
 
 
 _Loader.add_implicit_resolver(
@@ -102,7 +136,7 @@ def _parse_yaml(text: str) -> Any:
 
 
 def override(raw: dict[str, Any], word: str) -> None:
-    """Apply a `key.sub=value` word to the keys and values of a config.
+    """Put what a `key.sub=value` word says into the keys and values of a config.
 
     Raises:
         ConfigError: it is none.

@@ -55,6 +55,10 @@ class TestDivision:
         with pytest.raises(ConfigError, match="layers 0 and 2 share weight"):
             divide([lambda: shared, nn.ReLU, lambda: shared], [1, 2], 2)
 
+    def test_a_complex_weight_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match=r"layers: weight of layer 1 \(Linear\) is complex"):
+            divide([linear(4), nn.Linear(4, 4, bias=False, dtype=torch.complex64)], None, 2)
+
     def test_weights_lie_in_layers_alone(self) -> None:
         check_functions(forward_step=nn.Module.__call__, loss=nn.CrossEntropyLoss(weight=torch.ones(4)))
         with pytest.raises(ConfigError, match="loss: has weights"):

@@ -34,6 +34,11 @@ REQUIRED = {"model_path": "model", "data_path": "records.json", "save_path": "ru
 LR = {"optimizer": {"params": {"lr": 1e-5}}}
 
 
+NINE = [f"[{', '.join([f'*a{level}'] * 9)}]" for level in range(9)]
+BOMB = ["a0: &a0 [x]", *(f"a{level + 1}: &a{level + 1} {NINE[level]}" for level in range(9))]
+MERGE_BOMB = ["a0: &a0 {x: 1}", *(f"a{level + 1}: &a{level + 1} {{<<: {NINE[level]}}}" for level in range(9))]
+
+
 def write(tmp_path: Path, *lines: str, leave_out: str = "") -> Path:
     own = [f"{key}: {value}" for key, value in REQUIRED.items() if key != leave_out]
     path = tmp_path / "run.yml"
@@ -238,16 +243,28 @@ def test_the_type_of_a_schedule_says_which_params_there_are(line: str, params: W
         ),
         ("optimizer: {1: 2}", "unknown key optimizer.1; expected one of type, "),
         ("seed: 1e40", "seed: "),
+        (f"seed: {10**40}", "seed: expected at most 1,000,000,000,000, found 1000"),
+        ("max_steps: 1000000000001", "max_steps: expected at most 1,000,000,000,000, found 1000000000001"),
         ("max_seq_len: 1000000000", "max_seq_len: expected less than or equal to 16777216, found 1000000000"),
         ("timeout_minutes: .inf", "timeout_minutes: expected a finite number, found inf"),
         ("timeout_minutes: 1e9", "timeout_minutes: expected less than or equal to "),
         ("preemption_signals: [SIGKILL]", "preemption_signals.0: expected 'SIGUSR1', 'SIGUSR2', "),
         ("preemption_signals: SIGUSR1", "preemption_signals: expected a list, found "),
         ("ports: {meeting: 70000}", "ports.meeting: expected less than or equal to 65535, found 70000"),
+        (
+            "ports: {meeting: 29500, failure_detector: 29500}",
+            "ports.failure_detector: 29500 is that of meeting; expect",
+        ),
         ("save_minutes: .inf", "save_minutes: expected a finite number, found inf"),
         ("aux_max_z_loss: {weight: .nan}", "aux_max_z_loss.weight: expected a finite number, found nan"),
         ("optimizer: {params: {lr: .nan}}", "optimizer.params.lr: expected a number of at least 0, found nan"),
         ("optimizer: {params: {lr: .inf}}", "optimizer.params.lr: expected a number of at least 0, found inf"),
+        ('cache_dir: "a\\0b"', "line 5, column 12: a control character; expected printable text"),
+        ('"a\\x1b[2J\\nerror: forged": 1', "line 5, column 1: a control character; expected printable text"),
+        ('cache_dir: "\\u202e"', "line 5, column 12: a control character; expected printable text"),
+        ("optimizer: &a {params: *a}", "line 1, column 1: more than 100,000 values"),
+        ("\n".join(BOMB), "line 1, column 1: more than 100,000 values, aliases and merge keys followed"),
+        ("\n".join(MERGE_BOMB), "line 1, column 1: more than 100,000 values, aliases and merge keys followed"),
         ("cache_dir: " + "[" * 50_000, "nested too deeply; expected fewer levels"),
         ("#" * 2**20, "cannot be read: larger than 1 MiB"),
         ("optimizer: {parms: {}}", "unknown key optimizer.parms; did you mean optimizer.params?"),
