@@ -142,7 +142,7 @@ def work(path: Path, folder: Path) -> None:
 
     config = load_config(path)
     with joined(config):
-        samples, _ = RecordReader(config, Path(config.model_path), Console(quiet=True)).sets()
+        samples, _ = RecordReader(config, Path(config.model_path), Console(quiet=True)).read_sets()
         assert isinstance(samples, Dataset)
         by_pipetune(config, samples, PipelineTrainer, Turn(folder))
 

@@ -136,7 +136,7 @@ class LanguageModel(Task):
 
     def _sets(self, config: TrainConfig, reader: RecordReader) -> tuple[Dataset, Dataset | None]:
         """The records to train on, and those to evaluate on, if any."""
-        return reader.sets()
+        return reader.read_sets()
 
     def _summarize(self, job: Job, dataset: Dataset | None = None, what: str = "an epoch") -> None:
         """Log lengths and kinds of the records, and draw them in the run's folder."""

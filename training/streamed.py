@@ -48,7 +48,7 @@ class StreamedLanguageModel(LanguageModel):
         self.dataset.close()
 
     def _sets(self, config: TrainConfig, reader: RecordReader) -> Any:
-        return stream_of(config, reader), reader.held_out()
+        return stream_of(config, reader), reader.read_evaluation()
 
     def _summarize(self, job: Job, dataset: Any = None, what: str = "") -> None:
         if (window := self.dataset.shown) is not None:

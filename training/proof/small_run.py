@@ -96,9 +96,9 @@ def _samples(
     """As the user's own run would read them: the first to train on, and some to evaluate on."""
     reader = RecordReader(config, folder, log)
     if config.stream_gb:
-        data, held_out = stream_of(config, reader).windows.peek(), reader.held_out()
+        data, held_out = stream_of(config, reader).windows.peek(), reader.read_evaluation()
     else:
-        data, held_out = reader.sets()
+        data, held_out = reader.read_sets()
     check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), data)
     router_loss = router_loss_weight(config, spec) > 0
     loader = build_loader(data, config, config.dataloader_drop_last, router_loss=router_loss)
