@@ -20,7 +20,7 @@ from training.config.gpu import check_gpu
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 from training.distributed.groups import among_members
-from training.engine.building import wrap
+from training.engine.building import wrap_in_engine
 from training.engine.pipeline import PipelineTrainer
 from training.engine.prefetch import Sent
 from training.errors import ConfigError
@@ -119,7 +119,7 @@ class LayerTrainer(PipelineTrainer):
         parts: Sequence[int],
         folder: Path | None = None,
     ) -> LayerTrainer:
-        """Make this process's layers and the optimizer, and wrap both in DeepSpeed's engine.
+        """Make this process's layers and the optimizer, and wrap_in_engine both in DeepSpeed's engine.
 
         Args:
             forward_step, loss: see `Pipeline`.
@@ -131,7 +131,7 @@ class LayerTrainer(PipelineTrainer):
             stage = LayerStage(layers, forward_step, loss, config, parts, folder)
         stage.learn(next(loader.micro_batches(loader.batch(0), 0))[0])
         torch.manual_seed(config.seed + torch.distributed.get_rank())  # dropout differs from rank to rank
-        return cls(LayerStageEngine.adopt(wrap(stage, config)))
+        return cls(LayerStageEngine.adopt(wrap_in_engine(stage, config)))
 
     def train_step(self, loader: Loader, batch: GlobalBatch) -> float:
         """Batch statistics and the like are those of the first replica afterwards, as a checkpoint has them."""
