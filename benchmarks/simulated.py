@@ -101,7 +101,7 @@ def work(schedule: Schedule, folder: Path) -> None:
                 trainer.train_step(loader, batch)
         timeline.finish()
         if timeline.spans:
-            steps = (Figures.of([rows], ranks=2) for rows in timeline.spans.values())
+            steps = (Figures.from_spans([rows], ranks=2) for rows in timeline.spans.values())
             fastest = min(steps, key=lambda figures: figures.seconds)
             tell(folder, asdict(fastest))
 
