@@ -78,9 +78,9 @@ def run(arguments: Namespace, config: TrainConfig, place: Place, monitor: RankMo
 
     kind = PipelineTrainer
     if arguments.record:
-        from training.proof.recorder import recorder_in
+        from training.proof.recorder import make_recorder
 
-        kind = recorder_in(arguments.record)
+        kind = make_recorder(arguments.record)
     return train_language_model(config, place, monitor, kind)
 
 
