@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from training.schedule.simulation import count_in_flight, simulate
-from training.schedule.zero_bubble import LEFT
+from training.schedule.zero_bubble import MAX_DEFERRED
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -15,8 +15,8 @@ def test_moments_of_a_filled_schedule(ranks: int) -> None:
         assert moments
         for moment in moments:
             whole, waiting = (sum(counts) for counts in zip(*moment, strict=True))
-            assert 0 < whole + waiting <= 2 * ranks + 1 + LEFT, rank
-            assert waiting <= LEFT + 2
+            assert 0 < whole + waiting <= 2 * ranks + 1 + MAX_DEFERRED, rank
+            assert waiting <= MAX_DEFERRED + 2
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3, 20])
