@@ -19,7 +19,7 @@ from pathlib import Path
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from common.terminal import safe_line
-from training.errors import one_line_at_the_end
+from training.errors import exit_with_one_line
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # torch's names
 GGUF_TYPES = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "q8_0": "q8_0"}  # the converter's
@@ -27,7 +27,7 @@ GGUF_TYPES = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "q8_0": "q8_0"}  # t
 
 def main() -> None:
     arguments = parse_arguments()
-    with one_line_at_the_end(page="docs/conversion.md"):
+    with exit_with_one_line(page="docs/conversion.md"):
         run(arguments)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from training.demo.command_line import open_demo, parse_arguments
 from training.distributed import processes
 from training.distributed.processes import Place
-from training.errors import one_line_at_the_end
+from training.errors import exit_with_one_line
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     place = Place.from_environment()
     if place is not None:
         processes.end_with_launcher(place)
-    with one_line_at_the_end(place.rank if place else None, page="docs/demo.md"):
+    with exit_with_one_line(place.rank if place else None, page="docs/demo.md"):
         open_demo(arguments, place)
 
 

@@ -23,7 +23,7 @@ from functools import partial  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
-from training.command_line import open_door, parse_arguments  # noqa: E402
+from training.command_line import parse_arguments, run_entry_point  # noqa: E402
 from training.config.keys import TrainConfig  # noqa: E402
 from training.config.yaml_file import load_config  # noqa: E402
 from training.distributed.processes import Place  # noqa: E402
@@ -41,7 +41,7 @@ def main() -> None:
         config.check_door(in_stages=True)
         return config
 
-    open_door(arguments, load, partial(run, arguments), plan, prove, auto)
+    run_entry_point(arguments, load, partial(run, arguments), plan, prove, auto)
 
 
 def plan(config: TrainConfig, arguments: Namespace) -> None:
@@ -78,9 +78,9 @@ def run(arguments: Namespace, config: TrainConfig, place: Place, monitor: RankMo
 
     kind = PipelineTrainer
     if arguments.record:
-        from training.proof.recorder import recorder_in
+        from training.proof.recorder import make_recorder
 
-        kind = recorder_in(arguments.record)
+        kind = make_recorder(arguments.record)
     return train_language_model(config, place, monitor, kind)
 
 

@@ -18,7 +18,7 @@ from argparse import Namespace  # noqa: E402
 from functools import partial  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
-from training.command_line import open_door, parse_arguments  # noqa: E402
+from training.command_line import parse_arguments, run_entry_point  # noqa: E402
 from training.config.keys import TrainConfig  # noqa: E402
 from training.config.yaml_file import load_config  # noqa: E402
 from training.distributed.processes import Place  # noqa: E402
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     arguments = parse_arguments("Fine-tune a model with ZeRO.", in_stages=False)
-    open_door(
+    run_entry_point(
         arguments,
         lambda place: load_spread_config(arguments.config, arguments.overrides, place),
         partial(run, arguments),

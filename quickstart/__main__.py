@@ -35,8 +35,8 @@ from quickstart.arithmetic import CORES, same_everywhere
 from quickstart.base_model import ABOUT, NAME, make_base
 from quickstart.job import PIPELINE, RUN, Job, ask, console, is_known, say, settings, train
 from quickstart.questions import sample_of, shipped
-from training.errors import ConfigError, one_line_at_the_end
-from training.preflight import WINGS, check_writable
+from training.errors import ConfigError, exit_with_one_line
+from training.preflight import SOURCE, check_writable
 
 ROOT = Path("runs/quickstart")
 CONFIG, RECORDS = Path("configs/quickstart.yml"), Path("data/samples/faq.json")
@@ -88,7 +88,7 @@ def shipped_job(folder: Path) -> Job:
         layers = sum(yaml.safe_load(CONFIG.read_text(encoding="utf-8"))["model_topo"]["parts"])
         arguments += ["model_topo.process_topology.dims=[1,1]", f"model_topo.parts=[{layers}]"]
     digest = hashlib.sha256("\0".join(arguments).encode())
-    code = [path for wing in WINGS for path in sorted(Path(wing).rglob("*.py"))]
+    code = [path for folder in SOURCE for path in sorted(Path(folder).rglob("*.py"))]
     for path in (CONFIG, RECORDS, folder / MODEL / "config.json", *code):
         digest.update(path.read_bytes())
     job = Job(
@@ -153,5 +153,5 @@ def finish(job: Job, is_own: bool) -> None:
 
 
 if __name__ == "__main__":
-    with one_line_at_the_end():
+    with exit_with_one_line():
         sys.exit(main())

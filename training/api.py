@@ -23,19 +23,18 @@ if TYPE_CHECKING:
 
 
 def train(config: TrainConfig, loss: TokenLoss | None = None, callbacks: Sequence[Callback] = ()) -> None:
-    """Train a model of a known family, and return when all steps are done; the script is started as train_ds.py is.
+    """Train a model of a known family, in a script that is started like train_ds.py.
 
-    A process that cannot continue, or was asked to stop and saved, exits here.
+    Return when all steps are done. A process that cannot continue, or was asked to stop and saved, exits here.
 
     Args:
-        loss: in place of the cross-entropy, takes the logits [T, V] in fp32 of tokens that bear loss and what each
-            should have been, [T], and gives the loss of each, [T]; a token's must not depend on the others'. It is not
-            recorded: a run that goes on takes the one that it is given then.
+        loss: replaces the cross-entropy: takes the trained tokens' logits [T, V] in fp32 and their labels [T], returns
+            the loss of each token [T], which must not depend on other tokens. Not recorded in the checkpoint.
         callbacks: called at the hooks of `training.Callback`, after Pipetune's own, on every rank.
     """
 
     def run(config: TrainConfig, place: Place, monitor: RankMonitor) -> bool:
-        from training.engine.pipeline import PipelineTrainer  # DeepSpeed has to be told of the device first
+        from training.engine.pipeline import PipelineTrainer  # imports DeepSpeed, after the device is set
         from training.options import train_language_model
 
         class LossTrainer(PipelineTrainer):
@@ -43,22 +42,21 @@ def train(config: TrainConfig, loss: TokenLoss | None = None, callbacks: Sequenc
             def build(cls, config: TrainConfig, spec: ModelSpec, folder: Path, division: Division) -> PipelineTrainer:
                 trainer = super().build(config, spec, folder, division)
                 module = trainer.engine.module
-                module.micro_batch_loss = partial(module.micro_batch_loss, own=of_each_token)
+                module.micro_batch_loss = partial(module.micro_batch_loss, own=token_losses)
                 return trainer
 
         return train_language_model(config, place, monitor, LossTrainer if loss else PipelineTrainer, callbacks)
 
     def load(place: Place | None) -> TrainConfig:
         if loss and config.aux_max_z_loss.weight:
-            raise ConfigError("aux_max_z_loss.weight: of the cross-entropy, whose place a loss of your own takes")
+            raise ConfigError("aux_max_z_loss.weight: has no effect with a loss of your own; leave it out")
         return config
 
-    def of_each_token(logits: Tensor, targets: Tensor) -> Tensor:
+    def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
         assert loss is not None
         losses = loss(logits, targets)
         if losses.shape != targets.shape:
-            expected = f"expected a number for each token, {list(targets.shape)}"
-            raise ConfigError(f"loss: {expected}, found {list(losses.shape)}")
+            raise ConfigError(f"loss: expected one per token, {list(targets.shape)}, found {list(losses.shape)}")
         return losses
 
     run_from_script(load, run)

@@ -1,8 +1,8 @@
 """Handle steps whose loss or gradient is not finite: skip, count, and trace them to the records that made them.
 
-Such a step changes no weight (see `training.engine.pipeline` and `training.config.deepspeed_config`). A few in a row
-end the run, which would learn nothing more. The samples of the last one then pass through the model one by one: those
-that give no finite loss are named. Where all of them do, the weights are at fault, not a record.
+Such a step changes no weight (`training.engine.pipeline`, `training.config.deepspeed_config`). After `max_bad_steps` in
+a row the run ends. The samples of the last step are then evaluated one by one, and those without a finite loss are
+named. If no sample has a finite loss, the weights are at fault, not a record.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from training.loop import Run
     from training.metrics.step_metrics import StepMetrics
 
-SHOWN = 20  # records
+MAX_NAMED = 20  # records in the message
 
 
 class BadSteps(Callback):
@@ -33,7 +33,7 @@ class BadSteps(Callback):
     def on_start(self, run: Run) -> None:
         self._scaler = getattr(run.trainer.engine.optimizer, "loss_scaler", None)
         if self._scaler and self._scaler.dynamic:
-            self._scaler.raise_error_at_min_scale = False  # it would name no record
+            self._scaler.raise_error_at_min_scale = False  # that error names no record
 
     def on_step_end(self, run: Run, metrics: StepMetrics, batch: GlobalBatch) -> None:
         scaler = self._scaler
@@ -43,17 +43,16 @@ class BadSteps(Callback):
             return
         self._in_a_row += 1
         scaled = f" at a loss scale of {scaler.cur_scale:g}" if scaler and scaler.cur_scale != 1 else ""
-        norm = f"the gradient's norm {metrics.grad_norm:g}{scaled}"
-        what = f"step {metrics.step}: the loss is {metrics.loss:g}, {norm}"
+        found = f"step {metrics.step}: the loss is {metrics.loss:g}, the gradient's norm {metrics.grad_norm:g}{scaled}"
         if self._in_a_row < run.config.max_bad_steps:
-            run.progress.log.print(f"warning: {what}; the step changes nothing")
+            run.progress.log.print(f"warning: {found}; the step changes nothing")
             return
         times = f"{self._in_a_row} steps in a row" if self._in_a_row > 1 else "one step"
-        raise RunRefused(f"{what}; ended after {times} (max_bad_steps); {find_cause(run, batch)}")
+        raise RunRefused(f"{found}; ended after {times} (max_bad_steps); {find_cause(run, batch)}")
 
 
 def find_cause(run: Run, batch: GlobalBatch) -> str:
-    """Evaluate the samples of a batch one by one, and name those without a finite loss."""
+    """Evaluate a batch's samples one by one, and name those without a finite loss."""
     numbers = sorted(batch.samples)
     bad = []
     with paused():
@@ -65,5 +64,5 @@ def find_cause(run: Run, batch: GlobalBatch) -> str:
         return "each of its records alone gives a finite loss: expected a lower learning rate or fp32"
     if len(bad) == len(numbers):
         return "so does each of its records alone: the weights are spoilt, or the learning rate is too high"
-    more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
-    return f"no finite loss from {', '.join(map(run.origin, bad[:SHOWN]))}{more}"
+    more = f" and {len(bad) - MAX_NAMED} more" if len(bad) > MAX_NAMED else ""
+    return f"no finite loss from {', '.join(map(run.origin, bad[:MAX_NAMED]))}{more}"

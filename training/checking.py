@@ -1,7 +1,7 @@
-"""`--check`: all that a start compares between the hosts of a run, and how fast they reach each other; then it leaves.
+"""`--check`: compare the hosts of a run and measure the links between them, without training.
 
-`deepspeed --hostfile ./hostfile train_ds.py --config F --check`. Nothing is trained, and no checkpoint is touched. What
-is measured of the links stays in the run's folder, for plans (`training.distributed.links`).
+`deepspeed --hostfile ./hostfile train_ds.py --config F --check`. No checkpoint is touched. The measured links are saved
+in the run's folder, for later plans (`training.distributed.links`).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ MEGA = 1e6
 
 
 def check_run(in_stages: bool, config: TrainConfig, place: Place, monitor: RankMonitor) -> bool:
-    """What a door does in place of `training.job.Job.run`; nothing starts over.
+    """Check the run on one rank; return False, as nothing starts over.
 
     Raises:
-        RunRefused: on every rank, where something differs between hosts or is not there.
+        RunRefused: on every rank, if something is missing or differs between hosts.
     """
     from training.engine.pipeline import PipelineTrainer
     from training.engine.zero import ZeroTrainer
@@ -64,12 +64,12 @@ def check_run(in_stages: bool, config: TrainConfig, place: Place, monitor: RankM
 
 @dataclass(frozen=True)
 class Host:
-    """What a rank says of where it runs.
+    """The host of one rank.
 
     Attributes:
-        interface: that it reaches rank 0 by, with its address.
-        disk, memory: free bytes, of the disk of `save_path`.
-        clock: its time, taken at the same moment on all.
+        interface: network interface towards rank 0, with its address.
+        disk, memory: free bytes; the disk is that of `save_path`.
+        clock: seconds, read right after a barrier.
     """
 
     name: str
@@ -91,13 +91,13 @@ class Host:
 
 
 def interface() -> str:
-    """The network interface by which this host reaches rank 0's, with its address."""
+    """Return the network interface towards rank 0's host, with its address."""
     address = own_address(os.environ["MASTER_ADDR"])
     return f"{interface_of(address) or ''} {address}".strip()
 
 
 def hosts_table(ranks: Sequence[Host]) -> Table:
-    """A row for each host."""
+    """Build the table of hosts, one row each."""
     headings = ["host", "ranks", "network interface", "free disk, GB", "free memory, GB", "clock, s"]
     made = Table(*(Column(heading, justify="right") for heading in headings), title="hosts: all alike")
     for name in dict.fromkeys(host.name for host in ranks):
@@ -110,11 +110,11 @@ def hosts_table(ranks: Sequence[Host]) -> Table:
 
 
 def links_table(links: Links, topology: ModelTopo) -> Table:
-    """A row for each pair of neighbouring stages, and for the sums of each stage."""
+    """Build the table of links: between neighbouring stages, and within each stage's gradient sums."""
     headings = ["link", "hosts", "latency, ms", "bandwidth, MB/s"]
     made = Table(*(Column(heading, justify="right") for heading in headings), title=f"links, kept in {FILE}")
     pipelines = zip(*Placement(topology, tuple(links.hosts)).pipelines, strict=True)
-    hosts = [", ".join(dict.fromkeys(of_stage)) for of_stage in pipelines]
+    hosts = [", ".join(dict.fromkeys(stage_hosts)) for stage_hosts in pipelines]
 
     def add(name: str, where: str, link: Link) -> None:
         made.add_row(name, where, f"{1000 * link.latency:.3g}", f"{link.bandwidth / MEGA:,.0f}")

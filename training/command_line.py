@@ -1,6 +1,6 @@
-"""What both training doors do with their command line.
+"""The command line of train_ds.py and train_ds_zero.py.
 
-torch and all that takes seconds to import is imported once the config is checked: a mistake is told at once.
+torch takes seconds to import, so it is imported after the config is checked: config errors are reported immediately.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from training.config.keys import ALIASES, TrainConfig
 from training.distributed import processes
 from training.distributed.processes import Place
 from training.distributed.script import in_processes
-from training.errors import ConfigError, keep_tracebacks_in, one_line_at_the_end
+from training.errors import ConfigError, exit_with_one_line, keep_tracebacks_in
 from training.launch.agent import RUN
 from training.launch.hosts import read_hostfile
 from training.launch.start import Hosts, launch, name_accelerator
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def parse_arguments(description: str, in_stages: bool = True) -> argparse.Namespace:
-    """The words after the door's name; one that has no pipeline does not offer what is for pipelines."""
+    """Parse the command line; without a pipeline, hide the options that need one."""
 
     def staged(text: str) -> str:
         return text if in_stages else argparse.SUPPRESS
@@ -41,28 +41,28 @@ def parse_arguments(description: str, in_stages: bool = True) -> argparse.Namesp
     which.add_argument("--auto", action="store_true", help=staged("choose a config for --model and --data, and train"))
     parser.add_argument("--model", metavar="DIR", help=staged("with --auto: the model's folder or hub name"))
     parser.add_argument("--data", metavar="FILE", nargs="+", help=staged("with --auto: files or folders of records"))
-    parser.add_argument("--save", metavar="DIR", help=staged("with --auto: the run's folder; again to go on with it"))
+    parser.add_argument("--save", metavar="DIR", help=staged("with --auto: the run's folder; resumes a run in it"))
     parser.add_argument("--dry-run", action="store_true", help=staged("with --auto: write and show the config alone"))
     parser.add_argument("--hostfile", metavar="FILE", help="train on several machines: lines such as node1 slots=8")
-    parser.add_argument("--include", default="", metavar="node1@node2:0,1", help="of the hostfile only these")
-    parser.add_argument("--exclude", default="", metavar="node1@node2:0,1", help="of the hostfile all but these")
-    parser.add_argument("--inspect", type=_count, metavar="N", help="print the first N samples and leave")
+    parser.add_argument("--include", default="", metavar="node1@node2:0,1", help="use only these of the hostfile")
+    parser.add_argument("--exclude", default="", metavar="node1@node2:0,1", help="use all but these of the hostfile")
+    parser.add_argument("--inspect", type=_count, metavar="N", help="print the first N samples and exit")
     parser.add_argument("--html", metavar="FILE", help="with --inspect: write them as a page instead")
-    parser.add_argument("--plan", action="store_true", help=staged("say what the run will take, and leave"))
-    told = f"with --plan or --dry-run: the devices, of {', '.join(KNOWN)}; this machine's otherwise"
-    parser.add_argument("--devices", metavar="8xA100-40G", help=staged(told))
-    told = "with --plan: the link inside of a host and the one between hosts"
-    parser.add_argument("--links", metavar="nvlink4,ib400", help=staged(told))
+    parser.add_argument("--plan", action="store_true", help=staged("predict the run's time and memory, and exit"))
+    known = f"with --plan or --dry-run: plan for these devices instead of this machine's; known: {', '.join(KNOWN)}"
+    parser.add_argument("--devices", metavar="8xA100-40G", help=staged(known))
+    links = "with --plan: the link inside a host and the link between hosts"
+    parser.add_argument("--links", metavar="nvlink4,ib400", help=staged(links))
     parser.add_argument("--per-host", type=int, metavar="N", help=staged("with --links: GPUs of a host; 8 otherwise"))
     parser.add_argument("--search", action="store_true", help=staged("with --plan: propose dims, micro-batch, ..."))
     parser.add_argument("--calibrate", action="store_true", help=staged("with --plan: measure the layers here first"))
-    parser.add_argument("--prove", action="store_true", help=staged("show by a small run that it trains right"))
-    parser.add_argument("--check", action="store_true", help="compare the hosts, measure their links, and leave")
-    parser.add_argument("--record", metavar="FOLDER", help=argparse.SUPPRESS)  # where a rank of a proof notes its steps
+    parser.add_argument("--prove", action="store_true", help=staged("compare a small run with one process, and exit"))
+    parser.add_argument("--check", action="store_true", help="compare the hosts, measure their links, and exit")
+    parser.add_argument("--record", metavar="FOLDER", help=argparse.SUPPRESS)  # where ranks of a proof record steps
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="override keys of the config")
     arguments = parser.parse_intermixed_args()
-    if arguments.data:  # which takes all words up to the next option
+    if arguments.data:  # has swallowed the overrides behind it
         arguments.overrides += filter(_is_override, arguments.data)
         arguments.data = [word for word in arguments.data if not _is_override(word)]
     if sum(map(bool, (arguments.inspect, arguments.plan, arguments.prove, arguments.check))) > 1:
@@ -93,12 +93,12 @@ def _count(word: str) -> int:
 
 
 def _is_override(word: str) -> bool:
-    """Whether it is `key.sub=value` of a key that there is."""
+    """Whether the word is `key.sub=value` of an existing key."""
     key, equals, _ = word.partition("=")
     return bool(equals) and key.split(".")[0] in (*TrainConfig.model_fields, *ALIASES)
 
 
-def open_door(
+def run_entry_point(
     arguments: argparse.Namespace,
     load: Callable[[Place | None], TrainConfig],
     run: Callable[[TrainConfig, Place, RankMonitor], bool],
@@ -106,15 +106,14 @@ def open_door(
     prove: Callable[[TrainConfig], None] | None = None,
     auto: Callable[[argparse.Namespace, Hosts | None], Path] | None = None,
 ) -> None:
-    """Choose a config, inspect the data, plan, prove, start the launcher, or be one rank of a run.
+    """Do what the arguments ask for: inspect, plan, prove, choose a config, launch, or run one rank.
 
     Args:
         arguments: see `parse_arguments`.
-        load: gives the checked config.
-        run: the whole job of one rank; whether to start over.
-        plan: what `--plan` does, where the door can.
-        prove: what `--prove` does, the same.
-        auto: gives the file of the config that `--auto` has chosen, now or at an earlier start.
+        load: returns the checked config.
+        run: does one rank's whole job; returns whether to start over.
+        plan, prove: do `--plan` and `--prove`, if the entry point has them.
+        auto: returns the config file of `--auto`, chosen now or at an earlier start.
     """
 
     def with_override(word: str) -> TrainConfig:
@@ -127,8 +126,8 @@ def open_door(
     place = Place.from_environment()
     if place is not None:
         processes.end_with_launcher(place)
-    with one_line_at_the_end(place.rank if place else None):
-        hosts = _check_words(arguments, place)
+    with exit_with_one_line(place.rank if place else None):
+        hosts = _check_arguments(arguments, place)
         if arguments.auto:
             _configure(arguments, auto, place, hosts)
         config = load(Place(0, sum(map(len, hosts.values())), 0, 1) if hosts else place)
@@ -155,15 +154,15 @@ def open_door(
             in_processes(config, place, run)
 
 
-def _check_words(arguments: argparse.Namespace, place: Place | None) -> Hosts | None:
-    """See that the named devices are known; read the hostfile, if any; let signals act as usual if nothing trains."""
+def _check_arguments(arguments: argparse.Namespace, place: Place | None) -> Hosts | None:
+    """Check the device names and read the hostfile, if any."""
     if arguments.inspect or arguments.plan or arguments.prove or arguments.auto:
-        early_signals.give_back()  # these have nothing to save
+        early_signals.give_back()  # there is nothing to save
     if arguments.devices:
         parse_devices(arguments.devices)
     if not arguments.hostfile or RUN in os.environ:
         return None
-    _check_alone("--hostfile", place)
+    _refuse_launcher("--hostfile", place)
     return read_hostfile(arguments.hostfile, arguments.include, arguments.exclude)
 
 
@@ -173,13 +172,13 @@ def _configure(
     place: Place | None,
     hosts: Hosts | None,
 ) -> None:
-    """From here on it is as if the file that `--auto` gives had been named by `--config`."""
+    """Choose a config for `--auto`, then continue as if `--config` had named its file."""
     if auto is None:
         raise ConfigError("--auto: configures pipelines; expected train_ds.py")
-    _check_alone("--auto", place)
+    _refuse_launcher("--auto", place)
     keep_tracebacks_in(arguments.save)
     arguments.config = str(auto(arguments, hosts))
-    sys.argv[1:] = ["--config", arguments.config, *arguments.overrides]  # of each process of the run
+    sys.argv[1:] = ["--config", arguments.config, *arguments.overrides]  # the run's processes get these too
     if arguments.dry_run:
         names = ("hostfile", "include", "exclude")
         where = [f"--{name}={value}" for name in names if (value := getattr(arguments, name))]
@@ -188,13 +187,13 @@ def _configure(
         sys.exit()
 
 
-def _check_alone(option: str, place: Place | None) -> None:
+def _refuse_launcher(option: str, place: Place | None) -> None:
     if place is not None:
         raise ConfigError(f"{option}: starts the processes itself; expected python {Path(sys.argv[0]).name}")
 
 
 def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:
-    """Print the first samples as they would be trained, or write them as a page."""
+    """Print the first samples as they are trained on, or write them as a page."""
     from common.log import Log
     from data.inspection import summary
     from data.inspection.inspect import show_samples, show_tools, write_page
@@ -204,7 +203,7 @@ def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:
 
     console = Log()
     folder = resolve(config.model_path)
-    ModelSpec.from_folder(folder)  # whether it can be trained, before its tokenizer is looked for
+    ModelSpec.from_folder(folder)  # an unsupported model is reported before a missing tokenizer
     reader = RecordReader(config, folder, console)
     dataset = stream_of(config, reader).windows.peek() if config.stream_gb else reader.read("data", config.data_path)
     console.print(summary.table(dataset), highlight=False)

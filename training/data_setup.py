@@ -1,4 +1,4 @@
-"""The records of a run as its config asks for them, and how they become global batches."""
+"""Read the records that a config names, and build their global batches."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ from training.errors import ConfigError
 
 
 class RecordReader:
-    """Reads sets of records alike.
+    """Read and tokenize sets of records with one tokenizer and prompt format.
 
     Args:
         folder: of the model, with its tokenizer's files.
-        log: of the rank that speaks; quiet on the others.
+        log: quiet on all ranks but 0.
 
     Attributes:
-        folder: of the model.
-        how: arguments of whoever reads records: what a bad one and a long one come to, seed, log.
-        ends: the ids at which servers are to stop, where those that the model's files list are not enough; else none.
+        how: keyword arguments of record readers: `on_bad_record`, `truncate`, seed and log.
+        ends: token ids at which servers must stop; empty if the model's own list has them all.
     """
 
     def __init__(self, config: TrainConfig, folder: Path, log: Console) -> None:
@@ -54,38 +53,39 @@ class RecordReader:
         self.ends = answer_end(self.tokenizer, self.prompts) - known
         if self.ends:
             end = self.tokenizer.decode(list(self.ends))
-            told = f"end of answers: {end}, which the model's generation_config.json does not list"
-            log.print(f"{told}; that of the checkpoints does")
+            log.print(f"end of answers: {end}; the checkpoints' generation_config.json lists it, the model's does not")
             self.ends |= known | end_tokens(self.tokenizer)
 
     def read(self, what: str, data_path: Sequence[str | Source]) -> Dataset:
-        """The tokenized records, and a line about where they lie."""
+        """Tokenize records, or find them in the cache, and log where they are."""
         config = self._config
-        what_to_make = data_path, self.folder, config.max_seq_len, self.prompts
-        dataset = load_dataset(*what_to_make, cache_dir=config.cache_dir, **self.how)
+        inputs = data_path, self.folder, config.max_seq_len, self.prompts
+        dataset = load_dataset(*inputs, cache_dir=config.cache_dir, **self.how)
         self._log.print(f"{what}: {len(dataset):,} samples, cached in {dataset.folder}, which can be removed any time")
         return dataset
 
-    def sets(self) -> tuple[Dataset, Dataset | None]:
-        """Read the records to train on, and those to evaluate on, if any.
+    def read_sets(self) -> tuple[Dataset, Dataset | None]:
+        """Read the training set, and the evaluation set, if any.
 
         Raises:
             DataError: `eval_share` leaves nothing to train on.
         """
         config = self._config
         dataset = self.read("data", config.data_path)
-        return hold_out(dataset, config.eval_share, config.seed) if config.eval_share else (dataset, self.held_out())
+        if config.eval_share:
+            return hold_out(dataset, config.eval_share, config.seed)
+        return dataset, self.read_evaluation()
 
-    def held_out(self) -> Dataset | None:
-        """Read the records of `eval_data_path`, if there are such."""
+    def read_evaluation(self) -> Dataset | None:
+        """Read the records of `eval_data_path`, if it is set."""
         paths = self._config.eval_data_path
         return self.read("evaluation data", paths) if paths else None
 
 
 def hold_out(data: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
-    """A set in two: what is trained on, and the share that is drawn to be evaluated on, at least one sample.
+    """Split a set at random: the samples to train on, and `share` of them, at least one, to evaluate on.
 
-    Equal samples stay together, so that none is both; one that an epoch has several times is evaluated on once.
+    Equal samples stay on the same side; repeated ones are evaluated once.
 
     Raises:
         DataError: nothing is left to train on.
@@ -107,11 +107,11 @@ def build_loader(
     router_loss: bool = False,
     kind: type[Loader] = Loader,
 ) -> Loader:
-    """Global batches of the config's sizes, in the order of its seed.
+    """Build the loader of global batches, with the config's sizes and seed.
 
     Args:
-        numbers: which samples take part; all where absent.
-        router_loss: whether there is one. It is that of each micro-batch, so these must not depend on the topology.
+        numbers: indices of the samples to use; all by default.
+        router_loss: whether there is one. It is computed per micro-batch, so these must not depend on the topology.
 
     Raises:
         ConfigError: `pack_len` is shorter than a sample.
@@ -133,10 +133,10 @@ def build_loader(
 
 
 def row_length(lengths: NDArray[Any] | None, config: TrainConfig, router_loss: bool) -> int:
-    """The most tokens in a packed row: `pack_len`, or what suits the data and the pipeline; see `build_loader`.
+    """Return the length of packed sequences: `pack_len`, or one that suits the data and the pipeline.
 
     Args:
-        lengths: of the samples; None for a stream, whose row length must not depend on the windows known so far.
+        lengths: tokens of each sample; None for a stream, which uses `max_seq_len`, so resuming is exact.
     """
     if lengths is None:
         lengths = numpy.array([config.max_seq_len])
@@ -147,9 +147,9 @@ def row_length(lengths: NDArray[Any] | None, config: TrainConfig, router_loss: b
                 f"pack_len: {config.pack_len} is shorter than the longest sample; expected at least {longest}"
             )
         return config.pack_len
-    if config.packing == "dataset":  # the same on every topology, as it decides which samples a step sees
+    if config.packing == "dataset":  # decides which samples a step sees, so it must not depend on the topology
         return max(config.max_seq_len, longest)
-    if router_loss:  # the shortest rows: as many micro-batches as there can be keep any pipeline busy
+    if router_loss:  # the shortest sequences give the most micro-batches, which keep any pipeline busy
         return longest
     return choose_row_length(
         mean=float(lengths.mean()),

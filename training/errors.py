@@ -1,8 +1,7 @@
-"""How a program ends that cannot go on: in one line, whatever happened.
+"""End a program with one line and an exit code, whatever happened.
 
-A mistake that the user can mend is an error of the wings (`USER_ERRORS`): its text, and exit code 2. Whatever nobody
-foresaw is told with its type, and the traceback goes to a file that the line names: exit code 1. The line ends with the
-page that explains more. Ctrl-C: 130.
+A mistake that the user can fix (`USER_ERRORS`) prints its own text; exit code 2. Any other error prints its type and
+text, and the file that has the traceback; exit code 1. The line ends with the page of the docs. Ctrl-C: 130.
 """
 
 from __future__ import annotations
@@ -22,58 +21,58 @@ from models.errors import CheckpointError
 
 
 class ConfigError(ValueError):
-    """A YAML file, a command line or the set of started processes does not make a run."""
+    """The YAML file, the command line or the number of started processes is wrong."""
 
 
 class RunRefused(Exception):
-    """Some rank cannot go on; every rank raises it with the same text, so that all leave together."""
+    """Some rank cannot continue; every rank raises it with the same text, so that all exit together."""
 
 
-# Each argument of one is a line; several are for several bad records.
+# Each argument is a line; several are for several bad records.
 USER_ERRORS = (ConfigError, DataError, CheckpointError)
 EXIT_CODE, INTERRUPTED = 2, 130
 RANK_0_SPEAKS = 20.0  # seconds for rank 0 to find the same mistake as another rank
-LEAVING = 2.0  # seconds for rank 0 to say what all know
-TOO_MANY_FILES = "Too many open files"  # as the C library says it, and torch after it
-NOT_ORDERED = " does not have a deterministic implementation"  # as torch says it, behind the operation's name
+RANK_0_PRINTS = 2.0  # seconds for rank 0 to print an error that all ranks have
+TOO_MANY_FILES = "Too many open files"  # text of the C library, which torch repeats
+NOT_DETERMINISTIC = " does not have a deterministic implementation"  # torch's text, behind the operation's name
 
 _traceback_folder: str | None = None
 
 
 def keep_tracebacks_in(folder: str) -> None:
-    """From now on tracebacks go there, where that is a folder that can be written, instead of to the temporary one."""
-    global _traceback_folder  # noqa: PLW0603  # where it fails, nothing but the error is at hand
+    """Write later tracebacks to this folder; to the temporary one if it is missing or cannot be written."""
+    global _traceback_folder  # noqa: PLW0603  # an error handler has nothing but the error
     _traceback_folder = folder
 
 
-def ending(error: BaseException) -> tuple[int, str]:
-    """The exit code and the line, safe for a terminal, with which an error ends a program; writes the traceback."""
-    code, line, report = description(error)
+def describe_and_save(error: BaseException) -> tuple[int, str]:
+    """Return an error's exit code and its line, safe for a terminal; save its traceback."""
+    code, line, report = describe_error(error)
     return code, with_traceback(line, report)
 
 
-def description(error: BaseException) -> tuple[int, str, str]:
-    """The exit code, the line, and the traceback where the error is none that a user can mend."""
+def describe_error(error: BaseException) -> tuple[int, str, str]:
+    """Return an error's exit code, its line, and its traceback unless the user can fix it."""
     if isinstance(error, (*USER_ERRORS, RunRefused)):
         return EXIT_CODE, "\n".join(safe_line(str(line)) for line in error.args), ""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted", ""
     if TOO_MANY_FILES in str(error):
         return EXIT_CODE, f"{safe_line(str(error))}: the limit of open files is too low; raise it with ulimit -n", ""
-    if NOT_ORDERED in str(error):
-        operation = safe_line(str(error).partition(NOT_ORDERED)[0])
+    if NOT_DETERMINISTIC in str(error):
+        operation = safe_line(str(error).partition(NOT_DETERMINISTIC)[0])
         return EXIT_CODE, f"deterministic: torch has no {operation} that sums in the same order; expected false", ""
     first = next(iter(str(error).strip().splitlines()), "")
-    told = safe_line(f"{type(error).__name__}: {first}" if first else type(error).__name__)
-    return 1, told, "".join(traceback.format_exception(error))
+    line = safe_line(f"{type(error).__name__}: {first}" if first else type(error).__name__)
+    return 1, line, "".join(traceback.format_exception(error))
 
 
 def with_traceback(line: str, report: str) -> str:
-    """The line with the file in which a traceback now is, where there is one."""
-    return f"{line}; {_written(report)}" if report else line
+    """Save a traceback, if there is one, and append its file to the line."""
+    return f"{line}; {_save(report)}" if report else line
 
 
-def _written(report: str) -> str:
+def _save(report: str) -> str:
     for folder in (_traceback_folder, None):  # None: the system's temporary folder
         with suppress(OSError):
             if folder is None or os.path.isdir(folder):
@@ -84,48 +83,48 @@ def _written(report: str) -> str:
     return "its traceback is lost, as no file can be written"
 
 
-def _page(error: BaseException, of_config: str) -> str:
-    """The end of the line, with the page that explains more; nothing where nothing is wrong."""
+def _help_page(error: BaseException, config_page: str) -> str:
+    """Return the end of the line, which names the page that explains the error."""
     if isinstance(error, KeyboardInterrupt):
         return ""
-    of_model = of_config if of_config == "docs/conversion.md" else "docs/troubleshooting.md"
-    if "config.json: " in str(error):  # which family it is of, and what that can have
-        of_model = "docs/models.md"
-    pages = {ConfigError: of_config, DataError: "docs/data.md", CheckpointError: of_model}
+    model_page = config_page if config_page == "docs/conversion.md" else "docs/troubleshooting.md"
+    if "config.json: " in str(error):  # about the model's family
+        model_page = "docs/models.md"
+    pages = {ConfigError: config_page, DataError: "docs/data.md", CheckpointError: model_page}
     found = (page for kind, page in pages.items() if isinstance(error, kind))
     return f" (see {next(found, 'docs/troubleshooting.md')})"
 
 
-def tell(line: str) -> None:
-    """Print to where the launcher printed, which may be gone as well."""
+def print_to_stderr(line: str) -> None:
+    """Print to standard error, which may be gone with the launcher."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager
-def one_line_at_the_end(
+def exit_with_one_line(
     rank: int | None = None, goes_on: bool = False, page: str = "docs/configuration.md"
 ) -> Iterator[None]:
-    """What a door does around everything: an error becomes one line on standard error, and the exit code.
+    """Turn an error of the block into one line on standard error and the exit code.
 
     Args:
-        rank: of this process in a run, if it is one. What all ranks know one says, and a rank ends here, without
-            Python's own teardown: threads of the process group may still be under way, and would now and then abort a
-            run that is done ("terminate called without an active exception").
-        goes_on: whether the program has more to do where all went well.
-        page: explains what the program is asked with.
+        rank: of this process, if it belongs to a run. Rank 0 prints what all ranks know. The process exits here without
+            Python's teardown: running threads of the process group would now and then abort a finished run
+            ("terminate called without an active exception").
+        goes_on: whether the program continues after a block without an error.
+        page: of the docs, for a ConfigError.
     """
     code: Any = 0
     guard_logging()
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        code, line = ending(error)
+        code, line = describe_and_save(error)
         if rank and code == EXIT_CODE:
-            # A launcher ends all ranks as soon as one has left: the one that speaks must be the first.
-            time.sleep(LEAVING if isinstance(error, RunRefused) else RANK_0_SPEAKS)
+            # A launcher kills all ranks when one exits, so rank 0, which prints, must exit first.
+            time.sleep(RANK_0_PRINTS if isinstance(error, RunRefused) else RANK_0_SPEAKS)
         if not rank or not isinstance(error, (RunRefused, KeyboardInterrupt)):
-            print(f"error: {line}{_page(error, page)}", file=sys.stderr, flush=True)
+            print(f"error: {line}{_help_page(error, page)}", file=sys.stderr, flush=True)
     except SystemExit as leaving:
         code = leaving.code
     if rank is not None and (code or not goes_on):

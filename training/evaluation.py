@@ -1,9 +1,8 @@
-"""The loss on records that are not trained on: overall and for each type of record.
+"""Measure the loss on held-out records: overall and for each type of record.
 
-Each type's samples pass through the model in global batches like those of training, with dropout off and without the
-further terms of the loss. A batch's mean counts by its supervised tokens, so the result is the mean over all of them,
-also where the set does not divide into batches. Nothing of the training changes: not its order, not its generators.
-Cost: a forward pass for each sample, about a third of a training step on as many.
+Samples are evaluated in global batches like those of training, with dropout off and without auxiliary losses. Batches
+are weighted by their trained tokens, so the result is the mean over all of these tokens, whatever the batch size. The
+order and the random generators of training do not change. Cost: about a third of a training step on as many samples.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ class Evaluation:
     """The evaluation set of a run.
 
     Args:
-        loaders: of the samples of each type; all ranks hold the same.
-        steps_per_epoch: of the training; 0 where nobody knows.
+        loaders: one for each type of record, the same on all ranks.
+        steps_per_epoch: of the training; 0 if unknown.
         active: whether this rank shows progress.
-        records: the fingerprint of the records; empty for other samples, which have no perplexity.
+        records: fingerprint of the records; empty for other samples, which have no perplexity.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class Evaluation:
         self._loaders = loaders
 
     def due(self, step: int, last: bool) -> bool:
-        """Whether to evaluate after `step`, 0 before the first one; always after the last one."""
+        """Whether to evaluate after `step`; 0 means before the first one."""
         if step == 0:
             return self._at_start
         return last or (self._interval > 0 and step % self._interval == 0)
@@ -52,11 +51,11 @@ class Evaluation:
     def run(
         self, trainer: Trainer, mark: Callable[[str], None], stopping: Callable[[], bool]
     ) -> dict[str, float] | None:
-        """`eval_loss`; of records `eval_perplexity` too and, where there are several types, `eval_loss/<type>`.
+        """Return `eval_loss`, for records also `eval_perplexity`, and for several types `eval_loss/<type>`.
 
         Args:
             mark: reports progress to the failure detector.
-            stopping: called after each batch: whether to leave, the same on all ranks; the result is None then.
+            stopping: called after each batch; if it returns True, on all ranks alike, the result is None.
         """
         losses, tokens = dict.fromkeys(self._loaders, 0.0), dict.fromkeys(self._loaders, 0)
         batches = sum(loader.steps_per_epoch for loader in self._loaders.values())

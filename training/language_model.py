@@ -139,7 +139,7 @@ class LanguageModel(Task):
 
     def _sets(self, config: TrainConfig, reader: RecordReader) -> tuple[Dataset, Dataset | None]:
         """The records to train on, and those to evaluate on, if any."""
-        return reader.sets()
+        return reader.read_sets()
 
     def _an_epoch(self) -> str:
         return f", {self.loader.steps_per_epoch} an epoch"

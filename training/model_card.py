@@ -1,8 +1,7 @@
-"""The export of a finished run, with a model card: README.md and training.png, of what the run's own files say.
+"""Export a finished run with a model card: README.md and training.png.
 
-Base model, data in numbers, losses, config and versions are those of run.json and of the lines of metrics.jsonl up to
-the checkpoint. A card is for strangers: of paths it has the last names alone. The card of
-the model that the run started from stays, as README.base.md.
+The card is made from run.json and the lines of metrics.jsonl up to the checkpoint. It is public, so paths are cut to
+their last names. The base model's own card stays, as README.base.md.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from training.job import Job
 
 CARD, BASE_CARD, PICTURE = "README.md", "README.base.md", "training.png"
-# Keys of the config that say where things lay, not what was trained.
+# Keys of the config that say where files were, not what was trained.
 PLACES = ("model_path", "data_path", "eval_data_path", "save_path", "cache_dir", "resume", "wandb")
 
 
@@ -34,7 +33,7 @@ class ExportHF(Callback):
 
     def on_build(self, job: Job) -> None:
         with agreed():
-            if job.place.rank == 0 and job.task.model_folder:  # no run of days is to find out at its end
+            if job.place.rank == 0 and job.task.model_folder:  # fail now, not after days of training
                 try_publishing(job.save_path / EXPORTED, [job.task.model_folder])
 
     def on_finish(self, job: Job, checkpoint: Path) -> None:
@@ -45,10 +44,10 @@ class ExportHF(Callback):
 
 
 def write_card(checkpoint: Path, target: Path) -> None:
-    """Describe the export of a checkpoint in `target`; without the files of its run beside it there is no card.
+    """Write the card of an exported checkpoint to `target`, if the run's files lie beside the checkpoint.
 
     Raises:
-        OSError: what the run wrote cannot be read, or the card not be written.
+        OSError: a file of the run cannot be read, or the card cannot be written.
     """
     run, record = checkpoint.parent, CheckpointRecord.read(checkpoint)
     if record is None or not (run / RUN_FILE).is_file() or not (run / METRICS_FILE).is_file():
@@ -58,7 +57,7 @@ def write_card(checkpoint: Path, target: Path) -> None:
         return
     try:
         info = json.loads((run / RUN_FILE).read_text(encoding="utf-8"))
-    except ValueError:  # torn by a power cut; the next start writes it anew
+    except ValueError:  # torn by a power cut; the next start rewrites it
         return
     if (target / CARD).exists():
         (target / CARD).rename(target / BASE_CARD)
@@ -69,18 +68,18 @@ def write_card(checkpoint: Path, target: Path) -> None:
 
 
 def card(info: dict[str, Any], lines: list[dict[str, Any]], name: str) -> str:
-    """README.md, in the form of model hubs.
+    """Format README.md the way model hubs expect.
 
     Args:
-        info: run.json.
-        lines: those of metrics.jsonl that count.
+        info: content of run.json.
+        lines: of metrics.jsonl, up to the checkpoint.
         name: the heading.
     """
     config, steps = info["config"], [line for line in lines if "loss" in line]
     sums = {key: sum(line[key] for line in steps) for key in ("samples", "tokens", "supervised")}
     sources = [source["path"] if isinstance(source, dict) else source for source in config["data_path"]]
     versions = dict(info["versions"])
-    own, state = versions.pop("pipetune", "unknown"), info["git"]  # older runs did not note it
+    own, state = versions.pop("pipetune", "unknown"), info["git"]  # older runs have no version
     revision = f", revision {state['revision']}{', modified' if state['modified'] else ''}" if state else ""
     rows = {
         "base model": "none: random weights" if config["from_scratch"] else _end(config["model_path"], 2),

@@ -1,10 +1,10 @@
-"""Before a run is built: what has to be the same on every host is the same, and the run's folder lies where it should.
+"""Check before a run is built that all hosts have the same inputs, and that the run's folder is usable.
 
-Ranks that read other configs, records or weights do not fail: they train something else, or wait for each other in
-different places. So each rank says what it has, and the first thing that differs from rank 0's is named, with host and
-both values. Of a file of a model its size and some of its blocks count, which tells any two trainings apart.
+Ranks with different configs, records or weights do not fail: they train something else, or deadlock. So all ranks
+compare what they have with rank 0, and the first difference is reported with host and both values. Model files are
+compared by size and the checksum of some blocks, which differs between any two trainings.
 
-Cost: some 50 ms a start, and 256 KiB read of each file of the model.
+Cost: some 50 ms per start, and 256 KiB read of each model file.
 """
 
 from __future__ import annotations
@@ -30,58 +30,60 @@ from training.distributed.processes import agreed, gather
 from training.errors import ConfigError, RunRefused
 from training.metrics.run_info import CODE, CONFIG_FILE, RUN_FILE, versions
 
-WINGS = ("common", "data", "models", "training")
+SOURCE = ("common", "data", "models", "training")
 CONFIG, WEIGHTS = (".json", ".jinja", ".model", ".txt", ".tiktoken"), (".safetensors", ".bin", ".pt")
-BLOCKS, BLOCK = 16, 2**14  # of a file: how many are read, and bytes of each
-PATIENCE = 10.0  # seconds within which a file of one host has to appear on the others
-SKEW = 10.0  # seconds by which clocks may differ
+BLOCKS, BLOCK = 16, 2**14  # blocks read of a file, and bytes of each
+PATIENCE = 10.0  # seconds until a file of one host must appear on the others
+SKEW = 10.0  # seconds that clocks may differ
 
 
 def check_setup(config: TrainConfig, log: Console) -> None:
-    """See that every host has the same code, packages and config. Clocks that differ are told.
+    """Check that every host has the same code, packages and config; warn about clock skew.
 
     Raises:
-        RunRefused: on every rank, where something differs.
+        RunRefused: on every rank, if something differs.
     """
-    code = {f"code in {wing}/": summed((CODE / wing).rglob("*.py")) for wing in WINGS}
-    door = {f"code of {Path(sys.argv[0]).name}": summed([Path(sys.argv[0])])}
+    code = {f"code in {folder}/": block_checksum((CODE / folder).rglob("*.py")) for folder in SOURCE}
+    script = {f"code of {Path(sys.argv[0]).name}": block_checksum([Path(sys.argv[0])])}
     packages = {f"version of {name}": version for name, version in versions().items()}
-    expect_same(code | door | packages | {key: str(value) for key, value in leaves(config.dump())})
-    gather(None)  # behind it all ranks read their clocks at the same moment
+    expect_same(code | script | packages | {key: str(value) for key, value in leaves(config.dump())})
+    gather(None)  # lets all ranks read their clocks at the same moment
     (_, first), *others = gather((socket.gethostname(), time.time()))
     for host, ahead in {host: now - first for host, now in others if abs(now - first) > SKEW}.items():
         log.print(f"warning: the clock of host {host} is {ahead:+.0f} s from rank 0's; so are times in logs and files")
 
 
 def check_model(folder: Path, weights: bool) -> None:
-    """See that every host has the same files of a model: config and tokenizer, and its `weights` where they are read.
+    """Check that every host has the same config and tokenizer files and, with `weights`, the same weight files.
 
     Raises:
-        RunRefused: on every rank, where a file differs or cannot be read.
+        RunRefused: on every rank, if a file differs or cannot be read.
     """
     suffixes = CONFIG + WEIGHTS if weights else CONFIG
     found = {}
     with agreed(), reading(folder):
         for path in sorted(folder.iterdir()):
             if path.suffix in suffixes and path.is_file() and not path.name.startswith("."):
-                found[f"model_path: {path.name}"] = f"{path.stat().st_size:,} bytes with checksum {summed([path])}"
+                found[f"model_path: {path.name}"] = (
+                    f"{path.stat().st_size:,} bytes with checksum {block_checksum([path])}"
+                )
     expect_same(found)
 
 
 def check_samples(trained: str, evaluated: str) -> None:
-    """See that every host has the same samples, by their fingerprints.
+    """Check that every host has the same samples, by their fingerprints.
 
     Raises:
-        RunRefused: on every rank, where they differ.
+        RunRefused: on every rank, if they differ.
     """
     expect_same({"samples of data_path": trained, "samples of eval_data_path": evaluated})
 
 
 def check_writable(key: str, folder: Path) -> None:
-    """See that a folder can be made and written, before work is put into what is for it. Nothing of it is left.
+    """Check that a folder can be created and written; leave nothing behind.
 
     Raises:
-        ConfigError: it cannot, under the name of what says which folder.
+        ConfigError: it cannot; the message begins with `key`.
     """
     if folder.is_symlink() and not folder.exists():
         raise ConfigError(f"{key}: {folder}: a link to {folder.readlink()}, which is not there; expected a folder")
@@ -94,12 +96,12 @@ def check_writable(key: str, folder: Path) -> None:
 
 
 def check_folder(folder: Path, disk: Disk, log: Console) -> None:
-    """Make the run's folder, and see that those write to it who share a disk, and nobody else.
+    """Create the run's folder, and check that exactly the ranks of one disk see each other's files in it.
 
     Raises:
-        RunRefused: on every rank, where one does not see what another one writes, or sees what it should not.
+        RunRefused: on every rank, if a rank misses a file of its disk, or sees one of another disk.
     """
-    token = f".shared-{gather(secrets.token_hex(8))[0]}"  # a name that no host has looked for before
+    token = f".shared-{gather(secrets.token_hex(8))[0]}"  # a new name, so no host has cached its absence
     path = folder / f"{token}-{disk.ranks[0]}"
     try:
         with agreed():
@@ -141,7 +143,7 @@ def check_folder(folder: Path, disk: Disk, log: Console) -> None:
 
 
 def expect_same(mine: Mapping[str, str]) -> None:
-    """See that all ranks have the same values by the same names; all ranks call it together.
+    """Check that all ranks have the same named values; all ranks call it together.
 
     Raises:
         RunRefused: on every rank, with the first name whose value differs from rank 0's.
@@ -154,8 +156,8 @@ def expect_same(mine: Mapping[str, str]) -> None:
                 raise RunRefused(f"{name}: {theirs} on host {host}, but {ours} on host {first}; expected the same")
 
 
-def summed(paths: Iterable[Path]) -> str:
-    """The CRC-32 of evenly spread blocks of files, their ends among them."""
+def block_checksum(paths: Iterable[Path]) -> str:
+    """Return the CRC-32 of evenly spread blocks of files, including their first and last ones."""
     checksum = 0
     for path in sorted(paths):
         with open(path, "rb", buffering=0) as file:

@@ -1,4 +1,4 @@
-"""Where a run begins and where it ends: the checkpoint to go on from, the steps that are left, the last checkpoint."""
+"""Where a run begins and ends: the checkpoint to resume, the steps left, the last checkpoint."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Progress:
     """Where a run begins and where it ends. All ranks make it and call its methods together.
 
     Attributes:
-        config: as the run's user has it.
-        checkpoint: that the run goes on from; None to begin at step 1.
-        known: what the checkpoint says of itself.
-        order: of the data.
+        config: the user's, before `auto` values are resolved.
+        checkpoint: folder to resume from; None to begin at step 1.
+        known: record of the checkpoint.
+        order: decides which samples a step sees.
         total_steps: of the whole run.
-        evaluate_first: whether the evaluation after the steps that are done is still due.
+        evaluate_first: whether the evaluation after the checkpoint's step is still due.
     """
 
     config: TrainConfig
@@ -55,13 +55,13 @@ class Progress:
         evaluation: Evaluation | None,
         check: Callable[[Path], object],
     ) -> Progress:
-        """Look for a checkpoint, see that the run may go on from it, and say what changed.
+        """Find the checkpoint to resume from, check that the config fits it, and log what changed.
 
         Args:
-            check: raises a ConfigError where a checkpoint is that of another model.
+            check: raises a ConfigError for a checkpoint of another model.
 
         Raises:
-            RunRefused: on every rank, where something differs that must agree.
+            RunRefused: on every rank, if something differs that must not.
         """
         check_samples(order.fingerprint, evaluation.records if evaluation else "none")
         total_steps = config.max_steps or config.n_epoches * steps_per_epoch
@@ -80,12 +80,12 @@ class Progress:
 
     @property
     def done(self) -> int:
-        """The last step that is done."""
+        """The last completed step."""
         return self.known.step if self.known else 0
 
     def is_over(self) -> bool:
-        """Whether nothing is left to do, which is logged."""
-        if not self.checkpoint or self.done < self.total_steps + self.evaluate_first:  # of the last step
+        """Whether nothing is left to do; then log it."""
+        if not self.checkpoint or self.done < self.total_steps + self.evaluate_first:
             return False
         asking = "max_steps asks" if self.config.max_steps else "n_epoches ask"
         found = f"{self.checkpoint} has {self.done} steps done, and {asking} for {self.total_steps}"
@@ -93,7 +93,7 @@ class Progress:
         return True
 
     def leave(self, step: int, stop: StopRequest) -> NoReturn:
-        """End this process after `step`, as somebody asked the run to stop; all ranks call it together."""
+        """Exit after `step`, as the run was asked to stop; all ranks call it together."""
         saved = self._folder(step)
         stopped = f"stopped after step {step} of {self.total_steps}"
         if step == self.done:
@@ -109,10 +109,10 @@ class Progress:
         sys.exit(stop.exit_code)
 
     def last_checkpoint(self) -> Path:
-        """The checkpoint of the run's last step.
+        """Return the checkpoint of the run's last step.
 
         Raises:
-            RunRefused: on every rank, where it could not be saved.
+            RunRefused: on every rank, if it could not be saved.
         """
         saved = self._folder(self.total_steps)
         with agreed():
@@ -123,7 +123,7 @@ class Progress:
         return saved
 
     def _folder(self, step: int) -> Path:
-        """Where the checkpoint of a step lies; the one that this start began with may be elsewhere (`resume`)."""
+        """Return the checkpoint folder of a step; the one resumed from may lie elsewhere (`resume`)."""
         if self.checkpoint and self.done == step:
             return self.checkpoint
         return step_folder(Path(self.config.save_path), step)

@@ -1,7 +1,7 @@
 """Draw a run: `python -m training.report RUN_DIR` writes RUN_DIR/report.png.
 
-Loss (training and evaluation), learning rate, throughput and peak memory over the steps, from metrics.jsonl alone; so
-it also works while the run goes on, and on any machine. It takes two seconds.
+Loss (training and evaluation), learning rate, throughput and peak memory over the steps, from metrics.jsonl alone. So
+it works on any machine and during the run. It takes two seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from training.metrics.reporter import METRICS_FILE, read_metrics
 
 REPORT_FILE = "report.png"
 SIZE, DPI = (12.0, 8.0), 120  # inches and dots an inch: 1440 x 960 pixels
-FEW = 50  # so many steps are drawn as points too: one alone makes no line
+FEW = 50  # fewer steps are drawn as points too: a single step makes no line
 
 Lines = Sequence[dict[str, Any]]
 
@@ -44,11 +44,11 @@ def draw(run_folder: Path, output: Path | None = None, last_step: float = math.i
     """Draw the run's metrics.jsonl as a PNG, up to a step.
 
     Returns:
-        Where the picture is.
+        The picture's path.
 
     Raises:
-        OSError: metrics.jsonl cannot be read or the picture not be written.
-        ValueError: there is no run, or no step is done yet.
+        OSError: metrics.jsonl cannot be read, or the picture cannot be written.
+        ValueError: there is no run, or it has no step yet.
     """
     try:
         lines = [line for line in read_metrics(run_folder / METRICS_FILE) if line["step"] <= last_step]
@@ -86,7 +86,7 @@ def draw(run_folder: Path, output: Path | None = None, last_step: float = math.i
         _line(memory, peaks, stage, scale=1 / GIGA, label=f"stage {stage}")
     for panel in (lr, throughput, memory):
         panel.set_ylim(bottom=0)
-    for panel, place in ((loss, "best"), (memory, "lower right")):  # memory fills quickly, and stays there
+    for panel, place in ((loss, "best"), (memory, "lower right")):  # memory curves rise at once and stay high
         if panel.lines:
             panel.legend(fontsize="small", ncols=2, loc=place)
     for panel in (loss, lr, throughput, memory):
@@ -94,14 +94,14 @@ def draw(run_folder: Path, output: Path | None = None, last_step: float = math.i
         panel.grid(alpha=0.3)
     path = output or run_folder / REPORT_FILE
     with warnings.catch_warnings():
-        # A folder's name may be Chinese, matplotlib's font is not.
+        # A folder's name may be Chinese; matplotlib's font has no such glyphs.
         warnings.filterwarnings("ignore", "Glyph .* missing")
         figure.savefig(path, format="png")
     return path
 
 
 def _line(panel: Axes, lines: Lines, name: Any, marker: str | None = None, scale: float = 1, **style: Any) -> None:
-    """One number over the steps that have it; what was not finite leaves a gap."""
+    """Draw one number over the steps that have it; null leaves a gap."""
     known = [line for line in lines if name in line]
     values = [math.nan if line[name] is None else scale * line[name] for line in known]
     if known:

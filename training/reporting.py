@@ -1,4 +1,4 @@
-"""What a run writes about itself: run.json, config.yml, metrics.jsonl, progress, trackers."""
+"""Write a run's run.json, config.yml and metrics.jsonl; show progress and feed trackers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Reporting(Callback):
     """Report each step and evaluation; only rank 0 writes.
 
     Raises:
-        RunRefused: on every rank, where the run's folder or a tracker cannot be written.
+        RunRefused: on every rank, if the run's folder or a tracker cannot be written.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Reporting(Callback):
         self._reporter.report_evaluation(step, metrics)
 
     def on_end(self, run: Run, step: int) -> None:
-        """Close before others print what they found: a live view stands below all lines."""
+        """Close first: the live view must not stand below what later callbacks print."""
         self._close()
 
     def _close(self) -> None:

@@ -54,7 +54,7 @@ class StreamedLanguageModel(LanguageModel):
         self.dataset.close()
 
     def _sets(self, config: TrainConfig, reader: RecordReader) -> Any:
-        return stream_of(config, reader), reader.held_out()
+        return stream_of(config, reader), reader.read_evaluation()
 
     def _an_epoch(self) -> str:
         return ""

@@ -1,6 +1,6 @@
-"""Which stage holds which layers, over how many replicas: all that a checkpoint's files depend on.
+"""Which stage holds which layers, and over how many replicas: all that a checkpoint's files depend on.
 
-Built once, when a run knows its `parts`, and handed down; a checkpoint records the one that it was saved with.
+A run builds its topology once, when `parts` is resolved; a checkpoint records it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Topology(BaseModel):
-    """How the optimizer's state is divided over the files.
+    """How model and optimizer state are divided over processes, and so over files.
 
     Attributes:
-        parts: layers per stage of a pipeline, or per chunk where each stage holds two; empty under plain ZeRO.
-        tensor: processes that share each layer.
-        spread: whether they spread its experts.
-        sequence: replicas that share their rows. No file depends on it, but each rank's random numbers do.
+        parts: layers per stage, or per chunk if each stage holds two; empty under plain ZeRO.
+        tensor: processes that share each layer (tensor parallelism).
+        spread: whether they share its experts too (expert parallelism).
+        sequence: replicas that share each sequence. Files do not depend on it, but each rank's random numbers do.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -42,7 +42,7 @@ class Topology(BaseModel):
         return min(chunk, len(self.parts) - 1 - chunk) if self.v_schedule else chunk
 
     def layers(self, stage: int, n_layers: int) -> list[int]:
-        """The layers that a stage holds, of a model of `n_layers`."""
+        """The layers of a stage, for a model of `n_layers`."""
         return [layer for layer in range(n_layers) if self.stage_of(layer) == stage]
 
     @property
@@ -64,11 +64,11 @@ class Topology(BaseModel):
 
 @dataclass(frozen=True)
 class Division:
-    """How a run's model is divided, decided once (`training.plan.auto`) and handed down.
+    """How a run's model is divided, decided once (`training.plan.auto`).
 
     Attributes:
-        recompute: the layers, of the whole model, that recompute their activations.
-        report: what `auto` came to, for the log.
+        recompute: numbers, in the whole model, of the layers that recompute their activations.
+        report: lines for the log with the resolved `auto` values.
     """
 
     topology: Topology

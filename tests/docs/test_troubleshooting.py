@@ -13,7 +13,7 @@ from models.errors import CheckpointError
 from tests.conftest import ROOT
 from tests.docs.pages import text_of
 from training.config.yaml_file import load_config
-from training.errors import ConfigError, RunRefused, description
+from training.errors import ConfigError, RunRefused, describe_error
 from training.plan.command import DOES_NOT_FIT
 
 PAGE = text_of("docs/troubleshooting.md")
@@ -83,9 +83,9 @@ def test_a_folder_that_exists_is_told_so(tmp_path: Path) -> None:
 def test_exit_codes() -> None:
     codes = dict(re.findall(r"^\| (\d+) \| (.*) \|$", PAGE, re.MULTILINE))
     assert list(codes) == ["0", "1", "2", "130"]
-    assert description(ConfigError("x"))[0] == description(RunRefused("x"))[0] == 2
-    assert description(KeyError("x"))[0] == 1 == DOES_NOT_FIT
-    assert description(KeyboardInterrupt())[0] == 130
+    assert describe_error(ConfigError("x"))[0] == describe_error(RunRefused("x"))[0] == 2
+    assert describe_error(KeyError("x"))[0] == 1 == DOES_NOT_FIT
+    assert describe_error(KeyboardInterrupt())[0] == 130
     # A run without a finite loss raises RunRefused, one without memory ConfigError.
     rows = re.findall(r"^\| `([^`]+)` \| (\d) \|", PAGE, re.MULTILINE)
     mended = [line for line, code in rows if code == "2"]

@@ -82,8 +82,8 @@ def summed_on_the_host() -> Iterator[None]:
 @contextmanager
 def not_sent() -> Iterator[None]:
     """Micro-batches that stay on the host."""
-    ahead = training.engine.prefetch.ahead
-    with patch.object(training.engine.trainer, "ahead", lambda each, device: ahead(each, torch.device("cpu"))):
+    prefetch = training.engine.prefetch.prefetch
+    with patch.object(training.engine.trainer, "prefetch", lambda each, device: prefetch(each, torch.device("cpu"))):
         yield
 
 

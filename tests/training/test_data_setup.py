@@ -55,7 +55,7 @@ def written(path: Path, texts: list[str]) -> Path:
 def sets(model: Path, tmp_path: Path, **keys: Any) -> tuple[Dataset, Dataset | None]:
     """What a run with these keys trains on, and what it evaluates on."""
     config = load_config(write_config(tmp_path / "run.yml", model_path=str(model), **keys))
-    data, held_out = RecordReader(config, model, Log(quiet=True)).sets()
+    data, held_out = RecordReader(config, model, Log(quiet=True)).read_sets()
     assert isinstance(data, Dataset)
     return data, held_out
 

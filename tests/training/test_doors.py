@@ -17,7 +17,7 @@ from models.errors import CheckpointError
 from tests.conftest import FAQ
 from tests.launching import run, write_config
 from training import errors
-from training.errors import ConfigError, RunRefused, ending, keep_tracebacks_in, one_line_at_the_end
+from training.errors import ConfigError, RunRefused, describe_and_save, exit_with_one_line, keep_tracebacks_in
 
 DOORS = ("train_ds.py", "train_ds_zero.py", "convert_model.py", "demo.py")
 HEAVY = ("torch", "transformers", "deepspeed", "pyarrow")
@@ -105,7 +105,7 @@ def test_what_nobody_foresaw_is_one_line_and_its_traceback_is_in_the_runs_folder
 ) -> None:
     run_folder = tmp_path / "run"
     for expected in (nothing_known_of_a_run, run_folder):
-        code, line = ending(unforeseen())
+        code, line = describe_and_save(unforeseen())
         found = re.fullmatch(r"RuntimeError: first \\x1b\[2Jline; the full traceback is in (.+)", line)
         assert found and code == 1
         path = Path(found[1])
@@ -114,12 +114,12 @@ def test_what_nobody_foresaw_is_one_line_and_its_traceback_is_in_the_runs_folder
         assert report.startswith("Traceback") and "in unforeseen" in report and "error: second line" in report
         keep_tracebacks_in(str(run_folder))
         if expected == nothing_known_of_a_run:  # a folder that is not there is not made for it
-            assert str(nothing_known_of_a_run) in ending(unforeseen())[1]
+            assert str(nothing_known_of_a_run) in describe_and_save(unforeseen())[1]
             run_folder.mkdir()
 
 
 def test_a_door_prints_the_line_and_leaves(nothing_known_of_a_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left, one_line_at_the_end():
+    with pytest.raises(SystemExit) as left, exit_with_one_line():
         raise unforeseen()
     told = capsys.readouterr()
     assert (left.value.code, told.out, told.err.count("\n")) == (1, "", 1)
@@ -140,24 +140,24 @@ def test_a_door_prints_the_line_and_leaves(nothing_known_of_a_run: Path, capsys:
 def test_a_line_ends_with_the_page_that_explains_it(
     door: str, error: Exception, page: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit), one_line_at_the_end(page=f"docs/{door}.md"):
+    with pytest.raises(SystemExit), exit_with_one_line(page=f"docs/{door}.md"):
         raise error
     assert capsys.readouterr().err == f"error: {error} (see docs/{page}.md)\n"
 
 
 def test_a_lack_of_file_handles_is_a_mistake_that_a_user_can_mend(nothing_known_of_a_run: Path) -> None:
-    code, line = ending(OSError(24, os.strerror(24), "weights"))
+    code, line = describe_and_save(OSError(24, os.strerror(24), "weights"))
     assert code == 2 and "ulimit -n" in line
     assert not list(nothing_known_of_a_run.iterdir())
 
 
 @pytest.mark.parametrize("kind", [ConfigError, DataError, CheckpointError, RunRefused])
 def test_no_text_begins_a_line_of_its_own_or_moves_the_cursor(kind: type[Exception]) -> None:
-    assert ending(kind("a\nerror: forged \x1b]0;title\x07 \u202efdp.exe")) == (
+    assert describe_and_save(kind("a\nerror: forged \x1b]0;title\x07 \u202efdp.exe")) == (
         2,
         r"a\nerror: forged \x1b]0;title\x07 \u202efdp.exe",
     )
-    assert ending(kind("record 1: \x9b", "record 2: \r")) == (2, "record 1: \\x9b\nrecord 2: \\r")
+    assert describe_and_save(kind("record 1: \x9b", "record 2: \r")) == (2, "record 1: \\x9b\nrecord 2: \\r")
 
 
 def test_a_model_folder_cannot_speak_for_the_converter(tmp_path: Path) -> None:

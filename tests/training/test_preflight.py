@@ -12,7 +12,7 @@ import pytest
 
 from tests.launching import topology
 from tests.ranks import Ranks
-from training.preflight import BLOCK, BLOCKS, summed
+from training.preflight import BLOCK, BLOCKS, block_checksum
 
 pytestmark = pytest.mark.launched
 
@@ -110,8 +110,8 @@ def test_both_ends_of_a_file_count(size: int, tmp_path: Path) -> None:
     path = tmp_path / "file"
     content = os.urandom(size)
     path.write_bytes(content)
-    before = summed([path])
-    assert summed([path]) == before
+    before = block_checksum([path])
+    assert block_checksum([path]) == before
     for place in {0, size - 1} if size else set():
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        assert summed([path]) != before
+        assert block_checksum([path]) != before

@@ -85,7 +85,7 @@ def test_a_base_model_that_was_trained_with_a_template_stops_everywhere(
         (folder / "generation_config.json").unlink()
     assert answers(folder) == ["Lima."] * 2
     checkpoint = trained(folder, tmp_path, Log())
-    assert f"end of answers: {end}, which the model's generation_config.json" in capsys.readouterr().out
+    assert f"end of answers: {end}; the checkpoints' generation_config.json" in capsys.readouterr().out
     pp_to_hg(checkpoint, tmp_path / "hf")
     assert answers(checkpoint) == answers(tmp_path / "hf") == ["Lima."] * 2
     tokenizer, model = load_tokenizer(tmp_path / "hf"), AutoModelForCausalLM.from_pretrained(tmp_path / "hf")

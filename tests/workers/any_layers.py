@@ -30,7 +30,7 @@ def run_case(case: dict[str, Any], _: TrainConfig, folder: Path) -> None:
     net = NETS[case["net"]]
     layers, loader = net.layers(), SampleLoader(net.dataset(), config)
     parts = divide(layers, config.model_topo.parts, config.model_topo.stages)
-    trainer = LayerTrainer.of(layers, net.forward_step, net.loss, loader, config, parts)
+    trainer = LayerTrainer.from_layers(layers, net.forward_step, net.loss, loader, config, parts)
     engine, forwards = trainer.engine, []
     engine.module.forward_funcs[0].register_forward_pre_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
     tensors: dict[str, torch.Tensor] = {}

@@ -14,5 +14,5 @@ from training.config.keys import TrainConfig
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     emulated = patch("models.blocks.options.to_fp8", partial(to_fp8, emulate=True))
-    with emulated, patch("training.engine.trainer.check_gpu"):
+    with emulated, patch("training.engine.building.check_gpu"):
         jobs.run_case(case, config, folder)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.workers import jobs
-from training.any_model.config import OF_LANGUAGE_MODELS, PipelineConfig
+from training.any_model.config import LANGUAGE_MODEL_KEYS, PipelineConfig
 from training.any_model.stage import Layer
 from training.any_model.task import Layers
 from training.config.keys import TrainConfig
@@ -34,7 +34,7 @@ def train_layers(config: TrainConfig, place: Place, monitor: RankMonitor, _: obj
     random = torch.Generator().manual_seed(1)
     dataset: Any = [tuple(torch.randn(2, 8, generator=random)) for _ in range(16)]
     layers: list[Layer] = [partial(nn.Linear, 8, 8), nn.Tanh, partial(nn.Linear, 8, 8), partial(nn.Linear, 8, 8)]
-    keys = {key: value for key, value in config.dump().items() if key not in OF_LANGUAGE_MODELS}
+    keys = {key: value for key, value in config.dump().items() if key not in LANGUAGE_MODEL_KEYS}
     own, step = PipelineConfig.model_validate(keys), nn.Module.__call__
     task = Layers(layers, step, functional.mse_loss, dataset, None, None)
     Job(task, own, place, monitor, run_options(own)).run()

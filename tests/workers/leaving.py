@@ -10,7 +10,7 @@ from training.distributed.processes import stop
 
 
 def leave() -> NoReturn:
-    """End as a rank of a run does (`training.errors.one_line_at_the_end`), as Python's teardown now and then aborts."""
+    """End as a rank of a run does (`training.errors.exit_with_one_line`), as Python's teardown now and then aborts."""
     stop()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -46,8 +46,8 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     spec = ModelSpec.from_folder(model_folder)
     with ExitStack() as stack:
         if case["deepspeed"]:
-            stack.enter_context(patch("training.engine.trainer.sum_as_they_are"))
-            stack.enter_context(patch("training.engine.trainer.clip_in_update"))
+            stack.enter_context(patch("training.engine.building.sum_without_copies"))
+            stack.enter_context(patch("training.engine.building.clip_in_update"))
             stack.enter_context(patch("training.engine.stage_engine.clip", clip_at_once))
         trainer = PipelineTrainer.build(config, spec, model_folder, divide(config, spec))
         engine = trainer.engine

@@ -1,1 +1,1 @@
-"""Any layers in a pipeline (`Pipeline`): an image classifier, an encoder and a decoder, whatever is a sequence."""
+"""Train any sequence of layers in a pipeline (`Pipeline`): an image classifier, an encoder and a decoder, ..."""

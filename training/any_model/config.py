@@ -1,12 +1,12 @@
-"""The config of a pipeline of any layers: a run's keys without those of language models, and keys of your own.
+"""The config of a `Pipeline`: the keys of any run, without those of language models, plus keys of your own.
 
-It is a `TrainConfig`, so whatever a run does with one (DeepSpeed's keys, the optimizer, checkpoints, what may change
-between two starts) it does with this one. A subclass adds keys:
+It is a `TrainConfig`, so everything that uses one (DeepSpeed's keys, the optimizer, checkpoints, checks on resuming)
+works with this one. A subclass adds keys:
 
     class MyConfig(PipelineConfig):
         width: int = 64
 
-They are checked like all others, stand in the run's config.yml, and may not change between two starts of a run.
+They are checked like all others, written to the run's config.yml, and must stay the same when a run is resumed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import model_validator
 from training.config.keys import TrainConfig
 from training.config.sections import DataPath
 
-OF_LANGUAGE_MODELS = frozenset(
+LANGUAGE_MODEL_KEYS = frozenset(
     "model_path data_path from_scratch stream_gb max_seq_len truncate packing pack_len dataloader_drop_last "
     "prompt_format template_args template_fallback mask on_bad_record cache_dir aux_max_z_loss aux_router_loss "
     "export_hf eval_data_path eval_share schedule offload_activations use_flash_attn compile fp8 rebalance".split()
@@ -33,8 +33,8 @@ class PipelineConfig(TrainConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse(cls, raw: Any) -> Any:
-        for key in OF_LANGUAGE_MODELS.intersection(raw):
+    def _check_keys(cls, raw: Any) -> Any:
+        for key in LANGUAGE_MODEL_KEYS.intersection(raw):
             raise ValueError(f"{key}: a key of language models, without effect on a Pipeline's layers; leave it out")
         if raw.get("use_grad_ckpt") == "auto":
             raise ValueError("use_grad_ckpt: auto knows the blocks of language models; expected true or {every: n}")
@@ -43,11 +43,11 @@ class PipelineConfig(TrainConfig):
     @model_validator(mode="after")
     def _check_sharing(self) -> PipelineConfig:
         if "model" in self.model_topo.process_topology.axes:
-            raise ValueError("model_topo.process_topology.axes: a Pipeline cuts no layers; expected no model axis")
+            raise ValueError("model_topo.process_topology.axes: a Pipeline shards no layers; expected no model axis")
         if self.model_topo.sequence > 1:
-            raise ValueError("model_topo.sequence: only language models have rows of tokens to share; expected 1")
+            raise ValueError("model_topo.sequence: only language models have sequences to share; expected 1")
         return self
 
     def dump(self) -> dict[str, Any]:
-        """The resolved config as plain values, ready for YAML."""
-        return self.model_dump(mode="json", exclude_none=True, exclude=set(OF_LANGUAGE_MODELS))
+        """Return the resolved config as plain values, ready for YAML."""
+        return self.model_dump(mode="json", exclude_none=True, exclude=set(LANGUAGE_MODEL_KEYS))

@@ -1,11 +1,11 @@
-"""`Pipeline`: any layers, one after the other, trained in a pipeline by a script of your own.
+"""`Pipeline`: train any sequence of layers in a pipeline, from a script of your own.
 
     pipeline = Pipeline(nn.Sequential(...), loss=F.cross_entropy, parts=[3, 2], save_path="run", train_batch_size=32)
     pipeline.train(dataset)
 
-The script is started by `deepspeed --num_gpus 2 script.py`, or by `python script.py`, which starts the launcher itself.
-Stages, replicas, micro-batches, precision, ZeRO, checkpoints, metrics and the timeline are those of any run
-(`training.config.keys`); the loop and the engine too.
+Start the script with `deepspeed --num_gpus 2 script.py`, or with `python script.py`, which starts the launcher itself.
+Stages, replicas, micro-batches, precision, ZeRO, checkpoints, metrics and the timeline work as in any run
+(`training.config.keys`).
 """
 
 from __future__ import annotations
@@ -31,22 +31,19 @@ if TYPE_CHECKING:
 
 
 class Pipeline:
-    """Layers that are trained in stages.
+    """Layers that are trained in stages; `train` checks the arguments.
 
     Args:
-        layers: an `nn.Sequential`, or a list of layers. In place of a layer may stand a function without arguments that
-            makes it (`functools.partial(nn.Linear, 64, 64)`): then only the processes of its stage do. Each layer takes
-            what the one before it gave, a tensor or a tuple of tensors; see `training.any_model.stage`.
-        forward_step: what a layer does with a micro-batch: takes the layer and what the one before it gave, and gives
-            what the next one takes. Where absent, the layer is called with it: `layer(inputs)`.
-        loss: takes what the last layer gave and the labels of a micro-batch, and gives a scalar: a mean over the rows,
+        layers: an `nn.Sequential`, or a list of layers. A function without arguments that makes a layer
+            (`functools.partial(nn.Linear, 64, 64)`) may replace it; only the processes of its stage call it. The input
+            of each layer is the output of the one before, a tensor or a tuple of tensors (`training.any_model.stage`).
+        forward_step: takes a layer and its input, returns its output; by default `layer(inputs)`.
+        loss: takes the last layer's output and the labels of a micro-batch, returns a scalar: a mean over the samples,
             so that the mean over the micro-batches is that of the batch.
-        parts: layers per stage, or how many stages (1); then the largest has as few parameters as can be. The processes
-            that the launcher starts beyond one a stage make further replicas.
-        config: in place of `parts` and `keys`, the whole config, read from a file (`load_config_of`).
+        parts: layers per stage, or the number of stages (1), divided so that the largest stage has the fewest
+            parameters. Processes beyond one per stage become further replicas.
+        config: replaces `parts` and `keys`: the whole config, read from a file (`load_config_of`).
         keys: of a `PipelineConfig`; `save_path` and `train_batch_size` are required.
-
-    Nothing is checked here: what is wrong `train` says in one line.
     """
 
     def __init__(
@@ -67,15 +64,15 @@ class Pipeline:
         self._keys = keys
 
     def config(self, processes: int) -> PipelineConfig:
-        """The config of a run on so many processes.
+        """Return the config of a run on this number of processes.
 
         Raises:
             ConfigError: a key is unknown or has a wrong value.
         """
         if self._config:
-            beside = [*self._keys, *(["parts"] if self._parts is not None else [])]
-            if beside:
-                raise ConfigError(f"config: stands beside {', '.join(beside)}; expected them in it")
+            extra = [*self._keys, *(["parts"] if self._parts is not None else [])]
+            if extra:
+                raise ConfigError(f"config: given together with {', '.join(extra)}; expected them in the config")
             return self._config
         asked = 1 if self._parts is None else self._parts
         stages, parts = (asked, None) if isinstance(asked, int) else (len(asked), list(asked))
@@ -85,19 +82,19 @@ class Pipeline:
     def train(
         self, dataset: Dataset[Any], collate: Collate | None = None, eval_dataset: Dataset[Any] | None = None
     ) -> None:
-        """Train from the beginning, or from the newest checkpoint in `save_path`, and return when all steps are done.
+        """Train from the beginning, or from the newest checkpoint in `save_path`; return when all steps are done.
 
-        A process that cannot go on, or was asked to stop and saved, ends here, as one of `train_ds.py` does.
+        A process that cannot continue, or was asked to stop and saved, exits here, as in `train_ds.py`.
 
         Args:
-            dataset: with a length, of samples `(inputs, labels)`, each a tensor or a tuple of tensors; the first and
-                the last stage read it. What is random in a sample has to come from torch's generator.
-            collate: makes a micro-batch of a list of samples; stacks them where absent.
-            eval_dataset: of samples likewise, on which the loss is measured as `eval_interval` and `eval_at_start` say.
+            dataset: has a length and samples `(inputs, labels)`, each a tensor or a tuple of tensors; the first and the
+                last stage read it. Random samples must draw from torch's generator.
+            collate: makes a micro-batch from a list of samples; stacks them by default.
+            eval_dataset: of such samples, evaluated as `eval_interval` and `eval_at_start` ask for.
         """
 
         def run(config: PipelineConfig, place: Place, monitor: RankMonitor) -> bool:
-            from training.any_model.task import Layers  # brings DeepSpeed, which has to be told of the device first
+            from training.any_model.task import Layers  # imports DeepSpeed, after the device is set
             from training.job import Job
             from training.options import run_options
 
@@ -108,10 +105,10 @@ class Pipeline:
 
 
 def load_trained(layers: nn.Sequential | Sequence[nn.Module], path: str | Path) -> None:
-    """Give layers, all in one process, the weights of a run: of a checkpoint, or of a run's `save_path` the newest.
+    """Load a run's weights into layers, all in one process, from a checkpoint or the newest one in a `save_path`.
 
     Raises:
-        ConfigError: they are those of other layers.
+        ConfigError: the weights are those of other layers.
         CheckpointError: there are none, or they are damaged.
     """
     from models.checkpoint.layout import resolve

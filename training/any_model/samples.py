@@ -1,9 +1,9 @@
-"""Global batches of any dataset, in an order that is a pure function of seed and step.
+"""Make global batches of any dataset, in an order that is a pure function of seed and step.
 
-Every batch is full: what does not fill an epoch's last one is left out, other samples in each epoch. So all
-micro-batches are alike, and the mean of their losses is that of the batch. While a sample is made, torch's generator is
-seeded by the run's seed, the step and the sample: augmentations are the same on the first stage, which has the inputs,
-as on the last, which has the labels, and in a run that goes on.
+Every batch is full: an epoch leaves out the rest, different samples each time. So micro-batches have the same size, and
+the mean of their losses is that of the batch. While a sample is made, torch's generator is seeded with the run's seed,
+the step and the sample. So augmentations are the same on the first stage, which reads the inputs, on the last, which
+reads the labels, and in a resumed run.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from training.errors import ConfigError
 Collate = Callable[[list[Any]], Any]
 
 
-class _AllAlike:
-    """What `Loader` asks of samples; here each counts as one token that bears loss."""
+class _UnitSamples:
+    """Samples for `Loader`, each of which counts as one trained token."""
 
     def __init__(self, samples: Any) -> None:
         self.samples = samples
@@ -34,15 +34,15 @@ class _AllAlike:
 
 
 class SampleLoader(Loader):
-    """Deals the samples of a dataset out to micro-batches and replicas.
+    """Distributes the samples of a dataset over micro-batches and replicas.
 
     Args:
-        dataset: with a length; gives `(inputs, labels)`, each a tensor or a tuple of tensors.
-        collate: makes a micro-batch of a list of samples; torch's `default_collate` stacks them.
-        evaluates: on these samples; then all take part that fill a micro-batch for each replica.
+        dataset: has a length and samples `(inputs, labels)`, each a tensor or a tuple of tensors.
+        collate: makes a micro-batch from a list of samples; by default torch's `default_collate`, which stacks them.
+        evaluates: whether to evaluate; then all samples are used that fill a micro-batch for each replica.
 
     Raises:
-        ConfigError: it has no length, or too few samples for a batch.
+        ConfigError: the dataset has no length, or too few samples for a batch.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class SampleLoader(Loader):
         if evaluates:
             what, least, why = "eval_dataset", rows * replicas, "a micro-batch for each replica"
         if isinstance(samples, IterableDataset) or not hasattr(samples, "__len__"):
-            told = f"{type(dataset).__name__} has no length; expected one with __len__ and __getitem__"
-            raise ConfigError(f"{what}: {told}")
+            found = f"{type(dataset).__name__} has no length"
+            raise ConfigError(f"{what}: {found}; expected one with __len__ and __getitem__")
         if len(samples) < least:
             raise ConfigError(f"{what}: {len(samples)} samples; expected at least {least}, {why}")
         numbers = range(len(samples) // least * least) if evaluates else None
         sizes = config.train_batch_size, rows, replicas
-        super().__init__(_AllAlike(dataset), *sizes, config.seed, drop_last=not evaluates, numbers=numbers)
+        super().__init__(_UnitSamples(dataset), *sizes, config.seed, drop_last=not evaluates, numbers=numbers)
         self._collate_samples = collate or default_collate
         self._dtype = training_dtype(config)
         self._step = 0
@@ -70,14 +70,14 @@ class SampleLoader(Loader):
         return super().batch(step)
 
     def batch_of(self, chosen: Sequence[int]) -> GlobalBatch:
-        """A batch of these samples; a single one comes as often as fills a micro-batch of each replica."""
+        """Make a batch of these samples; a single one is repeated to fill a micro-batch for each replica."""
         return super().batch_of([*chosen] * (self.micro_batch_size * self.replicas if len(chosen) == 1 else 1))
 
     def micro_batches(self, batch: GlobalBatch, replica: int) -> Iterator[Sent]:
-        """A replica's micro-batches, `(inputs, labels)`, each a tuple of tensors; inputs in the dtype to train in.
+        """Yield a replica's micro-batches `(inputs, labels)`, two tuples of tensors; inputs have the training dtype.
 
         Raises:
-            ConfigError: what the dataset gives has another form.
+            ConfigError: the dataset's samples have another form.
         """
         for rows in batch.micro_batches[replica]:
             made = self._collate_samples([self._sample(number) for row in rows for number in row])

@@ -1,10 +1,9 @@
-"""One stage of any layers: the module that holds them, and what crosses its borders.
+"""One stage of a `Pipeline`: the module with its layers, and the shapes that cross its borders.
 
-A layer takes what the one before it gave: a tensor, or a tuple of tensors of any dtype but complex ones. What crosses
-from a stage to the next has the same shapes in every micro-batch, and they are learnt before the first: the stages pass
-the shapes of the first inputs through their layers one after the other, on the meta device, which computes nothing. So
-a layer's tensors have to be parameters or buffers, and no shape may depend on what a tensor holds. Layers that do not
-fit each other are found in this way too, before anything runs.
+The input of a layer is the output of the one before: a tensor or a tuple of tensors, not complex. The tensors between
+stages have the same shapes in every micro-batch. Before the first one, the stages pass the shapes of the first inputs
+through their layers in turn, on the meta device, which computes nothing. So a layer's tensors must be parameters or
+buffers, and no shape may depend on values. Layers that do not fit each other are found before anything runs.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ from training.plan.partition import best_split
 
 
 class Border(NamedTuple):
-    """What crosses a border.
+    """The shapes and dtypes of the tensors that cross a border between stages.
 
     Attributes:
-        tensors: their shapes and dtypes.
-        alone: whether it is one tensor that stands in no tuple.
+        tensors: shape and dtype of each.
+        alone: whether it is a single tensor, not in a tuple.
     """
 
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     alone: bool
 
     @classmethod
-    def of(cls, stream: Any) -> Border:
-        """Raises a ConfigError where it is none."""
+    def describe(cls, stream: Any) -> Border:
+        """Describe a tensor or a tuple of tensors; raise a ConfigError for anything else."""
         tensors = stream if isinstance(stream, tuple) else (stream,)
         for tensor in tensors:
             if not isinstance(tensor, Tensor) or tensor.is_complex():
@@ -58,11 +57,11 @@ class Border(NamedTuple):
         return cls(tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors), not isinstance(stream, tuple))
 
     def like(self) -> tuple[Tensor, ...]:
-        """The tensors on the meta device."""
+        """Make such tensors on the meta device."""
         return tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self.tensors)
 
     def unpacked(self, tensors: tuple[Tensor, ...]) -> Any:
-        """What a layer takes."""
+        """Turn a tuple of tensors into a layer's input."""
         return tensors[0] if self.alone else tensors
 
     def __str__(self) -> str:
@@ -70,7 +69,7 @@ class Border(NamedTuple):
 
 
 class Step(nn.Module):
-    """A layer and what computes it, as a module, whose tensors others can stand in for."""
+    """A layer with its forward step as one module, for `functional_call`."""
 
     def __init__(self, layer: nn.Module, forward_step: ForwardStep) -> None:
         super().__init__()
@@ -88,7 +87,7 @@ class LayerStage(PipelineModule):
         layers: of the whole model.
         forward_step, loss: see `Pipeline`.
         parts: layers per stage.
-        folder: a checkpoint whose weights the layers take.
+        folder: checkpoint to load the weights from.
 
     Raises:
         ConfigError: the stage has nothing to train.
@@ -112,42 +111,42 @@ class LayerStage(PipelineModule):
         grid = config.model_topo.process_topology
         topology = ProcessTopology(axes=list(grid.axes), dims=list(grid.dims))
         made = [LaterLayer(make, layer, config.seed + number) for number, layer in enumerate(layers)]
-        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its seed settings, which mean nothing here
-            # With dynamic_shape its engine has every micro-batch looked at before it is sent.
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its seed settings, which have no effect here
+            # With dynamic_shape the engine calls `_send_tensor_meta` for every micro-batch.
             super().__init__(made, topology=topology, loss_fn=self.loss, dynamic_shape=True)
         self._forward_step, self._loss = forward_step, loss  # may be modules, whose buffers move with the stage
         dtype = training_dtype(config)
         self._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)  # complex buffers stay
         if folder:
-            load_layers(self.numbered(), folder)
+            load_layers(self.layers_by_number(), folder)
         with agreed():
             if not any(weight.requires_grad for weight in self.parameters()):
                 raise ConfigError(
                     f"parts: stage {self.stage_id} of {list(parts)} has no weight to train; expected one in each"
                 )
 
-    def learn(self, inputs: tuple[Tensor, ...]) -> None:
-        """Find out what crosses the borders when micro-batches like this one come in; all ranks call it together."""
-        found = Border(Border.of(inputs).tensors, alone=len(inputs) == 1)
+    def learn_shapes(self, inputs: tuple[Tensor, ...]) -> None:
+        """Find the shapes at the borders for micro-batches like this one; all ranks call it together."""
+        found = Border(Border.describe(inputs).tensors, alone=len(inputs) == 1)
         for stage in range(self.num_stages):
-            told = None
+            leaving = None
             with agreed():
                 if stage == self.stage_id:
-                    self.arriving, told = found, self._traced(found)
-                    self.leaving = told
-            found = next(each for each in gather(told) if each is not None)
+                    self.arriving, leaving = found, self._trace(found)
+                    self.leaving = leaving
+            found = next(each for each in gather(leaving) if each is not None)
 
-    def numbered(self) -> dict[int, nn.Module]:
-        """The layers by their number in the model."""
+    def layers_by_number(self) -> dict[int, nn.Module]:
+        """Return this stage's layers by their number in the model."""
         return dict(enumerate(self.forward_funcs, self._local_start))
 
     def stream_like(self) -> tuple[Tensor, ...]:
-        """What arrives here, as tensors on the meta device; the engine asks for it."""
+        """Return meta tensors like those that arrive here, for the engine."""
         return self.arriving.like()
 
     def forward(self, stream: tuple[Tensor, ...]) -> Any:
         found = self.arriving.unpacked(stream)
-        for number, layer in self.numbered().items():
+        for number, layer in self.layers_by_number().items():
             again = self.training and number + 1 in self._recompute
             step = partial(self._forward_step, layer)
             found = checkpoint(step, found, use_reentrant=False) if again else step(found)
@@ -156,7 +155,7 @@ class LayerStage(PipelineModule):
         return tuple(tensor.contiguous() for tensor in (found if isinstance(found, tuple) else (found,)))
 
     def loss(self, outputs: Any, labels: tuple[Tensor, ...]) -> Tensor:
-        """The loss of a micro-batch; DeepSpeed calls it on the last stage."""
+        """Compute the loss of a micro-batch; DeepSpeed calls it on the last stage."""
         found = self._loss(outputs, labels[0] if len(labels) == 1 else labels)
         if not isinstance(found, Tensor) or found.dim():
             what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
@@ -168,28 +167,28 @@ class LayerStage(PipelineModule):
         self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 
     @torch.no_grad()
-    def _traced(self, arriving: Border) -> Border:
+    def _trace(self, arriving: Border) -> Border:
         stream, border = arriving.unpacked(arriving.like()), arriving
-        for number, layer in self.numbered().items():
+        for number, layer in self.layers_by_number().items():
             step = Step(layer, self._forward_step)
             tensors = [*step.named_parameters(), *step.named_buffers()]
             try:
                 stream = functional_call(step, {name: tensor.to("meta") for name, tensor in tensors}, (stream,))
-                border = Border.of(stream)
-            except Exception as error:  # whatever a layer may raise
+                border = Border.describe(stream)
+            except Exception as error:  # whatever a layer raises
                 what = f"layer {number} ({type(layer).__name__}) with {border}"
                 raise ConfigError(f"layers: {what}: {reason_of(error)}") from error
         if self.stage_id < self.num_stages - 1 and not any(dtype.is_floating_point for _, dtype in border.tensors):
-            raise ConfigError(f"parts: {border} leave stage {self.stage_id}; expected a tensor that bears a gradient")
+            raise ConfigError(f"parts: {border} leave stage {self.stage_id}; expected a tensor with a gradient")
         return border
 
 
 class LayerStageEngine(StageEngine):
-    """A stage that knows its borders by `LayerStage.learn`."""
+    """The engine of a stage that knows its borders from `LayerStage.learn_shapes`."""
 
     def _send_tensor_meta(self, stream: tuple[Tensor, ...], stage: int) -> None:
-        """See, before each micro-batch is sent, that it is what the next stage expects."""
-        found = Border(Border.of(stream).tensors, self.module.leaving.alone)
+        """Check before each micro-batch is sent that it has the expected shapes."""
+        found = Border(Border.describe(stream).tensors, self.module.leaving.alone)
         if found != self.module.leaving:
             raise ConfigError(
                 f"layers: {found} leave stage {self.stage_id}, but {self.module.leaving} did for the first "
@@ -198,10 +197,10 @@ class LayerStageEngine(StageEngine):
 
 
 def load_layers(layers: dict[int, nn.Module], folder: Path) -> None:
-    """Give layers, by their number, the weights and buffers that a checkpoint has of them.
+    """Load weights and buffers of a checkpoint into layers, given by number.
 
     Raises:
-        ConfigError: they are those of other layers.
+        ConfigError: the checkpoint has other layers.
         CheckpointError: a file is missing or damaged.
     """
     for number, layer in layers.items():
@@ -220,7 +219,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 def make(layer: Layer, seed: int) -> nn.Module:
-    """The layer itself; one that a function makes has the same random weights in whichever process that happens."""
+    """Return the layer, or make it; its random weights are the same in every process."""
     if isinstance(layer, nn.Module):
         return layer
     with torch.random.fork_rng(devices=[]):
@@ -229,42 +228,42 @@ def make(layer: Layer, seed: int) -> nn.Module:
 
 
 def check_functions(**functions: Callable[..., Any]) -> None:
-    """Raise a ConfigError where one is a module with weights of its own."""
+    """Raise a ConfigError for a function that is a module with weights."""
     for name, function in functions.items():
         if isinstance(function, nn.Module) and any(True for _ in function.parameters()):
             raise ConfigError(f"{name}: has weights, which no layer's file would hold; expected them in the layers")
 
 
-def on_meta(layers: Sequence[Layer]) -> list[nn.Module]:
-    """The layers; those that are yet to be made take no memory."""
+def make_on_meta(layers: Sequence[Layer]) -> list[nn.Module]:
+    """Make the layers that are functions on the meta device, without memory."""
     with torch.device("meta"):
         return [make(layer, 0) for layer in layers]
 
 
 def count_weights(layers: Sequence[Layer]) -> list[int]:
-    """The parameters of each layer."""
-    return [sum(weight.numel() for weight in layer.parameters()) for layer in on_meta(layers)]
+    """Count the parameters of each layer."""
+    return [sum(weight.numel() for weight in layer.parameters()) for layer in make_on_meta(layers)]
 
 
 def divide(layers: Sequence[Layer], parts: Sequence[int] | None, stages: int) -> list[int]:
-    """Layers per stage.
+    """Divide layers among stages; return the layers per stage.
 
     Args:
-        parts: what the user asks for; where absent, the largest stage has as few parameters as can be.
+        parts: the user's; by default, the largest stage gets the fewest parameters.
 
     Raises:
-        ConfigError: the layers cannot be divided so.
+        ConfigError: the layers cannot be divided this way.
     """
     if len(layers) < stages:
         raise ConfigError(f"parts: {stages} stages for {len(layers)} layers; expected a layer for each stage")
     if parts is None:
         parts = best_split([count + 1 for count in count_weights(layers)], stages, lambda *_: True)
-        assert parts is not None  # any division is one
+        assert parts is not None  # the filter accepts any division
     if sum(parts) != len(layers):
         raise ConfigError(f"parts: {list(parts)} sums to {sum(parts)}, but there are {len(layers)} layers")
     holders: dict[int, int] = {}
     stage_of = [stage for stage, size in enumerate(parts) for _ in range(size)]
-    made = on_meta(layers)  # all of them stay, so that no id is given twice
+    made = make_on_meta(layers)  # kept until the end, so that no id is reused
     for number, layer in enumerate(made):
         for name, weight in layer.named_parameters():
             if weight.is_complex():

@@ -1,4 +1,4 @@
-"""Any layers and samples of a script, as a job trains them (`Pipeline`)."""
+"""The task of training a script's layers on its samples (`Pipeline`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from training.config.gpu import check_gpu
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 from training.distributed.groups import among_members
-from training.engine.building import wrap
+from training.engine.building import wrap_in_engine
 from training.engine.pipeline import PipelineTrainer
 from training.engine.prefetch import Sent
 from training.errors import ConfigError
@@ -58,7 +58,7 @@ class Layers(Task):
             self.evaluation = Evaluation({"": held_out}, config, self.loader.steps_per_epoch, active=not log.quiet)
             a_micro_batch = config.train_micro_batch_size_per_gpu * config.model_topo.replicas
             if left := len(held_out.data.samples) % a_micro_batch:
-                log.print(f"evaluation: without the last {left} samples, which fill no micro-batch for each replica")
+                log.print(f"evaluation: without the last {left} samples, too few for a micro-batch for each replica")
         elif config.eval_interval or config.eval_at_start:
             raise ConfigError("eval_interval, eval_at_start: without effect, as `train` was given no eval_dataset")
         check_functions(forward_step=self._forward_step, loss=self._loss)
@@ -89,8 +89,8 @@ class Layers(Task):
     def build(self, job: Job) -> LayerTrainer:
         config, parts = job.config, job.division.topology.parts
         assert isinstance(config, PipelineConfig)
-        of_layers = self._layers, self._forward_step, self._loss
-        return LayerTrainer.of(*of_layers, self.loader, config, parts, job.progress.checkpoint)
+        model = self._layers, self._forward_step, self._loss
+        return LayerTrainer.from_layers(*model, self.loader, config, parts, job.progress.checkpoint)
 
     def origin(self, sample: int) -> str:
         return f"sample {sample}"
@@ -104,12 +104,12 @@ class Layers(Task):
 
 
 class LayerTrainer(PipelineTrainer):
-    """A stage of layers that a user brought."""
+    """The trainer of a script's layers."""
 
     engine: LayerStageEngine
 
     @classmethod
-    def of(
+    def from_layers(
         cls,
         layers: Sequence[Layer],
         forward_step: ForwardStep,
@@ -119,22 +119,22 @@ class LayerTrainer(PipelineTrainer):
         parts: Sequence[int],
         folder: Path | None = None,
     ) -> LayerTrainer:
-        """Make this process's layers and the optimizer, and wrap both in DeepSpeed's engine.
+        """Make this process's layers and the optimizer, and wrap_in_engine both in DeepSpeed's engine.
 
         Args:
             forward_step, loss: see `Pipeline`.
-            loader: whose first micro-batch has the shapes of all.
+            loader: its first micro-batch has the shapes of all.
             parts: layers per stage.
-            folder: a checkpoint whose weights the layers take.
+            folder: checkpoint to load the weights from.
         """
         with among_members():
             stage = LayerStage(layers, forward_step, loss, config, parts, folder)
-        stage.learn(next(loader.micro_batches(loader.batch(0), 0))[0])
+        stage.learn_shapes(next(loader.micro_batches(loader.batch(0), 0))[0])
         torch.manual_seed(config.seed + torch.distributed.get_rank())  # dropout differs from rank to rank
-        return cls(LayerStageEngine.adopt(wrap(stage, config)))
+        return cls(LayerStageEngine.adopt(wrap_in_engine(stage, config)))
 
     def train_step(self, loader: Loader, batch: GlobalBatch) -> float:
-        """Batch statistics and the like are those of the first replica afterwards, as a checkpoint has them."""
+        """Take a step, then copy the first replica's buffers (such as batch statistics) to the others."""
         loss, grid = super().train_step(loader, batch), self.engine.grid
         if len(grid.dp_group) > 1:
             kept = self.engine.module.state_dict(keep_vars=True).values()

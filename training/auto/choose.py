@@ -102,7 +102,7 @@ def _spread(
 
     def read(config: TrainConfig) -> Dataset:
         if config.max_seq_len not in datasets:
-            found, _ = RecordReader(config, folder, Console(quiet=True)).sets()
+            found, _ = RecordReader(config, folder, Console(quiet=True)).read_sets()
             assert isinstance(found, Dataset)
             datasets[config.max_seq_len] = found
         return datasets[config.max_seq_len]

@@ -1,15 +1,14 @@
-"""How a checkpoint's files are written and read: on the disk at the end, and never unpickled blindly.
+"""Write a checkpoint's files durably, and read them without unpickling arbitrary code.
 
-DeepSpeed gives every state dict to its checkpoint engine, and the run its own files. This engine takes the checksum of
-what it writes and sends it on to the disk meanwhile, so that little is left to wait for at the end. It keeps an error
-until all ranks can hear of it: a rank that raised while the others wait in a barrier would hang the run.
+DeepSpeed passes every state dict to its checkpoint engine, and the run its own files. This engine computes checksums
+while it writes, and starts the write-out to disk early, so that little is left at the end. It keeps an error until all
+ranks can learn of it: a rank that raised while the others wait in a barrier would hang the run.
 
-With `save_async` a thread writes copies, and the run goes on once they are made: the same files, but that a tensor of a
-GPU is saved as one of the host, where it is read to in any case.
+With `save_async` a thread writes copies, and training continues once they are made. The files are the same, except that
+GPU tensors are saved as CPU tensors, to which they are loaded in any case.
 
-Cost: on top of `torch.save` a CRC-32 of what lies in the processor's cache, 1 to 4 GB/s a core. In the background,
-host memory for all that this rank writes, until its files are written one by one. It is not pinned: torch would round
-each block up to a power of two and keep it.
+Cost: on top of `torch.save` a CRC-32 of cached data, 1 to 4 GB/s per core. In the background, host memory for all that
+this rank writes, until it is written. It is not pinned: torch would round each block up to a power of two and keep it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from models.checkpoint.parallel import in_parallel, write_behind
 from models.checkpoint.torch_files import load_archive
 from training.checkpoint.folder import PIECE, FileRecord
 
-# What DeepSpeed puts into its files besides tensors and containers.
+# Types in DeepSpeed's files besides tensors and containers.
 KNOWN = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, OrderedDict, defaultdict]
 BEHIND = 64 * 2**20  # bytes that wait in memory for the disk
 
@@ -45,10 +44,10 @@ class CheckpointFiles(TorchCheckpointEngine):
     """Writes the files of one checkpoint after the other.
 
     Args:
-        background: whether a thread writes copies; this rank may go on meanwhile.
+        background: whether a thread writes copies while training continues.
 
     Attributes:
-        offsets: of what this rank keeps of each weight, where in it that begins; DeepSpeed's file does not say.
+        offsets: weight -> offset of this rank's slice in it, which DeepSpeed's file does not have.
     """
 
     def __init__(self, background: bool = False) -> None:
@@ -72,11 +71,11 @@ class CheckpointFiles(TorchCheckpointEngine):
         self.write(Path(path), partial(torch.save, state_dict))
 
     def write(self, path: Path, fill: Callable[[BinaryIO], object]) -> None:
-        """Write one file; after an error nothing more."""
+        """Write one file; do nothing after an error."""
         self._do(partial(self._write, path, fill))
 
     def close(self) -> None:
-        """All files of the checkpoint are given: bring them onto the disk."""
+        """Flush all files of the checkpoint to the disk."""
         self._do(self._sync)
 
     @property
@@ -85,10 +84,10 @@ class CheckpointFiles(TorchCheckpointEngine):
         return all(task.done() for task in self._tasks)
 
     def written(self) -> dict[str, FileRecord]:
-        """What this rank wrote from `create` to `close`, by file name, once it is on the disk.
+        """Wait until the files are on the disk, and return them: name -> record.
 
         Raises:
-            OSError: the first error meanwhile.
+            OSError: the first error since `create`.
         """
         for task in self._tasks:
             task.result()
@@ -117,7 +116,7 @@ class CheckpointFiles(TorchCheckpointEngine):
             self._error = cause
 
     def _sync(self) -> None:
-        """Files that are on the disk leave the cache."""
+        """Flush the files to the disk, and drop them from the page cache."""
         try:
             in_parallel(sync, self._records)
             for path in self._records:
@@ -127,22 +126,22 @@ class CheckpointFiles(TorchCheckpointEngine):
 
 
 def in_host_memory(state: Any) -> Any:
-    """A copy of a state dict, whatever its tensors' device; those that share memory do so in the copy too."""
+    """Copy a state dict to host memory; tensors that share memory do so in the copy too."""
     storages: dict[int, torch.UntypedStorage] = {}
-    copies: dict[int, Any] = {}  # by the identity of what is copied, as `deepcopy` keeps them
+    copies: dict[int, Any] = {}  # id of the original -> copy, the memo of `deepcopy`
     for tensor in filter(torch.is_tensor, tree_leaves(state)):
         whole = tensor.untyped_storage()
         if whole._cdata not in storages:
             storages[whole._cdata] = torch.UntypedStorage(whole.nbytes()).copy_(whole)
         copy = torch.empty(0, dtype=tensor.dtype)
         copy.set_(storages[whole._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
-        vars(copy).update(deepcopy(vars(tensor), copies))  # what DeepSpeed marks tensors with goes into the file
+        vars(copy).update(deepcopy(vars(tensor), copies))  # DeepSpeed's attributes of tensors go into the file
         copies[id(tensor)] = copy.requires_grad_(tensor.requires_grad)
     return deepcopy(state, copies)
 
 
 class SummedFile(io.BufferedWriter):
-    """A new file that counts its bytes, takes its own checksum and goes to the disk while it is written."""
+    """A new file that counts its bytes, computes its checksum, and is flushed while it is written."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "wb"))
@@ -162,10 +161,10 @@ class SummedFile(io.BufferedWriter):
 
 
 def read_mapped(path: Path) -> Any:
-    """Read one file; its tensors stay on the disk, and of them only what is used comes into memory.
+    """Read one file with its tensors mapped: only what is used comes into memory.
 
     Raises:
-        CheckpointError: it is damaged or holds what could run code.
+        CheckpointError: it is damaged, or could run code.
     """
     with torch.serialization.safe_globals(KNOWN):
         return load_archive(path)

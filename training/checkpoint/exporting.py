@@ -1,9 +1,9 @@
-"""The HuggingFace folder at the end of a run (`export_hf`), written by all ranks side by side.
+"""Export a finished run to a HuggingFace folder (`export_hf`), with all ranks in parallel.
 
-Each rank reads and writes layers of its own stage, in files of its own: no weights travel between ranks, and none holds
-more than one layer on top of its share. The replicas of a stage divide its layers; in a ZeRO run every rank is one. The
-hosts share `save_path`. Rank 0 makes the folder under a temporary name, adds index, config and tokenizer when everybody
-is done, and renames it last.
+Each rank reads and writes layers of its own stage, in its own files: no weights are sent between ranks, and none holds
+more than one layer on top of its share. The replicas of a stage divide its layers; in a ZeRO run every rank is a
+replica. The hosts share `save_path`. Rank 0 creates the folder under a temporary name, adds index, config and tokenizer
+when all ranks are done, and renames it last.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def export_run(
     """Write the HuggingFace folder of a checkpoint; all ranks call it together.
 
     Args:
-        target: the folder to be; one that is there already stays until the new one is whole.
-        layers: those that this rank's stage holds.
+        target: folder to write; an existing one stays until the new one is complete.
+        layers: numbers of this rank's stage's layers.
         model_folder: the folder that the run started from, which is never replaced.
-        add_card: called with checkpoint and folder to be on rank 0, when everything else is there.
+        add_card: called on rank 0 with checkpoint and new folder, when everything else is written.
 
     Raises:
-        RunRefused: on every rank, where some rank cannot read a layer or write; nothing was changed.
+        RunRefused: on every rank, if some rank cannot read a layer or write; nothing was changed.
     """
     rank = torch.distributed.get_rank()
     writers = layers_by_rank(gather(layers))
@@ -58,7 +58,7 @@ def export_run(
 
 
 def layers_by_rank(held: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """Each rank's share of the layers that its stage holds (`held`, by rank): the replicas of a stage divide them."""
+    """Divide each stage's layers among its replicas; `held` has the layers of each rank's stage."""
     shares = []
     for rank, layers in enumerate(held):
         replica, replicas = held[:rank].count(layers), held.count(layers)

@@ -1,6 +1,6 @@
-"""Which checkpoint a run goes on from: the newest that is whole, on every disk where each host has its own.
+"""Find the checkpoint to resume from: the newest that is complete, on every disk if each host has its own.
 
-All ranks call what is here together, and come to the same.
+All ranks call these functions together, and get the same result.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from training.errors import ConfigError, RunRefused
 
 
 def find_checkpoint(config: TrainConfig, save_path: Path, disk: Disk, log: Console) -> Path | None:
-    """The checkpoint to continue from, found whole; None to start from the beginning. All ranks call it together.
+    """Find and verify the checkpoint to resume from; None to start from the beginning.
 
     Raises:
-        ConfigError: the folder that `resume` names is no whole checkpoint, or `save_path` holds others.
-        RunRefused: hosts with disks of their own hold other checkpoints than each other.
+        ConfigError: the folder in `resume` is no complete checkpoint, or `save_path` has other checkpoints.
+        RunRefused: hosts with their own disks have different checkpoints.
     """
     if config.resume == "auto":
         return _newest(save_path, disk, log)
@@ -46,10 +46,10 @@ def find_checkpoint(config: TrainConfig, save_path: Path, disk: Disk, log: Conso
 
 
 def _newest(save_path: Path, disk: Disk, log: Console) -> Path | None:
-    """The newest checkpoint that is whole on every disk, `latest` from now on; others are named, and set aside.
+    """Find the newest checkpoint that is complete on every disk, and point `latest` at it; set damaged ones aside.
 
-    Of each disk one rank's list counts, as a shared one may show each host another. A disk that has never seen a
-    checkpoint beside one that has is not the run's: no weights of a run of days may be lost to a new one by that.
+    One rank lists each disk, as hosts may see a shared one differently. A disk without any checkpoint, while others
+    have one, is the wrong disk: refuse, so that a run of days is not overwritten by a new one.
     """
     folders: list[Path] = []
     begun = False
@@ -78,10 +78,10 @@ def _newest(save_path: Path, disk: Disk, log: Console) -> Path | None:
 
 
 def _fault_together(folder: Path, disk: Disk) -> str | None:
-    """Each rank checks its share of a checkpoint's files on its disk.
+    """Check a checkpoint's files, each rank its share on its disk; return the first fault, if any.
 
     Raises:
-        RunRefused: two disks hold a whole one of the same step, but not the same.
+        RunRefused: two disks have complete but different checkpoints of the same step.
     """
     mine, which = None, None
     with agreed():

@@ -1,9 +1,9 @@
-"""A run's checkpoint folders on disk: what makes one whole, which is the newest, which may go.
+"""A run's checkpoint folders on disk: list, verify and remove them.
 
-`save_path/step-000120/` is whole when it holds `checkpoint.json`, which is written last and lists every file with its
+`save_path/step-000120/` is complete when it has `checkpoint.json`, which is written last and lists every file with its
 size and CRC-32. It is written under a hidden name (`models.checkpoint.publish`), so a crash leaves nothing half-written
-under this one. The checksum is taken of whole files, although most are zip archives with a checksum for each entry:
-nothing guards their own lists.
+under this one. The checksum covers whole files: most are zip archives with a checksum for each entry, but none for the
+archive's directory.
 
 A file that cannot be read is not damaged, as its disk may be back tomorrow: it stops the run, and nothing is changed.
 """
@@ -32,19 +32,19 @@ PIECE = 2**20  # what is summed up is still in the processor's cache
 
 
 class FileRecord(BaseModel):
-    """What a whole file has: bytes, and their checksum."""
+    """The size and checksum of a file."""
 
     size: int
     crc32: int
 
 
 class DataOrder(BaseModel):
-    """What decides which samples a step sees; with the step itself it is the position in the data.
+    """What decides which samples a step sees; together with the step, the position in the data.
 
     Attributes:
-        packed_epoch: the length of the rows where whole epochs are packed; 0 elsewhere.
-        windows: of a stream, those tokenized so far (`data.streaming.windows.Made`): by them a run finds its place
-            without reading all records before it.
+        packed_epoch: length of packed sequences with `packing: dataset`, else 0.
+        windows: of a stream, those tokenized so far (`data.streaming.windows.Made`), so that a resumed run need not
+            read all earlier records.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -63,10 +63,10 @@ class CheckpointRecord(BaseModel):
     """`checkpoint.json`.
 
     Attributes:
-        settings: the values of the config that a later start is compared with (`training.config.changes`).
-        files: that all ranks wrote, by name; empty where each host has its own disk.
-        hosts: the files that were written on each host then, the same in every host's copy of the record.
-        host: which of them wrote this folder.
+        settings: values of the config to compare later starts with (`training.config.changes`).
+        files: name -> record of each file; empty if each host has its own disk.
+        hosts: host -> its files, if each has its own disk; the same in every host's copy.
+        host: that wrote this folder.
         evaluated: whether the evaluation after this step, if one is due, is done.
     """
 
@@ -82,10 +82,10 @@ class CheckpointRecord(BaseModel):
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointRecord | None:
-        """The record of a folder; None where there is none, or a damaged one.
+        """Read the record of a folder; None if it is missing or damaged.
 
         Raises:
-            CheckpointError: it is there and cannot be read.
+            CheckpointError: it exists and cannot be read.
         """
         try:
             with reading(folder / RECORD):
@@ -95,7 +95,7 @@ class CheckpointRecord(BaseModel):
 
     @classmethod
     def parse(cls, content: bytes) -> CheckpointRecord | None:
-        """What is in a `checkpoint.json`; None where it is damaged."""
+        """Parse a `checkpoint.json`; None if it is damaged."""
         try:
             record = cls.model_validate_json(content)
         except ValidationError:
@@ -108,12 +108,12 @@ class CheckpointRecord(BaseModel):
         return self.hosts.get(self.host, {}) if self.hosts else self.files
 
     def write(self, folder: Path) -> None:
-        """From now on the folder counts as whole."""
+        """Write the record, which makes the folder complete."""
         whole = self.model_copy(update={"crc32": self.checksum()})
         replace_text(folder / RECORD, whole.model_dump_json(indent=1, exclude_unset=True) + "\n")
 
     def checksum(self, *but: str) -> int:
-        """The CRC-32 of all that it says but this, and `but`; what a later version would say besides does not count."""
+        """Return the CRC-32 of all set fields except `crc32` and `but`; fields of later versions do not count."""
         return zlib.crc32(self.model_dump_json(exclude={"crc32", *but}, exclude_unset=True).encode())
 
 
@@ -121,8 +121,8 @@ class Best(BaseModel):
     """`best.json`: the checkpoint with the lowest evaluation loss so far.
 
     Attributes:
-        eval_loss: finite; null of an earlier version, which counts for nothing.
-        records: the fingerprint of those it was measured on; empty where an earlier version wrote it.
+        eval_loss: finite; null if written by an earlier version, then ignored.
+        records: fingerprint of the evaluation set; empty if written by an earlier version.
     """
 
     checkpoint: str
@@ -132,7 +132,7 @@ class Best(BaseModel):
 
     @classmethod
     def read(cls, save_path: Path, step: int, records: str) -> Best | None:
-        """What an earlier start of the run found best up to `step` on these records, if it is still there.
+        """Read the best checkpoint up to `step` on these records, if it still exists.
 
         Raises:
             CheckpointError: the file is damaged or cannot be read; without it the best checkpoint would be removed.
@@ -159,7 +159,7 @@ def step_folder(save_path: Path, step: int) -> Path:
 
 
 def step_folders(save_path: Path) -> list[Path]:
-    """The folders of checkpoints, whole or not, newest first.
+    """List the folders of checkpoints, complete or not, newest first.
 
     Raises:
         CheckpointError: the run's folder cannot be read.
@@ -173,7 +173,7 @@ def step_folders(save_path: Path) -> list[Path]:
 
 
 def fault(folder: Path, share: int = 0, shares: int = 1) -> str | None:
-    """Why a folder is no whole checkpoint, or None. Of the files it looks at each `shares`-th, beginning at `share`.
+    """Say why a folder is no complete checkpoint, or None; check every `shares`-th file, beginning at `share`.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -206,13 +206,13 @@ def file_record(path: Path) -> FileRecord:
 
 
 def set_aside(folder: Path) -> None:
-    """Give a damaged checkpoint a name under which it counts no more; nothing is lost."""
+    """Rename a damaged checkpoint so that it is ignored; nothing is lost."""
     names = (f"{folder.name}.damaged{f'-{number}' if number > 1 else ''}" for number in count(1))
     folder.rename(next(path for path in map(folder.with_name, names) if not os.path.lexists(path)))
 
 
 def prune(save_path: Path, keep_last: int, keep: set[str]) -> None:
-    """Remove all checkpoints but the newest whole ones, those named in `keep` and those with files of a user's in them.
+    """Remove all checkpoints except the newest complete ones, those named in `keep`, and those with foreign files.
 
     Raises:
         CheckpointError, OSError: a folder cannot be read or removed.
@@ -223,12 +223,12 @@ def prune(save_path: Path, keep_last: int, keep: set[str]) -> None:
             continue
         present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
         if present <= {*record.here, RECORD}:
-            with workplace(folder) as place:  # a crash meanwhile leaves nothing that looks whole
+            with workplace(folder) as place:  # a crash meanwhile leaves nothing that looks complete
                 folder.rename(place)
 
 
 def finished(save_path: Path) -> list[Path]:
-    """The folders of checkpoints that have a record, newest first.
+    """List the folders of checkpoints that have a record, newest first.
 
     Raises:
         CheckpointError: as `step_folders`.

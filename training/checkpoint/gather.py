@@ -1,7 +1,7 @@
-"""One checkpoint of a run with `storage: local`, brought together from its hosts: `convert_model.py gather`.
+"""Gather a checkpoint of a run with `storage: local` from its hosts: `convert_model.py gather`.
 
-Each host's record says what was written where. Files come over ssh, one after the other, and are checked against it as
-they arrive; what becomes of them is an ordinary checkpoint, which appears when it is whole. Costs a login a file.
+Each host's record says which host has which file. Files are copied over ssh, one after the other, and verified as they
+arrive. The result is an ordinary checkpoint, which appears when it is complete. Cost: a login per file.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ PIECE = 2**20  # bytes
 
 
 def gather(folder: Path, hosts: Sequence[str], target: Path, overwrite: bool = False) -> None:
-    """Bring a checkpoint together.
+    """Copy a checkpoint's files from all hosts to one folder.
 
     Args:
         folder: of the checkpoint, on each host.
-        hosts: as ssh knows them; those that the run had, whatever it called them.
-        target: the folder to be.
+        hosts: of the run, by their ssh names.
+        target: folder to write.
         overwrite: see `publish_folder`.
 
     Raises:
@@ -67,13 +67,13 @@ def gather(folder: Path, hosts: Sequence[str], target: Path, overwrite: bool = F
 
 
 def sources_of(record: CheckpointRecord, hosts: dict[str, str]) -> dict[str, tuple[str, FileRecord]]:
-    """Where each file of a checkpoint comes from, and what it has to be; what several hosts wrote comes from the first.
+    """Choose the first host that has each file: name -> host and record.
 
     Args:
-        hosts: how to reach each host, by the name that it has in the record.
+        hosts: name in the record -> ssh name.
 
     Raises:
-        CheckpointError: a file was written on none of them.
+        CheckpointError: none of the hosts has a file.
     """
     sources: dict[str, tuple[str, FileRecord]] = {}
     for host, files in record.hosts.items():
@@ -87,7 +87,7 @@ def sources_of(record: CheckpointRecord, hosts: dict[str, str]) -> dict[str, tup
 
 
 def read_record(host: str, folder: Path) -> CheckpointRecord:
-    """A host's record of a checkpoint; raises as `gather`."""
+    """Read a host's record of a checkpoint; raise as `gather`."""
     record = CheckpointRecord.parse(b"".join(content(host, folder / RECORD, LARGEST_RECORD)))
     if record is None:
         raise CheckpointError(f"host {host}: {folder / RECORD}: damaged")
@@ -97,7 +97,7 @@ def read_record(host: str, folder: Path) -> CheckpointRecord:
 
 
 def content(host: str, path: Path, most: int) -> Iterator[bytes]:
-    """A file of a host, piece by piece, and no more than a piece beyond `most` bytes of it; raises as `gather`."""
+    """Yield a host's file in pieces, up to one piece beyond `most` bytes; raise as `gather`."""
     words, whole = [*SSH, *LIVELY, "--", host, f"cat -- {shlex.quote(str(path))}"], False
     with tempfile.TemporaryFile() as said:
         try:
@@ -122,10 +122,10 @@ def content(host: str, path: Path, most: int) -> Iterator[bytes]:
 
 
 def hosts_of(listed: str | None, hostfile: str | None) -> list[str]:
-    """The hosts of `--hosts node1,node2`, or of a hostfile.
+    """Parse the hosts of `--hosts node1,node2`, or of a hostfile.
 
     Raises:
-        CheckpointError: there are none, or one is no name of a host.
+        CheckpointError: there are none, or one is not a host name.
     """
     hosts = listed.split(",") if listed is not None else []
     if hostfile is not None:

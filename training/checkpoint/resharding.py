@@ -1,14 +1,14 @@
-"""Taking up a checkpoint, whatever topology it was saved on: stages, parts, replicas, peers, ZeRO stage, offload.
+"""Load a checkpoint's optimizer state on any topology: stages, parts, replicas, tensor axis, ZeRO stage, offload.
 
-The weights come from the layer files, which do not depend on the topology. What the optimizer keeps (fp32 weights,
-moments) lies in DeepSpeed's files, cut in the way of the run that wrote them. Each rank knows which slices of the
-weights it updates and which the files hold (`training.checkpoint.saved_slices`), and copies what is its own, bit for
-bit; no rank talks to another. The settings of the optimizer are those of the run's own config. docs/design-notes.md
-says why DeepSpeed's own ways do not do.
+The weights come from the layer files, which do not depend on the topology. The optimizer's state (fp32 weights,
+moments) is in DeepSpeed's files, sharded like the run that wrote them. Each rank knows which slices of the weights it
+updates and which the files have (`training.checkpoint.saved_slices`), and copies its own, bit for bit, without
+communication. The optimizer's settings are those of the run's config. docs/design-notes.md says why DeepSpeed's own
+ways do not work.
 
-Cost: each rank reads its share of the state once, from mapped files, and holds nothing but what it will train with.
-163M parameters in bf16 from [2, 1] to [1, 2] on two cores, 2 GB of state in the system's cache: 0.7 to 1.9 s. A rank
-opens the files of all replicas of the stages it needs, so from many replicas to many there are many small reads.
+Cost: each rank reads its share of the state once, from mapped files, and allocates nothing else. 163M parameters in
+bf16 from [2, 1] to [1, 2] on two cores, 2 GB of cached state: 0.7 to 1.9 s. A rank opens the files of all replicas of
+the stages it needs, so between many replicas there are many small reads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from training.checkpoint.saved_slices import SavedOptimizer, Slice, equal_shares
 
 
 def take_over(engine: DeepSpeedEngine, folder: Path, record: CheckpointRecord, spec: ModelSpec | None = None) -> None:
-    """Copy a checkpoint's optimizer state and loss scale into an engine that has its weights already.
+    """Copy a checkpoint's optimizer state and loss scale into an engine that already has its weights.
 
     Args:
         spec: of a language model.
@@ -70,7 +70,7 @@ def take_over(engine: DeepSpeedEngine, folder: Path, record: CheckpointRecord, s
 
 
 def _saved_name(name: str, record: CheckpointRecord, tied_names: tuple[str, str] | None) -> str:
-    """Under which name a weight was saved: where one process held both ends of a tied model, they had one."""
+    """Return the name under which a weight was saved: both ends of a tied model have one name on a single stage."""
     if tied_names and name == tied_names[1]:
         first, last = (record.topology.stage_of(layer_of(each)) for each in tied_names)
         return tied_names[0] if first == last else name
@@ -81,7 +81,7 @@ Places = tuple[Any, Any, int]  # in the flattened masters of two slices, and how
 
 
 def _in_common(source: Slice, target: Slice) -> Iterator[Places]:
-    """Where two slices of a weight hold the same elements: one range, or lists of numbers where the cuts differ."""
+    """Yield the places of the elements that two slices share: one range, or index lists if their shards differ."""
     if source.cut == target.cut:
         begin = max(source.offset, target.offset)
         numel = min(source.offset + source.numel, target.offset + target.numel) - begin
@@ -96,7 +96,7 @@ def _in_common(source: Slice, target: Slice) -> Iterator[Places]:
 
 @torch.no_grad()
 def _copy(source: Slice, target: Slice, optimizer: torch.optim.Optimizer) -> int:
-    """Copy what two slices of a weight have in common; how many elements that is."""
+    """Copy the elements that two slices of a weight share; return their number."""
     copied = 0
     kept = {name: values for name, values in source.state.items() if isinstance(values, Tensor) and values.dim()}
     for here, there, numel in _in_common(source, target):
@@ -134,7 +134,7 @@ def _set_step(source: Slice, target: Slice, optimizer: torch.optim.Optimizer) ->
 
 
 def slices_of(engine: DeepSpeedEngine) -> list[Slice]:
-    """What this rank updates, in the order of the optimizer's own numbering."""
+    """List the slices that this rank updates, in the optimizer's order."""
     share: TensorShare | None = getattr(engine.module, "share", None)
     return [replace(piece, cut=share.cut(piece.name) if share else None) for piece in _held(engine)]
 

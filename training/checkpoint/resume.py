@@ -1,9 +1,9 @@
-"""Continuing a run from a checkpoint, with the same next sample and, on the same topology, the same bits.
+"""Resume a run from a checkpoint, with the same next sample and, on the same topology, the same bits.
 
 On another topology the weights and the optimizer's state are the same bits too (`training.checkpoint.resharding`), but
 sums over stages and replicas are rounded in another order, and dropout draws other numbers. Model, optimizer states,
-loss scale and random states come back from the files, all else from the config: `training.config.changes` has what of
-it may be another than before.
+loss scale and random states come from the files, everything else from the config; `training.config.changes` says which
+keys may change.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from training.engine.trainer import Trainer
 from training.errors import ConfigError
 from training.topology import Topology
 
-# Of config.json, what the computation does not depend on.
+# Keys of config.json that do not affect the computation.
 UNUSED = {"_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", QUANTIZATION}
 AXES = "model_topo.process_topology.axes"  # by which each rank finds its place in the grid
 
@@ -45,16 +45,16 @@ def resume(
     log: Console,
     spec: ModelSpec | None = None,
 ) -> Trainer:
-    """The trainer of a run, which goes on from a checkpoint if there is one.
+    """Build the trainer of a run, and restore its state from a checkpoint, if there is one.
 
     Args:
         folder, record: of the checkpoint.
-        topology: of the run, which may be another than the checkpoint's.
-        build: gives a trainer with the checkpoint's weights, or with those that the run begins with.
+        topology: of the run; may differ from the checkpoint's.
+        build: makes a trainer with the checkpoint's weights, or the initial ones.
         spec: of a language model.
 
     Raises:
-        RunRefused: on every rank, when some rank's files are unusable.
+        RunRefused: on every rank, if some rank's files are unusable.
     """
     if folder is None or record is None:
         return build()
@@ -64,7 +64,7 @@ def resume(
             f"{folder.name} was saved {record.topology.full_description}; dividing its weights and optimizer states "
             f"anew: {topology.full_description}; dropout, if any, draws other numbers"
         )
-    # Peers draw alike, whichever ranks they were.
+    # Ranks that share layers or sequences draw the same numbers.
     trainer, rank = build(), config.model_topo.first_peer(torch.distributed.get_rank())
     with agreed(), _as_they_were_saved(folder):
         take_over(trainer.engine, folder, record, spec)
@@ -81,10 +81,9 @@ def resume(
 
 @contextmanager
 def _as_they_were_saved(folder: Path) -> Iterator[None]:
-    """Refuse files that were changed together with their checksums: torch finds only that they do not fit.
+    """Turn torch's errors about files that do not fit each other into a CheckpointError.
 
-    Raises:
-        CheckpointError: they do not.
+    Such files were changed together with their checksums.
     """
     try:
         yield
@@ -98,13 +97,13 @@ def _as_they_were_saved(folder: Path) -> Iterator[None]:
 
 
 def same_places(record: CheckpointRecord, topology: Topology, config: TrainConfig) -> bool:
-    """Whether each rank is where it was, among its peers too: then it goes on with its own random numbers."""
+    """Whether each rank has the same position as before, so that it can restore its own random states."""
     now = settings_of(config)[AXES]
     return record.topology == topology and record.settings.get(AXES, now) == now
 
 
 def draw_on(states: Mapping[str, Tensor], seed: int) -> bool:
-    """Draw random numbers as the states say; whether they are of a device of this kind, which else begins by a seed."""
+    """Restore random states; return False, and seed the device, if they are of another kind of device."""
     torch.set_rng_state(states["cpu"])
     known = len(states["device"]) == len(get_accelerator().get_rng_state())
     if known:
@@ -115,10 +114,10 @@ def draw_on(states: Mapping[str, Tensor], seed: int) -> bool:
 
 
 def check_resumable(folder: Path, record: CheckpointRecord, data: DataOrder, config: TrainConfig) -> list[str]:
-    """What changed since a checkpoint was saved, in lines.
+    """Describe, in lines, what changed since a checkpoint was saved.
 
     Raises:
-        ConfigError: a step means other samples, or another kind of update (`training.config.changes`).
+        ConfigError: the same step would have other samples, or another kind of update (`training.config.changes`).
     """
     before = record.data
     then, now = record.settings, settings_of(config)

@@ -1,11 +1,11 @@
-"""What a checkpoint's files hold of the optimizer's state, as slices of the weights.
+"""List the optimizer's state in a checkpoint's files as slices of the weights.
 
-DeepSpeed has five optimizers, and each cuts the weights in its own way: ZeRO 1 and 2 and the bf16 optimizer join those
-of a group into one vector and give each replica a range of it; ZeRO 3 gives each rank a range of every weight; without
-ZeRO they stay whole. Here all of them are lists of slices; `training.checkpoint.resharding` lists an engine's own.
+DeepSpeed's optimizers shard the weights in different ways: ZeRO 1 and 2 and the bf16 optimizer join a group's weights
+into one vector and give each replica a range of it; ZeRO 3 gives each rank a range of every weight; without ZeRO they
+stay whole. Here all become lists of slices; `training.checkpoint.resharding` lists an engine's own.
 
-The files are mapped and not read: a slice costs nothing until somebody copies from it, and then no more than itself.
-Those that another host wrote to a disk of its own are passed over; who wants them finds that something is missing.
+The files are mapped, so a slice costs nothing until it is copied. Files on another host's disk are skipped; the reader
+finds what is missing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from training.topology import Topology
 
 @dataclass(frozen=True)
 class Slice:
-    """A range of a weight's elements with what an optimizer keeps of them.
+    """A range of a weight's elements, with the optimizer's state for them.
 
     Attributes:
         name: `<layer>.<name>` of the weight.
@@ -41,7 +41,7 @@ class Slice:
         master: the tensor that holds the range in fp32: this weight, or several that were joined.
         start: where the range begins in the flattened master.
         state: the optimizer's, of the whole master.
-        cut: the part of the weight that is meant where processes share it: offset and numel count in that.
+        cut: with tensor parallelism, the shard of the weight in which offset and numel count.
     """
 
     name: str
@@ -55,10 +55,11 @@ class Slice:
 
 @dataclass(frozen=True)
 class SavedOptimizer:
-    """The optimizer's state in a checkpoint folder, divided as the checkpoint's record says.
+    """The optimizer's state in a checkpoint folder.
 
     Attributes:
-        spec: of the model, which says how processes shared its layers.
+        topology: of the run that saved it.
+        spec: of a language model; says how tensor parallelism shards its layers.
     """
 
     folder: Path
@@ -66,16 +67,16 @@ class SavedOptimizer:
     spec: ModelSpec | None = None
 
     def loss_scaler(self) -> Any:
-        """The loss scale of an fp16 run, which always has ZeRO."""
+        """Read the loss scale of an fp16 run, which always has ZeRO."""
         places = range(self.topology.stages * self.topology.tensor)
         shards = chain.from_iterable(self._shards(place).values() for place in places)
         return read_mapped(next(shards))["optimizer_state_dict"]["loss_scaler"]
 
     def slices(self, stage: int) -> Iterator[Slice]:
-        """Everything that the replicas of a stage kept, as far as it is here, and once what its processes all kept.
+        """Yield the state of a stage's replicas that is on this disk; what several processes have, once.
 
         Raises:
-            CheckpointError: a file is missing, cannot be read or is laid out in another way.
+            CheckpointError: a file is missing, cannot be read or has another layout.
         """
         try:
             for part, place in enumerate(self._places(stage)):
@@ -135,15 +136,15 @@ class SavedOptimizer:
             yield Slice(name, 0, master.numel(), master, 0, saved["state"].get(number, {}))
 
     def elsewhere(self, stage: int) -> list[Path]:
-        """Of the optimizer's files of a stage, those that other hosts wrote to disks of their own."""
+        """List a stage's optimizer files that are on other hosts' disks."""
         return [path for place in self._places(stage) for path in self._shards(place, here=False).values()]
 
     def _places(self, stage: int) -> range:
-        """The numbers of the processes of a stage's replica, by which files are named."""
+        """Return the numbers in the file names of a stage's processes, one replica's."""
         return range(stage * self.topology.tensor, (stage + 1) * self.topology.tensor)
 
     def _shards(self, place: int, here: bool = True) -> dict[int, Path]:
-        """The optimizer's files of a place, by replica; none where DeepSpeed put all into the model's file."""
+        """Return a process's optimizer files by replica; none if DeepSpeed put all into the model's file."""
         for prefix in ("", "bf16_"):
             name = f"{prefix}zero_pp_rank_{{}}_mp_rank_{place:02d}_optim_states.pt".format
             paths = {replica: self.folder / name(replica) for replica in range(self.topology.replicas)}
@@ -159,7 +160,7 @@ class SavedOptimizer:
 def equal_shares(
     sizes: Iterable[tuple[str, int]], rank: int, ranks: int, master: Tensor, state: dict[str, Any]
 ) -> Iterator[Slice]:
-    """What a rank has under ZeRO 3: of each weight, by name and number of elements, a range as long as any rank's."""
+    """Yield a rank's slices under ZeRO 3: equal ranges of each weight, given by name and number of elements."""
     start = 0
     for name, size in sizes:
         share = math.ceil(size / ranks)  # padded on the last ranks
@@ -169,5 +170,5 @@ def equal_shares(
 
 
 def layer_of(name: str) -> int:
-    """The layer that has a weight, by its name."""
+    """Return the number of the layer that has a weight, given its name."""
     return int(name.partition(".")[0])

@@ -1,17 +1,17 @@
-"""Saving a run: when, what, and what happens when it cannot be done.
+"""Save checkpoints of a run.
 
-A checkpoint folder is also a pipeline-layout folder: DeepSpeed writes one file a layer and the optimizer's shards;
-config, tokenizer and manifest are laid beside them, so `pp_to_hg`, `demo.py` and `model_path` take the folder as it is.
-Each rank adds its random states. Its record is written last and then `latest` moves; only then do old ones go. A save
-that fails leaves the checkpoints before it as they are.
+A checkpoint folder is also a model folder in the pipeline layout: DeepSpeed writes one file per layer and the
+optimizer's shards, and config, tokenizer and manifest are added, so `pp_to_hg`, `demo.py` and `model_path` accept it.
+Each rank adds its random states. The record is written last, then `latest` moves, and only then old checkpoints are
+removed. A failed save leaves the earlier checkpoints as they are.
 
-With `save_async` a save ends when its files are copied to host memory, and a thread writes them
-(`training.checkpoint.deepspeed_files`). What makes them a checkpoint needs all ranks and comes after a later step, when
-all have written theirs: `settle`. Until then the one before is the newest.
+With `save_async` a save returns when its files are copied to host memory, and a thread writes them
+(`training.checkpoint.deepspeed_files`). `settle` makes them a checkpoint after a later step, when all ranks have
+written theirs. Until then the one before is the newest.
 
-Where each host has its own disk, there is a folder on each, with what the host's ranks need to go on. A host renames
-its folder when all have their record on the disk, so whoever has a folder knows that the others have one under one name
-or the other (`training.checkpoint.finding`).
+If each host has its own disk, each has a folder with what its ranks need to resume. A host renames its folder when all
+hosts have written their record, so if one folder is complete, all are, under their final or their temporary name
+(`training.checkpoint.finding`).
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from training.errors import ConfigError, RunRefused
 
 
 def random_file(rank: int) -> str:
-    """The name of the file with a rank's random states: the generators that dropout draws from."""
+    """Name the file with a rank's random states, from which dropout draws."""
     return f"random-{rank:03d}.pt"
 
 
 @dataclass(frozen=True)
-class UnderWay:
-    """A save whose files are given to be written.
+class PendingSave:
+    """A save whose files are being written.
 
     Attributes:
-        new: where they lie until they are the checkpoint `folder`.
-        record: but for what is written.
+        new: temporary folder, renamed to `folder` at the end.
+        record: of the checkpoint, still without its files.
         hidden: removes what is left of `new`.
     """
 
@@ -71,14 +71,14 @@ class Checkpointer:
     """Writes a run's checkpoints.
 
     Attributes:
-        trainer: whose state is saved.
+        trainer: has the state to save.
         save_path: the run's folder.
-        disk: on which the folder lies.
-        side_files: config and tokenizer of the model (`read_side_files`), on the rank that keeps the folder.
-        record: what each checkpoint's record says, but for what is that checkpoint's own.
-        eval_records: the fingerprint of those that the evaluation loss is measured on; empty without evaluation.
+        disk: has the folder.
+        side_files: file name -> content of config and tokenizer (`read_side_files`), on the rank that keeps the folder.
+        record: what the records of all checkpoints have in common.
+        eval_records: fingerprint of the evaluation set; empty without evaluation.
         best: the checkpoint with the lowest evaluation loss, which is never removed.
-        saved: the step of the last one that was written.
+        saved: step of the last checkpoint written.
     """
 
     trainer: Trainer
@@ -92,32 +92,32 @@ class Checkpointer:
     best: Best | None = field(init=False)
     saved: int = 0
     _files: CheckpointFiles = field(init=False)
-    _under_way: UnderWay | None = field(default=None, init=False)
+    _pending: PendingSave | None = field(default=None, init=False)
     _last: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         engine = self.trainer.engine
         engine.checkpoint_engine = self._files = CheckpointFiles(background=self.config.save_async)
-        engine._copy_recovery_script = lambda *_: None  # pp_to_hg does what DeepSpeed's scripts are for
+        engine._copy_recovery_script = lambda *_: None  # pp_to_hg replaces DeepSpeed's scripts
         own, disk = (self.trainer.stage, self.trainer.sharing.tensor.rank), self.disk
         held = gather(own)
         if own not in [held[rank] for rank in disk.ranks[: disk.number]]:
-            engine.save_non_zero_checkpoint = True  # what a stage's replicas have in common is written once a disk
+            engine.save_non_zero_checkpoint = True  # files that a stage's replicas share are written once per disk
         self.best = best_so_far(self.save_path, self.record.step, self.eval_records)
 
     def due(self, step: int) -> bool:
-        """Whether the config asks for a checkpoint after `step`; of the minutes only this rank's clock is asked."""
+        """Whether the config asks for a checkpoint after `step`; for `save_minutes`, by this rank's clock."""
         if self.config.save_interval and step % self.config.save_interval == 0:
             return True
         minutes = self.config.save_minutes
         return minutes is not None and time.monotonic() - self._last >= minutes * 60
 
     def is_best(self, eval_loss: float) -> bool:
-        """Whether no checkpoint so far had a lower evaluation loss; what is no number never is the best."""
+        """Whether the loss is finite and below that of all checkpoints so far."""
         return math.isfinite(eval_loss) and (self.best is None or eval_loss < self.best.eval_loss)
 
     def note(self, step: int, eval_loss: float) -> None:
-        """Note the evaluation loss of a checkpoint that is there, if it is the best."""
+        """Record a saved checkpoint in best.json if its evaluation loss is the best."""
         if not self.is_best(eval_loss):
             return
         name = step_folder(self.save_path, step).name
@@ -128,31 +128,31 @@ class Checkpointer:
         """Save the state after `step`, with the loss of the evaluation after it, if there was one.
 
         Raises:
-            ConfigError: it, or the one before, could not be written, and `on_save_error` says stop.
+            ConfigError: this checkpoint or the one before could not be written, with `on_save_error: stop`.
         """
         self.settle()
         folder = step_folder(self.save_path, step)
-        with self._failure_told(folder):
-            self._under_way = self._begin(folder, step, eval_loss)
+        with self._report_failure(folder):
+            self._pending = self._begin(folder, step, eval_loss)
         if not self.config.save_async:
             self.settle()
         self._last = time.monotonic()
 
     def settle_if_written(self) -> None:
-        """`settle`, where no rank is still writing; all ranks call it after each step."""
-        if self._under_way and all(gather(self._files.done)):
+        """Call `settle` if no rank is still writing; all ranks call it after each step."""
+        if self._pending and all(gather(self._files.done)):
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the files of the save under way, if there is one, and make them the newest checkpoint.
+        """Wait for the pending save's files, if any, and make them the newest checkpoint.
 
         Raises:
             ConfigError: as `save`.
         """
-        saving, self._under_way = self._under_way, None
+        saving, self._pending = self._pending, None
         if saving is None:
             return
-        with self._failure_told(saving.folder):
+        with self._report_failure(saving.folder):
             self._finish(saving)
             self.saved = saving.record.step
             on_each_disk(f"{LATEST} could not be written", partial(name_latest, saving.folder), self.disk, self.log)
@@ -161,7 +161,7 @@ class Checkpointer:
             tidy_up(self.save_path, self.config.keep_last, self.best, self.disk, self.log)
 
     @contextmanager
-    def _failure_told(self, folder: Path) -> Iterator[None]:
+    def _report_failure(self, folder: Path) -> Iterator[None]:
         try:
             yield
         except RunRefused as refused:
@@ -170,10 +170,10 @@ class Checkpointer:
                 raise ConfigError(message) from None
             self.log.print(f"warning: {message}")
 
-    def _begin(self, folder: Path, step: int, eval_loss: float | None) -> UnderWay:
-        """Write a checkpoint's files, or have them written; RunRefused, on every rank, where some have no place."""
+    def _begin(self, folder: Path, step: int, eval_loss: float | None) -> PendingSave:
+        """Write a checkpoint's files, or start to; RunRefused, on every rank, if a folder cannot be created."""
         engine, rank = self.trainer.engine, torch.distributed.get_rank()
-        # Without ZeRO, DeepSpeed numbers the weights and keeps no names, so they go along.
+        # Without ZeRO, DeepSpeed saves numbers and no names of the weights, so add the names.
         sharded = engine.zero_optimization()
         kept = slices_of(engine)
         names = {} if sharded else {"parameter_names": [piece.name for piece in kept]}
@@ -193,12 +193,12 @@ class Checkpointer:
             for name, content in self.side_files.items():
                 self._files.write(new / name, methodcaller("write", content))
             self._files.close()
-            told = {"step": step, "evaluated": eval_loss is not None}
-            record = self.record.model_copy(update=told, deep=True)  # of a stream it grows with the run
-            return UnderWay(folder, new, record, eval_loss, hidden.pop_all())
+            own = {"step": step, "evaluated": eval_loss is not None}
+            record = self.record.model_copy(update=own, deep=True)  # a stream's record grows with the run
+            return PendingSave(folder, new, record, eval_loss, hidden.pop_all())
 
-    def _finish(self, saving: UnderWay) -> None:
-        """Make what is written a checkpoint; RunRefused, on every rank, where that cannot be done on some."""
+    def _finish(self, saving: PendingSave) -> None:
+        """Turn the written files into a checkpoint; RunRefused, on every rank, if some rank cannot."""
         folder, new, keeps = saving.folder, saving.new, self.disk.keeps
         with saving.hidden:
             written: dict[str, FileRecord] = {}
@@ -216,4 +216,4 @@ class Checkpointer:
                     if folder.exists():
                         set_aside(folder)
                     new.rename(folder)
-                    sync(self.save_path)  # which lists the checkpoint
+                    sync(self.save_path)  # makes the new name durable

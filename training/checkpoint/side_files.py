@@ -1,4 +1,4 @@
-"""What stands beside a checkpoint's layers, so that they are a model: config, tokenizer, and where it is to stop."""
+"""Read the files that make layer files a model: config, tokenizer, and the tokens at which to stop."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ GENERATION = "generation_config.json"
 
 
 def read_side_files(model_folder: Path, ends: Collection[int] = ()) -> dict[str, bytes]:
-    """What makes a folder of layer files complete, by name: read once, as the model may be gone when a run saves.
+    """Read the side files of a model, name -> content, once: the model may be gone when a run saves.
 
     Args:
-        ends: the ids at which servers are to stop; those of the model where there are none.
+        ends: token ids at which servers must stop; empty to keep the model's own.
 
     Raises:
         CheckpointError: the folder is incomplete.

@@ -1,6 +1,6 @@
-"""Order in a run's folder: what killed writers left and checkpoints that are not to stay go, `latest` names the newest.
+"""Clean up a run's folder: remove leftovers of killed writers and old checkpoints, and point `latest` at the newest.
 
-No failure ends a run by that: it is told, for each disk.
+A failure does not end the run; it is logged, for each disk.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STAYS = "an earlier checkpoint stays"
 
 
 def make_room(save_path: Path, keep_last: int, best: Best | None, disk: Disk, log: Console) -> None:
-    """What a run that was killed in a save, or right after one, had no time for; only who holds the lease may."""
+    """Clean up after a run that was killed in a save or right after one; needs the lease."""
     on_each_disk(STAYS, lambda: sweep_partial(save_path), disk, log)
     tidy_up(save_path, keep_last, best, disk, log)
 
@@ -37,7 +37,7 @@ def sweep_partial(save_path: Path) -> None:
 
 
 def tidy_up(save_path: Path, keep_last: int, best: Best | None, disk: Disk, log: Console) -> None:
-    """Remove checkpoints but the newest that are finished on all disks, and the best."""
+    """Remove all checkpoints except the best and the newest ones that are finished on all disks."""
     held = on_each_disk(STAYS, lambda: [path.name for path in finished(save_path)], disk, log)
     kept = [name for name in chain(*held[:1]) if all(name in names for names in held)][:keep_last]
     if best:
@@ -46,7 +46,7 @@ def tidy_up(save_path: Path, keep_last: int, best: Best | None, disk: Disk, log:
 
 
 def name_latest(folder: Path) -> None:
-    """Let `latest` name a checkpoint; a kill between two moments of a save leaves it at the one before."""
+    """Point `latest` at a checkpoint; after a kill during a save it may still name the one before."""
     path = folder.with_name(LATEST)
     with suppress(OSError):  # also a FIFO, which the new file replaces
         if read_regular(path) == folder.name.encode():
@@ -55,10 +55,10 @@ def name_latest(folder: Path) -> None:
 
 
 def best_so_far(save_path: Path, step: int, records: str) -> Best | None:
-    """The best checkpoint up to a step, as the first rank finds it; see `Best.read`.
+    """Find the best checkpoint up to a step, on rank 0; see `Best.read`.
 
     Raises:
-        RunRefused: on every rank, where some cannot read which one it is.
+        RunRefused: on every rank, if some rank cannot read best.json.
     """
     best = None
     with agreed():
@@ -67,14 +67,14 @@ def best_so_far(save_path: Path, step: int, records: str) -> Best | None:
 
 
 def on_each_disk(what: str, work: Callable[[], Any], disk: Disk, log: Console) -> list[Any]:
-    """What those who keep the folder give when they do something; a failure is told, and no more."""
-    given, told = None, None
+    """Do some work on the ranks that keep the folder, return their results, and log failures."""
+    result, failure = None, None
     if disk.keeps:
         try:
-            given = work()
+            result = work()
         except (OSError, CheckpointError) as error:
-            told = disk.told(f"{what}: {' '.join(str(error).split())}")
-    results = gather((disk.keeps and told is None, given, told))
+            failure = disk.told(f"{what}: {' '.join(str(error).split())}")
+    results = gather((disk.keeps and failure is None, result, failure))
     for _, _, failure in results:
         if failure:
             log.print(f"warning: {failure}")

@@ -171,7 +171,7 @@ def obey_signals(place: Place) -> None:
 
     def leave_at_once(*_: object) -> None:
         if place.rank == 0:
-            processes.tell("error: interrupted")
+            processes.print_to_stderr("error: interrupted")
         os._exit(INTERRUPTED)
 
     signal.signal(signal.SIGINT, leave_at_once)

@@ -25,7 +25,7 @@ from common import early_signals
 from common.early_signals import REQUESTS
 from training.config.model_topo import ModelTopo
 from training.distributed import freed_memory
-from training.errors import USER_ERRORS, ConfigError, RunRefused, ending, tell
+from training.errors import USER_ERRORS, ConfigError, RunRefused, describe_and_save, print_to_stderr
 from training.launch import slurm
 from training.launch.agent import free_port
 
@@ -109,7 +109,7 @@ def end_with_launcher(place: Place) -> None:
             with suppress(psutil.Error):
                 ssh.kill()
         if signal.getsignal(LAUNCHER_GONE) == signal.SIG_DFL and place.local_rank == 0:  # there is nothing to save yet
-            tell("error: the launcher is gone")
+            print_to_stderr("error: the launcher is gone")
         os.kill(os.getpid(), LAUNCHER_GONE)
         time.sleep(SAVED)
         os._exit(1)
@@ -267,7 +267,7 @@ def agreed() -> Iterator[None]:
     try:
         yield
     except USER_ERRORS as error:
-        failure = ending(error)[1]
+        failure = describe_and_save(error)[1]
     told = gather((socket.gethostname(), failure))
     for host, text in told:
         if text is not None:

@@ -41,7 +41,7 @@ from training.distributed.failure_detector import (
 from training.distributed.gpu_progress import on_its_own, standing
 from training.distributed.processes import Place, agreed, gather
 from training.distributed.rendezvous import listen
-from training.errors import ConfigError, RunRefused, description, with_traceback
+from training.errors import ConfigError, RunRefused, describe_error, with_traceback
 from training.launch.pdsh import end_soon
 
 # Where a rank waits for others.
@@ -159,7 +159,7 @@ class RankMonitor:
 def failure_of(error: BaseException) -> Report:
     """What the detector is told of an exception."""
     innermost = traceback.extract_tb(error.__traceback__)[-1].filename if error.__traceback__ else ""
-    code, text, trace = description(error)
+    code, text, trace = describe_error(error)
     return Report(text, trace, waiting=any(part in innermost for part in COMMUNICATION), code=code)
 
 

@@ -16,7 +16,7 @@ from common.early_signals import REQUESTS
 from training.config.yaml_file import Config
 from training.distributed import placement, processes
 from training.distributed.processes import LAUNCHER_GONE, Place
-from training.errors import ConfigError, keep_tracebacks_in, one_line_at_the_end
+from training.errors import ConfigError, exit_with_one_line, keep_tracebacks_in
 from training.launch.agent import RUN
 from training.launch.start import launch
 
@@ -66,7 +66,7 @@ def run_from_script(load: Callable[[Place | None], Config], run: Callable[[Confi
     place = Place.from_environment()
     if place is not None:
         processes.end_with_launcher(place)
-    with one_line_at_the_end(place.rank if place else None, goes_on=True):
+    with exit_with_one_line(place.rank if place else None, goes_on=True):
         global _trained  # noqa: PLW0603  # it is so of the process
         if _trained:
             raise ConfigError("train: a process trains once; expected a script of its own for each training")

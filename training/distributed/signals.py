@@ -21,7 +21,7 @@ from deepspeed.accelerator import get_accelerator
 
 from common import early_signals
 from common.early_signals import REQUESTS
-from training.distributed.processes import LAUNCHER_GONE, tell
+from training.distributed.processes import LAUNCHER_GONE, print_to_stderr
 
 SAME_REQUEST = 5.0  # seconds
 
@@ -68,7 +68,7 @@ class StopRequest:
         if number:
             self.signal = int(number)
         if number == LAUNCHER_GONE and torch.distributed.get_rank() == 0:  # whichever rank saw it first
-            tell("error: the launcher is gone; the run saves and ends")
+            print_to_stderr("error: the launcher is gone; the run saves and ends")
         return bool(number), bool(anybody)
 
     def _take_preemption(self, number: int, frame: FrameType | None) -> None:

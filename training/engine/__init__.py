@@ -1,1 +1,1 @@
-"""What computes a step: the pipeline or ZeRO, in DeepSpeed's engines."""
+"""Compute a step in DeepSpeed's engines: the pipeline, or ZeRO."""

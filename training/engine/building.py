@@ -27,7 +27,7 @@ from training.config.model_topo import ModelTopo
 from training.distributed.groups import among_members
 from training.distributed.processes import agreed
 from training.engine.clipping import clip_in_update
-from training.engine.gradient_sums import sum_as_they_are
+from training.engine.gradient_sums import sum_without_copies
 from training.optimizer.optimizers import build_optimizer
 
 
@@ -40,24 +40,24 @@ def build_engine(
     recompute: frozenset[int],
     sharing: Sharing,
 ) -> Any:
-    """The engine of `Trainer.build`.
+    """Build the model and its engine, for `Trainer.build`.
 
     Args:
-        layers: those that this process holds, in the order of building.
-        make_model: takes, by name, what `models.pipeline` and `models.sharded` both take.
-        sharing: with whom the process shares its rows and its layers.
+        layers: numbers of this process's layers, in the order of building.
+        make_model: takes the keyword arguments that `models.pipeline` and `models.sharded` have in common.
+        sharing: the process groups that share this process's sequences and layers.
     """
     with agreed():
         check_gpu(config)
         check_device(config)
         router_weight = router_loss_weight(config, spec)
         states: LayerStates = SeededStates(spec, config.seed) if config.from_scratch else open_source(folder, spec)
-        # Building the model communicates, so every rank looks at its weights before any begins.
+        # Building the model communicates, so every rank checks its weights before any begins.
         for layer in layers:
             states.check_layer(layer)
-    # Where each host has a disk of its own, what one replica there has read lies in the cache of the system.
+    # With a disk on each host, the first replica's reads are in the page cache for the others there.
     together = config.storage == "shared" and config.model_topo.replicas > 1 and not config.from_scratch
-    # Dropout differs from rank to rank, but not between those that compute the same together.
+    # Dropout differs between ranks, but not between ranks that share layers or sequences.
     torch.manual_seed(config.seed + config.model_topo.first_peer(torch.distributed.get_rank()))
     with among_members():
         model = make_model(
@@ -73,44 +73,44 @@ def build_engine(
             sharing=sharing,
             read_together=layers if together else (),
         )
-    return wrap(model, config, spec.tied_names)
+    return wrap_in_engine(model, config, spec.tied_names)
 
 
-def wrap(model: nn.Module, config: TrainConfig, tied_names: tuple[str, str] | None = None) -> Any:
-    """This rank's layers with their optimizer in DeepSpeed's engine; `tied_names` as in `parameter_groups`."""
+def wrap_in_engine(model: nn.Module, config: TrainConfig, tied_names: tuple[str, str] | None = None) -> Any:
+    """Wrap this rank's layers and their optimizer in DeepSpeed's engine; `tied_names` as in `parameter_groups`."""
     with agreed():
         trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
         optimizer = build_optimizer(config, trained, tied_names)
-    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the memory in use, four times
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the memory in use four times
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config))
-    sum_as_they_are(engine.optimizer)
+    sum_without_copies(engine.optimizer)
     clip_in_update(engine.optimizer)
     if config.model_topo.replicas == 1:  # DeepSpeed would copy the gradients, round sums to 16 bits, and copy them back
         engine._reduce_non_expert_gradients = lambda *_: None
     return engine
 
 
-def on_cpu(layer: nn.Module) -> dict[str, Tensor]:
-    """A layer's state dict, in memory of its own."""
+def copy_to_cpu(layer: nn.Module) -> dict[str, Tensor]:
+    """Copy a layer's state dict to host memory."""
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in layer.state_dict().items()}
 
 
-def sharing_of(topology: ModelTopo) -> Sharing:
-    """Make the process groups that share packed sequences and layers with this process; all ranks call it together."""
+def make_groups(topology: ModelTopo) -> Sharing:
+    """Make the process groups that share this process's sequences and layers; all ranks call it together."""
     return Sharing(
-        sequence=_peers(topology.sharing("rows")),
-        tensor=_peers(topology.sharing("layers")),
+        sequence=_make_group(topology.sharing("rows")),
+        tensor=_make_group(topology.sharing("layers")),
     )
 
 
-def _peers(groups: NDArray[Any]) -> Peers:
-    """The one of the groups [groups, size] that this process belongs to."""
+def _make_group(groups: NDArray[Any]) -> Peers:
+    """Make this process's group, of ranks [groups, size]."""
     if (size := groups.shape[1]) == 1:
         return ALONE
     rank, own = torch.distributed.get_rank(), ALONE
     with among_members():
         for row in groups.tolist():
-            group = torch.distributed.new_group(row)  # which every process counts, and its members make
+            group = torch.distributed.new_group(row)  # every process must call it for every group
             if rank in row:
                 own = Peers(size, row.index(rank), group)
     return own

@@ -1,9 +1,9 @@
-"""Clipping is a part of the update: no pass over the gradients of its own.
+"""Clip gradients inside the update, without a pass over them.
 
-DeepSpeed and torch multiply each gradient by what clips it, 8 bytes a parameter, and the update reads it again. torch's
-fused kernels of AdamW and Adam divide what they read by `grad_scale`, and write it back: 4 bytes. Dividing rounds once
-where inverting and multiplying round twice, so an update may differ in the last bit of the gradient. fp16's loss scale
-goes along. Where nothing is to be clipped, nothing is divided. Other optimizers get multiplied gradients, as ever.
+DeepSpeed and torch multiply each gradient by a factor, which moves 8 bytes per parameter, and the update reads it
+again. torch's fused AdamW and Adam kernels can divide by `grad_scale` as they read, and write the result back: 4 bytes.
+A division rounds once, an inverse and a product twice, so an update may differ in the gradient's last bit. The fp16
+loss scale is divided out in the same pass. Other optimizers get multiplied gradients, as in DeepSpeed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-ROUNDING = 1e-6  # is added to the norm, by DeepSpeed as by torch
+ROUNDING = 1e-6  # DeepSpeed and torch add it to the norm
 
 
 def clip(optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter], most: float, norm: Tensor) -> None:
-    """Clip the gradients of `weights`, whose norm is known, in the next step of torch's optimizer or at once."""
+    """Clip the gradients of `weights` to the norm `most`, in the optimizer's next step if it is fused, else now."""
     if optimizer.defaults.get("fused"):
         _divide(optimizer, (norm + ROUNDING) / most)
     else:
@@ -28,7 +28,7 @@ def clip(optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter], most
 
 
 def clip_in_update(optimizer: Any) -> None:
-    """Let DeepSpeed's optimizer for bf16, or that of ZeRO's stages 1 and 2, clip so."""
+    """Make DeepSpeed's bf16 or ZeRO 1 and 2 optimizer clip in its update."""
     inner = getattr(optimizer, "optimizer", None)
     if inner is None or not inner.defaults.get("fused"):
         return
@@ -39,7 +39,7 @@ def clip_in_update(optimizer: Any) -> None:
             if not for_clipping:
                 return gradients()
             _divide(inner, (optimizer._global_grad_norm + ROUNDING) / optimizer.clip_grad)
-            return []  # is left to multiply
+            return []  # nothing left for DeepSpeed to multiply
 
         optimizer.get_grads_for_norm = for_norm
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
@@ -51,7 +51,7 @@ def clip_in_update(optimizer: Any) -> None:
 
 
 def _divide(optimizer: torch.optim.Optimizer, excess: Tensor, scale: float = 1.0) -> None:
-    """Let the next step divide gradients by `scale`, and by how often they are as long as they may be."""
+    """Make the next step divide gradients by `scale` and, if above 1, by `excess` (norm over its limit)."""
     divisor = excess.clamp(min=1.0) * scale
-    # The host has waited for the norm already.
+    # No extra synchronization: the host has waited for the norm already.
     optimizer.grad_scale = divisor if divisor != 1 else None  # type: ignore[attr-defined]

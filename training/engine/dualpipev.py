@@ -1,11 +1,11 @@
-"""The schedule DualPipeV (`schedule: dualpipev`): a V of chunks that fills the pipeline's bubble.
+"""The DualPipeV schedule (`schedule: dualpipev`): two chunks per stage, in a V, to shrink the pipeline bubble.
 
-The layers are cut into 2P chunks. Stage s of P holds the s-th and the s-th last one (`VScheduleModel`), so
-micro-batches run down the stages and up again, and the first stage has the loss. A stage begins with the second chunk
-of one micro-batch while others are still in the first, and so waits less. What waiting is left is filled with the
-gradients of weights, which no other stage needs (`training.schedule.zero_bubble`). DeepSpeed's engine does the rest.
+The layers are split into 2P chunks. Stage s of P holds the s-th and the s-th last one (`VScheduleModel`), so
+micro-batches run down the stages and up again, and the first stage has the loss. A stage works on the second chunk of
+one micro-batch while others are in the first, and waits less. The weights' gradients, which no other stage needs, fill
+the remaining waits (`training.schedule.zero_bubble`). DeepSpeed's engine does the rest.
 
-Cost: twice the messages, one to two more micro-batches' activations of a chunk, and at least 2P micro-batches in a
+Cost: twice the messages, activations of one to two more micro-batches per chunk, and at least 2P micro-batches per
 step, which `data.loader` makes of any batch.
 """
 
@@ -24,15 +24,13 @@ from training.schedule.zero_bubble import FilledSchedule, LaunchP2P, WeightPass
 
 
 class VScheduleEngine(DualPipeVEngine, StageEngine):
-    """A stage with two chunks. What DualPipeVEngine does with one of them is a StageEngine's."""
+    """A stage with two chunks; everything about a single chunk comes from StageEngine."""
 
     _p2p_ops: list[Any]
-    _under_way: tuple[
-        Any, ...
-    ] = ()  # messages that were launched: requests, and the operations that hold their tensors
+    _in_flight: tuple[Any, ...] = ()  # launched messages: requests, and the operations that hold their tensors
 
     def expect(self, shapes: Iterable[tuple[int, ...]]) -> None:
-        """Each chunk receives all micro-batches, in the same order."""
+        """Set the shapes to receive: both chunks get all micro-batches, in the same order."""
         shapes = list(shapes)
         self._shapes_of_chunk = iter(shapes), iter(shapes)
 
@@ -49,7 +47,7 @@ class VScheduleEngine(DualPipeVEngine, StageEngine):
         self.module.weight_gradients[phase].close()
 
     def _run_weight_pass(self, phase: int) -> None:
-        self._running_engine_backward = True  # as DeepSpeed does around a backward pass
+        self._running_engine_backward = True  # DeepSpeed sets it around a backward pass
         try:
             self.module.weight_gradients[phase].compute()
         finally:
@@ -58,14 +56,14 @@ class VScheduleEngine(DualPipeVEngine, StageEngine):
     def _launch(self) -> None:
         operations, self._p2p_ops = self._p2p_ops, []
         if operations:
-            self._under_way += ((comm.batch_isend_irecv(operations), operations),)
+            self._in_flight += ((comm.batch_isend_irecv(operations), operations),)
 
     def _commit(self) -> None:
-        self._launch()  # what was queued since the last launch; no message is dropped
-        for requests, _ in self._under_way:
+        self._launch()  # what was queued since the last launch
+        for requests, _ in self._in_flight:
             for request in requests:
                 wait(request)
-        self._under_way = ()
+        self._in_flight = ()
 
     _INSTRUCTION_MAP = DualPipeVEngine._INSTRUCTION_MAP | {
         schedule.RecvActivation: _receive_activations,

@@ -1,16 +1,15 @@
-"""16-bit gradients are added to their fp32 sums without an fp32 copy of each in between, or by the product itself.
+"""Add 16-bit gradients to their fp32 sums without an fp32 copy, or inside the matrix product.
 
-DeepSpeed 0.19.8 converts a gradient as a whole and adds what it got: of each parameter 18 bytes are moved in every
-micro-batch, and as many more lie in memory for a moment as its largest gradient has in fp32. Added as it is, a gradient
-moves 10 bytes: itself and the sum, which is read and written; 6 in a step's first micro-batch, which overwrites what
-the step before left, where DeepSpeed sets the sums to zero twice. The sums are the same to the last bit.
+DeepSpeed 0.19.8 converts each gradient to fp32 before adding it: 18 bytes moved per parameter and micro-batch, and a
+temporary fp32 copy of the largest gradient. Adding it directly moves 10 bytes (read the gradient, read and write the
+sum), and 6 in a step's first micro-batch, which overwrites the old sum instead of zeroing it. The sums are the same to
+the last bit.
 
-Where the gradients of linear layers' weights are computed later (`models.blocks.weight_gradients`), the product itself
-adds to the sum: nothing is rounded to 16 bits, which is nearer to the true sum, and what is moved hides behind the
-arithmetic. Only GPUs have such a product.
+Where the weight gradients of linear layers are computed later (`models.blocks.weight_gradients`), the matrix product
+adds to the sum: nothing is rounded to 16 bits, and the memory traffic hides behind the arithmetic. Only GPUs can.
 
-A GPU's kernel converts what it reads. A CPU's makes a copy, so there a gradient is added in slices whose copies stay in
-the cache; it takes a third of the time.
+A GPU kernel converts as it reads. A CPU kernel makes a copy, so there gradients are added in slices whose copies fit
+the cache, in a third of the time.
 """
 
 from __future__ import annotations
@@ -36,11 +35,8 @@ def add(total: Tensor, gradient: Tensor) -> None:
         total.add_(gradient)
 
 
-def sum_as_they_are(optimizer: Any) -> None:
-    """Let DeepSpeed's optimizers add gradients up so: the one for bf16, and ZeRO's with the optimizer on the CPU.
-
-    Any other one is left as it is.
-    """
+def sum_without_copies(optimizer: Any) -> None:
+    """Make DeepSpeed's bf16 optimizer, or ZeRO with CPU offload, sum gradients this way; leave others alone."""
 
     def fill(parameter: Any) -> None:
         if parameter.grad is None:
@@ -54,11 +50,11 @@ def sum_as_they_are(optimizer: Any) -> None:
     if hasattr(optimizer, "_fill_param_grad_accum_attribute"):
         optimizer._fill_param_grad_accum_attribute = fill
     if isinstance(optimizer, BF16_Optimizer):
-        _Sums(optimizer)
+        _Bf16Sums(optimizer)
 
 
-class _Sums:
-    """What DeepSpeed's bf16 optimizer holds of gradients, which is one tensor for each group of parameters."""
+class _Bf16Sums:
+    """The fp32 gradient sums of DeepSpeed's bf16 optimizer, one tensor per parameter group."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -83,18 +79,18 @@ class _Sums:
     def _add_product(self, parameter: Any, group: int, number: int, left: Tensor, right: Tensor) -> None:
         total, begun = self._sum(parameter, group, number)
         add_product(total, left, right, beta=float(begun))
-        for heard in (parameter._post_accumulate_grad_hooks or {}).values():  # as autograd would do
-            heard(parameter)
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # autograd would call them
+            hook(parameter)
 
     def _sum(self, parameter: Any, group: int, number: int) -> tuple[Tensor, bool]:
-        """The sum of a parameter's gradient in its shape, and whether this step has begun it, as it does now."""
+        """Return a parameter's gradient sum, and whether this step has added to it before; it has from now on."""
         begun = self._optimizer.fp32_groups_has_gradients[group]
         parameter._hp_grad = self._optimizer.fp32_groups_gradients[group][number]
         before, begun[number] = begun[number], True
         return parameter._hp_grad.view(parameter.shape), before
 
     def _complete(self) -> Any:
-        """Before the sums are used: those that this step did not begin are zero."""
+        """Zero the sums that got no gradient in this step, then reduce."""
         for group, begun in enumerate(self._optimizer.fp32_groups_has_gradients):
             for number, total in enumerate(self._optimizer.fp32_groups_gradients[group]):
                 if not begun[number]:

@@ -1,11 +1,11 @@
-"""How a process rounds its products and orders its sums: `deterministic`, `tf32` and what the log says of `fp8`.
+"""Set and describe the rounding of products and the order of sums: `deterministic`, `tf32`, `fp8`.
 
-Kernels that add up with atomic operations, such as flash attention's backward pass, sum in another order each time: on
-a GPU a resumed run is equal to the last bit only with `deterministic: true`, by which torch takes ordered kernels and
-refuses an operation that has none. It costs a part of attention's backward pass. On a CPU all kernels are ordered.
+Kernels with atomic additions, such as flash attention's backward pass, sum in a new order each time. So on a GPU a
+resumed run is equal to the last bit only with `deterministic: true`: torch then uses ordered kernels, and refuses
+operations that have none. It slows attention's backward pass. On a CPU all kernels are ordered.
 
-TF32 keeps 10 bits of the factors of an fp32 product and sums in fp32, on tensor cores. The angles of positions are
-never computed so (`models.attention.positions`).
+TF32 keeps 10 bits of the factors of an fp32 product and sums in fp32, on tensor cores. Rotary angles are never computed
+in TF32 (`models.attention.positions`).
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.metrics.devices import this_device
 
-WORTH = 1.5  # times as fast as fp32: from there on the log tells of TF32
+WORTH = 1.5  # speed-up over fp32 from which the log suggests TF32
 
 
 def set_numerics(config: TrainConfig) -> None:
-    """Set this process up, before its first product on a GPU, at which cuBLAS asks its variable once and for all."""
+    """Set this process up; call it before the first product on a GPU, when cuBLAS reads its variable."""
     if config.deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it torch refuses every product
-        os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # what transformers asks the flash-attn package for
-        # It would fill what is allocated with NaN, which looks for bugs and takes time.
+        os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # transformers passes it to the flash-attn package
+        # Filling new memory with NaN helps debugging, and takes time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(config.deterministic)
     torch.set_float32_matmul_precision("high" if config.tf32 and torch.cuda.is_available() else "highest")
 
 
 def describe_numerics(config: TrainConfig) -> list[str]:
-    """What the log says of it."""
+    """Describe these settings in lines for the log."""
     lines, dtype = [], training_dtype(config)
     if config.deterministic:
         cost = "; attention's backward pass is slower for it" if torch.cuda.is_available() else ""

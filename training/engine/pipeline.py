@@ -1,4 +1,4 @@
-"""The pipeline as the training loop sees it."""
+"""The trainer of a model divided into pipeline stages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 from training.distributed.gpu_progress import followed
 from training.distributed.processes import gather
-from training.engine.building import build_engine, on_cpu, sharing_of
+from training.engine.building import build_engine, copy_to_cpu, make_groups
 from training.engine.dualpipev import VScheduleEngine
 from training.engine.prefetch import Sent
 from training.engine.replica_sums import sum_while_computing
@@ -33,14 +33,14 @@ from training.topology import Division
 
 
 class PipelineTrainer(Trainer):
-    """A stage of the pipeline; the first and last ones turn their replica's part of a batch into tensors."""
+    """A stage of the pipeline; the first and the last one make the tensors of their replica's micro-batches."""
 
     in_stages = True
     engine: StageEngine
 
     def __init__(self, engine: StageEngine, sharing: Sharing = NONE_SHARED) -> None:
         super().__init__(engine, engine.grid.get_data_parallel_id(), sharing, engine.stage_id)
-        # By the number that names its files; DeepSpeed's depends on the order of the axes.
+        # This number names the checkpoint's files; DeepSpeed's depends on the order of the axes.
         engine.checkpoint_mp_rank = self.stage * sharing.tensor.size + sharing.tensor.rank
         engine._INSTRUCTION_MAP = followed(
             engine._INSTRUCTION_MAP | {schedule.OptimizerStep: self._take_optimizer_step}, sharing != NONE_SHARED
@@ -49,14 +49,14 @@ class PipelineTrainer(Trainer):
     @classmethod
     def build(cls, config: TrainConfig, spec: ModelSpec, folder: Path, division: Division) -> PipelineTrainer:
         grid, topology = config.model_topo.process_topology, division.topology
-        # An axis of one process would go into the names of DeepSpeed's files.
+        # An axis of size 1 would change the names of DeepSpeed's files.
         axes = {axis: size for axis, size in zip(grid.axes, grid.dims, strict=True) if axis != "model" or size > 1}
         processes = ProcessTopology(axes=list(axes), dims=list(axes.values()))
         layers = topology.layers(processes.get_coord(torch.distributed.get_rank()).pipe, spec.n_layers)
         model_class, engine_class = (
             (VScheduleModel, VScheduleEngine) if topology.v_schedule else (PipelineModel, StageEngine)
         )
-        sharing = sharing_of(config.model_topo)
+        sharing = make_groups(config.model_topo)
         make_model = partial(
             model_class, spec=spec, topology=processes, parts=topology.parts, spread_experts=topology.spread
         )
@@ -78,9 +78,9 @@ class PipelineTrainer(Trainer):
         return float(loss)
 
     def write_layers(self, folder: Path, save: Callable[[Any, str], object], disk: Disk) -> None:
-        """DeepSpeed has the first replica write; on a disk where that is not, the first one there does.
+        """Write this stage's layers on disks without the first replica, which DeepSpeed has write.
 
-        Where processes share layers, they put them together.
+        Processes that share layers gather them first.
         """
         named = {int(name): layer for name, layer in self.engine.module.named_children() if name.isdecimal()}
         if self.engine.grid.model_parallel_size > 1:
@@ -94,10 +94,10 @@ class PipelineTrainer(Trainer):
                         save(whole, str(folder / layer_file(number)))
         elif self.replica > 0 and self.engine.save_non_zero_checkpoint:
             for number, layer in named.items():
-                save(on_cpu(layer), str(folder / layer_file(number)))
+                save(copy_to_cpu(layer), str(folder / layer_file(number)))
 
     def micro_batches(self, loader: Loader, batch: GlobalBatch) -> Iterator[Sent]:
-        self.engine.expect(loader.shapes(batch, self.rows))
+        self.engine.expect(loader.shapes(batch, self.row_replica))
         return super().micro_batches(loader, batch)
 
     def _take_optimizer_step(self, engine: PipelineEngine, lr_kwargs: Any = None) -> None:

@@ -1,8 +1,8 @@
-"""Micro-batches on their way to the device, one ahead of the computation.
+"""Copy micro-batches to the device, one ahead of the computation.
 
-While the device works on one micro-batch, the next is made, laid into pinned memory and copied on a stream of its own,
-so neither host nor device waits for a copy. Which tokens bear loss is found on the host too: on the device, their
-number would be waited for. Costs the memory of one more micro-batch of token ids. On a CPU there is nothing to copy.
+While the device works on one micro-batch, the next is made, pinned and copied on a stream of its own, so neither host
+nor device waits for a copy. The positions of trained tokens are found on the host too: on the device, the host would
+wait for their number. Cost: the token ids of one more micro-batch. On a CPU there is nothing to copy.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from models.loss import supervised_positions
 Sent = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
 
-def ahead(micro_batches: Iterator[MicroBatch], device: torch.device) -> Iterator[Sent]:
-    """The micro-batches on `device`, each sent while the one before it is computed.
+def prefetch(micro_batches: Iterator[MicroBatch], device: torch.device) -> Iterator[Sent]:
+    """Yield micro-batches on `device`, each copied while the one before it is computed.
 
-    They are `((input_ids, position_ids), (labels, scale, share, supervised positions))`.
+    They are `((input_ids, position_ids), (labels, scale, share, positions of trained tokens))`.
     """
     complete = (
         (inputs, (*labels, supervised_positions(labels[0], inputs[0].shape[1]))) for inputs, labels in micro_batches
@@ -37,13 +37,13 @@ def ahead(micro_batches: Iterator[MicroBatch], device: torch.device) -> Iterator
             sent: Sent = tree_map(lambda tensor: tensor.pin_memory().to(device, non_blocking=True), micro_batch)
             here, coming = coming, (sent, stream.record_event())
         if here is not None:
-            yield _arrived(*here)
+            yield _wait_for_copy(*here)
     if coming is not None:
-        yield _arrived(*coming)
+        yield _wait_for_copy(*coming)
 
 
-def _arrived(micro_batch: Sent, copied: torch.cuda.Event) -> Sent:
-    """The micro-batch, for use after the copy; the host does not wait."""
+def _wait_for_copy(micro_batch: Sent, copied: torch.cuda.Event) -> Sent:
+    """Make the current stream wait for the copy of a micro-batch; the host does not wait."""
     tensors: list[Tensor] = tree_leaves(micro_batch)
     current = torch.cuda.current_stream(tensors[0].device)
     current.wait_event(copied)

@@ -1,20 +1,20 @@
-"""The replicas of a stage sum their gradients while the stage still computes: ZeRO-1 in a pipeline.
+"""Sum the replicas' gradients while their stage still computes (ZeRO-1 in a pipeline).
 
-DeepSpeed 0.19.8 begins when the stage is done, and gives every replica the sums of all weights, of which it updates its
-own partition only. Here the sum of a weight goes to the replica that owns it, by a reduce (several own parts of a
-weight that lies across their border), and starts when the last micro-batch's gradient has come: the head's first, while
-the layers before it are in their backward pass. A weight is a bucket of its own, where it lies. The sums, rounded to
-`communication_data_type`, are DeepSpeed's: to the last bit with two replicas, with more in the order in which the
-library adds. In bf16, where DeepSpeed takes the gradient's norm of all sums, each replica gives that of its partition.
+DeepSpeed 0.19.8 starts when the stage is done, and gives every replica the sums of all weights, though it updates only
+its own partition. Here each weight's sum goes by a reduce to the replica that owns the weight (or to several that own
+parts of it), and starts when the gradient of the last micro-batch is complete: the head's first, while earlier layers
+are in their backward pass. There are no buckets. The sums, rounded to `communication_data_type`, equal DeepSpeed's: to
+the last bit with two replicas; with more, up to the order in which the library adds. In bf16 each replica computes the
+norm of its partition, where DeepSpeed computes it over all sums.
 
-Cost: half the bytes of an all-reduce, c (n - 1) / n a number of c bytes for n replicas. As all of a weight goes to one
-replica, it takes c / bandwidth. In bf16 the rounded numbers lie beside the sums until the stage is done.
+Cost: half the bytes of an all-reduce, c (n - 1) / n per number of c bytes for n replicas. As a whole weight goes to one
+replica, it takes c / bandwidth. In bf16 the rounded numbers stay beside the sums until the stage is done.
 
-No deadlock: all replicas of a stage start their sums in one order, backwards through the layers. A weight that has no
-gradient in some micro-batch is waited for, with all behind it, until the stage is done. As replicas run one schedule, a
-sum has one place among their messages to other stages as well. So even if a device ran all communication one by one as
-it was started, the replicas of a stage would wait like one, and the schedule of one pipeline has no circle. The ends of
-a tied weight are first added up over their stages, so this weight comes last. The host waits for nothing.
+No deadlock: all replicas of a stage start their sums in the same order, backwards through the layers. A weight without
+a gradient in some micro-batch holds up all behind it until the stage is done. Replicas run the same schedule, so sums
+also have the same position among the messages to other stages. Even if a device ran all communication serially, the
+replicas would wait as one, and the schedule of one pipeline has no cycle. The ends of a tied weight are first added up
+over their stages, so this weight comes last. The host never waits.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from training.distributed.communication_wait import wait
 
 
 class ReplicaSums(ABC):
-    """What a rank still has to sum in this step, and what is under way.
+    """The gradient sums of a rank in one step: started and still to start.
 
     Attributes:
-        places: of each weight, the parameter group and where in it the weight begins.
-        sizes: of a replica's partition of each group.
+        places: weight -> parameter group, and the weight's offset in it.
+        sizes: elements of a replica's partition of each group.
     """
 
     places: dict[Tensor, tuple[int, int]]
@@ -47,11 +47,11 @@ class ReplicaSums(ABC):
         self.engine, self.optimizer, module = engine, engine.optimizer, engine.module
         self.replicas = self.optimizer.dp_process_group
         self.rank = distributed.get_rank(self.replicas)
-        self.take_over()
+        self.replace_deepspeed()
         tied = dict(module.get_tied_weights_and_groups())
         backwards = [weight for weight in reversed(list(module.parameters())) if weight in self.places]
         self._order: list[Tensor] = sorted(backwards, key=lambda weight: weight in tied)
-        # How many gradients a micro-batch brings: one from each chunk of layers that has the weight.
+        # A weight gets one gradient per micro-batch from each chunk of layers that has it.
         chunks = getattr(module, "phase_funcs", [module.forward_funcs])
         held = (weight for chunk in chunks for weight in {each for layer in chunk for each in layer.parameters()})
         self._in_micro_batch: dict[Tensor, float] = {**Counter(held), **dict.fromkeys(tied, math.inf)}
@@ -60,22 +60,22 @@ class ReplicaSums(ABC):
             weight.register_post_accumulate_grad_hook(self._arrived)  # after DeepSpeed's, which adds it up
 
     @abstractmethod
-    def take_over(self) -> None:
-        """Find `places` and `sizes`, and have `finish` called in place of DeepSpeed's sums."""
+    def replace_deepspeed(self) -> None:
+        """Set `places` and `sizes`, and make DeepSpeed call `finish` instead of its own sums."""
 
     @abstractmethod
     def gradient(self, weight: Tensor) -> Tensor:
-        """Where the optimizer looks for the gradient of a weight; zeros where there is none."""
+        """Return the tensor that the optimizer reads as a weight's gradient; zeros if it has none."""
 
     def finish(self) -> list[Tensor]:
-        """Start what is left; the sums of this replica's partition then are where the gradients were.
+        """Start the remaining sums, wait for all, and write those of this partition over its gradients.
 
         Returns:
-            them, without the second end of a tied weight.
+            The sums, without the second end of a tied weight.
         """
         while self._started < len(self._order):
             self._start_next()
-        for reduced in self._under_way:
+        for reduced in self._in_flight:
             wait(reduced)
         for _, gradient, total in self._own:
             if gradient.dtype != total.dtype:
@@ -87,11 +87,11 @@ class ReplicaSums(ABC):
     def _begin_step(self) -> None:
         self._arrivals: Counter[Tensor] = Counter()
         self._started = 0
-        self._under_way: list[Any] = []
+        self._in_flight: list[Any] = []
         self._own: list[tuple[Any, Tensor, Tensor]] = []  # weights, parts of their gradients, and the sums of these
 
     def _arrived(self, weight: Tensor) -> None:
-        """Count a gradient, and start the sums of what is complete."""
+        """Count a gradient, and start the sums that are complete and next in order."""
         self._arrivals[weight] += 1
         assert not self._complete(weight, and_more=1), "a gradient came after its sum had started"
         while self._started < len(self._order) and self._complete(self._order[self._started]):
@@ -109,7 +109,7 @@ class ReplicaSums(ABC):
         sent = gradient.to(self.engine.communication_data_type).div_(self.replicas.size())
         for owner in range(begin // size, (end - 1) // size + 1):
             part = slice(max(0, owner * size - begin), (owner + 1) * size - begin)
-            self._under_way.append(distributed.reduce(sent[part], group=self.replicas, group_dst=owner, async_op=True))
+            self._in_flight.append(distributed.reduce(sent[part], group=self.replicas, group_dst=owner, async_op=True))
             if owner == self.rank:
                 self._own.append((weight, gradient[part], sent[part]))
 
@@ -117,7 +117,7 @@ class ReplicaSums(ABC):
 class Bf16ReplicaSums(ReplicaSums):
     """For BF16_Optimizer, which adds each parameter group's gradients up in one fp32 tensor."""
 
-    def take_over(self) -> None:
+    def replace_deepspeed(self) -> None:
         optimizer = self.optimizer
         self.sizes = [partitions[0].numel() for partitions in optimizer.bf16_partitioned_groups]
         self._numbers = {weight: number for weights in optimizer.bf16_groups for number, weight in enumerate(weights)}
@@ -143,7 +143,7 @@ class Bf16ReplicaSums(ReplicaSums):
         return gradient if self.optimizer.fp32_groups_has_gradients[group][number] else gradient.zero_()
 
     def _norm(self, summed: list[Tensor]) -> Tensor:
-        """Of the sums on all replicas of this stage, each of which has a part of them."""
+        """Return the norm over the partitions of all replicas of this stage."""
         squares = torch.zeros((), device=self.engine.device)
         for gradient in summed:
             squares += gradient.norm().square()
@@ -154,7 +154,7 @@ class Bf16ReplicaSums(ReplicaSums):
 class ZeroReplicaSums(ReplicaSums):
     """For DeepSpeedZeroOptimizer, in fp32 and fp16, which leaves gradients where autograd puts them."""
 
-    def take_over(self) -> None:
+    def replace_deepspeed(self) -> None:
         optimizer = self.optimizer
         self.sizes = optimizer.partition_size
         self.places = {
@@ -177,6 +177,6 @@ class ZeroReplicaSums(ReplicaSums):
 
 
 def sum_while_computing(engine: Any) -> None:
-    """Let the replicas of a pipeline's stage do so."""
+    """Make the replicas of a pipeline stage sum this way."""
     sums = Bf16ReplicaSums if isinstance(engine.optimizer, BF16_Optimizer) else ZeroReplicaSums
     sums(engine)

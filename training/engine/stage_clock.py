@@ -1,9 +1,8 @@
-"""How long a stage works in a step, without its waiting for other stages: what a plan is held against.
+"""Measure how long a stage works in a step, without waiting for other stages, to compare it with the plan.
 
-Two marks frame each pass, forward, backward or for the gradients of weights. On a GPU they are events in its queue,
-read once the step's loss has come, and with it all that was queued before: nobody waits for one. On a CPU they read the
-processor time of the thread that works, as the clock also tells what others on the machine take from it. Cost: some 10
-microseconds a pass, in steps that are measured.
+Two marks frame each pass: forward, backward, or weight gradients. On a GPU they are CUDA events, read after the step's
+loss is known, so nothing waits for them. On a CPU they read the thread's processor time, as wall time includes what
+other processes on the machine take. Cost: some 10 microseconds per pass, in measured steps only.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from training.schedule.instructions import PASSES
 
 
 class StageClock:
-    """`with clock.step(engine, micro_batches): ...` around each step to measure.
+    """Measures steps: `with clock.step(engine, micro_batches): ...`.
 
     Attributes:
-        seconds: for one micro-batch, of each of the steps.
+        seconds: per micro-batch, for each measured step.
     """
 
     def __init__(self) -> None:
@@ -31,7 +30,7 @@ class StageClock:
 
     @contextmanager
     def step(self, engine: PipelineEngine, micro_batches: int) -> Iterator[None]:
-        """Measure what the engine does in the block, which ends when the step's loss is known."""
+        """Measure the passes in the block, which must end after the step's loss is known."""
         mark = cuda_mark if engine.device.type == "cuda" else time.thread_time
         spans: list[tuple[Any, Any]] = []
 
@@ -56,7 +55,7 @@ class StageClock:
 
 
 def cuda_mark() -> torch.cuda.Event:
-    """When the work that the device has by now is done."""
+    """Record an event behind the work that is queued on the device."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline engine as Pipetune runs it: what a stage does otherwise than DeepSpeed 0.19.8, and why."""
+"""DeepSpeed's pipeline engine with Pipetune's changes: what differs from DeepSpeed 0.19.8, and why."""
 
 from __future__ import annotations
 
@@ -21,26 +21,24 @@ class StageEngine(PipelineEngine):
 
     @classmethod
     def adopt(cls, engine: PipelineEngine) -> StageEngine:
-        """Turn what `deepspeed.initialize` made into one of this class."""
+        """Turn the engine that `deepspeed.initialize` made into one of this class."""
         engine.__class__ = cls
         assert isinstance(engine, cls)
-        engine.timers = (
-            NoopTimer()
-        )  # DeepSpeed's keeps two CUDA events of each step, to print times that nobody asks for
+        engine.timers = NoopTimer()  # DeepSpeed's keep two CUDA events per step, for times that nobody prints
         if hasattr(engine.optimizer, "scaled_global_norm"):
-            _count_uneven_groups(engine)
+            _allow_uneven_groups(engine)
         if isinstance(engine.optimizer, BF16_Optimizer):
-            _count_nothing(engine)
+            _allow_empty_norm(engine)
         return engine
 
     def expect(self, shapes: Iterable[tuple[int, ...]]) -> None:
-        """Say what comes next, which every rank knows of the whole global batch.
+        """Set the shapes of the next batch's micro-batches, which every rank knows from the loader.
 
-        DeepSpeed would send a message before each micro-batch and wait for the device in order to read it.
+        DeepSpeed would send them before each micro-batch, and wait for the device to read them.
 
         Args:
-            shapes: rows and length of each micro-batch of this replica, in the order of the next batch; or whatever
-                the module's `stream_like` takes.
+            shapes: arguments of the module's `stream_like` for each micro-batch of this replica, in order; those of a
+                language model are rows and length.
         """
         self._shapes = iter(list(shapes))
 
@@ -60,17 +58,17 @@ class StageEngine(PipelineEngine):
             p2p.recv(gradient, self.next_stage)
 
     def _send_tensor_meta(self, stream: tuple[Tensor, ...], stage: int) -> None:
-        """In place of telling the receiver what comes, which DeepSpeed does once: see that it is what it expects."""
+        """Check the shapes that the receiver expects, where DeepSpeed would send them once."""
         expected = self.module.stream_like(*stream[1].shape)
         for tensor, like in zip(stream, expected, strict=True):
             assert (tensor.shape, tensor.dtype) == (like.shape, like.dtype), (tensor.shape, tensor.dtype, like)
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
-        """Run one backward pass for all tensors that a stage sent on.
+        """Run one backward pass for all tensors that a stage sent.
 
-        DeepSpeed runs one for each. Where hidden states and router sums flow, that would be twice the work, and ZeRO's
-        hooks would count each gradient as whole when only the first part of it is there. What the loss does not depend
-        on, router sums without a router loss, gets the zeros that the stage before waits for.
+        DeepSpeed runs one for each tensor. With hidden states and router sums that is twice the work, and ZeRO's hooks
+        would take each gradient for complete after the first. Inputs that the loss does not depend on (router sums
+        without a router loss) get the zeros that the previous stage waits for.
         """
         outputs = self.pipe_buffers["outputs"][buffer_id]
         if isinstance(outputs, tuple) and not self.is_last_stage():
@@ -95,9 +93,9 @@ class StageEngine(PipelineEngine):
 
     @torch.no_grad()
     def clip_fp32_gradients(self) -> None:
-        """Clip by the norm over all stages and peers; without ZeRO, DeepSpeed clips a stage in fp32 by its own norm.
+        """Clip by the norm over all stages and tensor-parallel ranks; in fp32 without ZeRO, DeepSpeed uses the stage's.
 
-        A gradient that is not finite is dropped, as DeepSpeed does with ZeRO.
+        Drop gradients that are not finite, as DeepSpeed does with ZeRO.
         """
         parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
         counted = [parameter for parameter in parameters if not parameter.ds_pipe_replicated]
@@ -121,7 +119,7 @@ class StageEngine(PipelineEngine):
 
 
 class _Joined(torch.autograd.Function):
-    """One tensor that stands for several: its backward pass is theirs, with the gradients that are given."""
+    """Join several tensors into one, whose backward pass gives each of them its known gradient."""
 
     @staticmethod
     def forward(context: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
@@ -133,10 +131,10 @@ class _Joined(torch.autograd.Function):
         return None, *context.gradients
 
 
-def _count_nothing(engine: PipelineEngine) -> None:
-    """Let a process take part in the norm all whose weights are counted elsewhere; DeepSpeed 0.19.8 cannot stack none.
+def _allow_empty_norm(engine: PipelineEngine) -> None:
+    """Give a process without weights of its own a zero norm, as DeepSpeed 0.19.8 cannot stack an empty list.
 
-    It may be a peer that shares the head of a tied model.
+    A tensor-parallel rank that shares the head of a tied model may have none.
     """
     gradients = engine.optimizer.get_grads_for_norm
 
@@ -147,11 +145,11 @@ def _count_nothing(engine: PipelineEngine) -> None:
     engine.optimizer.get_grads_for_norm = at_least_one
 
 
-def _count_uneven_groups(engine: PipelineEngine) -> None:
-    """Let the norm of the gradient be computed where the stages have different numbers of parameter groups.
+def _allow_uneven_groups(engine: PipelineEngine) -> None:
+    """Compute the gradient norm also where stages have different numbers of parameter groups.
 
-    DeepSpeed 0.19.8 sums each group's part over the stages in an operation of its own: a stage without weights that
-    `no_wd_kws` matches takes part in one less, and all wait for ever.
+    DeepSpeed 0.19.8 sums each group over the stages in a collective of its own. A stage without weights that
+    `no_wd_kws` matches joins one fewer, and all deadlock.
     """
     optimizer = engine.optimizer
     own = len(optimizer.bit16_groups)

@@ -1,9 +1,8 @@
-"""Where the time of a step goes: data, forward and backward, optimizer, checkpoint.
+"""Measure the parts of a step: data, forward and backward, optimizer, checkpoint.
 
-Parts may lie inside each other (the pipeline engine fetches data and steps the optimizer in the middle of its
-schedule); time counts for the innermost one, so the parts never add up to more than the step. On a GPU nothing waits
-for kernels to finish: work that one part queued counts for the part that first needs its result. Cost: two readings of
-the clock a part, under a microsecond.
+Parts may be nested (the pipeline engine fetches data and steps the optimizer inside its schedule). Time counts for the
+innermost part, so the parts never add up to more than the step. On a GPU nothing waits for kernels: work queued in one
+part counts for the part that first needs its result. Cost: two clock readings per part, under a microsecond.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Timings:
             self._open.pop()
 
     def each(self, part: str, items: Iterable[Item]) -> Iterator[Item]:
-        """The items, with the time that making each of them takes counted for `part`."""
+        """Yield the items, and count the time it takes to make them for `part`."""
         iterator = iter(items)
         while True:
             with self(part):
@@ -49,12 +48,12 @@ class Timings:
             yield item
 
     def take(self) -> dict[str, float]:
-        """Seconds of each part since the last call; called outside of all parts."""
+        """Return and reset the seconds of each part; call it outside all parts."""
         seconds, self._seconds = self._seconds, dict.fromkeys(PARTS, 0.0)
         return seconds
 
     def _switch(self) -> None:
-        """Give the time since the last change to the innermost part."""
+        """Add the time since the last switch to the innermost part."""
         now = time.perf_counter()
         if self._open:
             self._seconds[self._open[-1]] += now - self._since

@@ -1,7 +1,7 @@
-"""The interface of an engine to the training loop, however the model is spread.
+"""The interface between the training loop and an engine.
 
-`training.engine.pipeline` is the pipeline, `training.engine.zero` is ZeRO. Both see the same global batches and give
-the same numbers.
+`training.engine.pipeline` implements it for the pipeline, `training.engine.zero` for ZeRO. Both see the same global
+batches and compute the same numbers.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from models.parallel.peers import NONE_SHARED, Sharing
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
-from training.engine.prefetch import Sent, ahead
+from training.engine.prefetch import Sent, prefetch
 from training.engine.timings import Timings
 from training.topology import Division
 
 
 class Trainer(ABC):
-    """One rank's share of the model in a DeepSpeed engine. All ranks call each method, with the same global batch.
+    """One rank's share of the model in a DeepSpeed engine; all ranks call each method, with the same global batch.
 
     Attributes:
         in_stages: whether the layers are divided among the stages of a pipeline.
-        replica: the number, from 0, of the replica of the model or of a stage that this rank is.
-        sharing: with whom it shares its rows and its layers.
+        replica: number, from 0, of this rank's replica of the model or of its stage.
+        sharing: process groups that share this rank's sequences and layers.
         stage: of the pipeline, from 0.
     """
 
@@ -47,52 +47,52 @@ class Trainer(ABC):
         """Load this rank's weights, make the optimizer and wrap both in DeepSpeed's engine.
 
         Args:
-            folder: of the weights, in either layout; nothing is read with `from_scratch`.
-            division: the layers that each stage holds, and those that recompute.
+            folder: of the weights, in either layout; not read with `from_scratch`.
+            division: the layers of each stage, and those that recompute.
 
         Raises:
-            RunRefused: on every rank, when some rank's weights or settings are unusable.
+            RunRefused: on every rank, if some rank's weights or settings are unusable.
         """
 
     @abstractmethod
     def train_step(self, loader: Loader, batch: GlobalBatch) -> float:
-        """One optimizer step; the loss, a mean over the global batch's supervised tokens, the same on all ranks."""
+        """Take one optimizer step; return the mean loss of the batch's trained tokens, the same on all ranks."""
 
     @abstractmethod
     def eval_loss(self, loader: Loader, batch: GlobalBatch) -> float:
-        """The cross-entropy over the supervised tokens of a global batch; no gradient, no dropout, no further terms."""
+        """Return the mean cross-entropy of a batch's trained tokens, without dropout and auxiliary losses."""
 
     @abstractmethod
     def write_layers(self, folder: Path, save: Callable[[Any, str], object], disk: Disk) -> None:
         """Write the layer files of the pipeline layout that DeepSpeed does not write by itself.
 
         Args:
-            save: writes a state dict to a path; it does not raise, as the ranks work together.
-            disk: on which all layers of its ranks are to be.
+            save: writes a state dict to a path; it must not raise, as the ranks work together.
+            disk: receives all layers of its ranks.
         """
 
     def micro_batches(self, loader: Loader, batch: GlobalBatch) -> Iterator[Sent]:
-        """This rank's micro-batches, on their way to the device; engine and model are told what comes."""
-        # No two batches need have as many micro-batches, and DeepSpeed averages over as many as it is told.
+        """Yield this rank's micro-batches on the device; first set batch size and expected documents."""
+        # The number of micro-batches may change with each batch, and DeepSpeed averages over the number set here.
         samples = batch.n_micro_batches * loader.micro_batch_size * loader.replicas
         self.engine.set_train_batch_size(samples * self.sharing.sequence.size)
-        documents = [Documents.laid_out(*layout) for layout in loader.layouts(batch, self.rows)]
+        documents = [Documents.laid_out(*layout) for layout in loader.layouts(batch, self.row_replica)]
         for positions in self.engine.module.positions:
             positions.expect(documents)
-        micro_batches = loader.tensors(batch, self.rows)
+        micro_batches = loader.tensors(batch, self.row_replica)
         if self.sharing.sequence.size > 1:
             micro_batches = map(self._own_tokens, micro_batches)
-        return ahead(micro_batches, self.engine.device)
+        return prefetch(micro_batches, self.engine.device)
 
     @property
-    def rows(self) -> int:
-        """Whose rows this rank works on: those that share them count as one replica for the loader."""
+    def row_replica(self) -> int:
+        """This rank's replica for the loader, where ranks that share sequences count as one."""
         return self.replica // self.sharing.sequence.size
 
     def _own_tokens(self, micro_batch: MicroBatch) -> MicroBatch:
-        """Of shared rows [B, S] this rank's tokens, and the label that follows them; positions are those of whole rows.
+        """Take this rank's tokens of shared sequences [B, S], with the label behind them and all positions.
 
-        The loss is averaged over all ranks, so a part of the tokens' sum counts once for each that shares the rows.
+        The loss is averaged over all ranks, so each rank's sum is scaled by the number of ranks that share sequences.
         """
         (input_ids, position_ids), (labels, scale, share) = micro_batch
         peers = self.sharing.sequence

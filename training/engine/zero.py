@@ -1,7 +1,7 @@
-"""ZeRO as the training loop sees it: the whole model in each process, its state sharded.
+"""The trainer of plain ZeRO: each process has the whole model, with its state sharded.
 
 Stage 0 shards nothing, 1 the optimizer, 2 the gradients too, 3 the weights as well. Cost of stage 3: every layer is
-gathered from all processes in each forward and in each backward pass.
+gathered from all processes in each forward and each backward pass.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from models.spec import ModelSpec
 from training.config.deepspeed_config import deepspeed_config
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
-from training.engine.building import build_engine, on_cpu, sharing_of
+from training.engine.building import build_engine, copy_to_cpu, make_groups
 from training.engine.clipping import clip
 from training.engine.trainer import Trainer
 from training.topology import Division
 
 
 class ZeroTrainer(Trainer):
-    """A replica of the model, whole or in shards; it trains on its part of each global batch."""
+    """A replica of the model, whole or sharded, which trains on its part of each global batch."""
 
     in_stages = False
     engine: DeepSpeedEngine
@@ -40,7 +40,7 @@ class ZeroTrainer(Trainer):
     def build(cls, config: TrainConfig, spec: ModelSpec, folder: Path, division: Division) -> ZeroTrainer:
         stage = config.zero_optimization.stage
         make_model = partial(ShardedModel, spec=spec, shards=deepspeed_config(config) if stage == 3 else None)
-        sharing = sharing_of(config.model_topo)
+        sharing = make_groups(config.model_topo)
         engine = build_engine(config, spec, folder, range(spec.n_layers), make_model, division.recompute, sharing)
         if stage == 0:
             engine.clip_fp32_gradients = MethodType(_clip_gradients, engine)
@@ -70,7 +70,7 @@ class ZeroTrainer(Trainer):
         return loss
 
     def write_layers(self, folder: Path, save: Callable[[Any, str], object], disk: Disk) -> None:
-        """A disk's ranks take the layers in turn and write side by side, so each holds one whole layer at most."""
+        """Write layers in turn with the other ranks of the disk, so each rank holds at most one whole layer."""
         sharded = self.engine.zero_optimization_stage() == 3
         rank, ranks = disk.number, len(disk.ranks)
         layers = list(self.engine.module)
@@ -79,7 +79,7 @@ class ZeroTrainer(Trainer):
             for owner, layer in enumerate(layers[first : first + ranks]):
                 with deepspeed.zero.GatheredParameters(list(layer.parameters()), enabled=sharded):
                     if owner == rank:
-                        mine = on_cpu(layer)
+                        mine = copy_to_cpu(layer)
             if mine:
                 save(mine, str(folder / layer_file(first + rank)))
 
@@ -91,7 +91,7 @@ class ZeroTrainer(Trainer):
 
 
 def _clip_gradients(engine: DeepSpeedEngine) -> None:
-    """Clip and remember the norm, which DeepSpeed forgets in fp32 without ZeRO; drop a gradient that is not finite."""
+    """Clip and store the norm, which DeepSpeed does not in fp32 without ZeRO; drop gradients that are not finite."""
     weights = list(engine.module.parameters())
     norm = torch.nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
     engine._global_grad_norm = norm
@@ -103,9 +103,9 @@ def _clip_gradients(engine: DeepSpeedEngine) -> None:
 
 @torch.no_grad()
 def _undo_empty_step(engine: DeepSpeedEngine) -> None:
-    """Take back the step without gradients by which DeepSpeed's 16-bit optimizer makes its state.
+    """Undo the step without gradients with which DeepSpeed's 16-bit optimizer creates its state.
 
-    It would count as the first one and decay the weights.
+    It would count as the first step, and decay the weights.
     """
     optimizer = engine.optimizer
     optimizer.optimizer.state.clear()

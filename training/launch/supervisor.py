@@ -24,7 +24,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from training.errors import EXIT_CODE, INTERRUPTED, ConfigError, tell
+from training.errors import EXIT_CODE, INTERRUPTED, ConfigError, print_to_stderr
 from training.launch.agent import FAILED, FAREWELL, LOOK
 from training.launch.hosts import Answer, look, start_agent
 
@@ -85,7 +85,7 @@ class Supervisor:
         try:
             hosts, shape = self._ready(0)
         except ConfigError as error:
-            tell(f"error: {error}")
+            print_to_stderr(f"error: {error}")
             return EXIT_CODE
         while True:
             host, code = self._attempt(hosts, shape)
@@ -107,16 +107,16 @@ class Supervisor:
                 except ConfigError as error:
                     last = f"; no topology fits the hosts that answer: {error}"
             if self._asked:
-                tell(f"error: {fault}; an end was asked for before it could go on")
+                print_to_stderr(f"error: {fault}; an end was asked for before it could go on")
                 return 128 + self._asked[0]
             if last or not job.max_restarts:
                 if last or code != 1:  # else a rank has said why
-                    tell(f"error: {fault}{last}")
+                    print_to_stderr(f"error: {fault}{last}")
                 return code
             restarts += 1
             where = f" on {', '.join(hosts)}" if host else ""
             told = f"restart {restarts} of {job.max_restarts}: {fault}; nothing of the run was left after"
-            tell(f"{clock()} {told} {self._gone - self._since:.1f} s; it goes on with {shape[2]}{where}")
+            print_to_stderr(f"{clock()} {told} {self._gone - self._since:.1f} s; it goes on with {shape[2]}{where}")
 
     def _look(self) -> dict[str, Answer]:
         """What the hosts say that answer."""
@@ -146,7 +146,7 @@ class Supervisor:
             if waited > patience or self._asked:
                 raise ConfigError(lacking)
             if not waits:
-                tell(f"{clock()} waiting up to {patience / 60:g} min (timeout_minutes) for hosts: {lacking}")
+                print_to_stderr(f"{clock()} waiting up to {patience / 60:g} min (timeout_minutes) for hosts: {lacking}")
                 waits = True
             time.sleep(AGAIN)
 

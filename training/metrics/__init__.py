@@ -1,1 +1,1 @@
-"""What a run measures and where the numbers go."""
+"""Measure a run, and write the numbers to files, the terminal and trackers."""

@@ -1,9 +1,7 @@
-"""The live view of a run on a terminal: where it is, its curve of losses, its speed, and the memory of each stage.
+"""Show a run live on a terminal: progress, loss curve, speed, and the memory of each stage.
 
-It stands below what the run prints and is drawn anew after a step, at most four times a second. In a log, a pipe or a
-terminal that cannot move its cursor there is none: the run prints lines instead.
-
-Cost: some 2 ms a drawing, on rank 0.
+The view stands below the run's printed lines and is redrawn after a step, at most four times a second. In a log, a pipe
+or a terminal that cannot move its cursor the run prints lines instead. Cost: some 2 ms per drawing, on rank 0.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ LEVELS, ASCII_LEVELS = "▁▂▃▄▅▆▇█", "_.-=*#"
 
 
 class LiveView:
-    """Drawn on a console while it is open; what is printed meanwhile goes above it.
+    """A view at the bottom of a console; other output goes above it.
 
     Args:
         total_steps: of the whole run.
@@ -41,14 +39,14 @@ class LiveView:
         self._drawn = 0.0
         self._live = Live(console=console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())
         self._live.start()
-        console.show_cursor()  # a run that is killed could not bring it back
+        console.show_cursor()  # a killed run could not restore it
         terminal.live_views.append(self)
 
     def show(self, metrics: StepMetrics, left: str) -> None:
-        """Take up a step.
+        """Show a step.
 
         Args:
-            left: the time until the end of the run, as text.
+            left: time until the end of the run, as text.
         """
         self._losses.append(metrics.loss)
         now = time.monotonic()
@@ -57,12 +55,12 @@ class LiveView:
             self._live.update(self._drawing(metrics, left), refresh=True)
 
     def close(self) -> None:
-        """Leave the last drawing where it is."""
+        """Stop, and leave the last drawing on the terminal."""
         terminal.live_views.remove(self)
         self._live.stop()
 
     def pause(self) -> None:
-        """Leave the terminal to something else, such as the progress bar of an evaluation."""
+        """Clear the view to make room for something else, such as a progress bar."""
         self._live.transient = True
         self._live.stop()
 
@@ -84,16 +82,16 @@ class LiveView:
         lines: list[RenderableType] = [where, Text(loss), Text(speed)]
         if metrics.peak_memory:
             held, count = self._parts, len(metrics.peak_memory)
-            if len(held) == 2 * count:  # a stage has a chunk from either end
+            if len(held) == 2 * count:  # dualpipev: a stage has a chunk from either end
                 held = [first + last for first, last in zip(held[:count], reversed(held), strict=False)]
             stages = enumerate(zip(held, metrics.peak_memory, strict=False))
-            told = [f"stage {stage}: {layers} layers, {most / GIGA:.1f} GB" for stage, (layers, most) in stages]
-            lines.append(Text("  ".join(told), no_wrap=True, overflow="ellipsis"))
+            memory = [f"stage {stage}: {layers} layers, {most / GIGA:.1f} GB" for stage, (layers, most) in stages]
+            lines.append(Text("  ".join(memory), no_wrap=True, overflow="ellipsis"))
         return Group(*lines)
 
 
 def curve(values: Sequence[float], levels: str = LEVELS, width: int = CURVE) -> str:
-    """A line of characters, each as high as the mean of its share of the values; what is no number counts as none."""
+    """Draw values as a line of characters, each as high as the mean of its share; skip values that are not finite."""
     count = min(width, len(values))
     shares = [values[len(values) * number // count : len(values) * (number + 1) // count] for number in range(count)]
     finite = [[value for value in share if value - value == 0] for share in shares]

@@ -1,8 +1,7 @@
-"""The most memory that a process and each stage had at once.
+"""Measure the peak memory of a process and of each stage.
 
-On a GPU it is what torch allocated there; on a CPU the process's resident memory, from the kernel. That comes from
-/proc and not from `getrusage`, whose figure a process inherits from the one that started it. Asking takes some 20
-microseconds, telling the others one all-reduce of as many numbers as there are stages.
+On a GPU this is torch's allocated memory, on a CPU the process's resident memory. That is read from /proc: the value of
+`getrusage` is inherited from the parent process. Cost: some 20 microseconds, and an all-reduce of one number per stage.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import torch
 
 
 def peak_memory() -> int:
-    """Bytes that this process had at most, on its GPU where it uses one, else in main memory."""
+    """Return this process's peak memory in bytes: of its GPU if it uses one, else of main memory."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     with open("/proc/self/status", encoding="ascii") as status:
@@ -20,7 +19,7 @@ def peak_memory() -> int:
 
 
 def peak_memory_by_stage(stage: int, stages: int) -> list[int]:
-    """Bytes that the largest process of each stage had at most. All ranks call it, and all get the same list."""
+    """Return the peak bytes of each stage's largest process, the same on all ranks; all ranks call it together."""
     device = "cuda" if torch.cuda.is_initialized() else "cpu"
     peaks = torch.zeros(stages, dtype=torch.int64, device=device)
     peaks[stage] = peak_memory()

@@ -1,8 +1,8 @@
-"""run.json: what a run was made of, so that its numbers can be told apart from another's years later.
+"""Write run.json: what a run was made of, so that its numbers can be explained years later.
 
-Versions, the code's git revision, the resolved config, the topology and rank 0's machine. A run that goes on keeps what
-its earlier starts wrote, under `earlier`. Nothing is taken from the environment's variables, where keys and tokens
-live. Writing it takes some 10 ms, most of it git's.
+It has versions, the code's git revision, the resolved config, the topology and rank 0's machine; a resumed run keeps
+what its earlier starts wrote, under `earlier`. It has no environment variables, as they hold keys and tokens. Cost:
+some 10 ms, mostly git.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PACKAGES = (
 
 
 def write_run_info(folder: Path, config: TrainConfig, parts: Sequence[int], first_step: int = 1) -> None:
-    """Write `folder`/run.json, atomically; `parts` has the layers of each stage, `first_step` is this start's first."""
+    """Write `folder`/run.json atomically; `parts` are the layers of each stage, `first_step` this start's first."""
     path, topo = folder / RUN_FILE, config.model_topo
     info = {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -60,7 +60,7 @@ def write_run_info(folder: Path, config: TrainConfig, parts: Sequence[int], firs
 
 
 def machine() -> dict[str, Any]:
-    """What this process runs on."""
+    """Describe the machine of this process."""
     return {
         "host": platform.node(),
         "system": platform.platform(),
@@ -72,7 +72,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Pipetune, Python, CUDA and the packages that can change a run's numbers or speed."""
+    """Return the versions of Pipetune, Python, CUDA and `PACKAGES`."""
     found = {"pipetune": VERSION, "python": platform.python_version()}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
@@ -83,16 +83,16 @@ def versions() -> dict[str, str]:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """The revision checked out in `folder` and whether tracked files differ from it; None where it is no repository."""
-    if not (folder / ".git").exists():  # a copy of the code, maybe inside of somebody's own repository
+    """Return the revision of the repository `folder` and whether tracked files differ; None without a repository."""
+    if not (folder / ".git").exists():  # a copy of the code, maybe inside another repository
         return None
     command = ["git", "-C", str(folder), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
+        status = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):  # git is not installed, or does not trust the folder
         return None
-    revision = next(line.split()[2] for line in told if line.startswith("# branch.oid "))
-    modified = any(not line.startswith("#") for line in told)
+    revision = next(line.split()[2] for line in status if line.startswith("# branch.oid "))
+    modified = any(not line.startswith("#") for line in status)
     return {"revision": revision, "modified": modified} if revision != "(initial)" else None
 
 
@@ -105,7 +105,7 @@ def _cpu_model() -> str:
 
 
 def _earlier_starts(path: Path) -> list[dict[str, Any]]:
-    """What the starts before this one wrote, oldest first; nothing where the file is missing or damaged."""
+    """Return the entries of earlier starts, oldest first; none if the file is missing or damaged."""
     try:
         last = json.loads(read_regular(path))
         return [*last.pop("earlier"), last]

@@ -1,4 +1,4 @@
-"""What is known of a step when it is done."""
+"""The metrics of a completed step."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ class StepMetrics:
 
     Attributes:
         step, epoch: from 1.
-        loss: mean over the supervised tokens of the global batch.
+        loss: mean over the trained tokens of the global batch.
         grad_norm: of the whole gradient, before clipping.
-        samples, tokens, supervised: of the global batch, padding not counted.
-        tokens_per_s, seconds: of all processes, over the step's wall time.
-        mfu: the share of the devices' peak arithmetic that the model itself needed; None where the peak is not known.
-        times: seconds of rank 0 by part since the line before, see `training.engine.timings`.
-        peak_memory: bytes that the largest process of each stage had at most so far.
+        samples, tokens, supervised: of the global batch without padding; `supervised` are the trained tokens.
+        tokens_per_s: of all processes.
+        seconds: wall time of the step.
+        mfu: share of the devices' peak FLOP/s that the model used; None if the peak is unknown.
+        times: part of the step -> seconds of rank 0 since the line before (`training.engine.timings`).
+        peak_memory: peak bytes so far of each stage's largest process.
     """
 
     step: int
@@ -40,5 +41,5 @@ class StepMetrics:
 
 
 def to_json(values: Mapping[str, Any], indent: int | None = None) -> bytes:
-    """JSON in which numbers that are not finite are null."""
+    """Convert to JSON; numbers that are not finite become null."""
     return pydantic_core.to_json(values, indent=indent, inf_nan_mode="null")

@@ -1,11 +1,11 @@
-"""Curves outside of metrics.jsonl: TensorBoard's event files, Weights & Biases.
+"""Trackers: TensorBoard and Weights & Biases.
 
-Both take the numbers of each line of metrics.jsonl, and both go on with a run that goes on. For TensorBoard a mark in
-the new event file hides what an earlier start wrote of the steps that are repeated. Weights & Biases finds its run by
-the id in `wandb_id` and drops repeated steps by itself.
+Both receive the numbers of each line of metrics.jsonl, and both continue in a resumed run. For TensorBoard a mark in
+the new event file hides earlier events of repeated steps. Weights & Biases finds its run by the id in `wandb_id`, and
+drops repeated steps itself.
 
-A number is one event in TensorBoard's queue, some 50 microseconds; a thread of its own writes to the disk. Neither
-package is imported where its section is not enabled.
+Cost: some 50 microseconds per number in TensorBoard's queue; its own thread writes to the disk. A package is imported
+only if its section is enabled.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from training.errors import ConfigError
 
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_ID_FILE = "wandb_id"
-FLUSH_SECONDS = 10  # how far TensorBoard's curves lag behind, and what a kill can cost them
+FLUSH_SECONDS = 10  # lag of TensorBoard's curves, and the most a kill can lose
 
 
 class Tracker(Protocol):
-    """Something that draws curves; `name` is what the user knows it by."""
+    """Draws curves; `name` appears in messages."""
 
     name: str
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Take the numbers of a step."""
+        """Add the numbers of a step."""
 
     def close(self, failed: bool) -> None:
-        """The run ends; `failed` says whether by an error."""
+        """End the run; `failed` if by an error."""
 
 
 class TensorBoardWriter:
@@ -61,7 +61,7 @@ class TensorBoardWriter:
 
 
 class WandBWriter:
-    """A run on Weights & Biases, which knows the user by the key of `wandb login` or in WANDB_API_KEY.
+    """A run on Weights & Biases, with the key of `wandb login` or WANDB_API_KEY.
 
     Raises:
         ConfigError: the package is missing, or it cannot begin a run.
@@ -102,14 +102,14 @@ class WandBWriter:
 
 
 def open_trackers(config: TrainConfig, folder: Path, first_step: int) -> list[Tracker]:
-    """The trackers that the config enables; called on the rank that reports.
+    """Open the trackers that the config enables, on the rank that reports.
 
     Args:
         folder: the run's folder.
-        first_step: the step that comes next; above 1 when the run goes on.
+        first_step: the next step; above 1 in a resumed run.
 
     Raises:
-        ConfigError: one of them cannot be used.
+        ConfigError: a tracker cannot be used.
     """
     trackers: list[Tracker] = []
     if config.wandb.enabled:

@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation (MFU): the share of the devices' peak that a run turns into the model's own arithmetic."""
+"""Compute model FLOPs utilization (MFU): the model's own FLOP/s as a share of the devices' peak."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Utilization:
     """MFU of a run's steps, from 0 to 1.
 
     Args:
-        dtype: that the model computes in; the peaks are those of bf16 and fp16, also where products are in fp8.
-        processes: of the run, each with a device like this one's.
+        dtype: of the model; the peak is that of bf16 and fp16, even if products are in fp8.
+        processes: of the run, each with a device like this one.
     """
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, processes: int) -> None:
@@ -35,7 +35,7 @@ class Utilization:
         self._flops = ModelFlops(spec)
 
     def __call__(self, lengths: Collection[int], supervised: int, seconds: float) -> float | None:
-        """MFU of a step that took `seconds` for samples of these lengths; None where the device is not known."""
+        """Return the MFU of a step of `seconds` with samples of these lengths; None if the device is unknown."""
         if self._peak is None:
             return None
         return sum(self._flops.by_layer(lengths, supervised)) / seconds / self._peak

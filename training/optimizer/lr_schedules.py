@@ -1,9 +1,8 @@
-"""Learning-rate schedules: which share of the optimizer's lr a step has.
+"""Learning-rate schedules: the factor of the optimizer's lr at each step.
 
-A schedule is a pure function of the step and of the number of steps in the run, so that a run that stops anywhere goes
-on with the rate it would have had. All begin with the same warm-up and differ in how they fall. Each step has the rate
-that stands at its end: the first one is already on its way up, the warm-up's last one and the first of a run without
-warm-up have the full rate, and the run's last one arrives at the smallest.
+A schedule is a pure function of the step and the run's number of steps, so a resumed run continues with the same rates.
+All begin with the same warm-up and differ in their decay. A step uses the rate at its end: the first step is above the
+warm-up's start, the last warm-up step has the full rate, and the run's last step has the smallest.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from training.config.sections import ConstantParams, LinearParams, Scheduler, Wa
 
 
 class LearningRate:
-    """Gives the optimizer the rate of each step; DeepSpeed, which stands still in left-out steps, has no part in it.
+    """Sets the optimizer's rate for each step; DeepSpeed's own schedulers do not advance in skipped steps.
 
     Args:
-        scheduler: a constant rate where absent.
+        scheduler: None for a constant rate.
         total_steps: of the run.
     """
 
@@ -31,7 +30,7 @@ class LearningRate:
         self._total_steps = total_steps
 
     def set(self, step: int) -> float:
-        """Give all weights the learning rate of a step, counted from 1, before it is taken."""
+        """Set the learning rate of a step, counted from 1, before it is taken; return it."""
         lr: float = self._optimizer.defaults["lr"]
         if self._scheduler:
             lr *= lr_ratio(step - 1, self._total_steps, self._scheduler)
@@ -41,34 +40,34 @@ class LearningRate:
 
 
 def lr_ratio(step: int, total_steps: int, scheduler: Scheduler) -> float:
-    """The share of the full learning rate at `step`, counted from 0, of a run of `total_steps`."""
+    """Return the factor of the full learning rate at `step`, counted from 0."""
     return _SCHEDULES[scheduler.type](step, total_steps, scheduler.params)
 
 
 def warmup_cosine(step: int, total_steps: int, params: WarmupCosineParams) -> float:
-    """A warm-up, then half a cosine down to `cos_min_ratio`.
+    """Warm up, then follow half a cosine down to `cos_min_ratio`.
 
-    The curve of DeepSpeed's WarmupCosineLR, taken one step further: DeepSpeed's first two steps have the learning rate
-    of the warm-up's start, usually 0, and do nothing.
+    DeepSpeed's WarmupCosineLR, one step ahead: DeepSpeed's first two steps have the learning rate of the warm-up's
+    start, usually 0, and do nothing.
     """
     progress = _progress(step, _top(params), total_steps)
     return _risen(step, params) * _between(params.cos_min_ratio, (1 + math.cos(math.pi * progress)) / 2)
 
 
 def linear(step: int, total_steps: int, params: LinearParams) -> float:
-    """A warm-up, then a straight line down to `min_ratio`: DeepSpeed's WarmupDecayLR, taken one step further."""
+    """Warm up, then follow a straight line down to `min_ratio`: DeepSpeed's WarmupDecayLR, one step ahead."""
     return _risen(step, params) * _between(params.min_ratio, 1 - _progress(step, _top(params), total_steps))
 
 
 def constant(step: int, total_steps: int, params: ConstantParams) -> float:
-    """A warm-up, then the full rate: DeepSpeed's WarmupLR, taken one step further."""
+    """Warm up, then keep the full rate: DeepSpeed's WarmupLR, one step ahead."""
     return _risen(step, params)
 
 
 def warmup_stable_decay(step: int, total_steps: int, params: WSDParams) -> float:
-    """A warm-up, the full rate, and in the run's last part a decay to `min_ratio` (WSD, arXiv:2404.06395, section 4).
+    """Warm up, keep the full rate, and decay to `min_ratio` at the end (WSD, arXiv:2404.06395, section 4).
 
-    The decay takes the share `decay_ratio` of all steps, at least one, and waits for the warm-up. Its shape is
+    The decay takes `decay_ratio` of all steps, at least one, and starts after the warm-up. Its shape is
     1 - sqrt(progress), steep at first, which arXiv:2405.18392 finds better than a straight line.
     """
     decay_steps = max(1, round(params.decay_ratio * total_steps))
@@ -77,12 +76,12 @@ def warmup_stable_decay(step: int, total_steps: int, params: WSDParams) -> float
 
 
 def _top(params: WarmUp) -> int:
-    """How many steps have been taken when the rate is full."""
+    """Return the step, counted from 1, at which the warm-up reaches the full rate."""
     return max(1, params.warmup_num_steps)
 
 
 def _risen(step: int, params: WarmUp) -> float:
-    """How far the warm-up has come: 1 when it is over."""
+    """Return the warm-up's factor: 1 when it is over."""
     done, top = step + 1, _top(params)
     if done >= top:
         return 1.0
@@ -91,7 +90,7 @@ def _risen(step: int, params: WarmUp) -> float:
 
 
 def _progress(step: int, start: int, total_steps: int) -> float:
-    """How far the fall that begins after `start` steps has come: 0 before it, 1 at the run's last step."""
+    """Return the progress of a decay that begins after `start` steps: 0 before it, 1 at the run's last step."""
     return min(1.0, max(0.0, (step + 1 - start) / max(1, total_steps - start)))
 
 

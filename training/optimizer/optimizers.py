@@ -1,9 +1,9 @@
-"""Optimizers by name.
+"""Build optimizers by name.
 
-Parameters whose name matches one of `no_wd_kws` form a group without weight decay. Under CPU offload DeepSpeed's own
-CPU optimizers take the place of torch's (compiled at first use), unless `zero_force_ds_cpu_optimizer` is false. What
-an optimizer keeps, in bytes a parameter: 8 for AdamW and Adam, 4 for Lion and for SGD with momentum, next to nothing
-for Adafactor, which needs each weight in its own shape: fp32 without ZeRO (`training.config.contradictions`).
+Parameters whose name matches one of `no_wd_kws` have no weight decay. Under CPU offload DeepSpeed's CPU optimizers
+(compiled at first use) replace torch's, unless `zero_force_ds_cpu_optimizer` is false. State in bytes per parameter: 8
+for AdamW and Adam, 4 for Lion and SGD with momentum, almost none for Adafactor. Adafactor needs weights in their own
+shape, so it works only in fp32 without ZeRO (`training.config.contradictions`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ NamedParameters = Iterable[tuple[str, nn.Parameter]]
 def build_optimizer(
     config: TrainConfig, parameters: NamedParameters, tied_names: tuple[str, str] | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer of one stage.
+    """Build the optimizer of one stage.
 
     Args:
         tied_names: see `parameter_groups`.
 
     Raises:
-        ConfigError: `optimizer.params` holds something that the optimizer does not take.
+        ConfigError: the optimizer does not accept `optimizer.params`.
     """
     compiled = config.zero_optimization.offloads and config.zero_force_ds_cpu_optimizer
     builders = _CPU_OFFLOAD_BUILDERS if compiled else _BUILDERS
@@ -45,17 +45,16 @@ def build_optimizer(
     try:
         return builders[kind](groups, **config.optimizer.params)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-        raise ConfigError(f"optimizer.params: {kind} does not take them: {error}") from None
+        raise ConfigError(f"optimizer.params: {kind} does not accept them: {error}") from None
 
 
 def parameter_groups(
     optimizer: Optimizer, parameters: NamedParameters, tied_names: tuple[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """One group with weight decay and one without; empty ones are left out.
+    """Split parameters into a group with weight decay and one without; leave out empty groups.
 
     Args:
-        tied_names: the names of a weight that may lie on two stages, where it must be treated alike: each of them goes
-            by both.
+        tied_names: both names of a weight that may be on two stages; each copy matches by either name.
     """
     decayed: list[nn.Parameter] = []
     exempt: list[nn.Parameter] = []
@@ -75,10 +74,10 @@ def _lion(groups: Any, **params: Any) -> torch.optim.Optimizer:
 
 
 def _in_pieces(update: Callable[..., None]) -> Callable[..., None]:
-    """Lion's update, a piece of the weights at a time.
+    """Apply Lion's update to a piece of the weights at a time.
 
-    It makes two copies of what it is given. ZeRO joins the weights of a stage into one vector, and the copies would
-    take 8 bytes a parameter: more than Adam's second moment, which Lion saves.
+    The update makes two copies of its input. ZeRO joins a stage's weights into one vector, so the copies would take 8
+    bytes per parameter: more than the second moment that Lion saves.
     """
 
     def in_pieces(weight: Tensor, gradient: Tensor, average: Tensor, *numbers: float) -> None:
@@ -96,10 +95,10 @@ def _cpu_adamw(groups: Any, **params: Any) -> torch.optim.Optimizer:
 
 
 def _forget_powers(optimizer: Any, *_: Any) -> None:
-    """Let the kernel of DeepSpeed 0.19.8 compute the powers of the betas from the number of the step alone.
+    """Make the kernel of DeepSpeed 0.19.8 compute the powers of the betas from the step number alone.
 
-    From one step to the next it would multiply them on, and so round otherwise than a run that goes on from a
-    checkpoint. An update of nothing at step 0 is what makes it begin anew.
+    It would multiply them from step to step, and so round differently than a resumed run. An empty update at step 0
+    resets it.
     """
     group, nothing = optimizer.param_groups[0], torch.empty(0)
     numbers = group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"]

@@ -133,7 +133,7 @@ def _feed(
     if config.stream_gb:
         return Workload.assumed(config), Workload.assumed
     try:
-        dataset, _ = RecordReader(config, folder, Console(quiet=True)).sets()
+        dataset, _ = RecordReader(config, folder, Console(quiet=True)).read_sets()
         assert isinstance(dataset, Dataset)
         feed = feed_of(dataset, spec)
         return feed(config), feed

@@ -31,7 +31,7 @@ from training.plan.casts import HELD_COMPILED, HELD_EAGER
 from training.plan.costs import kept_without_offload, saved, sent_away
 from training.plan.optimizer_memory import StateBytes
 from training.plan.partition import LayerRange, layers_of
-from training.schedule.simulation import under_way
+from training.schedule.simulation import count_in_flight
 
 BACKWARD = 3  # tensors as large as the largest saved one that a backward pass holds besides
 
@@ -139,7 +139,7 @@ class MemoryModel:
     @cached_property
     def _moments(self) -> list[NDArray[Any]]:
         """Of each rank: of how many micro-batches its stages keep all, and what waits, at the worst moments."""
-        found = under_way(self._basis.schedule, self._config.model_topo.stages, self._basis.micro_batches)
+        found = count_in_flight(self._basis.schedule, self._config.model_topo.stages, self._basis.micro_batches)
         return [numpy.array(moments, dtype=numpy.int64).reshape(len(moments), -1) for moments in found]
 
     @cached_property

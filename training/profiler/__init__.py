@@ -1,1 +1,1 @@
-"""`profile_steps`: what every rank did and when it waited."""
+"""Record what every rank did, and when it waited (`profile_steps`)."""

@@ -1,7 +1,7 @@
-"""A timeline to look at: a picture of one step, and a trace of all for ui.perfetto.dev and chrome://tracing.
+"""Draw a timeline: a picture of one step, and a trace of all steps for ui.perfetto.dev and chrome://tracing.
 
-The picture has one row a rank, one colour a kind of work, and the micro-batches' numbers in the bars. Where a rank has
-two stages (dualpipev), the numbers of the second one have a prime.
+The picture has a row per rank, a colour per kind of work, and micro-batch numbers in the bars; numbers of a rank's
+second stage (dualpipev) have a prime.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ COLOURS = {
     "data": "#eeca3b",
     "idle": "#e6e6e6",
 }
-WIDTH, HEIGHT, ROW, DPI = 16.0, 1.8, 0.45, 120  # inches: of the picture, of its frame, of a rank; dots an inch
-NARROWEST = 0.012  # of the width: a bar that a number fits into
+WIDTH, HEIGHT, ROW, DPI = 16.0, 1.8, 0.45, 120  # inches: picture, frame, one rank; dots per inch
+NARROWEST = 0.012  # share of the width: the narrowest bar that a number fits into
 
 
 def draw(rows: Sequence[Sequence[Span]], names: Sequence[str], title: str, path: Path) -> None:
@@ -38,7 +38,7 @@ def draw(rows: Sequence[Sequence[Span]], names: Sequence[str], title: str, path:
     Raises:
         OSError: it cannot be written.
     """
-    from matplotlib.figure import Figure  # takes a second, which no start should wait for
+    from matplotlib.figure import Figure  # takes a second to import
     from matplotlib.patches import Patch
 
     figure = Figure(figsize=(WIDTH, HEIGHT + ROW * len(rows)), dpi=DPI, layout="constrained")
@@ -67,7 +67,7 @@ def draw(rows: Sequence[Sequence[Span]], names: Sequence[str], title: str, path:
 
 
 def trace(steps: Mapping[int, Sequence[Sequence[Span]]], names: Sequence[str]) -> dict[str, Any]:
-    """The recorded steps in the Trace Event Format, in microseconds.
+    """Convert recorded steps to the Trace Event Format, in microseconds.
 
     The format: docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 

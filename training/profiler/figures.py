@@ -1,4 +1,4 @@
-"""What recorded steps say: the bubble, each stage's times and the slowest stage."""
+"""Compute the bubble, each stage's times and the slowest stage of recorded steps."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Figures:
 
     Attributes:
         seconds: of a step without its optimizer.
-        bubble: the share of that in which a rank runs no pass, neither forward nor backward.
-        passes: seconds of each stage for one micro-batch by kind: `forward`, `backward`, and `weights` where the
-            weights' gradients have passes of their own; with dualpipev a rank has two stages.
-        transfer: seconds of a message, without the waiting for its other end.
+        bubble: share of the ranks' time without a forward or backward pass.
+        passes: kind -> seconds of each stage for one micro-batch; kinds are `forward`, `backward` and, if computed
+            separately, `weights`. With dualpipev a rank has two stages.
+        transfer: seconds of a message, without waiting for the other rank.
         ranks: of the pipeline.
     """
 
@@ -31,8 +31,8 @@ class Figures:
     ranks: int
 
     @classmethod
-    def of(cls, steps: Iterable[Sequence[Sequence[Span]]], ranks: int) -> Figures:
-        """Of the spans by step and rank; a pipeline with replicas has more processes than ranks."""
+    def from_spans(cls, steps: Iterable[Sequence[Sequence[Span]]], ranks: int) -> Figures:
+        """Average over spans by step and process; with replicas there are more processes than `ranks`."""
         times: dict[str, dict[int, list[float]]] = {}
         transfers: list[float] = []
         seconds: list[float] = []
@@ -61,23 +61,23 @@ class Figures:
 
     @property
     def by_rank(self) -> list[float]:
-        """Seconds of a rank for one micro-batch, all passes."""
+        """Seconds of all passes of each rank for one micro-batch."""
         stages = [sum(seconds) for seconds in zip(*self.passes.values(), strict=True)]
         return [stages[rank] + (stages[-1 - rank] if self.schedule == "dualpipev" else 0) for rank in range(self.ranks)]
 
 
-SHORTEST = 1e-5  # seconds; shorter gaps are the engine going from one instruction to the next
+SHORTEST = 1e-5  # seconds; shorter gaps are the engine's own time between instructions
 
 
-def with_idle(records: Sequence[Sequence[Record]], stages: Sequence[int]) -> list[list[Span]]:
-    """Tell work from waiting: the spans of one step on all ranks, with `idle` ones where a rank waited.
+def add_idle_spans(records: Sequence[Sequence[Record]], stages: Sequence[int]) -> list[list[Span]]:
+    """Separate waiting from work: return the spans of one step, with `idle` spans wherever a rank waited.
 
-    A message moves when both its ends are there. So a rank that came first waited until the other came, and only the
-    rest of its send or receive is the transfer. What no span covers is idle too, so the spans cover the step.
+    A message moves when both ranks are ready. The rank that was ready first waits for the other, and only the rest of
+    its send or receive is the transfer. Time without any span is idle too, so the spans cover the step.
 
     Args:
         records: of the step by rank, in common time.
-        stages: of the pipeline, by rank; where several ranks have the same one, each belongs to another replica.
+        stages: of the pipeline, by rank; ranks with the same stage belong to different replicas.
 
     Returns:
         The spans by rank, in order.

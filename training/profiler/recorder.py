@@ -1,11 +1,9 @@
-"""One rank's spans of a step: what the engine did, from when to when.
+"""Record the spans of one rank's step: what the engine did, and when.
 
-What the engine calls for each instruction is wrapped for the length of a step and put back after it; steps that are not
-recorded run the engine as it is. On a CPU two readings of a clock frame an instruction. On a GPU, where instructions
-only queue work, two CUDA events do: they are read when the step is over, so nothing waits inside of it. A send or
-receive spans the waiting for the other side too; who waited for whom shows when all ranks are seen together
-(`training.profiler.figures`). An instruction takes some 10 microseconds more, and on a GPU a step begins with a
-synchronisation.
+The engine's instruction handlers are wrapped for one step and restored after it, so other steps are not affected. On a
+CPU two clock readings frame an instruction. On a GPU, where instructions only queue work, two CUDA events do, read
+after the step. A send or receive includes the wait for the other rank; `training.profiler.figures` separates them once
+all ranks' records are together. Cost: some 10 microseconds per instruction, and on a GPU a synchronization per step.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from training.engine.stage_clock import cuda_mark
-from training.schedule.instructions import Meaning, Message, Reading
+from training.schedule.instructions import InstructionReader, Meaning, Message
 from training.schedule.walk import Span
 
-# The methods of an engine without a pipeline, by the instructions of one that do the same.
+# Pipeline instruction -> method of an engine without a pipeline that does the same.
 METHODS = {"ForwardPass": "forward", "BackwardPass": "backward", "OptimizerStep": "step"}
 
 
@@ -31,7 +29,7 @@ class Record(NamedTuple):
     """A span and the messages that it waited for.
 
     Attributes:
-        posted: when this rank started them; before the span where it did something else meanwhile.
+        posted: when this rank started the messages, maybe before the span.
     """
 
     span: Span
@@ -40,15 +38,15 @@ class Record(NamedTuple):
 
 
 class Recorder:
-    """Notes the spans of one rank.
+    """Records the spans of one rank.
 
-    A mark is a moment of its work: on a CPU the time itself, by `time.perf_counter`; on a GPU an event in its queue,
-    tied to that clock by the first one of the step.
+    A mark is a moment: on a CPU the value of `time.perf_counter`, on a GPU an event, which the step's first
+    event ties to that clock.
 
     Args:
         rank: among all processes.
-        device: that its engine works on.
-        offset: what its `time.perf_counter` is ahead of the common time.
+        device: of its engine.
+        offset: seconds by which its `time.perf_counter` is ahead of the common time.
     """
 
     def __init__(self, rank: int, device: torch.device, offset: float) -> None:
@@ -58,34 +56,34 @@ class Recorder:
 
     @contextmanager
     def step(self, engine: DeepSpeedEngine) -> Iterator[list[Record]]:
-        """Record what the engine does in the block; the list is filled, in common time, when that is over."""
+        """Record what the engine does in the block; fill the list, in common time, at its end."""
         records: list[Record] = []
         self._noted: list[tuple[Meaning, tuple[Message, ...], Any, Any, Any]] = []
-        self._queued: list[Meaning] = []  # messages that were handed over and not waited for yet
-        self._launched: Any = None  # the mark of when they were started, where that was before the waiting
+        self._queued: list[Meaning] = []  # messages not waited for yet
+        self._launched: Any = None  # mark of their start, if that was before the wait
         if isinstance(engine, PipelineEngine):
-            self._read = Reading(engine.stage_id, engine.num_stages)
-            instructions = {kind: self._watched(kind.__name__, do) for kind, do in engine._INSTRUCTION_MAP.items()}
+            self._read = InstructionReader(engine.stage_id, engine.num_stages)
+            instructions = {kind: self._wrap(kind.__name__, do) for kind, do in engine._INSTRUCTION_MAP.items()}
             self._batched = any(kind.__name__ == "CommitP2P" for kind in instructions)
-            watched: dict[str, Any] = {"_INSTRUCTION_MAP": instructions}
+            wrapped: dict[str, Any] = {"_INSTRUCTION_MAP": instructions}
         else:
-            self._read, self._batched = Reading(0, 1), False
-            watched = {method: self._watched(name, getattr(engine, method)) for name, method in METHODS.items()}
-        unwatched = {attribute: getattr(engine, attribute) for attribute in watched}
-        vars(engine).update(watched)
+            self._read, self._batched = InstructionReader(0, 1), False
+            wrapped = {method: self._wrap(name, getattr(engine, method)) for name, method in METHODS.items()}
+        original = {attribute: getattr(engine, attribute) for attribute in wrapped}
+        vars(engine).update(wrapped)
         if self._on_gpu:
             torch.cuda.synchronize()
             self._first, self._began = self._mark(), time.perf_counter()
         try:
             yield records
         finally:
-            vars(engine).update(unwatched)
+            vars(engine).update(original)
         for (kind, stage, micro_batch, _), messages, *marks in self._noted:
             posted, begin, end = map(self._seconds, marks)
             records.append(Record(Span(self._rank, kind, micro_batch, begin, end, stage), messages, posted))
 
-    def _watched(self, name: str, execute: Callable[..., Any]) -> Callable[..., Any]:
-        """An instruction's call that notes its span, if it has one."""
+    def _wrap(self, name: str, execute: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap an instruction's handler to record its span, if it has one."""
 
         def run(*arguments: Any, **named: Any) -> Any:
             meaning = self._read(name, named.get("phase", 0))
@@ -93,7 +91,7 @@ class Recorder:
             posted = None
             if meaning and messages and self._batched:  # CommitP2P waits for all that were queued before it
                 self._queued.append(meaning)
-                meaning = None
+                meaning = None  # recorded with the wait
             elif name == "LaunchP2P":
                 self._launched = self._mark()
             elif name == "CommitP2P" and self._queued:
@@ -111,11 +109,11 @@ class Recorder:
         return run
 
     def _mark(self) -> Any:
-        """This moment."""
+        """Return a mark of this moment."""
         return cuda_mark() if self._on_gpu else time.perf_counter()
 
     def _seconds(self, mark: Any) -> float:
-        """When it was, in common time; on a GPU this waits for the work before it."""
+        """Convert a mark to common time; on a GPU, wait for the work before it."""
         if self._on_gpu:
             mark.synchronize()
             mark = self._began + self._first.elapsed_time(mark) / 1000

@@ -1,9 +1,8 @@
-"""`profile_steps`: records the steps that are asked for, and reports on them when the last one is done.
+"""Record the steps of `profile_steps`, and report on them after the last one.
 
-Rank 0 gathers the spans of all ranks and writes timeline.json and timeline.png into the run's folder; the log says
-what they show. The ranks' clocks, which differ from machine to machine, are compared once before the first of these
-steps. A run without `profile_steps` has no object of this class. One that has it pays 20 ms for the clocks and, after
-the last recorded step, about two seconds for the files.
+Rank 0 gathers the spans of all ranks, writes timeline.json and timeline.png into the run's folder and logs the bubble.
+Clocks differ between machines, so the ranks compare them once before the first recorded step. Cost: 20 ms for the
+clocks and, after the last recorded step, about two seconds for the files.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from training.callbacks import Callback
 from training.distributed.processes import gather
 from training.plan.partition import held_layers
 from training.profiler.drawing import draw, trace
-from training.profiler.figures import Figures, with_idle
+from training.profiler.figures import Figures, add_idle_spans
 from training.profiler.recorder import Record, Recorder
 from training.schedule.walk import Span
 
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from training.metrics.step_metrics import StepMetrics
 
 TRACE_FILE, CHART_FILE = "timeline.json", "timeline.png"
-ROUNDS = 9  # barriers by which clocks are compared
+ROUNDS = 9  # barriers to compare clocks with
 
 
 class ProfiledSteps(Callback):
@@ -60,10 +59,10 @@ class ProfiledSteps(Callback):
 
 @dataclass
 class Timeline:
-    """The recorded steps of this run. All ranks call its methods together.
+    """The recorded steps of this run; all ranks call its methods together.
 
     Attributes:
-        steps: the first and the last step to record.
+        steps: first and last step to record.
         parts: layers of each stage; empty without a pipeline.
         folder: the run's.
         log: of rank 0.
@@ -81,7 +80,7 @@ class Timeline:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """The block is step `number`; it is recorded where the config asks for that."""
+        """Run the block, which is step `number`, and record it if it is one of `steps`."""
         if not self.steps[0] <= number <= self.steps[1]:
             yield
             return
@@ -92,7 +91,7 @@ class Timeline:
             yield
 
     def finish(self) -> None:
-        """Write and report what was recorded, unless it is done already: after the last step, or the run's end."""
+        """Write and report what was recorded; a second call does nothing."""
         if self._recorder is None:
             self.log.print(f"timeline: none; this run had no step from {self.steps[0]} to {self.steps[1]}")
         if not self._records:
@@ -101,7 +100,9 @@ class Timeline:
         gathered = [self._records] * len(stages) if torch.distributed.get_rank() == 0 else None
         torch.distributed.gather_object(self._records, gathered)
         if gathered:
-            self.spans = {step: with_idle([records[step] for records in gathered], stages) for step in self._records}
+            self.spans = {
+                step: add_idle_spans([records[step] for records in gathered], stages) for step in self._records
+            }
             self._report(stages)
         self._records = {}
 
@@ -110,14 +111,15 @@ class Timeline:
         first, last = min(self.spans), max(self.spans)
         ranks = max(stages) + 1
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
-        self.log.print(f"timeline of {steps}: {findings(Figures.of(self.spans.values(), ranks))}")
+        figures = Figures.from_spans(self.spans.values(), ranks)
+        self.log.print(f"timeline of {steps}: {describe_figures(figures)}")
         names = [f"rank {rank}" for rank in range(len(stages))]
         if self.parts:
             held = held_layers(self.parts, ranks)
             layers = [" and ".join(f"{begin}-{end - 1}" for begin, end in held[stage]) for stage in stages]
             names = [f"{name}: stage {stages[rank]}, layers {layers[rank]}" for rank, name in enumerate(names)]
-        shown = Figures.of([self.spans[last]], ranks)
-        title = f"step {last}: {shown.seconds:.3g} s without the optimizer, bubble {shown.bubble:.1%}"
+        drawn = Figures.from_spans([self.spans[last]], ranks)
+        title = f"step {last}: {drawn.seconds:.3g} s without the optimizer, bubble {drawn.bubble:.1%}"
         try:
             replace_text(self.folder / TRACE_FILE, json.dumps(trace(self.spans, names)))
             draw(self.spans[last], names, title, self.folder / CHART_FILE)
@@ -127,8 +129,8 @@ class Timeline:
         self.log.print(f"timeline: {self.folder / TRACE_FILE} (for ui.perfetto.dev), {self.folder / CHART_FILE}")
 
 
-def findings(figures: Figures) -> str:
-    """The bubble; in a pipeline also the slowest stage."""
+def describe_figures(figures: Figures) -> str:
+    """Describe the bubble and, in a pipeline, the slowest stage."""
     bubble = f"bubble {figures.bubble:.1%} of {figures.seconds:.3g} s"
     if figures.ranks == 1:
         return bubble
@@ -139,9 +141,9 @@ def findings(figures: Figures) -> str:
 
 
 def _clock_offset() -> float:
-    """What this process's `time.perf_counter` is ahead of rank 0's, in seconds.
+    """Measure by how many seconds this process's `time.perf_counter` is ahead of rank 0's.
 
-    All ranks leave a barrier at about the same moment; the median over several is good to a tenth of a millisecond.
+    All ranks leave a barrier at about the same moment; the median over several is exact to a tenth of a millisecond.
     """
     left = []
     for _ in range(ROUNDS):

@@ -1,7 +1,7 @@
-"""The outcome of a proof: a table for people and a file for programs.
+"""Report a proof: a table on the terminal, and proof.json.
 
-proof.json says which config was proved (the SHA-256 of it with every default filled in), by which versions, on which
-devices, how the small run differed from the user's, and the numbers of each row.
+proof.json has the SHA-256 of the proved config with all defaults, versions, devices, how the small run differed from
+the user's, and the numbers of each row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CERTIFICATE = "proof.json"
 
 
 def table(rows: Sequence[Row], title: str) -> Table:
-    """A row for each property."""
+    """Build the table, with a row for each property."""
     made = Table(title=title, title_justify="left")
     for heading in ("property", "compared", "largest", "bound", "verdict", "where"):
         made.add_column(heading, justify="right" if heading in ("compared", "largest", "bound") else "left")
@@ -44,17 +44,17 @@ def table(rows: Sequence[Row], title: str) -> Table:
 
 
 def short(value: float) -> str:
-    """A difference or a bound, for a person."""
+    """Format a difference or a bound."""
     return f"{value:.1e}" if value else "0"
 
 
 def write_certificate(
     config: TrainConfig, small: TrainConfig, differs: Sequence[str], rows: Sequence[Row], seconds: float
 ) -> Path:
-    """Write proof.json beside the run, whole; nothing else in `save_path` is touched.
+    """Write proof.json to `save_path`, atomically, and return its path.
 
     Args:
-        differs: how the small run differs from the user's, where that counts.
+        differs: lines on how the small run differs from the user's.
     """
     path = Path(config.save_path) / CERTIFICATE
     nccl = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if torch.cuda.is_available() else {}

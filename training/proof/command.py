@@ -1,11 +1,11 @@
-"""`train_ds.py --config F --prove`: that this machine trains as it should, shown with the user's own config.
+"""`train_ds.py --config F --prove`: check that this machine trains the user's config correctly.
 
-A small model of the same kind trains a few steps on the user's records, by the door, the launcher and the processes of
-a real run, and one process computes the same by itself (`training.proof.reference`). Then the run is done again,
-killed in the midst of a step, and resumed. The exit code is 0 when all agree and 1 when something does not.
+A small model of the same kind trains a few steps on the user's records, with the script, launcher and processes of a
+real run, and one process computes the same steps (`training.proof.reference`). Then the run is repeated, killed in the
+middle of a step, and resumed. The exit code is 0 if all results agree, else 1.
 
-Cost: three starts of the run and the tokenizing of its records: 48 s of processor time with two processes, 77 s with
-four, shared by the cores. Everything but the certificate lies in a temporary folder.
+Cost: three starts of the run and tokenizing its records: 48 s of processor time with two processes, 77 s with four,
+shared by the cores. Everything but the certificate is in a temporary folder.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from training.config.sections import FP8
 from training.distributed.processes import set_threads
 from training.proof.certificate import short, table, write_certificate
 from training.proof.comparison import Comparison, Row
-from training.proof.launches import launched
-from training.proof.shrink_config import SAVED, STEPS, room
+from training.proof.launches import launch_run
+from training.proof.shrink_config import SAVED, STEPS, available_processes
 from training.proof.small_run import SmallRun
 
 NOT_PROVED, ENDED = 1, 143
-WIDTH = 120  # of a table that is written to a file
+WIDTH = 120  # columns of a table in a file
 
 
-def prove_run(config: TrainConfig, door: str) -> None:
-    """Print what holds and what does not, write the certificate, and leave with 1 where something does not.
+def prove_run(config: TrainConfig, script: str) -> None:
+    """Print the results, write the certificate, and exit with 1 if a property fails.
 
     Args:
-        door: the script that the user started.
+        script: that the user started.
 
     Raises:
-        ConfigError, CheckpointError, DataError, RunRefused: the config, the model or the records make no run.
+        ConfigError, CheckpointError, DataError, RunRefused: the config, the model or the records are unusable.
     """
     log = Log(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ENDED))  # so that nothing is left under way
-    check_gpu(config.model_copy(update={"fp8": FP8()}))  # which the small run leaves out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ENDED))  # so that `launch_run` kills its processes
+    check_gpu(config.model_copy(update={"fp8": FP8()}))  # the small run has no fp8
     begin, save_path = time.monotonic(), Path(config.save_path)
     with writing(save_path):
         save_path.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="pipetune-proof-") as folder:
-        small = SmallRun.make(config, Path(folder), room(), log)
+        small = SmallRun.make(config, Path(folder), available_processes(), log)
         set_threads(1, small.spec.config.hidden_size)
         for line in small.differs:
             log.print(line)
-        rows = _do(small, door, log)
+        rows = _run_all(small, script, log)
     seconds = time.monotonic() - begin
     grid = small.config.model_topo.process_topology
     log.print(table(rows, f"{small.spec.family.name}, {small.config.schedule}, {grid.axes} {grid.dims}, {STEPS} steps"))
@@ -72,26 +72,26 @@ def prove_run(config: TrainConfig, door: str) -> None:
         sys.exit(NOT_PROVED)
 
 
-def _do(small: SmallRun, door: str, log: Console) -> list[Row]:
-    """Run, compute the reference, run, kill and resume."""
-    whole, broken = small.start(door, "run"), small.start(door, "killed")
-    with _told(log, f"run in {small.config.model_topo.processes} processes") as shown, launched(whole) as run:
-        run.until(run.ended, shown)
-    with _told(log, "reference in one process") as shown:
+def _run_all(small: SmallRun, script: str, log: Console) -> list[Row]:
+    """Run, compute the reference, run again, kill and resume."""
+    whole, broken = small.start(script, "run"), small.start(script, "killed")
+    with _progress(log, f"run in {small.config.model_topo.processes} processes") as show, launch_run(whole) as run:
+        run.wait_until(run.is_done, show)
+    with _progress(log, "reference in one process") as show:
         comparison = Comparison(small, whole)
-        comparison.with_reference(shown)
+        comparison.compare_reference(show)
     what = f"the run again, killed by SIGKILL in step {SAVED + 1}"
-    with _told(log, what, SAVED) as shown, launched(broken, hold=SAVED + 1) as run:
-        run.until(run.held, shown)
-    with _told(log, f"resumed after step {SAVED}") as shown, launched(broken) as run:
-        run.until(run.ended, shown)
-    comparison.with_resumed(broken)
+    with _progress(log, what, SAVED) as show, launch_run(broken, hold=SAVED + 1) as run:
+        run.wait_until(run.is_on_hold, show)
+    with _progress(log, f"resumed after step {SAVED}") as show, launch_run(broken) as run:
+        run.wait_until(run.is_done, show)
+    comparison.compare_resumed(broken)
     return comparison.rows
 
 
 @contextmanager
-def _told(log: Console, what: str, steps: int = STEPS) -> Iterator[Callable[[int], None]]:
-    """A bar while something is done, which is told the steps that are done, and a line when it is."""
+def _progress(log: Console, what: str, steps: int = STEPS) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar, which takes the number of completed steps, and log a line at the end."""
     begin = time.monotonic()
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=log, transient=True, disable=not log.is_terminal) as progress:

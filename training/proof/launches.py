@@ -1,4 +1,4 @@
-"""Starting the door itself as a user does, with its launcher and its processes, and killing all of them at once."""
+"""Start a run as a user does, with its launcher and processes, and kill all of them at once."""
 
 from __future__ import annotations
 
@@ -18,67 +18,67 @@ from training.errors import RunRefused
 from training.metrics.reporter import METRICS_FILE, read_metrics
 from training.proof.recorder import HELD, HOLD
 
-LOOK = 0.05  # seconds between two looks
-TOLD = 300  # characters of a run's last words
+POLL = 0.05  # seconds
+MAX_ERROR = 300  # characters of a run's error message
 
 
 @dataclass(frozen=True)
 class Start:
-    """How a run of the proof is started.
+    """What starts a run of the proof.
 
     Attributes:
-        door: the script.
+        script: path of the entry point.
         config: the YAML file.
         folder: its `save_path`.
-        notes: where its ranks note their steps.
+        notes: where its ranks record their steps.
     """
 
-    door: str
+    script: str
     config: Path
     folder: Path
     notes: Path
 
     def steps_noted(self) -> int:
-        """How many steps rank 0 has done."""
+        """Count the steps that rank 0 has completed."""
         return len(list(self.notes.glob("step-*.rank-0.safetensors")))
 
 
 class Launch:
-    """A run that is under way."""
+    """A running run."""
 
     def __init__(self, start: Start) -> None:
         self._start, self._output = start, start.notes / "output"
-        words = [sys.executable, start.door, "--config", str(start.config), "--record", str(start.notes)]
+        words = [sys.executable, start.script, "--config", str(start.config), "--record", str(start.notes)]
         with open(self._output, "ab") as output:
             start_alone = partial(subprocess.Popen, words, stdin=subprocess.DEVNULL, start_new_session=True)
             self._process = start_alone(stdout=output, stderr=subprocess.STDOUT, preexec_fn=together())
 
-    def until(self, over: Callable[[], object], shown: Callable[[int], None]) -> None:
-        """Wait for something that the run brings about.
+    def wait_until(self, condition: Callable[[], object], show: Callable[[int], None]) -> None:
+        """Wait until a condition holds.
 
         Args:
-            shown: told how many steps are done, again and again.
+            show: takes the number of completed steps, repeatedly.
 
         Raises:
-            RunRefused: it ended before.
+            RunRefused: the run ended before.
         """
-        while not over():
-            if self._process.poll() is not None and not over():
-                raise RunRefused(f"the small run ended with exit code {self._process.returncode}: {self._last_words()}")
-            shown(self._start.steps_noted())
-            time.sleep(LOOK)
-        shown(self._start.steps_noted())
+        while not condition():
+            if self._process.poll() is not None and not condition():
+                raise RunRefused(f"the small run ended with exit code {self._process.returncode}: {self._last_error()}")
+            show(self._start.steps_noted())
+            time.sleep(POLL)
+        show(self._start.steps_noted())
 
-    def ended(self) -> bool:
-        """Whether it did all that it had to."""
+    def is_done(self) -> bool:
+        """Whether the run ended with exit code 0."""
         return self._process.poll() == 0
 
-    def held(self) -> bool:
-        """Whether it waits in the midst of a step."""
+    def is_on_hold(self) -> bool:
+        """Whether the run waits in the middle of a step."""
         return (self._start.notes / HELD).exists()
 
     def kill(self) -> None:
-        """SIGKILL for every process of it."""
+        """Send SIGKILL to all processes of the run, and wait for them."""
         if self._process.poll() is not None:
             return
         launcher = psutil.Process(self._process.pid)
@@ -89,18 +89,18 @@ class Launch:
         psutil.wait_procs(family)
         self._process.wait()
 
-    def _last_words(self) -> str:
+    def _last_error(self) -> str:
         lines = self._output.read_text(encoding="utf-8", errors="replace").splitlines()
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        return (errors or lines or ["it said nothing"])[-1][:TOLD]
+        return (errors or lines or ["no output"])[-1][:MAX_ERROR]
 
 
 @contextmanager
-def launched(start: Start, hold: int = 0) -> Iterator[Launch]:
-    """A run that ends with the block, at the latest.
+def launch_run(start: Start, hold: int = 0) -> Iterator[Launch]:
+    """Start a run, and kill it at the end of the block.
 
     Args:
-        hold: the step in the midst of which it waits for its end, if any.
+        hold: step in the middle of which it waits to be killed; 0 for none.
     """
     start.notes.mkdir(exist_ok=True)
     (start.notes / HOLD).write_text(str(hold))
@@ -111,11 +111,11 @@ def launched(start: Start, hold: int = 0) -> Iterator[Launch]:
         launch.kill()
 
 
-def metrics(run: Path) -> dict[str, dict[int, float]]:
-    """The numbers of a run by name and step."""
+def read_numbers(run: Path) -> dict[str, dict[int, float]]:
+    """Read losses and norms of a run: name -> step -> number."""
     found: dict[str, dict[int, float]] = {"loss": {}, "grad_norm": {}, "eval_loss": {}}
     for values in read_metrics(run / METRICS_FILE):
-        for name, of_step in found.items():
+        for name, by_step in found.items():
             if values.get(name) is not None:
-                of_step[values["step"]] = values[name]
+                by_step[values["step"]] = values[name]
     return found

@@ -1,9 +1,9 @@
-"""What a rank of a proof notes of each step: gradients and weights, before and after the update.
+"""Record each step of a proof's run: gradients, and weights after the update.
 
-It is the pipeline's own trainer, in the whole job of a real run. For each step a rank writes one file: the gradients
-that the optimizer is given (those of replica 0), the optimizer's fp32 weights (its own slices of them) and the weights
-that it computes with; where processes share layers, its part of each. Where the folder says so, it waits in the midst
-of a step for the SIGKILL that will come.
+The recorder is the pipeline's own trainer, in the job of a real run. For each step a rank writes one file: the
+gradients that the optimizer gets (on replica 0), its slices of the optimizer's fp32 weights, and the weights it
+computes with; with tensor parallelism, its shard of each. If the folder says so, it waits in the middle of a step to be
+killed.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from training.checkpoint.resharding import slices_of
 from training.engine.pipeline import PipelineTrainer
 from training.engine.stage_engine import StageEngine
 
-HOLD = "hold"  # a file: the number of the step in which to wait
-HELD = "held"  # made by rank 0 when it waits
+HOLD = "hold"  # file with the number of the step in which to wait
+HELD = "held"  # file that rank 0 creates when it waits
 GRADIENT, MASTER, WEIGHT = "gradient", "master", "weight"
-CUTS = "cuts"  # in a file's metadata: which part of a weight the rank has, by name
+CUTS = "cuts"  # in a file's metadata: name of a weight -> shard that the rank has
 
 
 class Recorder(PipelineTrainer):
-    """A stage that notes its steps.
+    """A stage that records its steps.
 
     Attributes:
-        folder: where it writes.
+        folder: for the files.
     """
 
     folder: ClassVar[Path]
@@ -57,7 +57,7 @@ class Recorder(PipelineTrainer):
         )
 
     def _gradients(self) -> list[tuple[str, Tensor]]:
-        """Of every weight of this stage, in fp32 and without the loss scale; all ranks call it together."""
+        """Return the gradients of this stage in fp32, without the loss scale; all ranks call it together."""
         scaler = getattr(self.engine.optimizer, "loss_scaler", None)
         scale = float(scaler.cur_scale) if scaler else 1.0
         return [
@@ -66,7 +66,7 @@ class Recorder(PipelineTrainer):
         ]
 
     def _cuts(self) -> dict[str, Any]:
-        """What a `Cut` is made of, for each weight that this rank has a part of."""
+        """Return the arguments of `Cut` for each weight of which this rank has a shard."""
         share = self.engine.module.share
         cuts = {name: share.cut(name) for name, _ in self.engine.module.named_parameters()}
         return {
@@ -85,18 +85,18 @@ class Recorder(PipelineTrainer):
                 time.sleep(1)
 
 
-def recorder_in(folder: str) -> type[Recorder]:
-    """The trainer that writes there."""
+def make_recorder(folder: str) -> type[Recorder]:
+    """Make a trainer class that records to `folder`."""
     return type("Recorder", (Recorder,), {"folder": Path(folder)})
 
 
 class Recorded:
-    """A step of all ranks together.
+    """A recorded step, joined from all ranks.
 
     Attributes:
-        gradients: by `<layer>.<name>`, in fp32.
-        masters: the optimizer's weights after the step, in fp32.
-        weights: what each rank computes with after the step, by name.
+        gradients: `<layer>.<name>` -> gradient in fp32.
+        masters: `<layer>.<name>` -> the optimizer's fp32 weight after the step.
+        weights: by rank, name -> weight that it computes with after the step.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
@@ -128,14 +128,14 @@ class Recorded:
             part = torch.cat([parts[at] for at in sorted(parts)])
             _put(part.view(cut.part_shape if cut else shapes[name]), cut, name, self.masters)
 
-    def of_rank(self, rank: int, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What a rank should have of `whole` weights, as far as it has any of them."""
+    def slice_for_rank(self, rank: int, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Take from `whole` weights the shards that a rank should have."""
         cuts, names = self._cuts[rank], self.weights[rank].keys() & whole.keys()
         return {name: cuts[name].of(whole[name]) if name in cuts else whole[name] for name in names}
 
 
 def _put(part: Tensor, cut: Cut | None, name: str, whole: dict[str, Tensor]) -> None:
-    """Put a rank's part of a weight in its place; places that no rank has are no numbers."""
+    """Put a rank's shard into the whole weight; elements that no rank has stay NaN."""
     if cut is None:
         whole[name] = part
     else:

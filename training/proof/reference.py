@@ -1,10 +1,10 @@
-"""The same training in one process: one module, fp32, a sample at a time, torch's optimizer.
+"""Compute the same training in one process: one module, fp32, one sample at a time, torch's optimizer.
 
-There are no stages, replicas, micro-batches, packed rows, padding, recomputation and no DeepSpeed, and the loss is
-torch's cross-entropy over all logits. Each step is checked by itself: loss and gradients come of the reference's own
-weights, rounded to the run's precision, and the update of the run's gradients, as Adam makes of a gradient's sign what
-rounding leaves of it. As the first weights are those of the file, and each step's gradients and update are right, so
-is the whole.
+There are no stages, replicas, micro-batches, packing, padding, recomputation and no DeepSpeed, and the loss is torch's
+cross-entropy over all logits. Each step is checked by itself. Loss and gradients are computed from the reference's own
+weights, rounded to the run's precision. The update uses the run's gradients, as Adam turns rounding errors of a tiny
+gradient into full steps. The first weights are those of the file, so if each step's gradients and update are right, the
+whole run is.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from training.errors import ConfigError
 
 @dataclass(frozen=True)
 class Step:
-    """What a step comes to.
+    """The results of a step.
 
     Attributes:
-        gradients, weights: by `<layer>.<name>`; of a tied model only the embedding has one. Weights after the update.
-        before: the weights before it.
+        gradients, before, weights: `<layer>.<name>` -> gradient, weight before and after the update; a tied model has
+            only those of the embedding.
     """
 
     loss: float
@@ -48,7 +48,7 @@ class Step:
 
 
 class Reference:
-    """One process that trains as the run in `config` does."""
+    """Trains like the run in `config`, in this process."""
 
     def __init__(self, config: TrainConfig, samples: Sequence[Sample]) -> None:
         folder = Path(config.model_path)
@@ -65,10 +65,10 @@ class Reference:
         self._optimizer = own_optimizer(config, self._masters, spec.tied_names)
 
     def step(self, number: int, gradients: dict[str, Tensor]) -> Step:
-        """The step `number`, from 1.
+        """Compute step `number`, from 1.
 
         Args:
-            gradients: those of the run, for the update.
+            gradients: the run's, for the update.
         """
         self._round()
         loss = self._loss(self._loader.batch(number - 1))
@@ -76,7 +76,7 @@ class Reference:
         norm = torch.stack([gradient.square().sum() for gradient in own]).sum().sqrt()
         before = {name: weight.detach().clone() for name, weight in self._masters.items()}
         for name, weight in self._masters.items():
-            weight.grad = gradients.get(name, torch.zeros_like(weight)).clone()  # an absent one fails its own row
+            weight.grad = gradients.get(name, torch.zeros_like(weight)).clone()  # a missing one fails its row
         if self._config.gradient_clipping:
             torch.nn.utils.clip_grad_norm_(self._masters.values(), self._config.gradient_clipping)
         for group in self._optimizer.param_groups:
@@ -87,7 +87,7 @@ class Reference:
 
     @torch.no_grad()
     def evaluate(self, samples: Sequence[Sample]) -> float:
-        """The mean cross-entropy over the supervised tokens."""
+        """Return the mean cross-entropy of the trained tokens."""
         self._round()
         return sum(self._tokens(sample)[0].item() for sample in samples) / _supervised(samples)
 
@@ -101,14 +101,14 @@ class Reference:
                 cross_entropy, z, routed = self._tokens(sample)
                 total = total + (cross_entropy + self._config.aux_max_z_loss.weight * z) / supervised
                 sums = sums + routed
-            if self._router_weight and numbers:  # it is that of a micro-batch
+            if self._router_weight and numbers:  # the router loss is one of a micro-batch
                 share = sum(len(self._samples[number]["input_ids"]) for number in numbers) / batch.tokens
                 chosen = top_k(self._model.spec.config)
                 total = total + self._router_weight * share * router_loss(sums, chosen)
         return total
 
     def _tokens(self, sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the supervised tokens of a sample the summed cross-entropy and z-loss; and the router's sums."""
+        """Return a sample's summed cross-entropy and z-loss over trained tokens, and its router sums."""
         hidden, _, *routed = self._model.stream(torch.tensor([sample["input_ids"]]))
         head = self._model.head
         logits, targets = head.project(head.norm(hidden))[0, :-1], torch.tensor(sample["labels"][1:])
@@ -117,7 +117,7 @@ class Reference:
 
     @torch.no_grad()
     def _round(self) -> None:
-        """Compute with the weights as the run's precision has them."""
+        """Set the weights to the masters, rounded to the run's precision."""
         for name, weight in self._weights.items():
             weight.copy_(self._masters[name].to(training_dtype(self._config)))
 
@@ -126,11 +126,11 @@ def _supervised(samples: Sequence[Sample]) -> int:
     return sum(label >= 0 for sample in samples for label in sample["labels"][1:])
 
 
-# A mistake in `training.optimizer` must not be in both the run and its reference, so what follows does not use it.
+# A mistake in `training.optimizer` must not affect the reference too, so the code below does not use it.
 def own_optimizer(
     config: TrainConfig, weights: Mapping[str, Tensor], tied: tuple[str, str] | None
 ) -> torch.optim.Optimizer:
-    """Make torch's optimizer with a group for each weight.
+    """Build torch's optimizer with a group for each weight.
 
     Raises:
         ConfigError: the optimizer has no such parameter.

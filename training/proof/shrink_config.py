@@ -1,7 +1,7 @@
-"""The user's config made small: few steps, short samples, and no more processes than there is room for.
+"""Shrink the user's config: few steps, short samples, and no more processes than this machine can run.
 
-What is proved stays as it is: precision, optimizer, clipping, schedule, losses, packing, recomputation, offload,
-compilation, attention, the axes and the form of `dims` and `parts`.
+Unchanged: precision, optimizer, clipping, schedule, losses, packing, recomputation, offload, compilation, attention,
+the axes, and the form of `dims` and `parts`.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from training.config.sections import EveryNth
 from training.errors import ConfigError
 
 MODEL, DATA, EVALUATION = "model", "data.jsonl", "evaluation.jsonl"  # in the folder of a small run
-STEPS, SAVED = 4, 2  # of the small run; the checkpoint that it goes on from
-LENGTH = 48  # tokens of a sample at most
-MICRO_BATCH = 4  # rows at most
-PROCESSES = 4  # on a machine without GPUs, or as many as it has cores
-PARTS = 2  # of a layer at most: a small model may have no more heads of keys
-LR = 1e-3  # at least: a smaller update drowns in the rounding of the weights
-WARM_UP = 2  # steps at most
-# What the samples do not need any more, and what would only take time.
-NOT_TAKEN = (
+STEPS, SAVED = 4, 2  # steps of the small run; the step it is resumed from
+LENGTH = 48  # most tokens of a sample
+MICRO_BATCH = 4  # most rows
+PROCESSES = 4  # without GPUs, if there are no more cores
+PARTS = 2  # most tensor-parallel ranks: a small model may have no more key heads
+LR = 1e-3  # least: a smaller update drowns in the rounding of the weights
+WARM_UP = 2  # most steps
+# Keys that the prepared samples do not need, or that only take time.
+DROPPED_KEYS = (
     "stream_gb pack_len gradient_accumulation_steps profile_steps rebalance storage save_minutes template_args "
     "template_fallback max_restarts ports eval_share".split()
 )
-LOSS_SCALE = 8  # the power of two that fp16 starts with: none of so few steps may be left out
+LOSS_SCALE = 8  # initial power of two for fp16, small enough that no step is skipped
 
 
-def room() -> int:
-    """How many processes a proof has on this machine."""
+def available_processes() -> int:
+    """Return the number of processes that a proof may start on this machine."""
     return torch.cuda.device_count() or max(PROCESSES, len(os.sched_getaffinity(0)))
 
 
 def small_topology(config: TrainConfig, processes: int) -> ModelTopo:
-    """The same grid where there is room, else fewer stages and at most two replicas; uneven parts stay uneven."""
+    """Return the same grid if it fits, else fewer stages and at most two replicas; uneven parts stay uneven."""
     topo = config.model_topo
     stages, replicas, tensor = topo.stages, topo.replicas, min(topo.tensor, PARTS, processes)
     if stages * replicas * tensor > processes:
@@ -58,32 +58,32 @@ def small_topology(config: TrainConfig, processes: int) -> ModelTopo:
 
 
 def small_depth(config: TrainConfig, topo: ModelTopo, n_layers: int) -> int:
-    """Layers of the small model: what `parts` sum to, or two for each chunk and one more."""
+    """Return the layers of the small model: the sum of `parts`, or two for each chunk and one more."""
     chunks = config.model_copy(update={"model_topo": topo}).chunks
     return sum(topo.parts) if topo.parts else min(n_layers, max(5, 2 * chunks + 1))
 
 
-def small_numbers(config: TrainConfig, spec: ModelSpec) -> tuple[dict[str, Any], list[str]]:
-    """Keys of precision and order without which nothing could be compared, and a line for each."""
+def comparable_numerics(config: TrainConfig, spec: ModelSpec) -> tuple[dict[str, Any], list[str]]:
+    """Return the keys of precision and order that make results comparable, and a line for each."""
     values: dict[str, Any] = {}
-    said = []
+    lines = []
     if spec.has_experts and training_dtype(config) is not torch.float32:
-        said.append("precision: fp32, as by rounding alone a router sends a token to another expert")
+        lines.append("precision: fp32, as rounding alone can make a router choose another expert")
         values |= {"bf16": {}, "fp16": {}}
     if torch.cuda.is_available() and not config.deterministic:
-        said.append("deterministic: true, as without it no two runs on a GPU are equal to the last bit")
+        lines.append("deterministic: true, as without it no two runs on a GPU are equal to the last bit")
         values["deterministic"] = True
     if config.tf32:
-        said.append("tf32: false, as the bounds are those of fp32")
+        lines.append("tf32: false, as the bounds are those of fp32")
         values["tf32"] = False
     if config.fp8.enabled:
-        said.append("fp8: off, as the bounds are those of bf16")
+        lines.append("fp8: off, as the bounds are those of bf16")
         values["fp8"] = {}
-    return values, said
+    return values, lines
 
 
 def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: Path) -> tuple[TrainConfig, list[str]]:
-    """The config of the small run in `folder`, and a line for each thing that is not as the user has it.
+    """Make the config of the small run in `folder`, and a line for each difference from the user's.
 
     Raises:
         ConfigError: the run keeps no fp32 weights to compare.
@@ -91,19 +91,19 @@ def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: 
     for name in ("bf16", "fp16"):
         if getattr(getattr(config, name), key := f"{name}_master_weights_and_grads"):
             raise ConfigError(f"--prove: {name}.{key} leaves no fp32 weights to compare; expected none of it")
-    values, said = config.dump(), []
+    values, lines = config.dump(), []
     if topo.processes != config.model_topo.processes:
         dims = f"{config.model_topo.process_topology.dims} -> {topo.process_topology.dims}"
-        limits = f"this machine has room for {room()} processes, and a small layer for {PARTS} parts"
-        said.append(f"dims: {dims}, as {limits}")
-    numbers, why = small_numbers(config, spec)
-    values |= numbers
-    said += why
+        limits = f"this machine has room for {available_processes()} processes, and a small layer for {PARTS} parts"
+        lines.append(f"dims: {dims}, as {limits}")
+    numerics, why = comparable_numerics(config, spec)
+    values |= numerics
+    lines += why
     if config.fp16.enabled and values["fp16"] and config.fp16.loss_scale is None:
         values["fp16"]["initial_scale_power"] = LOSS_SCALE
     params = config.optimizer.params
     if params.get("lr", LR) < LR:
-        said.append(f"lr: {params['lr']:g} -> {LR:g}, so that a step is larger than the rounding of a weight")
+        lines.append(f"lr: {params['lr']:g} -> {LR:g}, so that a step is larger than the rounding of a weight")
         values["optimizer"]["params"]["lr"] = LR
     if config.scheduler:
         warm_up = config.scheduler.params.warmup_num_steps
@@ -114,10 +114,10 @@ def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: 
     unit = micro_batch * topo.replicas
     steps = config.train_batch_size // (config.train_micro_batch_size_per_gpu * config.model_topo.replicas)
     small = config.model_copy(update={"model_topo": topo})
-    for key in NOT_TAKEN:
+    for key in DROPPED_KEYS:
         values.pop(key, None)
     if config.stream_gb:
-        said.append("stream_gb: the samples of the first window, not streamed")
+        lines.append("stream_gb: the samples of the first window, not streamed")
     values |= {
         "model_path": str(folder / MODEL),
         "data_path": [{"path": str(folder / DATA), "format": "tokens"}],
@@ -129,7 +129,7 @@ def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: 
         "train_batch_size": unit * min(steps, 4 * small.chunks),
         "max_steps": STEPS,
         "max_seq_len": LENGTH,
-        "dataloader_drop_last": config.dataloader_drop_last and config.packing != "dataset",  # of a handful of rows
+        "dataloader_drop_last": config.dataloader_drop_last and config.packing != "dataset",  # too few rows
         "from_scratch": False,
         "prompt_format": "plain",
         "mask": "assistant",
@@ -143,4 +143,4 @@ def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: 
     }
     if config.packing:
         values["pack_len"] = 2 * LENGTH
-    return TrainConfig.model_validate(values), said
+    return TrainConfig.model_validate(values), lines

@@ -1,4 +1,4 @@
-"""The small run on the disk: model, tokenizer, records and config, in a folder that goes when the proof is done."""
+"""Write the small run of a proof to a temporary folder: model, tokenizer, records and config."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from training.proof.launches import Start
 from training.proof.shrink_config import DATA, EVALUATION, LENGTH, MODEL, small_config, small_depth, small_topology
 from training.streamed import stream_of
 
-BATCHES = 2.5  # in an epoch: its last one is smaller, and the last step is one of the second epoch
+BATCHES = 2.5  # per epoch: its last batch is smaller, and the last step is in the second epoch
 EVALUATED = 6  # samples
 
 
 @dataclass(frozen=True)
 class SmallRun:
-    """What the user's run became.
+    """The small version of the user's run.
 
     Attributes:
-        samples, evaluated: those to train on, and to measure the loss on.
-        differs: a line for each thing that is otherwise than the user has it.
-        folder: of all of it.
+        samples, evaluated: to train on, and to evaluate on.
+        differs: a line for each difference from the user's run.
+        folder: has all of its files.
     """
 
     config: TrainConfig
@@ -48,21 +48,21 @@ class SmallRun:
     folder: Path
 
     @classmethod
-    def make(cls, config: TrainConfig, folder: Path, room: int, log: Console) -> SmallRun:
-        """Read the user's config.json, tokenizer and records, and write small ones into `folder`.
+    def make(cls, config: TrainConfig, folder: Path, processes: int, log: Console) -> SmallRun:
+        """Read the user's config.json, tokenizer and records, and write small ones to `folder`.
 
         Args:
-            room: how many processes there may be.
+            processes: that the small run may have.
 
         Raises:
-            CheckpointError, ConfigError, DataError: they make no run.
+            CheckpointError, ConfigError, DataError: they are unusable.
         """
         source = resolve(config.model_path)
         whole = ModelSpec.from_folder(source)
         config.parts_for(whole.n_layers)
-        topo = small_topology(config, room)
+        topo = small_topology(config, processes)
         small, differs = small_config(config, whole, topo, folder)
-        samples, evaluated = _samples(config, small, source, whole, log)
+        samples, evaluated = _read_samples(config, small, source, whole, log)
         model = folder / MODEL
         model.mkdir()
         copy_files(source, model, side_files(source))
@@ -71,34 +71,34 @@ class SmallRun:
         spec = ModelSpec.from_folder(model)
         write_model(model, spec, config.seed)
         words = int(spec.config.vocab_size)
-        samples, evaluated = ([shortened(sample, words) for sample in its] for its in (samples, evaluated))
-        for name, its in ((DATA, samples), (EVALUATION, evaluated)):
-            (folder / name).write_text("".join(json.dumps(sample) + "\n" for sample in its), encoding="utf-8")
+        samples, evaluated = ([shorten(sample, words) for sample in each] for each in (samples, evaluated))
+        for name, each in ((DATA, samples), (EVALUATION, evaluated)):
+            (folder / name).write_text("".join(json.dumps(sample) + "\n" for sample in each), encoding="utf-8")
         sizes = [f"{spec.n_layers} of {whole.n_layers} layers"]
         for name, meaning in (("hidden_size", "hidden"), ("vocab_size", "vocabulary")):
             sizes.append(f"{meaning} {getattr(spec.config, name):,} of {getattr(whole.config, name):,}")
         differs.insert(0, f"model: random weights, {', '.join(sizes)}; token ids modulo that")
         if any(is_dropout(name) and value != fields[name] for name, value in whole.raw.items()):
-            differs.append("dropout: none, as no two processes draw the same numbers")
+            differs.append("dropout: none, as each process draws other random numbers")
         return cls(small, spec, samples, evaluated, differs, folder)
 
-    def start(self, door: str, name: str) -> Start:
-        """A run with a `save_path` of its own."""
-        start = Start(door, self.folder / f"{name}.yml", self.folder / name, self.folder / f"{name}-notes")
+    def start(self, script: str, name: str) -> Start:
+        """Prepare a run with a `save_path` of its own."""
+        start = Start(script, self.folder / f"{name}.yml", self.folder / name, self.folder / f"{name}-notes")
         values = self.config.dump() | {"save_path": str(start.folder)}
         start.config.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
         return start
 
 
-def _samples(
+def _read_samples(
     config: TrainConfig, small: TrainConfig, folder: Path, spec: ModelSpec, log: Console
 ) -> tuple[list[Sample], list[Sample]]:
-    """As the user's own run would read them: the first to train on, and some to evaluate on."""
+    """Read the first samples that the user's run would train on, and some to evaluate on."""
     reader = RecordReader(config, folder, log)
     if config.stream_gb:
-        data, held_out = stream_of(config, reader).windows.peek(), reader.held_out()
+        data, held_out = stream_of(config, reader).windows.peek(), reader.read_evaluation()
     else:
-        data, held_out = reader.sets()
+        data, held_out = reader.read_sets()
     check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), data)
     router_loss = router_loss_weight(config, spec) > 0
     loader = build_loader(data, config, config.dataloader_drop_last, router_loss=router_loss)
@@ -112,8 +112,8 @@ def _samples(
     return first, [evaluated.samples[number] for number in range(min(EVALUATED, len(evaluated)))]
 
 
-def shortened(sample: Sample, words: int) -> Sample:
-    """A sample from where its loss begins, with ids modulo `words`."""
+def shorten(sample: Sample, words: int) -> Sample:
+    """Cut a sample to `LENGTH` tokens around its first trained one, with ids modulo `words`."""
     ids, labels = ([int(each) for each in numbers] for numbers in (sample["input_ids"], sample["labels"]))
     first = next((place for place, label in enumerate(labels) if place and label != IGNORED), 0)
     begin = max(0, min(first - LENGTH // 4, len(ids) - LENGTH))
@@ -123,7 +123,7 @@ def shortened(sample: Sample, words: int) -> Sample:
 
 
 def write_model(folder: Path, spec: ModelSpec, seed: int) -> None:
-    """Write layer files of random fp32 weights; no part is constant, so no gradient is zero or flat."""
+    """Write layer files of random fp32 weights; no tensor is constant, so no gradient is zero or flat."""
     for layer in range(spec.n_layers):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed + layer)
@@ -136,7 +136,7 @@ def write_model(folder: Path, spec: ModelSpec, seed: int) -> None:
 
 
 def _random(tensor: Tensor) -> Tensor:
-    """Matrices whose products keep their size, about; norms and biases around where they start."""
+    """Randomize a tensor: matrices so that products keep their size, norms and biases around their start."""
     if tensor.dim() > 1:
         return torch.randn_like(tensor) / tensor.shape[-1] ** 0.5
     return tensor + 0.1 * torch.randn_like(tensor) if tensor.is_floating_point() else tensor

@@ -1,1 +1,1 @@
-"""The order in which a stage works: DeepSpeed's schedules, ours, and how long a step takes under one."""
+"""Pipeline schedules, DeepSpeed's and ours, and a simulator of their step time."""

@@ -1,7 +1,7 @@
-"""What the instructions of DeepSpeed's pipeline schedules are about: which work, which micro-batch, which layers.
+"""Find the kind of work, the micro-batch and the stage of DeepSpeed's pipeline instructions.
 
-An instruction says only which buffer it uses. But each rank takes the micro-batches in order with every kind of
-instruction, so counting tells the rest. The simulator reads a schedule so, the timeline a running engine.
+An instruction names only its buffer. But for every kind of instruction a rank takes the micro-batches in order, so they
+can be counted. The simulator reads schedules this way, the timeline a running engine.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 Schedule = Literal["1f1b", "dualpipev"]
 Kind = Literal["forward", "backward", "weights", "send", "receive", "exchange", "data", "optimizer"]
-WORK = ("forward", "backward", "weights")  # what a step is for; a backward pass may leave the weights' part for later
+WORK = ("forward", "backward", "weights")  # a backward pass may leave the weights' gradients for later
 
-# The kind of each instruction; of a message also what goes over which border: the one behind the stage or before it.
+# The kind of each instruction; for a message also what is sent, and over which border: 0 behind the stage, -1 before.
 _KINDS: dict[str, tuple[Kind, tuple[Literal["activation", "gradient"], int] | None]] = {
     "LoadMicroBatch": ("data", None),
     "ForwardPass": ("forward", None),
@@ -29,16 +29,17 @@ _KINDS: dict[str, tuple[Kind, tuple[Literal["activation", "gradient"], int] | No
     "OptimizerStep": ("optimizer", None),
 }
 ON_ITS_OWN = frozenset(name for name, (kind, _) in _KINDS.items() if kind in (*WORK, "data"))  # needs no other rank
-JOINED = frozenset({"ForwardPass", "BackwardPass"})  # of these, what needs those with whom layers or rows are shared
+JOINED = frozenset({"ForwardPass", "BackwardPass"})  # need the ranks that share layers or sequences, if any
 
 PASSES = frozenset(name for name, (kind, _) in _KINDS.items() if kind in WORK)
 
 
 class Message(NamedTuple):
-    """What crosses the border behind a stage: an activation forward, or its gradient back.
+    """An activation sent over the border behind a stage, or its gradient sent back.
 
     Attributes:
-        ends: the two ranks of the pipeline between which it goes.
+        stage: before the border.
+        ends: the two ranks of the pipeline.
     """
 
     kind: Literal["activation", "gradient"]
@@ -48,11 +49,11 @@ class Message(NamedTuple):
 
 
 class Meaning(NamedTuple):
-    """What an instruction is about.
+    """What an instruction does, and for what.
 
     Attributes:
-        stage: which part of the layers, in their order; with dualpipev rank r of P holds r and 2P - 1 - r.
-        micro_batch: from 0; None for what belongs to none.
+        stage: in the order of the layers; with dualpipev rank r of P holds r and 2P - 1 - r.
+        micro_batch: from 0; None for the optimizer.
     """
 
     kind: Kind
@@ -61,12 +62,12 @@ class Meaning(NamedTuple):
     message: Message | None
 
 
-class Reading:
+class InstructionReader:
     """Reads the instructions of one rank's step, in order.
 
     Args:
         rank: of the pipeline.
-        ranks: how many the pipeline has.
+        ranks: number of ranks in the pipeline.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -75,7 +76,7 @@ class Reading:
         self._seen: Counter[tuple[str, int]] = Counter()
 
     def __call__(self, name: str, phase: int = 0) -> Meaning | None:
-        """The meaning of the next instruction, by the name of its class; None for what only moves messages."""
+        """Return the meaning of the next instruction, given its class name; None if it only moves messages."""
         if name not in _KINDS:
             return None
         kind, message = _KINDS[name]
@@ -94,8 +95,8 @@ class Reading:
 
 
 def read_schedule(schedule: Any) -> Iterator[tuple[Any, Meaning | None]]:
-    """The instructions of a DeepSpeed schedule, which is one rank's step, with their meanings."""
-    read = Reading(schedule.stage_id, schedule.stages)
+    """Yield the instructions of a DeepSpeed schedule (one rank's step) with their meanings."""
+    read = InstructionReader(schedule.stage_id, schedule.stages)
     for instructions in schedule.steps():
         for instruction in instructions:
             yield instruction, read(instruction.name, getattr(instruction, "phase", 0))

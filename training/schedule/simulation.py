@@ -1,9 +1,9 @@
-"""How long a step of the pipeline takes, from what each stage needs for one micro-batch.
+"""Simulate a pipeline step, given each stage's seconds for one micro-batch.
 
-The schedules that the engines run (DeepSpeed's 1F1B, `training.schedule.zero_bubble`) are walked through, instruction
-by instruction (`training.schedule.walk`): the answer is that of the schedule itself, not of a formula. 1F1B exchanges
-one message after the other, DualPipeV starts those that it has queued together and waits for all. What is left out:
-loading data, reducing gradients, the optimizer, and whatever ranks that share a machine take from each other.
+The simulator executes the engines' own schedules (DeepSpeed's 1F1B, `training.schedule.zero_bubble`) instruction by
+instruction (`training.schedule.walk`), so no formula is involved. 1F1B exchanges one message after the other; DualPipeV
+starts its queued messages together and waits for all. Not simulated: loading data, reducing gradients, the optimizer,
+and contention between ranks of one machine.
 
 A step of 16 stages and 64 micro-batches takes some 60 ms to simulate. Importing DeepSpeed takes longer.
 """
@@ -28,15 +28,15 @@ def simulate(
     transfer: float | Sequence[float] = 0.0,
     weights: Sequence[float] | None = None,
 ) -> Simulation:
-    """Walk through one step.
+    """Simulate one step.
 
     Args:
-        forward, backward: seconds of each stage for one micro-batch, in the order of the layers. 1f1b has one stage a
-            rank. dualpipev has two: rank r of P holds stages r and 2P - 1 - r.
+        forward, backward: seconds of each stage for one micro-batch, in the order of the layers. 1f1b has one stage per
+            rank; dualpipev has two: rank r of P holds stages r and 2P - 1 - r.
         micro_batches: of one replica in a step.
-        transfer: seconds of a message between neighbours, once both are there; of all, or of each rank and the next.
-        weights: seconds of the weights' gradients, where the schedule computes them by themselves and `backward` does
-            not contain them. Half of `backward` where absent, as a matrix product has it.
+        transfer: seconds of a message once both ranks are ready; one for all, or one for each rank and the next.
+        weights: seconds of the weights' gradients if dualpipev computes them separately, not contained in `backward`;
+            by default half of `backward`, as in a matrix product.
 
     Raises:
         ValueError: dualpipev with fewer micro-batches than stages.
@@ -50,18 +50,18 @@ def simulate(
 
 
 def program(schedule: Schedule, rank: int, ranks: int, micro_batches: int) -> Program:
-    """A rank's work and exchanges in order."""
+    """Yield a rank's work and exchanges in order."""
     for step in _steps(schedule, rank, ranks, micro_batches):  # noqa: UP028
-        yield step  # as a list would not take the seconds that a program is sent
+        yield step  # not `yield from`: a list cannot take the seconds that `walk` sends
 
 
 @cache
 def _steps(schedule: Schedule, rank: int, ranks: int, micro_batches: int) -> list[Step]:
-    """The same for all divisions and devices, of which a search tries hundreds."""
+    """Compute a program once: a search tries hundreds of divisions and devices with it."""
     import torch
 
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed prints that it found nothing better
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed prints a warning that it found no accelerator
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
     from training.schedule.zero_bubble import FilledSchedule
@@ -83,25 +83,24 @@ def _steps(schedule: Schedule, rank: int, ranks: int, micro_batches: int) -> lis
     return steps
 
 
-# Of each stage of a rank: how many micro-batches have activations there, as their backward pass is not over, and of how
-# many only the gradients of weights are to come (`training.schedule.zero_bubble`).
+# For each stage of a rank: how many micro-batches wait for their backward pass, and how many only for the gradients of
+# weights (`training.schedule.zero_bubble`).
 Moment = tuple[tuple[int, int], ...]
 
 
 @cache
-def under_way(schedule: Schedule, ranks: int, micro_batches: int) -> list[list[Moment]]:
-    """Count the micro-batches whose activations a rank keeps at once, along the schedule: each rank's worst moments.
+def count_in_flight(schedule: Schedule, ranks: int, micro_batches: int) -> list[list[Moment]]:
+    """Count the micro-batches whose activations each rank keeps at once, at its worst moments.
 
-    A moment that another one equals or exceeds in every number is left out.
-
-    More micro-batches than fill the pipeline change nothing.
+    A moment that another one equals or exceeds in every number is left out. More micro-batches than fill the pipeline
+    change nothing.
     """
     all_moments = [_moments(schedule, rank, ranks, min(micro_batches, 4 * ranks)) for rank in range(ranks)]
     return [[one for one in moments if not any(_exceeds(other, one) for other in moments)] for moments in all_moments]
 
 
 def _moments(schedule: Schedule, rank: int, ranks: int, micro_batches: int) -> set[Moment]:
-    """All moments of a rank."""
+    """Return all moments of a rank."""
     stages, complete = ((rank, 2 * ranks - 1 - rank), "weights") if schedule == "dualpipev" else ((rank,), "backward")
     done: Counter[tuple[str, int]] = Counter()
     moments = set()

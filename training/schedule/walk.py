@@ -1,7 +1,7 @@
-"""Ranks that work and wait for each other, with one clock each.
+"""Simulate ranks that work and wait for each other, with one clock each.
 
-Computing moves a rank's clock on. A send waits for its receiver and a receive for its sender, as gloo and NCCL both do;
-the messages of one exchange are under way together.
+Work advances a rank's clock. A send waits for its receiver and a receive for its sender, like in gloo and NCCL; the
+messages of one exchange travel together.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from training.schedule.instructions import Meaning, Message
 
 
 class Span(NamedTuple):
-    """What a rank does for a while.
+    """An interval in which a rank does one thing.
 
     Attributes:
         rank: of the pipeline.
         kind: `forward`, `backward` or `weights`; a measured timeline has more (`training.profiler`).
-        micro_batch: from 0; None for what belongs to none.
-        begin, end: in seconds from the beginning of the step.
-        stage: which part of the layers, in their order; with dualpipev a rank holds two.
+        micro_batch: from 0; None if the work belongs to none.
+        begin, end: seconds from the beginning of the step.
+        stage: in the order of the layers; with dualpipev a rank holds two.
     """
 
     rank: int
@@ -49,11 +49,11 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which nothing is computed."""
+        """The share of all ranks' time without computation."""
         return 1 - sum(span.end - span.begin for span in self.spans) / (self.ranks * self.seconds)
 
 
-# What a rank does: work; messages that start now, answered by the seconds until all are there; None waits for those.
+# One step of a rank: work; messages to start, answered by the seconds until all have arrived; None waits for them.
 Step = Meaning | list[Message] | None
 Program = Generator[Step, float | None, None]
 
@@ -61,13 +61,13 @@ Program = Generator[Step, float | None, None]
 def walk(
     programs: Sequence[Program], seconds: Mapping[str, Sequence[float]], transfers: Sequence[float] = ()
 ) -> Simulation:
-    """Let all ranks run their programs, until the last is done.
+    """Run the programs of all ranks to their end.
 
     Args:
-        seconds: of each kind of work, by stage.
-        transfers: seconds of a message between each rank and the next one, once both are there; none where absent.
+        seconds: kind of work -> seconds by stage.
+        transfers: seconds of a message between each rank and the next, once both are ready; 0 by default.
     """
-    posted: dict[tuple[Message, int], float] = {}  # when each rank came to each message
+    posted: dict[tuple[Message, int], float] = {}  # when each rank was ready for each message
     spans: list[Span] = []
     ends: list[float] = []
 

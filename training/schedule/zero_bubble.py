@@ -1,14 +1,14 @@
-"""DualPipeV with the gradients of weights put where a stage would wait.
+"""DualPipeV with weight gradients moved to where a stage would wait.
 
-A backward pass has two halves: the gradient of what came in, which another stage waits for, and the gradients of the
-weights, which nobody waits for (zero bubble, arXiv:2401.10241; the V shape with it, arXiv:2405.15362). DeepSpeed's
-DualPipeV does both at once. Here DeepSpeed's order of messages, forward and backward passes stays, and only the second
-halves move: the schedule is walked through on clocks by which a chunk's forward pass, its backward pass and its weight
-gradients take the same time, and wherever a rank waits, it first makes up for what it left. At most `LEFT` passes stay
-incomplete across an exchange, since each holds on to its activations.
+A backward pass has two halves: the gradient of the input, which another stage waits for, and the gradients of the
+weights, which nobody waits for (zero bubble, arXiv:2401.10241; in a V, arXiv:2405.15362). DeepSpeed's DualPipeV does
+both at once. Here its order of messages, forward and backward passes stays, and only the second halves move: the
+schedule is simulated with equal times for a chunk's forward pass, backward pass and weight gradients, and a rank that
+would wait computes deferred weight gradients first. At most `MAX_DEFERRED` are deferred across an exchange, since each
+keeps its activations.
 
-By those clocks, against 1F1B: 2 stages with 4 micro-batches 1.20 times as fast, 4 with 8 1.25, 8 with 16 1.27. All
-ranks compute the same instructions, in milliseconds, once for each number of micro-batches.
+Simulated speed-up over 1F1B: 1.20 with 2 stages and 4 micro-batches, 1.25 with 4 and 8, 1.27 with 8 and 16. All ranks
+compute the same instructions, in milliseconds, once for each number of micro-batches.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from deepspeed.runtime.pipe.schedule import CommitP2P, DualPipeVSchedule, PipeIn
 from training.schedule.instructions import WORK, Meaning, Message, read_schedule
 from training.schedule.walk import Program, walk
 
-LEFT = 1
+MAX_DEFERRED = 1  # weight passes
 
 
 class LaunchP2P(PipeInstruction):
-    """Start the messages that are queued; the next CommitP2P waits for them."""
+    """Start the queued messages; the next CommitP2P waits for them."""
 
 
 class WeightPass(PipeInstruction):
-    """Complete the oldest backward pass of a chunk: the gradients of its weights.
+    """Compute the weight gradients of a chunk's oldest incomplete backward pass.
 
     Args:
         phase: the chunk, 0 or 1.
@@ -38,7 +38,7 @@ class WeightPass(PipeInstruction):
 
 
 class FilledSchedule(DualPipeVSchedule):
-    """A training step; see the module."""
+    """The instructions of one rank's training step."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         yield _filled(self.micro_batches, self.stages)[self.stage_id]
@@ -46,7 +46,7 @@ class FilledSchedule(DualPipeVSchedule):
 
 @lru_cache(maxsize=64)
 def _filled(micro_batches: int, stages: int) -> list[list[PipeInstruction]]:
-    """The instructions of every rank."""
+    """Compute the instructions of every rank."""
     filled: list[list[PipeInstruction]] = [[] for _ in range(stages)]
     programs = [_fill(DualPipeVSchedule(micro_batches, stages, rank), made) for rank, made in enumerate(filled)]
     walk(programs, dict.fromkeys(WORK, [1.0] * 2 * stages))
@@ -54,10 +54,10 @@ def _filled(micro_batches: int, stages: int) -> list[list[PipeInstruction]]:
 
 
 def _fill(plain: DualPipeVSchedule, filled: list[PipeInstruction]) -> Program:
-    """Walk through one rank's step.
+    """Simulate one rank's step.
 
     Args:
-        filled: where the instructions go.
+        filled: receives the instructions.
     """
     left: deque[tuple[int, Meaning]] = deque()  # chunk and pass
     queued: list[Message] = []
@@ -70,7 +70,7 @@ def _fill(plain: DualPipeVSchedule, filled: list[PipeInstruction]) -> Program:
                 left.append((instruction.phase, meaning._replace(kind="weights")))
         elif isinstance(instruction, CommitP2P):
             idle = (yield queued) if queued else None
-            fitting = max(min(int(idle or 0), len(left)), len(left) - LEFT)
+            fitting = max(min(int(idle or 0), len(left)), len(left) - MAX_DEFERRED)
             filled += [LaunchP2P()] if fitting > 0 else []
             for _ in range(fitting):
                 chunk, late = left.popleft()

@@ -101,7 +101,7 @@ class TestConfig:
         assert str(told.value).startswith(message)
 
     def test_keys_beside_a_config(self) -> None:
-        with pytest.raises(ConfigError, match="config: stands beside seed, parts"):
+        with pytest.raises(ConfigError, match="config: given together with seed, parts"):
             Pipeline([linear(4)], loss=F.mse_loss, config=config(), seed=1, parts=1).config(processes=1)
 
     def test_the_resolved_config_is_one_again(self) -> None:

@@ -22,7 +22,7 @@ from tests.conftest import FAQ
 from tests.launching import deepspeed, error_lines, metrics, topology, write_config
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
-from training.schedule.instructions import Message, Reading
+from training.schedule.instructions import InstructionReader, Message
 from training.schedule.zero_bubble import FilledSchedule
 from training.topology import Topology
 
@@ -47,7 +47,7 @@ def seconds(micro_batches: int, stages: int) -> int:
     clocks, places = [0] * stages, [0] * stages
     posted: dict[tuple[Message, int], int] = {}
     queued: list[list[Message]] = [[] for _ in range(stages)]
-    readers = [Reading(rank, stages) for rank in range(stages)]
+    readers = [InstructionReader(rank, stages) for rank in range(stages)]
     while any(place < len(instructions) for place, instructions in zip(places, plans, strict=True)):
         before = list(places)
         for rank, instructions in enumerate(plans):

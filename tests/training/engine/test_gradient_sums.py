@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from models.blocks.weight_gradients import WeightGradients
 from tests.closeness import assert_near
-from training.engine.gradient_sums import SLICE, add, sum_as_they_are
+from training.engine.gradient_sums import SLICE, add, sum_without_copies
 
 SIZES = [(3,), (SLICE,), (5, SLICE // 2 + 1)]
 
@@ -50,14 +50,14 @@ def test_an_optimizer_of_zero_adds_up_so() -> None:
     parameter = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
     parameter.grad_accum = None  # type: ignore[attr-defined]
     optimizer = SimpleNamespace(gradient_accumulation_dtype=torch.float32, _fill_param_grad_accum_attribute=None)
-    sum_as_they_are(optimizer)
+    sum_without_copies(optimizer)
     for value in (1.0, 2.0**-10, 2.0**-10):
         parameter.grad = torch.full((4,), value, dtype=torch.bfloat16)
         optimizer._fill_param_grad_accum_attribute(parameter)
         assert parameter.grad is None
     torch.testing.assert_close(parameter.grad_accum, torch.full((4,), 1 + 2.0**-9), rtol=0, atol=0)  # type: ignore[attr-defined]
     other = SimpleNamespace()
-    sum_as_they_are(other)
+    sum_without_copies(other)
     assert vars(other) == {}
 
 
@@ -72,7 +72,7 @@ def bf16_optimizer(weights: list[nn.Parameter]) -> Any:
     optimizer.has_moe_layers, optimizer.immediate_grad_update, optimizer.autoep_folding_tp_group = False, True, None
     optimizer.grad_acc_dtype, optimizer._grad_acc_hooks = torch.float32, []
     optimizer.create_grad_acc_hooks()
-    sum_as_they_are(optimizer)
+    sum_without_copies(optimizer)
     return optimizer
 
 

@@ -15,7 +15,7 @@ from tests.training.plan.helpers import spec_of
 from training.config.keys import TrainConfig
 from training.engine import numerics
 from training.engine.numerics import describe_numerics, set_numerics
-from training.errors import EXIT_CODE, description
+from training.errors import EXIT_CODE, describe_error
 from training.metrics.devices import parse_devices
 from training.plan import calibration
 from training.plan.workload import Workload
@@ -68,7 +68,7 @@ def test_an_operation_without_an_order_is_one_line() -> None:
     set_numerics(config_of(deterministic=True))
     with pytest.raises(RuntimeError) as refused:
         torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
-    code, line, report = description(refused.value)
+    code, line, report = describe_error(refused.value)
     assert (code, report) == (EXIT_CODE, "")
     assert line == "deterministic: torch has no put_ that sums in the same order; expected false"
 

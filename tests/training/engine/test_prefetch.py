@@ -8,7 +8,7 @@ import torch
 from data.loader import Loader
 from data.sample_set import InMemory, Sample
 from models.loss import IGNORED
-from training.engine.prefetch import ahead
+from training.engine.prefetch import prefetch
 
 SAMPLES: list[Sample] = [
     {"input_ids": list(range(3, 3 + length)), "labels": [IGNORED] * 2 + list(range(5, 3 + length))}
@@ -24,7 +24,7 @@ DEVICES = [
 def test_micro_batches_come_in_order_with_their_supervised_positions(device: str) -> None:
     loader = Loader(InMemory(SAMPLES), 6, 2, 1, seed=0, packing="batch", row_length=32)
     batch = loader.batch(0)
-    sent = list(ahead(loader.tensors(batch, 0), torch.device(device)))
+    sent = list(prefetch(loader.tensors(batch, 0), torch.device(device)))
     made = list(loader.tensors(batch, 0))
     assert len(sent) == len(made) == batch.n_micro_batches
     for (inputs, (*labels, supervised)), (expected_inputs, expected_labels) in zip(sent, made, strict=True):

@@ -16,7 +16,7 @@ from tests.launching import topology
 from training.any_model.config import PipelineConfig
 from training.config.deepspeed_config import check_shared_rows, deepspeed_config
 from training.config.keys import TrainConfig
-from training.engine.building import sharing_of
+from training.engine.building import make_groups
 from training.errors import ConfigError
 
 KEYS: dict[str, Any] = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 8}
@@ -42,7 +42,7 @@ def test_neighbouring_replicas_share_rows_and_neighbouring_ranks_layers(
     monkeypatch.setattr("training.engine.building.among_members", nullcontext)
     for rank in range(len(rows) * 2):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
-        sharing = sharing_of(config(dims, axes, 2).model_topo)
+        sharing = make_groups(config(dims, axes, 2).model_topo)
         for peers, groups in ((sharing.sequence, rows), (sharing.tensor, layers)):
             (mine,) = [group for group in groups if rank in group] or [[rank]]
             assert (peers.size, peers.rank) == (len(mine), mine.index(rank))

@@ -102,7 +102,7 @@ from training import errors
 from training.distributed import processes, rendezvous
 rendezvous.PATIENCE, errors.RANK_0_SPEAKS = float(sys.argv[1]), 0
 place = processes.Place.from_environment()
-with errors.one_line_at_the_end(place.rank):
+with errors.exit_with_one_line(place.rank):
     processes.join(place, timedelta(minutes=30), int(sys.argv[2]))
     print(place, processes.gather(place.rank), os.environ.get("GLOO_SOCKET_IFNAME"))
 """

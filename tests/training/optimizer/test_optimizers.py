@@ -120,7 +120,7 @@ def test_lion_in_pieces_takes_the_same_steps(monkeypatch: pytest.MonkeyPatch) ->
 def test_values_that_an_optimizer_does_not_take_are_refused(kind: str, params: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         build_optimizer(config_with(kind, params | {"lr": 0.1}), [("weight", weights())])
-    assert str(caught.value).startswith(f"optimizer.params: {kind} does not take them: ")
+    assert str(caught.value).startswith(f"optimizer.params: {kind} does not accept them: ")
     assert "\n" not in str(caught.value)
 
 

@@ -95,7 +95,7 @@ def test_zero_has_no_model_axis(keys: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_layers_of_ones_own_have_no_model_axis() -> None:
-    with pytest.raises(ConfigError, match="a Pipeline cuts no layers"):
+    with pytest.raises(ConfigError, match="a Pipeline shards no layers"):
         checked(PipelineConfig, {"save_path": "run", "train_batch_size": 8, "model_topo": grid(1, 1, 2)})
 
 

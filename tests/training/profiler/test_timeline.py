@@ -16,9 +16,9 @@ import pytest
 from tests.conftest import FAQ
 from tests.launching import deepspeed, topology, write_config
 from training.profiler.drawing import draw, trace
-from training.profiler.figures import Figures, with_idle
+from training.profiler.figures import Figures, add_idle_spans
 from training.profiler.recorder import Record
-from training.profiler.session import findings
+from training.profiler.session import describe_figures
 from training.schedule.instructions import WORK, Message, read_schedule
 from training.schedule.simulation import simulate
 from training.schedule.walk import Span
@@ -59,14 +59,14 @@ class TestWaiting:
     def test_a_receiver_that_came_early_waited(self) -> None:
         sender = records(("forward", 0, 3), ("send", 3, 4), rank=0, message=self.activation)
         receiver = records(("receive", 1, 4), ("forward", 4, 6), rank=1, message=self.activation)
-        first, second = with_idle([sender, receiver], self.stages)
+        first, second = add_idle_spans([sender, receiver], self.stages)
         assert times(first) == [("forward", 0, 3), ("send", 3, 4), ("idle", 4, 6)]
         assert times(second) == [("idle", 0, 3), ("receive", 3, 4), ("forward", 4, 6)]
 
     def test_a_sender_waits_for_its_receiver_too(self) -> None:
         sender = records(("send", 0, 5), rank=0, message=self.activation)
         receiver = records(("forward", 0, 4), ("receive", 4, 5), rank=1, message=self.activation)
-        first, second = with_idle([sender, receiver], self.stages)
+        first, second = add_idle_spans([sender, receiver], self.stages)
         assert times(first) == [("idle", 0, 4), ("send", 4, 5)]
         assert times(second) == [("forward", 0, 4), ("receive", 4, 5)]
 
@@ -77,7 +77,7 @@ class TestWaiting:
             records(("send", 1, 2), rank=2, message=self.activation),
             records(("receive", 1, 2), rank=3, message=self.activation),
         ]
-        filled = with_idle(rows, [0, 1, 0, 1])
+        filled = add_idle_spans(rows, [0, 1, 0, 1])
         assert times(filled[0]) == [("send", 0, 2)]
         assert times(filled[2]) == [("idle", 0, 1), ("send", 1, 2)]
 
@@ -87,14 +87,14 @@ class TestWaiting:
             Record(Span(0, "send", 0, 3, 5, 0), (self.activation,), 1),
         ]
         receiver = records(("receive", 0, 4.5), rank=1, message=self.activation)
-        first, second = with_idle([sender, receiver], self.stages)
+        first, second = add_idle_spans([sender, receiver], self.stages)
         assert times(first) == [("idle", 0, 1), ("weights", 1, 3), ("send", 3, 5)]
         assert times(second) == [("idle", 0, 1), ("receive", 1, 4.5), ("idle", 4.5, 5)]
 
     def test_clocks_that_differ_a_little_make_no_negative_spans(self) -> None:
         sender = records(("send", 3.1, 3.2), rank=0, message=self.activation)
         receiver = records(("receive", 1, 3), rank=1, message=self.activation)
-        for spans in with_idle([sender, receiver], self.stages):
+        for spans in add_idle_spans([sender, receiver], self.stages):
             assert all(span.begin <= span.end for span in spans)
             assert all(first.end <= second.begin for first, second in pairwise(spans))
 
@@ -125,7 +125,7 @@ def measured(schedule: Any, forward: list[float], backward: list[float], micro_b
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("dualpipev", 4)])
 def test_figures_give_back_what_was_measured(schedule: Any, stages: int) -> None:
     forward, backward = [1.0, 2.0, 1.5, 0.5][:stages], [2.0, 3.0, 2.5, 1.5][:stages]
-    figures = Figures.of([measured(schedule, forward, backward, 6)] * 2, ranks=2)
+    figures = Figures.from_spans([measured(schedule, forward, backward, 6)] * 2, ranks=2)
     simulation = simulate(schedule, forward, backward, 6)
     assert figures.schedule == schedule
     assert figures.passes["forward"] == pytest.approx(forward)
@@ -143,9 +143,9 @@ def test_figures_give_back_what_was_measured(schedule: Any, stages: int) -> None
 
 
 def test_the_slowest_stage_is_told() -> None:
-    figures = Figures.of([measured("1f1b", [4.0, 6.0], [8.0, 12.0], 8)], ranks=2)
+    figures = Figures.from_spans([measured("1f1b", [4.0, 6.0], [8.0, 12.0], 8)], ranks=2)
     assert figures.by_rank == pytest.approx([12.0, 18.0])
-    assert findings(figures).endswith("stage 1 is the slowest, 1.8e+04 ms a micro-batch, 20.0% above the mean")
+    assert describe_figures(figures).endswith("stage 1 is the slowest, 1.8e+04 ms a micro-batch, 20.0% above the mean")
 
 
 def test_the_chart_is_a_picture(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ class TestRun:
 
     def test_the_simulator_agrees_with_the_run(self, finished: Finished) -> None:
         """In one of its steps at least: who else uses the machine makes single passes longer."""
-        steps = [Figures.of([rows], ranks=2) for rows in steps_of(finished.events).values()]
+        steps = [Figures.from_spans([rows], ranks=2) for rows in steps_of(finished.events).values()]
         simulated = [
             simulate("1f1b", each.passes["forward"], each.passes["backward"], 8, each.transfer) for each in steps
         ]

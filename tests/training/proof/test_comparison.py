@@ -14,7 +14,7 @@ from tests.launching import write_config
 from training.config.yaml_file import load_config
 from training.metrics.run_info import machine
 from training.proof.certificate import CERTIFICATE, table, write_certificate
-from training.proof.comparison import Row, apart, bounds_of, compare, compare_bits, is_flat
+from training.proof.comparison import Row, choose_bounds, compare, compare_bits, is_flat, relative_difference
 
 GENERATOR = torch.Generator().manual_seed(0)
 TIED = ("0.embed_tokens.weight", "4.lm_head.weight")
@@ -32,7 +32,7 @@ def gradients() -> dict[str, Tensor]:
 
 
 def rows_of(found: dict[str, Tensor], expected: dict[str, Tensor], before: dict[str, Tensor] | None = None) -> Row:
-    row = Row("gradients", bounds_of(torch.float32, 5)[1])
+    row = Row("gradients", choose_bounds(torch.float32, 5)[1])
     compare(row, place, found, expected, TIED, before)
     return row
 
@@ -88,10 +88,10 @@ def test_a_gradient_that_says_nothing(gradient: list[float], says_nothing: bool)
 
 
 def test_numbers() -> None:
-    assert apart(1.5, 1.0) == 0.5
-    assert apart(None, 1.0) == math.inf
+    assert relative_difference(1.5, 1.0) == 0.5
+    assert relative_difference(None, 1.0) == math.inf
     row = Row("loss", 1.0)
-    row.note(apart(math.nan, 1.0), place("step"))
+    row.note(relative_difference(math.nan, 1.0), place("step"))
     assert not row.holds
 
 

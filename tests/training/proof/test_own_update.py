@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from training.config.keys import TrainConfig
 from training.optimizer import lr_schedules, optimizers
 from training.optimizer.lr_schedules import LearningRate
-from training.proof.comparison import OF_AN_UPDATE, Row, compare
+from training.proof.comparison import UPDATE_BOUND, Row, compare
 from training.proof.reference import own_optimizer, own_rate
 
 STEPS = 8
@@ -37,7 +37,7 @@ def updates(config: TrainConfig) -> Row:
     optimizer = optimizers.build_optimizer(config, run.items(), TIED)
     rate = LearningRate(optimizer, config.scheduler, STEPS)
     expected = own_optimizer(config, own, TIED)
-    row = Row("updates of the weights", OF_AN_UPDATE)
+    row = Row("updates of the weights", UPDATE_BOUND)
     for step in range(1, STEPS + 1):
         before = {name: weight.detach().clone() for name, weight in own.items()}
         for name in NAMES:

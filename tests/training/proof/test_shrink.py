@@ -19,7 +19,7 @@ from training.config.keys import TrainConfig
 from training.errors import ConfigError
 from training.proof.comparison import is_flat
 from training.proof.shrink_config import LENGTH, LR, small_config, small_depth, small_topology
-from training.proof.small_run import shortened, write_model
+from training.proof.small_run import shorten, write_model
 
 KEYS = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 64}
 # What the large models of these families have and transformers' defaults do not.
@@ -200,11 +200,11 @@ def test_what_keeps_no_fp32_weights_is_refused(tmp_path: Path) -> None:
 
 def test_a_sample_is_cut_to_where_its_loss_begins() -> None:
     ids = list(range(1000, 1200))
-    sample = shortened({"input_ids": ids, "labels": [-100] * 150 + ids[150:]}, words=512)
+    sample = shorten({"input_ids": ids, "labels": [-100] * 150 + ids[150:]}, words=512)
     assert len(sample["input_ids"]) == len(sample["labels"]) == LENGTH
     assert sample["input_ids"][LENGTH // 4] == 1150 % 512 == sample["labels"][LENGTH // 4]
     assert sample["labels"][: LENGTH // 4] == [-100] * (LENGTH // 4)
-    short = shortened({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, words=512)
+    short = shorten({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, words=512)
     assert short == {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from training.schedule.simulation import simulate, under_way
-from training.schedule.zero_bubble import LEFT
+from training.schedule.simulation import count_in_flight, simulate
+from training.schedule.zero_bubble import MAX_DEFERRED
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_moments_of_a_filled_schedule(ranks: int) -> None:
     """No rank holds more than the V needs, or lets more passes wait than it may."""
-    for rank, moments in enumerate(under_way("dualpipev", ranks, 4 * ranks)):
+    for rank, moments in enumerate(count_in_flight("dualpipev", ranks, 4 * ranks)):
         assert moments
         for moment in moments:
             whole, waiting = (sum(counts) for counts in zip(*moment, strict=True))
-            assert 0 < whole + waiting <= 2 * ranks + 1 + LEFT, rank
-            assert waiting <= LEFT + 2
+            assert 0 < whole + waiting <= 2 * ranks + 1 + MAX_DEFERRED, rank
+            assert waiting <= MAX_DEFERRED + 2
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3, 20])
@@ -27,4 +27,4 @@ def test_micro_batches_under_way_are_those_of_the_schedule(micro_batches: int) -
     for span in sorted(simulate("1f1b", [1.0] * ranks, [1.0] * ranks, micro_batches).spans, key=lambda s: s.begin):
         counts[span.rank] += 1 if span.kind == "forward" else -1
         most[span.rank] = max(most[span.rank], counts[span.rank])
-    assert under_way("1f1b", ranks, micro_batches) == [[((count, 0),)] for count in most]
+    assert count_in_flight("1f1b", ranks, micro_batches) == [[((count, 0),)] for count in most]
