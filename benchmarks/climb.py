@@ -72,7 +72,7 @@ def work(way: str, folder: Path) -> None:
     from benchmarks.full_rows import run_config
     from benchmarks.steps import joined, train
     from data.tokenized.dataset import InMemory
-    from models.spec import ModelSpec
+    from models.api import read_spec
     from training.data_setup import build_loader
     from training.distributed import freed_memory
     from training.engine.pipeline import PipelineTrainer
@@ -87,7 +87,7 @@ def work(way: str, folder: Path) -> None:
     keep = freed_memory.keep if way != "returned" else lambda: None
     with patch.object(freed_memory, "keep", keep), joined(config):
         torch.set_num_threads(1)
-        spec = ModelSpec.from_folder(model)
+        spec = read_spec(model)
         trainer = PipelineTrainer.build(config, spec, model, divide(config, spec))
         freed = freed_memory.FreedMemory(kept=way == "bounded")
 

@@ -29,6 +29,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from models.api import read_spec
 from models.checkpoint.export_plan import divide
 from models.checkpoint.safetensors_files import SafetensorsWriter, TensorInfo
 from models.checkpoint.verify import forget_cached
@@ -143,7 +144,7 @@ def fit(config: dict[str, Any], folder: Path) -> ModelSpec:
     """The largest spec of this shape that the disk holds three times, with its config.json written."""
     while True:
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        spec = ModelSpec.from_folder(folder)
+        spec = read_spec(folder)
         size = sum(shape.numel() for layer in range(spec.n_layers) for shape in spec.shapes(layer).values()) * 2
         if 3 * size + SPARE_BYTES <= shutil.disk_usage(folder).free or spec.n_blocks == 1:
             return spec
@@ -152,7 +153,7 @@ def fit(config: dict[str, Any], folder: Path) -> ModelSpec:
 
 def make_checkpoint(folder: Path) -> None:
     """Write random bf16 weights for a config.json, in shards of 5 GB."""
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     infos = {
         name: TensorInfo(torch.bfloat16, shape)
         for layer in range(spec.n_layers)

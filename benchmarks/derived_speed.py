@@ -13,10 +13,11 @@ import time
 import torch
 from transformers import Qwen3Config
 
-from models.architectures import Family, llama
+from models.architectures import llama
 from models.attention.kernels import TORCH
 from models.causal_lm import CausalLM
 from models.derived.derive import derive
+from models.family import Family
 from models.loading import SeededStates
 from models.spec import ModelSpec
 

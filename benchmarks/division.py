@@ -31,7 +31,7 @@ LAYERS = LARGE_HEAD["num_hidden_layers"] + 2
 
 def measure(folder: Path) -> dict[str, Any]:
     """Seconds of a step by division, what `auto` came to, and the ratio."""
-    from models.spec import ModelSpec
+    from models.api import read_spec
     from training.metrics.devices import this_device
     from training.plan.basis import Basis
     from training.plan.calibration import calibrate
@@ -39,7 +39,7 @@ def measure(folder: Path) -> dict[str, Any]:
     from training.plan.workload import Workload
 
     (folder / "config.json").write_text(json.dumps(LARGE_HEAD), encoding="utf-8")
-    config, spec = division_config(folder), ModelSpec.from_folder(folder)
+    config, spec = division_config(folder), read_spec(folder)
     workload = Workload.assumed(config)
     basis = Basis(config, spec, workload, this_device())
     estimated = best_parts(basis)
@@ -88,14 +88,14 @@ def work(parts: list[int], folder: Path) -> None:
     """One rank's work."""
     from benchmarks.full_rows import rows_loader
     from benchmarks.steps import joined, train
-    from models.spec import ModelSpec
+    from models.api import read_spec
     from training.engine.pipeline import PipelineTrainer
     from training.plan.auto import divide
 
     model = folder.parent
     config = division_config(model, parts)
     with joined(config):
-        spec = ModelSpec.from_folder(model)
+        spec = read_spec(model)
         trainer = PipelineTrainer.build(config, spec, model, divide(config, spec))
         train(trainer, rows_loader(config, LARGE_HEAD["vocab_size"]), Turn(folder))
 

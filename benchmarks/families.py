@@ -25,7 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.server_classes import CLASSES
-from models.architectures import FAMILIES, family_of
+from models.architectures import FAMILIES
 from models.attention.kernels import EAGER
 from models.derived.derive import BLOCKS, derive
 from models.derived.proof import Proof, prove
@@ -120,7 +120,7 @@ def verdict(model_type: str) -> Verdict:
     if model_type in TOO_LARGE:
         return Verdict(model_type, None, "it has parts for images and sound")
     try:
-        family = family_of(model_type) if model_type in FAMILIES else None
+        family = FAMILIES.get(model_type)
         config, fields = config_of(model_type)
         proof = prove(config, fields, family)
         small = shrunk_fields(config, fields, BLOCKS)

@@ -139,7 +139,7 @@ def work(setting: Setting, length: int, folder: Path) -> None:
 
     from benchmarks.full_rows import rows_loader, run_config
     from benchmarks.steps import joined, train
-    from models.spec import ModelSpec
+    from models.api import read_spec
     from training.engine.pipeline import PipelineTrainer
     from training.plan.auto import divide
 
@@ -148,7 +148,7 @@ def work(setting: Setting, length: int, folder: Path) -> None:
     config = run_config(model, setting.stages, MICRO_BATCHES, length, **keys)
     with joined(config):
         torch.set_num_threads(setting.threads)
-        spec = ModelSpec.from_folder(model)
+        spec = read_spec(model)
         trainer = PipelineTrainer.build(config, spec, model, divide(config, spec))
         train(trainer, rows_loader(config, spec.config.vocab_size), Turn(folder))
 

@@ -103,7 +103,7 @@ def _work(folder: Path, keys: dict[str, Any]) -> None:
     from benchmarks.steps import joined
     from data.tokenized.dataset import InMemory
     from data.tokenized.tokenize import Sample
-    from models.spec import ModelSpec
+    from models.api import read_spec
     from training.config.keys import TrainConfig
     from training.data_setup import build_loader
     from training.engine.pipeline import PipelineTrainer
@@ -127,7 +127,7 @@ def _work(folder: Path, keys: dict[str, Any]) -> None:
     seconds, moved = [], _Moved()
     with joined(config):
         torch.set_num_threads(1)
-        loader, spec = build_loader(samples, config), ModelSpec.from_folder(folder)
+        loader, spec = build_loader(samples, config), read_spec(folder)
         trainer = PipelineTrainer.build(config, spec, folder, divide(config, spec))
 
         def noted(instruction: Callable[..., None]) -> Callable[..., None]:

@@ -102,7 +102,7 @@ def work(folder: Path) -> None:
 
     from benchmarks.steps import joined
     from data.loader import Loader
-    from models.spec import ModelSpec
+    from models.api import read_spec
     from training.config.yaml_file import load_config
     from training.data_setup import RecordReader, build_loader
     from training.engine.pipeline import PipelineTrainer
@@ -122,7 +122,7 @@ def work(folder: Path) -> None:
         batches = Loader(data, BATCH, 1, 1, seed=0, packing="batch", row_length=limit)
         packed = build_loader(data, settings)
         loaders: dict[str, Loader] = {"packed": packed, "padded": Padded(data, TRAINED, 1, 1, settings.seed)}
-        spec = ModelSpec.from_folder(model)
+        spec = read_spec(model)
         trainer = PipelineTrainer.build(settings, spec, model, divide(settings, spec))
         speeds = dict.fromkeys(loaders, 0.0)
         for _ in range(STEPS):

@@ -83,7 +83,7 @@ def work(keys: dict[str, Any], folder: Path) -> None:
     """One rank's work: plan, build, train, and tell what both came to."""
     from benchmarks.full_rows import rows_loader, run_config
     from benchmarks.steps import joined
-    from models.spec import ModelSpec
+    from models.api import read_spec
     from training.distributed import freed_memory, processes
     from training.engine.pipeline import PipelineTrainer
     from training.metrics.devices import this_device
@@ -95,7 +95,7 @@ def work(keys: dict[str, Any], folder: Path) -> None:
 
     config = run_config(folder, int(os.environ["WORLD_SIZE"]), MICRO_BATCHES, LENGTH, **keys)
     with patch.object(freed_memory, "keep", _give_back_memory), joined(config):
-        spec = ModelSpec.from_folder(folder)
+        spec = read_spec(folder)
         plan = Plan.make(Basis(config, spec, Workload.assumed(config), this_device()))
         loader = rows_loader(config, MODEL["vocab_size"])
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the highest point so far is forgotten

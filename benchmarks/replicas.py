@@ -64,7 +64,7 @@ def work(way: str, folder: Path) -> None:
     from benchmarks.full_rows import rows_loader, run_config
     from benchmarks.steps import joined, train
     from data.loader import GlobalBatch, Loader
-    from models.spec import ModelSpec
+    from models.api import read_spec
     from training.engine.pipeline import PipelineTrainer
     from training.plan.auto import divide
 
@@ -72,7 +72,7 @@ def work(way: str, folder: Path) -> None:
     config = run_config(model, 1, 2 * MICRO_BATCHES, LENGTH, replicas=2, zero_optimization={"stage": 1} | WAYS[way])
     with joined(config):
         torch.set_num_threads(1)
-        spec = ModelSpec.from_folder(model)
+        spec = read_spec(model)
         trainer = PipelineTrainer.build(config, spec, model, divide(config, spec))
         take_step, sent = trainer.train_step, 0
 

@@ -26,10 +26,10 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.gpu_models import COMMON, MODELS
+from models.api import read_spec
 from models.attention.kernels import EAGER
 from models.costs.fake_layers import LayerCase
 from models.costs.layer_work import Operation, work_of
-from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.config.sections import FP8
 from training.metrics.devices import parse_devices
@@ -154,7 +154,7 @@ def make_plan(
     """The plan of full rows for a model of which there is nothing but config.json."""
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(model), encoding="utf-8")
-        spec = ModelSpec.from_folder(Path(folder))
+        spec = read_spec(Path(folder))
         if attention:
             spec = replace(spec, family=replace(spec.family, attention=(attention,)))
         config = TrainConfig.model_validate(

@@ -71,7 +71,7 @@ def work(schedule: Schedule, folder: Path) -> None:
 
     from benchmarks.full_rows import rows_loader, run_config
     from benchmarks.steps import joined, train
-    from models.spec import ModelSpec
+    from models.api import read_spec
     from training.engine.pipeline import PipelineTrainer
     from training.metrics.peak_memory import peak_memory, peak_memory_by_stage
     from training.plan.auto import divide
@@ -82,7 +82,7 @@ def work(schedule: Schedule, folder: Path) -> None:
         torch.set_num_threads(1)
         loader = rows_loader(config, MODEL["vocab_size"])
         before = peak_memory()
-        spec = ModelSpec.from_folder(model)
+        spec = read_spec(model)
         trainer = PipelineTrainer.build(config, spec, model, divide(config, spec))
 
         def peak() -> dict[str, int]:

@@ -83,7 +83,7 @@ def work(schedule: Schedule, folder: Path) -> None:
 
     from benchmarks.full_rows import rows_loader, run_config
     from benchmarks.steps import joined
-    from models.spec import ModelSpec
+    from models.api import read_spec
     from training.engine.pipeline import PipelineTrainer
     from training.plan.auto import divide
     from training.profiler.figures import Figures
@@ -92,7 +92,7 @@ def work(schedule: Schedule, folder: Path) -> None:
     config = run_config(folder, 2, MICRO_BATCHES, LENGTH, schedule=schedule, parts=PARTS[schedule])
     with joined(config):
         torch.set_num_threads(1)
-        loader, spec = rows_loader(config, VOCABULARY), ModelSpec.from_folder(folder)
+        loader, spec = rows_loader(config, VOCABULARY), read_spec(folder)
         trainer = PipelineTrainer.build(config, spec, folder, divide(config, spec))
         timeline = Timeline((2, STEPS + 1), trainer, PARTS[schedule], folder, Console(quiet=True))
         for step in range(1, STEPS + 2):

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from benchmarks.roofline import LENGTH, LLAMA, print_table
+from models.api import read_spec
 from models.costs.fake_layers import LayerCase, fake_layer
 from models.costs.layer_work import Recorder, work_of
 from models.spec import ModelSpec
@@ -76,7 +77,7 @@ def rows() -> list[list[str]]:
     for name, fields in BLOCKS.items():
         with TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-            spec = ModelSpec.from_folder(Path(folder))
+            spec = read_spec(Path(folder))
         eager, fused = between_products(spec)
         compiled = work_of(spec, CASE, compiled=True).forward
         totals = [eager.total(), fused.total(), sum(each.bytes for each in compiled if each.kind == "traffic")]

@@ -26,13 +26,13 @@ MOST_STEPS = 12
 
 def by_pipetune(config: TrainConfig, samples: SampleSet, way: type[Way], pace: Pace) -> None:
     """Train by one of our engines; the process group is there already."""
+    from models.api import read_spec
     from models.attention.kernels import choose_attention
-    from models.spec import ModelSpec
     from training.config.deepspeed_config import training_dtype
     from training.plan.auto import divide
 
     folder = Path(config.model_path)
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     attention = choose_attention(config.use_flash_attn is True, training_dtype(config), spec.attention)
     spec.set_attention(attention.implementation)
     loader = build_loader(samples, config)

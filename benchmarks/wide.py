@@ -65,7 +65,7 @@ def work(way: str, folder: Path) -> None:
 
     from benchmarks.full_rows import rows_loader, run_config
     from benchmarks.steps import joined, train
-    from models.spec import ModelSpec
+    from models.api import read_spec
     from training.engine.pipeline import PipelineTrainer
     from training.plan.auto import divide
 
@@ -74,7 +74,7 @@ def work(way: str, folder: Path) -> None:
     config = run_config(model, 1, 1, LENGTH, zero_optimization={"stage": 0}, **keys)
     with joined(config):
         torch.set_num_threads(1)
-        spec = ModelSpec.from_folder(model)
+        spec = read_spec(model)
         trainer = PipelineTrainer.build(config, spec, model, divide(config, spec))
         train(trainer, rows_loader(config, MODEL["vocab_size"]), Turn(folder))
 

@@ -7,13 +7,10 @@ a process holds a part of the layers, or its share of each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from models.checkpoint import layout
-from models.checkpoint.source import open_source
 from models.generation.cache import KeyValueCache
 from models.layers import Block, Embedding, Head, Stream
 from models.loading import LayerStates, build_layer, tie_weights
@@ -91,25 +88,3 @@ class CausalLM(nn.Module):
         if cache is not None:
             cache.advance(inputs.shape[1])
         return stream
-
-
-def load_model(
-    path: str | Path,
-    dtype: torch.dtype | None = None,
-    device: str | torch.device = "cpu",
-    part: Sequence[int] | None = None,
-) -> CausalLM:
-    """The model in a folder of either layout, in evaluation mode.
-
-    Args:
-        path: a HuggingFace folder, a pipeline-layout folder, a checkpoint of a run, or a run's `save_path`.
-        dtype: the dtype to hold the weights in; as stored where absent.
-        part: which layers to load; all where absent.
-
-    Raises:
-        CheckpointError: the folder is damaged, incomplete or of an unknown family.
-    """
-    folder = layout.resolve(path)
-    spec = ModelSpec.from_folder(folder)
-    source = open_source(folder, spec)
-    return CausalLM(spec, source, dtype or source.dtype(), torch.device(device), part).eval()

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
-from models.architectures.family import Family
 from models.attention.positions import Arguments, Positions, attention_kind
 from models.blocks.offload import Offloading, Parked, Returns, Trip
+from models.family import Family
 from models.generation.cache import KeyValueCache
 from models.parallel.collectives import copied, gathered
 from models.parallel.peers import ALONE, Peers

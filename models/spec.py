@@ -5,25 +5,21 @@ Reading a spec touches config.json only, so the converters, the planner and ever
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from models.architectures import FAMILIES, Family, WeightMap, family_of, proven_family
 from models.attention.kernels import WITHOUT_DROPOUT
 from models.attention.positions import Positions
 from models.attention.rope import DYNAMIC, YARN
-from models.config_json import model_fields, reason_of
-from models.errors import CheckpointError
+from models.family import Family
 from models.layers import Block, Embedding, Head
 from models.parallel.peers import NONE_SHARED, Sharing
-from models.router import experts_implementation, n_experts
+from models.router import n_experts
+from models.weight_map import WeightMap
 
 
 @dataclass(frozen=True)
@@ -45,32 +41,6 @@ class ModelSpec:
     fields: dict[str, Any] = field(default_factory=dict, repr=False)
     is_part: bool = False
     _shapes: dict[int, dict[str, torch.Size]] = field(default_factory=dict, repr=False, compare=False)
-
-    @classmethod
-    def from_folder(cls, folder: Path) -> ModelSpec:
-        """Read `folder`/config.json.
-
-        Raises:
-            CheckpointError: no such file, not JSON, no `model_type`, or values that transformers refuses.
-        """
-        path = folder / "config.json"
-        raw, part = model_fields(path)
-        whole = raw["model_type"] if part["model_type"] != raw["model_type"] else None
-        try:
-            family = declared(part)
-            fields = family.translate(part) if family and family.translate else part
-            config = CONFIG_MAPPING[fields["model_type"]].from_dict(deepcopy(fields))  # which it changes
-            if not (family and family.translate):  # else transformers has nothing to hold it against
-                family = proven_family(config, fields, family, whole)
-        except Exception as error:  # transformers raises many kinds for a config that makes no sense
-            raise CheckpointError(f"{path}: {reason_of(error, part)}") from None
-        config._experts_implementation = experts_implementation()
-        spec = cls(family, config, raw, fields, is_part=whole is not None)
-        if spec.n_blocks < 1:
-            raise CheckpointError(f"{path}: num_hidden_layers: expected at least 1, found {spec.n_blocks}")
-        spec.set_attention(family.attention[0])
-        spec._check_buildable(path)
-        return spec
 
     @property
     def n_blocks(self) -> int:
@@ -118,7 +88,7 @@ class ModelSpec:
 
     def positions(self, sharing: Sharing = NONE_SHARED) -> Positions:
         """What the blocks of one process share."""
-        made: Positions = (self.family.positions or Positions)(self.family, self.config)
+        made: Positions = (self.family.positions or Positions)(self.config, self.family.rotary)
         made.share(sharing)
         return made
 
@@ -154,23 +124,11 @@ class ModelSpec:
             self._shapes[layer] = {name: tensor.shape for name, tensor in module.state_dict().items()}
         return self._shapes[layer]
 
-    def _check_buildable(self, path: Path) -> None:
+    def build_on_meta(self) -> None:
         """Lay out one layer of each kind without memory: a value that makes no sense shows here, not in mid-run."""
-        try:
-            for layer in (0, 1, self.n_layers - 1):
-                self.shapes(layer)
-            self.positions()
-        except Exception as error:  # whatever the layers make of it
-            reason = f"{type(error).__name__}: {reason_of(error, self.fields)}"
-            raise CheckpointError(f"{path}: no model can be built from it: {reason}") from None
-
-
-def declared(fields: dict[str, Any]) -> Family | None:
-    """The family that a file declares for a config.json, if one does."""
-    if fields["model_type"] not in FAMILIES:
-        return None
-    family = family_of(fields["model_type"])
-    return family.variant(fields) if family.variant else family
+        for layer in (0, 1, self.n_layers - 1):
+            self.shapes(layer)
+        self.positions()
 
 
 def key_heads(config: PreTrainedConfig) -> int:

@@ -198,12 +198,12 @@ def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:
     from common.log import Log
     from data.inspection import summary
     from data.inspection.inspect import show_samples, show_tools, write_page
-    from models.spec import ModelSpec
+    from models.api import read_spec
     from training.data_setup import RecordReader
 
     console = Log()
     folder = resolve(config.model_path)
-    ModelSpec.from_folder(folder)  # whether it can be trained, before its tokenizer is looked for
+    read_spec(folder)  # whether it can be trained, before its tokenizer is looked for
     reader = RecordReader(config, folder, console)
     dataset = reader.stream().windows.peek() if config.stream_gb else reader.read("data", config.data_path)
     console.print(summary.table(dataset), highlight=False)

@@ -14,6 +14,7 @@ from data.inspection import summary
 from data.loader import Loader
 from data.streaming.stream import Stream
 from data.tokenized.dataset import Dataset, check_vocabulary
+from models.api import read_spec
 from models.checkpoint.layout import resolve
 from models.checkpoint.publish import try_publishing
 from models.lean_loss import chunk_tokens
@@ -94,7 +95,7 @@ class Inputs:
     def read(cls, config: TrainConfig, disk: Disk, log: Console) -> Inputs:
         """Read model config and records."""
         folder = resolve(config.model_path)
-        spec = ModelSpec.from_folder(folder)
+        spec = read_spec(folder)
         check_device(config)
         config.parts_for(spec.n_layers)  # checked before the data are read, which takes longer
         check_fp8(config, spec)

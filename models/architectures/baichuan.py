@@ -19,11 +19,11 @@ from transformers import PreTrainedConfig
 
 from models.architectures import llama
 from models.architectures.bloom import alibi_slopes
-from models.architectures.family import Family, Native, Rule
 from models.attention.documents import Documents
 from models.attention.flex import FLEX
 from models.attention.kernels import EAGER, TORCH
-from models.attention.positions import FULL, Angles, Arguments, Positions
+from models.attention.positions import FULL, Angles, Arguments, Positions, Rotary
+from models.family import Family, Native, Rule
 from models.generation.cache import KeyValueCache
 from models.layers import Head
 
@@ -59,8 +59,8 @@ class AlibiPositions(Positions):
     mask is [B, heads, S, S], one for all rows where no row is packed. Flex attention needs none.
     """
 
-    def __init__(self, family: Family, config: PreTrainedConfig) -> None:
-        super().__init__(family, config)
+    def __init__(self, config: PreTrainedConfig, rotary: Rotary = None) -> None:
+        super().__init__(config, rotary)
         self.slopes = alibi_slopes(config.num_attention_heads)
         if config._attn_implementation != FLEX:
             self.config = copy.copy(config)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
-from models.architectures.family import Family, Rule
+from models.family import Family, Rule
 
 
 def pattern(template: str) -> re.Pattern[str]:

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomBlock, build_alibi_tensor, dropout_add
 
-from models.architectures.family import Family, Rule, Tie
 from models.attention import flex
 from models.attention.documents import Documents
 from models.attention.flex import FLEX, Scope
 from models.attention.kernels import EAGER
 from models.attention.position_ids import unmarked
-from models.attention.positions import FULL, Arguments, Positions
+from models.attention.positions import FULL, Arguments, Positions, Rotary
+from models.family import Family, Rule, Tie
 from models.generation.cache import KeyValueCache
 from models.parallel.sequence import PartOfRows, over_parts
 
@@ -44,8 +44,8 @@ class BloomPositions(Positions):
 
     cache_argument = "layer_past"
 
-    def __init__(self, family: Family, config: PreTrainedConfig) -> None:
-        super().__init__(family, config)
+    def __init__(self, config: PreTrainedConfig, rotary: Rotary = None) -> None:
+        super().__init__(config, rotary)
         self.slopes = alibi_slopes(config.n_head)
 
     def arguments(self, hidden: Tensor, position_ids: Tensor, cache: KeyValueCache | None) -> dict[str, Arguments]:

@@ -13,9 +13,9 @@ from typing import Any
 from transformers.models.glm.modeling_glm import GlmDecoderLayer, GlmRMSNorm, GlmRotaryEmbedding
 
 from models.architectures import glm, llama
-from models.architectures.family import Family, Native, Rule, Tie
 from models.architectures.published import published
 from models.errors import CheckpointError
+from models.family import Family, Native, Rule, Tie
 
 BLOCK = "transformer.encoder.layers.{i}."
 PUBLISHED = {

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from models.architectures import llama
-from models.architectures.family import Native, Rule
 from models.architectures.published import published
+from models.family import Native, Rule
 
 BLOCK = "model.layers.{i}."
 DROPPED = ("bias", "auto_map", "architectures", "attn_implementation")

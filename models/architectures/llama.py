@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from models.architectures.family import Family, Rule, Tie
+from models.family import Family, Rule, Tie
 
 QKV = tuple(f"block.self_attn.{part}_proj.*" for part in "qkv")  # what other layouts fuse
 FAMILY = Family(

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from models.architectures import llama
-from models.architectures.family import Native, Rule
 from models.architectures.published import published
 from models.errors import CheckpointError
+from models.family import Native, Rule
 
 BLOCK = "transformer.h.{i}."
 PUBLISHED = {"no_bias": True, "rotary_pct": 1.0, "scale_attn_weights": True}

@@ -15,16 +15,15 @@ scopes are made for whole rows, and of what belongs to a token each process take
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from models.architectures.family import Family
 from models.attention import flex
 from models.attention.documents import Documents
 from models.attention.flex import FLEX
@@ -41,6 +40,7 @@ _MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
 
 Arguments = dict[str, Any]  # keyword arguments of a decoder layer
 Angles = tuple[Tensor, Tensor]  # cos and sin
+Rotary = Callable[..., nn.Module] | None  # makes the module that turns position ids into angles
 
 
 def attention_kind(config: PreTrainedConfig, index: int) -> str:
@@ -68,12 +68,12 @@ class Positions:
     sharing: Sharing = NONE_SHARED
     part: PartOfRows | None = None  # the tokens of hidden states, where they are not whole rows
 
-    def __init__(self, family: Family, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PreTrainedConfig, rotary: Rotary = None) -> None:
         self.config = config
         # On the CPU even where the caller builds on the meta device: the frequencies are computed, not loaded.
         with torch.device("cpu"):
-            rotary = family.rotary(config=config) if family.rotary else None
-        self.rotary = DocumentRotary(rotary, config) if rotary and depends_on_length(config) else rotary
+            angles = rotary(config=config) if rotary else None
+        self.rotary = DocumentRotary(angles, config) if angles and depends_on_length(config) else angles
         self.kinds = {attention_kind(config, index) for index in range(config.num_hidden_layers)}
         self._last: tuple[Tensor, tuple[Any, ...], dict[str, Arguments]] | None = None
         self._expected: deque[Documents] = deque()

@@ -12,6 +12,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+from models.api import read_spec
 from models.checkpoint import layout
 from models.checkpoint.layout import CARRIED, TEMPLATES, Manifest, flat, layer_file, side_files
 from models.checkpoint.parallel import byte_bar, write_behind
@@ -22,7 +23,6 @@ from models.checkpoint.torch_files import save_state_dict
 from models.checkpoint.verify import compare, forget_cached, warn_of_nan
 from models.config_json import QUANTIZATION, read_json, write_json
 from models.errors import CheckpointError
-from models.spec import ModelSpec
 
 logger = logging.getLogger("pipetune")
 
@@ -40,7 +40,7 @@ def hg_to_pp(input_path: str | Path, save_path: str | Path, overwrite: bool = Fa
     folder = layout.resolve(input_path)
     if layout.layout_of(folder) is not layout.Layout.HUGGINGFACE:
         raise CheckpointError(f"{folder}: already in the pipeline layout; hg_to_pp expects a HuggingFace folder")
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     source = HuggingFaceSource(folder, spec)
     paths_of(folder, side_files(folder))  # or the end of the conversion would refuse them
     with publish_folder(Path(save_path), overwrite, [folder]) as target:
@@ -97,7 +97,7 @@ def copy_side_files(source: Path, target: Path, in_folders: bool = False) -> Non
     """
     manifest = Manifest.read(source)
     if manifest is None and layout.has_huggingface_weights(source):
-        manifest = _write_carried(HuggingFaceSource(source, ModelSpec.from_folder(source)), target)
+        manifest = _write_carried(HuggingFaceSource(source, read_spec(source)), target)
     elif (source / CARRIED).is_file():
         copy_files(source, target, [CARRIED])
     copy_files(source, target, side_files(source), in_folders)

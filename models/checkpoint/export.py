@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from models.api import read_spec
 from models.checkpoint.convert import copy_files, paths_of
 from models.checkpoint.export_plan import SINGLE_FILE, cast, cut_between, divide, native_infos, original_infos
 from models.checkpoint.layout import CARRIED, Layout, Manifest, layout_of, resolve, side_files
@@ -33,7 +34,6 @@ from models.checkpoint.source import PipelineSource
 from models.checkpoint.verify import check_range, compare, forget_cached, warn_of_nan
 from models.config_json import write_json
 from models.errors import CheckpointError
-from models.spec import ModelSpec
 
 logger = logging.getLogger("pipetune")
 
@@ -94,7 +94,7 @@ class Export:
     def __init__(self, folder: Path, options: ExportOptions, writers: Sequence[Sequence[int]] | None = None) -> None:
         self.folder = folder
         self.options = options
-        self.spec = ModelSpec.from_folder(folder)
+        self.spec = read_spec(folder)
         self.native = self.spec.family.native if options.layout == "native" else None
         if options.layout == "native" and self.spec.family.translate and not self.native:
             raise CheckpointError(

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import torch
 
-from models.architectures import WeightMap
 from models.checkpoint.layout import CARRIED, MANIFEST, Manifest
 from models.checkpoint.safetensors_files import DTYPES, TensorInfo
 from models.checkpoint.source import PipelineSource
 from models.errors import CheckpointError
+from models.weight_map import WeightMap
 
 SINGLE_FILE = "model.safetensors"
 

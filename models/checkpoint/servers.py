@@ -17,12 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from models.architectures.weight_map import WeightMap
+from models.api import read_spec
 from models.checkpoint.layout import Layout, layout_of, resolve, weight_index
 from models.checkpoint.source import HuggingFaceSource
 from models.config_json import TEXT, read_json, write_json
 from models.errors import CheckpointError
 from models.spec import ModelSpec
+from models.weight_map import WeightMap
 
 # Whether it stands on transformers 4.
 SERVERS = {
@@ -63,7 +64,7 @@ def check(input_path: str | Path) -> dict[str, list[str]]:
     folder = resolve(input_path)
     if layout_of(folder) is not Layout.HUGGINGFACE:
         raise CheckpointError(f"{folder}: in the pipeline layout, which no server reads; export it with pp_to_hg")
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     path, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     settings = read_json(path) if path.is_file() else {}
     general = []
@@ -116,7 +117,7 @@ def write_compat(folder: Path) -> None:
     Raises:
         CheckpointError: one of them is no JSON object.
     """
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     config, *text = [_older_fields(spec, part) | part for part in _parts(spec)]
     rewritten = {folder / "config.json": config | ({TEXT: text[0]} if text else {})}
     tokenizer = folder / "tokenizer_config.json"

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from models.architectures import Binding, cut
 from models.checkpoint.layout import Layout, layer_file, layout_of, weight_files, weight_index
 from models.checkpoint.quantized import quantized_tensors, without_parts
 from models.checkpoint.safetensors_files import SafetensorsFile, TensorInfo
@@ -21,6 +20,7 @@ from models.checkpoint.verify import same_bytes
 from models.config_json import QUANTIZATION, TIED
 from models.errors import CheckpointError
 from models.spec import ModelSpec
+from models.weight_map import Binding, cut
 
 TensorFile = SafetensorsFile | MappedFile  # of named tensors, read when they are asked for; KeyError for other names
 

@@ -21,7 +21,6 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from models.architectures.family import Family, Rule, Tie
 from models.attention.kernels import ALL, EAGER
 from models.attention.positions import LINEAR, attention_kind
 from models.attention.rope import several_depend_on_length
@@ -30,6 +29,7 @@ from models.derived.names import tables_of
 from models.derived.outline import FIRST, LENGTH, Outline, Source, Underivable, outline_of
 from models.derived.positions import DerivedPositions, by_document
 from models.derived.shrink import is_dropout, shrunk_fields
+from models.family import Family, Rule, Tie
 from models.layers import Head, make_buffer
 
 BLOCKS = 4  # of a small model: one of every kind, most often
@@ -120,7 +120,7 @@ def derive(config: PreTrainedConfig, fields: dict[str, Any], whole: str | None =
         head=head,
         tie=Tie(embedding="embed_tokens.weight", head="lm_head.weight"),
         carried=(*ignored, *_layers_ahead(config, outline), NEVER_LEARNED),
-        positions=lambda family, config: DerivedPositions(family, config, outline.calls, given, modules),
+        positions=lambda config, rotary: DerivedPositions(config, rotary, outline.calls, given, modules),
         embedding_scale=None if ends.scale == 1 else lambda config: ends.scale,
         rounds_scale=ends.rounds_scale,
         head_bias=model.get_submodule(outline.head).bias is not None,

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
-from models.architectures.family import Rule
 from models.derived.outline import Outline, Underivable
+from models.family import Rule
 
 Tables = tuple[tuple[Rule, ...], tuple[Rule, ...], tuple[Rule, ...]]  # of embedding, blocks, head
 

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 from transformers import PreTrainedConfig
 
-from models.architectures.family import Family
 from models.attention.documents import Documents
 from models.attention.position_ids import unmarked
-from models.attention.positions import Arguments, Positions, fp32_products
+from models.attention.positions import Arguments, Positions, Rotary, fp32_products
 from models.attention.rope import DocumentRotary, depends_on_length
 from models.derived.outline import ANGLES, CACHE, CONSTANT, EMPTY, HIDDEN, MASK, POSITIONS, Call, Source
 from models.generation.cache import KeyValueCache
@@ -31,13 +30,13 @@ class DerivedPositions(Positions):
 
     def __init__(
         self,
-        family: Family,
         config: PreTrainedConfig,
+        rotary: Rotary,
         calls: tuple[Call, ...],
         arguments: dict[str, dict[str, Source]],
         modules: Callable[[PreTrainedConfig], dict[str, nn.Module]],
     ) -> None:
-        super().__init__(family, config)
+        super().__init__(config, rotary)
         self._calls = calls
         self._sources = {kind: arguments[kind] for kind in self.kinds}
         with torch.device("cpu"):  # the frequencies are computed, not loaded

@@ -24,12 +24,12 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from common.whole_files import read_checked, replace_checked
-from models.architectures import Family
 from models.derived.derive import BLOCKS, derive
 from models.derived.outline import Underivable
 from models.derived.proof import Proof, apart_from_callers, prove
 from models.derived.shrink import shrunk_fields
 from models.errors import CheckpointError
+from models.family import Family
 
 logger = logging.getLogger("pipetune")
 

@@ -16,12 +16,12 @@ import torch
 from gguf import GGUFReader
 
 from common.whole_files import sync
+from models.api import read_spec
 from models.checkpoint.layout import Layout, layout_of, resolve
 from models.checkpoint.publish import sweep, workplace, writing
 from models.checkpoint.servers import foreign_code
 from models.checkpoint.source import HuggingFaceSource
 from models.errors import CheckpointError
-from models.spec import ModelSpec
 
 TYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}  # as the converter calls them; else f32
 
@@ -40,7 +40,7 @@ def hg_to_gguf(input_path: str | Path, save_path: str | Path, dtype: str | None,
     folder, target = resolve(input_path), Path(os.path.realpath(save_path))
     if layout_of(folder) is not Layout.HUGGINGFACE:
         raise CheckpointError(f"{folder}: in the pipeline layout; hg_to_gguf expects a folder that pp_to_hg wrote")
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     if code := foreign_code(spec) or next((f"{path.name} could be run" for path in folder.glob("*.py")), None):
         raise CheckpointError(f"{folder}: {code}; expected a folder without code")
     outtype = dtype or TYPES.get(HuggingFaceSource(folder, spec).dtype(), "f32")

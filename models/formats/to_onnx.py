@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from models.api import read_spec
 from models.attention.kernels import EAGER
 from models.attention.rope import depends_on_length
 from models.causal_lm import CausalLM
@@ -55,7 +56,7 @@ def hg_to_onnx(input_path: str | Path, save_path: str | Path, overwrite: bool = 
     """
     begun = time.monotonic()
     folder = resolve(input_path)
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     if obstacle := _obstacle(spec):
         raise CheckpointError(f"{folder}: {obstacle}")
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:

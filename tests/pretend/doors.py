@@ -34,9 +34,9 @@ from deepspeed.utils import groups
 
 import models.blocks.offload
 from models import load_model
+from models.api import read_spec
 from models.generation.generate import generate
 from models.generation.sampling import Sampling
-from models.spec import ModelSpec
 from tests.pretend import kernels, planted
 from tests.pretend.cuda import Event, Stream
 from tests.pretend.watch import Watch
@@ -89,7 +89,7 @@ def taken(watch: Watch) -> list[Any]:
 
 def train(config: TrainConfig, case: Case, found: Callable[[], list[Any]]) -> Phases:
     folder = Path(config.model_path)
-    loader, spec, kind = loader_of(config), ModelSpec.from_folder(folder), KINDS[case["door"]]
+    loader, spec, kind = loader_of(config), read_spec(folder), KINDS[case["door"]]
     if case["kernel"]:
         spec.set_attention(case["kernel"])
     trainer = kind.build(config, spec, folder, divide(config, spec, kind.in_stages))

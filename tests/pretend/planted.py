@@ -119,7 +119,7 @@ BUGS: dict[str, Bug] = {
     "offload waits for the way back": lambda: patch.object(
         models.blocks.offload.HostCopy, "back", lambda self: self._copy.to(self._device)
     ),
-    "an expert at a time": lambda: patch("models.spec.experts_implementation", lambda: "eager"),
+    "an expert at a time": lambda: patch("models.api.experts_implementation", lambda: "eager"),
     "a host tensor in an all-reduce": summed_on_the_host,
     "the timer is kept": lambda: patch("training.engine.stage_engine.NoopTimer", SynchronizedWallClockTimer),
 }

@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
+from models.api import read_spec
 from models.parallel.collectives import add_up
-from models.spec import ModelSpec
 from tests.workers.cases import loader_of
 from tests.workers.topology import ORDER, state_of
 from training.checkpoint.folder import CheckpointRecord, step_folder
@@ -37,7 +37,7 @@ STEPS, SAVED_AT = 4, 2
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     loader, log, model_folder = loader_of(config), Console(quiet=True), Path(config.model_path)
-    spec = ModelSpec.from_folder(model_folder)
+    spec = read_spec(model_folder)
     division, state = divide(config, spec), folder / case["name"]
     trainer: Trainer
     if case["source"]:

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, distributed
 
 from models import CausalLM, load_model
+from models.api import load_share, read_spec
 from models.checkpoint.layout import resolve
 from models.generation.passes import Pass, Passes
-from models.generation.tensor_parallel import load_share
 from models.spec import ModelSpec
 from training.distributed import processes
 from training.distributed.processes import Place, agreed
@@ -191,7 +191,7 @@ def load_stage(folder: str | Path, dtype: torch.dtype | None, place: Place) -> C
         CheckpointError: see `load_model`.
         ConfigError: there are fewer layers than stages.
     """
-    ranges = layer_ranges(divide(ModelSpec.from_folder(resolve(folder)), place.world_size))
+    ranges = layer_ranges(divide(read_spec(resolve(folder)), place.world_size))
     return load_model(folder, dtype, DEVICE, range(*ranges[stage_of(place)]))
 
 

@@ -20,10 +20,10 @@ from torch import Tensor
 from data.loader import GlobalBatch
 from data.tokenized.dataset import InMemory
 from data.tokenized.tokenize import Sample
+from models.api import read_spec
 from models.causal_lm import CausalLM
 from models.checkpoint.source import open_source
 from models.router import router_loss, top_k
-from models.spec import ModelSpec
 from training.config.deepspeed_config import router_loss_weight, training_dtype
 from training.config.keys import TrainConfig
 from training.data_setup import build_loader
@@ -51,7 +51,7 @@ class Reference:
 
     def __init__(self, config: TrainConfig, samples: Sequence[Sample]) -> None:
         folder = Path(config.model_path)
-        spec = ModelSpec.from_folder(folder)
+        spec = read_spec(folder)
         spec.config._experts_implementation = "eager"
         self._config, self._samples = config, samples
         self._router_weight = router_loss_weight(config, spec)

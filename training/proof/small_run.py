@@ -13,6 +13,7 @@ from rich.console import Console
 from data.streaming.stream import Stream
 from data.tokenized.dataset import check_vocabulary
 from data.tokenized.tokenize import IGNORED, Sample
+from models.api import read_spec
 from models.checkpoint.convert import copy_files
 from models.checkpoint.layout import resolve, side_files
 from models.derived.shrink import is_dropout, shrunk_fields
@@ -56,7 +57,7 @@ class SmallRun:
             CheckpointError, ConfigError, DataError: they make no run.
         """
         source = resolve(config.model_path)
-        whole = ModelSpec.from_folder(source)
+        whole = read_spec(source)
         config.parts_for(whole.n_layers)
         topo = small_topology(config, room)
         small, differs = small_config(config, whole, topo, folder)
@@ -66,7 +67,7 @@ class SmallRun:
         copy_files(source, model, side_files(source))
         fields = shrunk_fields(whole.config, whole.raw, small_depth(config, topo, whole.n_layers) - 2)
         (model / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-        spec = ModelSpec.from_folder(model)
+        spec = read_spec(model)
         write_model(model, spec, config.seed)
         words = int(spec.config.vocab_size)
         samples, evaluated = ([shortened(sample, words) for sample in its] for its in (samples, evaluated))

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.architectures import Binding, cut
+from models.weight_map import Binding, cut
 from tests.models.helpers import assert_same_bits
 
 

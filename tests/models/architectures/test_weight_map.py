@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from models.architectures import FAMILIES, Binding, Family, WeightMap, family_of
+from models.architectures import FAMILIES
 from models.derived.derive import derive
+from models.family import Family
 from models.spec import ModelSpec
+from models.weight_map import Binding, WeightMap
 from tests.conftest import ORIGINALS, TINY
 
 MOST = 130  # blocks or experts
@@ -48,7 +50,7 @@ def spec_of(name: str) -> ModelSpec:
     """The architecture with 5 blocks and 3 experts, of which only the names and shapes matter here."""
     model_type, changes, _ = TABLES[name]
     if model_type in ORIGINALS:
-        family = family_of(model_type)
+        family = FAMILIES[model_type]
         raw = ORIGINALS[model_type][0] | {"num_hidden_layers": 5, "num_layers": 5} | changes
         family = family.variant(raw) if family.variant else family
         assert family.translate is not None
@@ -63,7 +65,7 @@ def spec_of(name: str) -> ModelSpec:
         }
         fields = {"model_type": model_type} | TINY | sizes | changes
         config = CONFIG_MAPPING[model_type].from_dict(fields)
-        family = family_of(model_type) if model_type in FAMILIES else derive(config, fields)
+        family = FAMILIES[model_type] if model_type in FAMILIES else derive(config, fields)
     return ModelSpec(family, CONFIG_MAPPING[fields["model_type"]].from_dict(fields))
 
 

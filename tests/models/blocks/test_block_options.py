@@ -16,11 +16,11 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from models import CausalLM
+from models.api import read_spec
 from models.attention.kernels import FLEX
 from models.blocks import offload
 from models.blocks.options import PLAIN, BlockOptions
 from models.checkpoint.source import open_source
-from models.spec import ModelSpec
 from tests.models.attention.test_kernels import position_ids
 from tests.models.cases import CASES
 from tests.models.helpers import random_ids
@@ -35,7 +35,7 @@ KERNELS += [pytest.param(name, FLEX, marks=pytest.mark.longest) for name in ("mi
 
 
 def build(folder: Path, options: BlockOptions, kernel: str | None = None) -> CausalLM:
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     if kernel:
         spec.set_attention(kernel)
     model = CausalLM(spec, open_source(folder, spec), torch.float32, torch.device("cpu")).train()

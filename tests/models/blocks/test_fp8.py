@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from models.api import read_spec
 from models.blocks.fp8 import MULTIPLE, PACKAGE, obstacle, to_fp8
 from models.blocks.offload import Returns
 from models.blocks.options import BlockOptions
@@ -26,7 +27,6 @@ from models.blocks.weight_gradients import linear_layers
 from models.checkpoint.source import open_source
 from models.layers import Block
 from models.loading import build_layer
-from models.spec import ModelSpec
 from tests.conftest import ROOT
 from tests.models.attention.test_kernels import position_ids
 from tests.models.cases import CASES
@@ -108,7 +108,7 @@ def test_torch_multiplies_as_the_emulation_does(tokens: int) -> None:
 
 
 def build(folder: Path) -> Block:
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     source = open_source(folder, spec)
     block = build_layer(spec, 1, source, spec.positions(), torch.bfloat16, torch.device("cpu"))
     assert isinstance(block, Block)
@@ -141,7 +141,7 @@ def test_no_linear_layer_of_a_block_is_left_out_and_no_weight_is_another(
     name: str, make_checkpoint: Callable[..., Path]
 ) -> None:
     folder = make_checkpoint(CASES[name].model_type, **CASES[name].changes)
-    assert obstacle(ModelSpec.from_folder(folder)) is None
+    assert obstacle(read_spec(folder)) is None
     block = build(folder)
     linear, before = len(linear_layers(block)), dict(block.named_parameters())
     to_fp8(block.block, emulate=True)
@@ -192,9 +192,9 @@ def test_the_backward_pass_keeps_the_bf16_inputs() -> None:
 
 
 def test_models_that_cannot_are_told(make_checkpoint: Callable[..., Path]) -> None:
-    experts = ModelSpec.from_folder(make_checkpoint("mixtral", num_local_experts=4))
+    experts = read_spec(make_checkpoint("mixtral", num_local_experts=4))
     assert obstacle(experts) == "the experts of mixtral are no linear layers"
-    odd = ModelSpec.from_folder(make_checkpoint("llama", intermediate_size=100))
+    odd = read_spec(make_checkpoint("llama", intermediate_size=100))
     assert obstacle(odd) == f"a linear layer of the blocks has 100 features, no multiple of {MULTIPLE}"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from models.api import read_spec
 from models.costs.fake_layers import LayerCase
 from models.costs.flops import ModelFlops
 from models.costs.layer_work import Operation, Recorder, work_of
@@ -24,7 +25,7 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 def spec_of(folder: Path, **fields: Any) -> ModelSpec:
     (folder / "config.json").write_text(json.dumps({**TINY, "n_head": 4, **fields}), encoding="utf-8")
-    return ModelSpec.from_folder(folder)
+    return read_spec(folder)
 
 
 def flops(operations: Iterable[Operation], kind: str) -> float:

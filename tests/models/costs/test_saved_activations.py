@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from models.api import read_spec
 from models.blocks.weight_gradients import WeightGradients
 from models.costs.fake_layers import LayerCase, saved_by
 from models.layers import Block, Head
@@ -28,7 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def spec_of(folder: Path, fields: dict[str, Any]) -> ModelSpec:
     (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    return ModelSpec.from_folder(folder)
+    return read_spec(folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

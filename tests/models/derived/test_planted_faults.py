@@ -13,12 +13,12 @@ from torch import Tensor
 
 import models.causal_lm
 from models import CheckpointError
-from models.architectures import Family, Rule
 from models.attention.documents import Documents
 from models.attention.kernels import EAGER
 from models.derived.derive import derive
 from models.derived.positions import DerivedPositions
 from models.derived.proof import BOUND, GENERATION, ROUTING, bound, compare, small_spec
+from models.family import Family, Rule
 from models.generation.cache import KeyValueCache
 from models.layers import Head
 from tests.models.derived.cases import write_small

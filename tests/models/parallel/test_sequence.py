@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from models.api import read_spec
 from models.attention.kernels import FLEX
 from models.causal_lm import CausalLM
 from models.layers import Block
@@ -40,7 +41,7 @@ PADDED = torch.where(torch.arange(LENGTH) < 40, torch.arange(LENGTH), -1 - torch
 
 def spec_of(folder: Path, fields: dict[str, Any]) -> ModelSpec:
     (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    return ModelSpec.from_folder(folder)
+    return read_spec(folder)
 
 
 @pytest.mark.parametrize(

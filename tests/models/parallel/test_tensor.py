@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.api import read_spec
 from models.parallel.tensor import obstacle
-from models.spec import ModelSpec
 from tests.closeness import assert_near, bound
 from tests.launching import torchrun
 from tests.models.cases import CASES, EXPERTS, Case
@@ -168,5 +168,5 @@ def test_heads_drop_apart_and_all_else_alike(name: str, outcomes: dict[str, Any]
 def test_what_cannot_be_shared_is_told(
     model: str, changes: dict[str, Any], size: int, spread: bool, told: str | None, make_checkpoint: Make
 ) -> None:
-    reason = obstacle(ModelSpec.from_folder(make_checkpoint(model, **changes)), size, spread)
+    reason = obstacle(read_spec(make_checkpoint(model, **changes)), size, spread)
     assert (reason is None) if told is None else (reason is not None and told in reason)

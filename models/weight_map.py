@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from models.architectures.block_rules import block_rules, pattern
-from models.architectures.family import Family, Rule
+from models.family import Family, Rule
 
 
 class Binding(NamedTuple):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from models.attention.kernels import ALL
+from models.attention.positions import Positions, Rotary
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Family:
     name: str
     decoder_layer: Callable[[PreTrainedConfig, int], nn.Module]
     norm: Callable[[PreTrainedConfig], nn.Module]
-    rotary: Callable[..., nn.Module] | None
+    rotary: Rotary
     embedding: tuple[Rule, ...]
     block: tuple[Rule, ...]
     head: tuple[Rule, ...]
@@ -121,7 +122,7 @@ class Family:
     carried: tuple[str, ...] = ()
     block_in_whole: tuple[Rule, ...] = ()
     prefix: str = "model."
-    positions: Callable[[Family, PreTrainedConfig], Any] | None = None
+    positions: Callable[[PreTrainedConfig, Rotary], Positions] | None = None
     embedding_norm: Callable[[PreTrainedConfig], nn.Module] | None = None
     embedding_scale: Callable[[PreTrainedConfig], float] | None = None
     rounds_scale: bool = True

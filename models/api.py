@@ -1,0 +1,96 @@
+"""Open a model folder: read its spec, load the whole model or this process's share of it.
+
+The highest module beside the converters: it alone joins what config.json says with the proof that the family holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+from torch import distributed
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from models.architectures import declared_family
+from models.causal_lm import CausalLM
+from models.checkpoint.layout import resolve
+from models.checkpoint.source import open_source
+from models.config_json import model_fields, reason_of
+from models.derived.proven import proven
+from models.errors import CheckpointError
+from models.parallel.peers import Peers
+from models.parallel.tensor import TensorShare, obstacle
+from models.router import experts_implementation
+from models.spec import ModelSpec
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """Read `folder`/config.json and prove that its family computes what transformers computes.
+
+    Raises:
+        CheckpointError: no such file, not JSON, no `model_type`, or values that transformers refuses.
+    """
+    path = folder / "config.json"
+    raw, part = model_fields(path)
+    whole = raw["model_type"] if part["model_type"] != raw["model_type"] else None
+    try:
+        family = declared_family(part)
+        fields = family.translate(part) if family and family.translate else part
+        config = CONFIG_MAPPING[fields["model_type"]].from_dict(deepcopy(fields))  # which it changes
+        if not (family and family.translate):  # else transformers has nothing to compare with
+            family = proven(config, fields, family, whole)
+    except Exception as error:  # transformers raises many kinds for a config that makes no sense
+        raise CheckpointError(f"{path}: {reason_of(error, part)}") from None
+    config._experts_implementation = experts_implementation()
+    spec = ModelSpec(family, config, raw, fields, is_part=whole is not None)
+    if spec.n_blocks < 1:
+        raise CheckpointError(f"{path}: num_hidden_layers: expected at least 1, found {spec.n_blocks}")
+    spec.set_attention(family.attention[0])
+    try:
+        spec.build_on_meta()
+    except Exception as error:  # whatever the layers make of it
+        reason = f"{type(error).__name__}: {reason_of(error, fields)}"
+        raise CheckpointError(f"{path}: no model can be built from it: {reason}") from None
+    return spec
+
+
+def load_model(
+    path: str | Path,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    part: Sequence[int] | None = None,
+) -> CausalLM:
+    """Load the model of a folder of either layout, in evaluation mode.
+
+    Args:
+        path: a HuggingFace folder, a pipeline-layout folder, a checkpoint of a run, or a run's `save_path`.
+        dtype: the dtype to hold the weights in; as stored where absent.
+        part: which layers to load; all where absent.
+
+    Raises:
+        CheckpointError: the folder is damaged, incomplete or of an unknown family.
+    """
+    folder = resolve(path)
+    spec = read_spec(folder)
+    source = open_source(folder, spec)
+    return CausalLM(spec, source, dtype or source.dtype(), torch.device(device), part).eval()
+
+
+def load_share(
+    path: str | Path, group: distributed.ProcessGroup, dtype: torch.dtype | None = None, device: str = "cpu"
+) -> CausalLM:
+    """Load this process's share of every layer (tensor parallelism); all processes of the group call it.
+
+    All processes must ask the same: they see the same logits and so choose the same tokens.
+
+    Raises:
+        CheckpointError: see `load_model`; or the processes cannot share the layers.
+    """
+    folder = resolve(path)
+    spec = read_spec(folder)
+    if reason := obstacle(spec, group.size()):
+        raise CheckpointError(f"{folder}: tensor parallelism: {reason}")
+    source, share = open_source(folder, spec), TensorShare(spec, Peers(group.size(), group.rank(), group))
+    return CausalLM(spec, source, dtype or source.dtype(), torch.device(device), share=share).eval()
