@@ -35,10 +35,10 @@ def run(arguments: argparse.Namespace) -> None:
     """What the command line asks for; torch is imported once it is known to ask for something."""
     import torch
 
-    from models.checkpoint.convert import hg_to_pp
     from models.checkpoint.download import download
-    from models.checkpoint.export import ExportOptions, pp_to_hg
-    from models.checkpoint.servers import check
+    from models.conversion.check import check
+    from models.conversion.to_huggingface import ExportOptions, pp_to_hg
+    from models.conversion.to_pipeline import hg_to_pp
 
     if arguments.command == "hg_to_pp":
         hg_to_pp(arguments.input_path, arguments.save_path, arguments.overwrite, arguments.verify)
@@ -59,11 +59,11 @@ def run(arguments: argparse.Namespace) -> None:
         hosts = hosts_of(arguments.hosts, arguments.hostfile)
         gather(Path(arguments.input_path), hosts, Path(arguments.save_path), arguments.overwrite)
     elif arguments.command == "hg_to_onnx":
-        from models.formats.to_onnx import hg_to_onnx
+        from models.conversion.to_onnx import hg_to_onnx
 
         print(safe_line(hg_to_onnx(arguments.input_path, arguments.save_path, arguments.overwrite)))
     elif arguments.command == "hg_to_gguf":
-        from models.formats.to_gguf import hg_to_gguf
+        from models.conversion.to_gguf import hg_to_gguf
 
         dtype = GGUF_TYPES[arguments.dtype] if arguments.dtype else None
         print(safe_line(hg_to_gguf(arguments.input_path, arguments.save_path, dtype, arguments.converter)))

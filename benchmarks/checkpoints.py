@@ -222,7 +222,7 @@ def forget(folder: Path) -> None:
     """Take a checkpoint out of the system's cache, where there is one."""
     import torch
 
-    from models.checkpoint.verify import forget_cached
+    from models.checkpoint.source import forget_cached
 
     if torch.distributed.get_rank() == 0 and folder.exists():
         for path in folder.iterdir():

@@ -30,9 +30,9 @@ from rich.console import Console
 from rich.table import Table
 
 from models.api import read_spec
-from models.checkpoint.export_plan import divide
-from models.checkpoint.safetensors_files import SafetensorsWriter, TensorInfo
-from models.checkpoint.verify import forget_cached
+from models.checkpoint.source import forget_cached
+from models.checkpoint.tensor_files import SafetensorsWriter, TensorInfo
+from models.conversion.to_huggingface import divide
 from models.spec import ModelSpec
 
 ROOT = Path(__file__).parent.parent

@@ -28,8 +28,7 @@ import torch
 from benchmarks.gpu_models import COMMON, MODELS
 from models.api import read_spec
 from models.attention.kernels import EAGER
-from models.costs.fake_layers import LayerCase
-from models.costs.layer_work import Operation, work_of
+from models.costs import LayerCase, Operation, work_of
 from training.config.keys import TrainConfig
 from training.config.sections import FP8
 from training.metrics.devices import parse_devices

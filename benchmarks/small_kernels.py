@@ -18,8 +18,7 @@ from torch import nn
 
 from benchmarks.roofline import LENGTH, LLAMA, print_table
 from models.api import read_spec
-from models.costs.fake_layers import LayerCase, fake_layer
-from models.costs.layer_work import Recorder, work_of
+from models.costs import LayerCase, Recorder, fake_layer, work_of
 from models.spec import ModelSpec
 
 MIXTRAL = LLAMA | {"model_type": "mixtral", "intermediate_size": 14336, "num_key_value_heads": 8}

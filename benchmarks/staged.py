@@ -16,8 +16,7 @@ import torch
 from benchmarks.generate import AT_ONCE, NEW, ROUNDS, prompts, seconds
 from benchmarks.ranks import tell
 from models import CausalLM, load_model
-from models.generation.generate import Request, generate_many
-from models.generation.passes import Passes
+from models.generation import Passes, Request, generate_many
 from training.demo.stages import Pipeline, load_stage
 from training.distributed import processes
 

@@ -20,10 +20,10 @@ from models.checkpoint.source import open_source
 from models.config_json import model_fields, reason_of
 from models.derived.proven import proven
 from models.errors import CheckpointError
-from models.parallel.peers import Peers
-from models.parallel.tensor import TensorShare, obstacle
+from models.process_groups import Peers
 from models.router import experts_implementation
 from models.spec import ModelSpec
+from models.tensor_parallel import TensorShare, obstacle
 
 
 def read_spec(folder: Path) -> ModelSpec:

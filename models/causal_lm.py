@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from models.generation.cache import KeyValueCache
+from models.attention.cache import KeyValueCache
 from models.layers import Block, Embedding, Head, Stream
 from models.loading import LayerStates, build_layer, tie_weights
-from models.parallel.peers import ALONE, Sharing
-from models.parallel.tensor import TensorShare
+from models.process_groups import ALONE, Sharing
 from models.spec import ModelSpec
+from models.tensor_parallel import TensorShare
 
 
 class CausalLM(nn.Module):

@@ -102,7 +102,7 @@ class Family:
             would shrink them, leaves them alone.
         generates: whether tokens can come one by one, through a cache.
         shares_rows: whether several processes can share rows, as tokens meet in attention only.
-        tensor_plan: how a block is cut for tensor parallelism (`models.parallel.tensor`), where transformers does not
+        tensor_plan: how a block is cut for tensor parallelism (`models.tensor_parallel`), where transformers does not
             say or gathers what could stay cut.
         router: the submodule of a block that sends tokens to experts, in families that have them.
         translate: turns the fields of a config.json that transformers does not know into those of one that it does.

@@ -19,12 +19,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
+from models.attention.cache import KeyValueCache
 from models.attention.positions import Arguments, Positions, attention_kind
-from models.blocks.offload import Offloading, Parked, Returns, Trip
 from models.family import Family
-from models.generation.cache import KeyValueCache
-from models.parallel.collectives import copied, gathered
-from models.parallel.peers import ALONE, Peers
+from models.offload import Offloading, Parked, Returns, Trip
+from models.process_groups import ALONE, Peers, copied, gathered
 from models.router import RouterRecorder, n_experts, top_k
 
 Stream = tuple[Tensor, ...]

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from models.parallel.collectives import add_up
-from models.parallel.peers import ALONE, Peers
+from models.process_groups import ALONE, Peers, add_up
 
 CPU_CHUNK, GPU_CHUNK = 2**28, 2**29  # bytes of fp32 logits held at a time; a GPU is fast only with large products
 HALF_SCALE = 2.0**10  # what fp16 gradients of logits are multiplied with: fp16 has no numbers below 6e-8

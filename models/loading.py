@@ -6,20 +6,21 @@ moved one by one. So a process holds its own layers once, in the dtype they trai
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
 from models.attention.positions import Positions
-from models.checkpoint.verify import warn_of_nan
+from models.checkpoint.source import warn_of_nan
 from models.errors import CheckpointError
-from models.parallel.peers import ALONE
-from models.parallel.tensor import TensorShare
-from models.shared_reading import SharedReading
+from models.process_groups import ALONE
 from models.spec import ModelSpec
+from models.tensor_parallel import TensorShare
 
 
 class LayerStates(Protocol):
@@ -129,3 +130,41 @@ def _initialise(config: PreTrainedConfig, module: nn.Module) -> None:
             nn.init.normal_(parameter, std=getattr(config, "initializer_range", 0.02))
         elif name == "bias":
             nn.init.zeros_(parameter)
+
+
+class SharedReading:
+    """This process's part of it.
+
+    Args:
+        group: the replicas.
+        layers: that each of them builds, in this order.
+    """
+
+    def __init__(self, group: ProcessGroup, layers: Sequence[int]) -> None:
+        self._group = group
+        self._layers = list(layers)
+        self._own: dict[str, Tensor] = {}
+
+    def take(
+        self, layer: int, read: Callable[[int], dict[str, Tensor]], like: dict[str, Tensor], device: torch.device
+    ) -> dict[str, Tensor]:
+        """The weights of the next layer; all replicas call it together.
+
+        Args:
+            read: gives the weights of a layer, on the device.
+            like: names, shapes and dtypes of this one's.
+        """
+        rank, replicas = self._group.rank(), self._group.size()
+        place = self._layers.index(layer)
+        reader = place % replicas
+        if reader == 0:
+            self._own = {}
+            for own in self._layers[place + rank : place + rank + 1]:
+                self._own = read(own)
+        state = self._own if reader == rank else {}
+        for name, expected in like.items():
+            if reader != rank:
+                state[name] = torch.empty_like(expected, device=device)
+            # As bytes, as not every network knows every dtype.
+            torch.distributed.broadcast(state[name].view(-1).view(torch.uint8), group=self._group, group_src=reader)
+        return state

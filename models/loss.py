@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from models.attention.sequence_parallel import SummedOverRows
 from models.layers import Head, Stream
 from models.lean_loss import chunk_tokens, linear_cross_entropy
-from models.parallel.peers import ALONE, Peers
-from models.parallel.sequence import SummedOverRows
+from models.process_groups import ALONE, Peers
 from models.router import router_loss, top_k
 
 ALIGNED = 8  # columns of a matrix: products of 16-bit numbers are fast for whole multiples

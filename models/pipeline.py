@@ -27,17 +27,16 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
 
 from models.attention.positions import Positions
-from models.blocks.offload import Returns
-from models.blocks.options import PLAIN, BlockOptions
-from models.blocks.weight_gradients import WeightGradients
+from models.block_options import PLAIN, BlockOptions
 from models.layers import Block, Head, Stream
-from models.loading import LayerStates, build_layer, tie_weights
+from models.loading import LayerStates, SharedReading, build_layer, tie_weights
 from models.loss import MicroBatchLoss, micro_batch_loss
-from models.parallel.peers import NONE_SHARED, Sharing
-from models.parallel.tensor import TensorShare
+from models.offload import Returns
+from models.process_groups import NONE_SHARED, Sharing
 from models.router import n_experts
-from models.shared_reading import SharedReading
 from models.spec import ModelSpec
+from models.tensor_parallel import TensorShare
+from models.weight_gradients import WeightGradients
 
 TIE_KEY = "embedding"
 
@@ -60,7 +59,7 @@ class PipelineModel(PipelineModule):
         topology: the grid of processes, with the axes `pipe` and `data`, and `model` where they share layers.
         parts: layers per stage; one entry a stage (for a `VScheduleModel` two), summing to `spec.n_layers`.
         dtype: the dtype to train in.
-        spread_experts: as in `models.parallel.tensor`.
+        spread_experts: as in `models.tensor_parallel`.
         micro_batch_loss: of head, stream and labels: `models.loss.micro_batch_loss` with the weights of its parts.
         sharing: with whom the process shares its rows and its layers.
         read_together: this stage's layers in the order in which they are built, where its replicas read them together.

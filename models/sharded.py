@@ -17,13 +17,12 @@ from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 
 from models.attention.positions import LINEAR
-from models.blocks.offload import Returns
-from models.blocks.options import PLAIN, BlockOptions
+from models.block_options import PLAIN, BlockOptions
 from models.layers import Block, Head, Stream
-from models.loading import LayerStates, build_layer, tie_weights
+from models.loading import LayerStates, SharedReading, build_layer, tie_weights
 from models.loss import MicroBatchLoss, micro_batch_loss
-from models.parallel.peers import NONE_SHARED, Sharing
-from models.shared_reading import SharedReading
+from models.offload import Returns
+from models.process_groups import NONE_SHARED, Sharing
 from models.spec import ModelSpec
 
 

@@ -17,7 +17,7 @@ from models.attention.positions import Positions
 from models.attention.rope import DYNAMIC, YARN
 from models.family import Family
 from models.layers import Block, Embedding, Head
-from models.parallel.peers import NONE_SHARED, Sharing
+from models.process_groups import NONE_SHARED, Sharing
 from models.router import n_experts
 from models.weight_map import WeightMap
 

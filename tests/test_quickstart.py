@@ -21,7 +21,7 @@ from rich.console import Console
 from data.errors import DataError
 from data.records.record import parse_record
 from models.api import read_spec
-from models.checkpoint.convert import hg_to_pp
+from models.conversion.to_pipeline import hg_to_pp
 from models.errors import CheckpointError
 from quickstart.__main__ import own_job
 from quickstart.answers import AS_TRAINED, HOLDS, OTHERWISE, comparison

@@ -25,8 +25,8 @@ from data.tokenized.answer_end import answer_end
 from data.tokenized.dataset import Dataset, SampleSet, load_dataset
 from data.tokenized.store import default_folder
 from data.tokenized.tokenize import load_tokenizer
-from models.blocks import fp8
-from models.generation.generate import stop_ids
+from models.block_options import FP8_MULTIPLE
+from models.generation import stop_ids
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 
@@ -139,7 +139,7 @@ def build_loader(
         numbers,
         config.least_micro_batches,
         router_loss,
-        (fp8.MULTIPLE if config.fp8.enabled else PAD_MULTIPLE) * config.model_topo.sequence,
+        (FP8_MULTIPLE if config.fp8.enabled else PAD_MULTIPLE) * config.model_topo.sequence,
     )
 
 

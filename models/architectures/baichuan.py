@@ -19,12 +19,12 @@ from transformers import PreTrainedConfig
 
 from models.architectures import llama
 from models.architectures.bloom import alibi_slopes
-from models.attention.documents import Documents
+from models.attention.cache import KeyValueCache
 from models.attention.flex import FLEX
 from models.attention.kernels import EAGER, TORCH
+from models.attention.packed import Documents
 from models.attention.positions import FULL, Angles, Arguments, Positions, Rotary
 from models.family import Family, Native, Rule
-from models.generation.cache import KeyValueCache
 from models.layers import Head
 
 FIRST_VOCABULARY = range(64_000, 65_000)  # of the first generation, tokens that somebody added among them

@@ -18,14 +18,13 @@ from transformers import PreTrainedConfig
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomBlock, build_alibi_tensor, dropout_add
 
 from models.attention import flex
-from models.attention.documents import Documents
+from models.attention.cache import KeyValueCache
 from models.attention.flex import FLEX, Scope
 from models.attention.kernels import EAGER
-from models.attention.position_ids import unmarked
+from models.attention.packed import Documents, unmarked
 from models.attention.positions import FULL, Arguments, Positions, Rotary
+from models.attention.sequence_parallel import PartOfRows, over_parts
 from models.family import Family, Rule, Tie
-from models.generation.cache import KeyValueCache
-from models.parallel.sequence import PartOfRows, over_parts
 
 
 def alibi_slopes(n_heads: int) -> Tensor:

@@ -25,15 +25,13 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from models.attention import flex
-from models.attention.documents import Documents
+from models.attention.cache import KeyValueCache
 from models.attention.flex import FLEX
 from models.attention.kernels import CUDNN, FLASH, FLASH_3, TORCH
-from models.attention.packed import VARLEN
-from models.attention.position_ids import unmarked
+from models.attention.packed import VARLEN, Documents, unmarked
 from models.attention.rope import DocumentRotary, depends_on_length
-from models.generation.cache import KeyValueCache
-from models.parallel.peers import NONE_SHARED, Sharing
-from models.parallel.sequence import Exchanged, PartOfRows, share_attention
+from models.attention.sequence_parallel import Exchanged, PartOfRows, share_attention
+from models.process_groups import NONE_SHARED, Sharing
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from models.attention.position_ids import document_lengths
+from models.attention.packed import document_lengths
 
 LONGROPE, DYNAMIC, YARN = "longrope", "dynamic", "yarn"
 

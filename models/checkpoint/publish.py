@@ -30,7 +30,7 @@ from typing import Any
 
 from common.lease import kernel_name
 from common.whole_files import sync
-from models.checkpoint.parallel import sync_files
+from models.checkpoint.tensor_io import sync_files
 from models.errors import CheckpointError
 
 MARK = ".pipetune-files.json"

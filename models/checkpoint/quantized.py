@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from models.checkpoint.safetensors_files import TensorInfo
+from models.checkpoint.tensor_files import TensorInfo
 from models.config_json import QUANTIZATION
 from models.errors import CheckpointError
 

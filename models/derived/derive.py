@@ -1,6 +1,6 @@
 """A family for a `model_type` that no file declares, made from transformers' own model.
 
-transformers' class is made small and watched (`models.derived.outline`, `models.derived.names`); what has a size is
+transformers' class is made small and watched (`models.derived.outline`, `models.derived.outline`); what has a size is
 taken from a model of the real width without blocks. What does not fit the three kinds of layer is refused in one line.
 Whether the family computes what transformers computes is for `models.derived.proof` to say.
 
@@ -25,8 +25,7 @@ from models.attention.kernels import ALL, EAGER
 from models.attention.positions import LINEAR, attention_kind
 from models.attention.rope import several_depend_on_length
 from models.config_json import AHEAD
-from models.derived.names import tables_of
-from models.derived.outline import FIRST, LENGTH, Outline, Source, Underivable, outline_of
+from models.derived.outline import FIRST, LENGTH, Outline, Source, Underivable, outline_of, tables_of
 from models.derived.positions import DerivedPositions, by_document
 from models.derived.shrink import is_dropout, shrunk_fields
 from models.family import Family, Rule, Tie

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 from transformers import PreTrainedConfig
 
-from models.attention.documents import Documents
-from models.attention.position_ids import unmarked
+from models.attention.cache import KeyValueCache
+from models.attention.packed import Documents, unmarked
 from models.attention.positions import Arguments, Positions, Rotary, fp32_products
 from models.attention.rope import DocumentRotary, depends_on_length
 from models.derived.outline import ANGLES, CACHE, CONSTANT, EMPTY, HIDDEN, MASK, POSITIONS, Call, Source
-from models.generation.cache import KeyValueCache
 
 
 class DerivedPositions(Positions):

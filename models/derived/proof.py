@@ -30,16 +30,16 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from models.attention.cache import KeyValueCache
 from models.attention.kernels import ALL, EAGER, TORCH
 from models.attention.positions import LINEAR, attention_kind
 from models.attention.rope import depends_on_length
+from models.attention.sequence_parallel import Folded, share_attention
 from models.causal_lm import CausalLM
 from models.checkpoint.source import HuggingFaceSource, same_bytes
 from models.derived.derive import check_rotation, derive, small_model
 from models.derived.outline import Underivable
 from models.family import Family
-from models.generation.cache import KeyValueCache
-from models.parallel.sequence import Folded, share_attention
 from models.router import router_loss, top_k
 from models.spec import ModelSpec
 

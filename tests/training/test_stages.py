@@ -21,9 +21,8 @@ import torch
 import demo
 from models import CausalLM, load_model
 from models.api import read_spec
-from models.checkpoint.convert import hg_to_pp
-from models.generation.generate import ROWS, Request, generate_many
-from models.generation.passes import Passes
+from models.conversion.to_pipeline import hg_to_pp
+from models.generation import ROWS, Passes, Request, generate_many
 from tests.conftest import FAQ
 from tests.launching import (
     DEEPSPEED,

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from models.api import read_spec
-from models.checkpoint.safetensors_files import SafetensorsFile
-from models.checkpoint.torch_files import MappedFile
+from models.checkpoint.tensor_files import MappedFile, SafetensorsFile
 from tests.workers.zero import KINDS, build
 from training.config.keys import TrainConfig
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from models.api import read_spec
-from models.parallel.collectives import add_up
+from models.process_groups import add_up
 from tests.workers.cases import loader_of
 from tests.workers.topology import ORDER, state_of
 from training.checkpoint.folder import CheckpointRecord, step_folder

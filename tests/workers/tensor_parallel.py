@@ -15,7 +15,7 @@ from torch import distributed
 
 from models import CheckpointError
 from models.api import load_share
-from models.generation.generate import Request, generate_many
+from models.generation import Request, generate_many
 from tests.workers.leaving import leave
 from training.distributed.processes import gather
 

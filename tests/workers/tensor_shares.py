@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from models import process_groups as collectives
 from models.api import read_spec
 from models.causal_lm import CausalLM
 from models.checkpoint.source import open_source
 from models.loss import micro_batch_loss
-from models.parallel import collectives
-from models.parallel.peers import Peers
-from models.parallel.tensor import TensorShare
+from models.process_groups import Peers
 from models.router import n_experts
+from models.tensor_parallel import TensorShare
 from tests.workers.leaving import leave
 from training.distributed.processes import gather
 

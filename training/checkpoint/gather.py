@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from models.checkpoint.layout import RECORD
-from models.checkpoint.parallel import byte_bar
 from models.checkpoint.publish import publish_folder
+from models.checkpoint.tensor_io import byte_bar
 from models.errors import CheckpointError
 from training.checkpoint.folder import CheckpointRecord, FileRecord
 from training.launch.hosts import LIVELY, SSH

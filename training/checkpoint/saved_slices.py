@@ -22,10 +22,10 @@ from torch import Tensor
 
 from models.checkpoint.layout import layer_file
 from models.errors import CheckpointError
-from models.parallel.cut import Cut
-from models.parallel.peers import Peers
-from models.parallel.tensor import TensorShare
+from models.process_groups import Peers
+from models.shard import Cut
 from models.spec import ModelSpec
+from models.tensor_parallel import TensorShare
 from training.checkpoint.deepspeed_files import read_mapped
 from training.topology import Topology
 

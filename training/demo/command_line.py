@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from data.chat.messages import Said
-    from models.generation.passes import Passes
+    from models.generation import Passes
     from training.demo.chat import Chat
     from training.demo.speaker import Speaker, Wishes
     from training.demo.tools import Tools
@@ -215,7 +215,7 @@ def check_together(arguments: argparse.Namespace) -> None:
 
 def wishes_of(arguments: argparse.Namespace) -> Wishes:
     """How answers are to be."""
-    from models.generation.sampling import GREEDY, Sampling
+    from models.generation import GREEDY, Sampling
     from training.demo.speaker import Wishes
 
     names = ("temperature", "top_p", "top_k", "seed", "repetition_penalty")

@@ -27,7 +27,7 @@ from torch import Tensor, distributed
 from models import CausalLM, load_model
 from models.api import load_share, read_spec
 from models.checkpoint.layout import resolve
-from models.generation.passes import Pass, Passes
+from models.generation import Pass, Passes
 from models.spec import ModelSpec
 from training.distributed import processes
 from training.distributed.processes import Place, agreed

@@ -5,7 +5,7 @@ micro-batch, and as many more lie in memory for a moment as its largest gradient
 moves 10 bytes: itself and the sum, which is read and written; 6 in a step's first micro-batch, which overwrites what
 the step before left, where DeepSpeed sets the sums to zero twice. The sums are the same to the last bit.
 
-Where the gradients of linear layers' weights are computed later (`models.blocks.weight_gradients`), the product itself
+Where the gradients of linear layers' weights are computed later (`models.weight_gradients`), the product itself
 adds to the sum: nothing is rounded to 16 bits, which is nearer to the true sum, and what is moved hides behind the
 arithmetic. Only GPUs have such a product.
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from models.parallel.peers import ALONE, Peers, Sharing
+from models.process_groups import ALONE, Peers, Sharing
 from training.config.model_topo import ModelTopo
 from training.distributed.groups import among_members
 

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from data.loader import GlobalBatch, Loader, MicroBatch
-from models.attention.documents import Documents
-from models.blocks.options import BlockOptions
+from models.attention.packed import Documents
+from models.block_options import BlockOptions
 from models.checkpoint.source import open_source
 from models.loading import LayerStates, SeededStates
 from models.loss import micro_batch_loss
-from models.parallel.peers import NONE_SHARED, Sharing
+from models.process_groups import NONE_SHARED, Sharing
 from models.spec import ModelSpec
 from training.config.deepspeed_config import check_device, deepspeed_config, router_loss_weight, training_dtype
 from training.config.gpu import check_gpu

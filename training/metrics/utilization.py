@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import torch
 
-from models.costs.flops import ModelFlops
+from models.costs import ModelFlops
 from models.spec import ModelSpec
 from training.metrics.devices import peak_flops
 

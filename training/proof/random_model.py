@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from models.checkpoint.layout import layer_file
-from models.checkpoint.torch_files import save_state_dict
+from models.checkpoint.tensor_files import save_state_dict
 from models.spec import ModelSpec
 
 

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.parallel.cut import Cut
+from models.shard import Cut
 from training.checkpoint.resharding import slices_of
 from training.engine.pipeline import PipelineTrainer
 from training.engine.stage_engine import StageEngine

@@ -14,8 +14,8 @@ from data.streaming.stream import Stream
 from data.tokenized.dataset import check_vocabulary
 from data.tokenized.tokenize import IGNORED, Sample
 from models.api import read_spec
-from models.checkpoint.convert import copy_files
 from models.checkpoint.layout import resolve, side_files
+from models.conversion.to_pipeline import copy_files
 from models.derived.shrink import is_dropout, shrunk_fields
 from models.spec import ModelSpec
 from training.config.deepspeed_config import router_loss_weight

@@ -23,7 +23,7 @@ from models import CausalLM
 from models.api import read_spec
 from models.attention import packed
 from models.attention.kernels import ALL, CUDNN, FLASH, FLASH_3, FLEX, VARLEN
-from models.attention.position_ids import unmarked
+from models.attention.packed import unmarked
 from models.checkpoint.source import open_source
 from tests.closeness import assert_near
 from tests.models.cases import CASES
@@ -249,7 +249,7 @@ def test_kernels_without_dropout_are_not_taken_where_attention_drops(make_checkp
 
 def test_a_batch_told_ahead_gives_the_same(make_checkpoint: Callable[..., Path]) -> None:
     """What is read from position ids and what is told may not differ; a wrong shape is refused."""
-    from models.attention.documents import Documents
+    from models.attention.packed import Documents
 
     spec = read_spec(make_checkpoint("llama"))
     positions = spec.positions()

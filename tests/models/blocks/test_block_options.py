@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from models import CausalLM
+from models import CausalLM, offload
 from models.api import read_spec
 from models.attention.kernels import FLEX
-from models.blocks import offload
-from models.blocks.options import PLAIN, BlockOptions
+from models.block_options import PLAIN, BlockOptions
 from models.checkpoint.source import open_source
 from tests.models.attention.test_kernels import position_ids
 from tests.models.cases import CASES

@@ -20,13 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from models.api import read_spec
-from models.blocks.fp8 import MULTIPLE, PACKAGE, obstacle, to_fp8
-from models.blocks.offload import Returns
-from models.blocks.options import BlockOptions
-from models.blocks.weight_gradients import linear_layers
+from models.block_options import FP8_MULTIPLE, FP8_PACKAGE, BlockOptions, fp8_obstacle, to_fp8
 from models.checkpoint.source import open_source
 from models.layers import Block
 from models.loading import build_layer
+from models.offload import Returns
+from models.weight_gradients import linear_layers
 from tests.conftest import ROOT
 from tests.models.attention.test_kernels import position_ids
 from tests.models.cases import CASES
@@ -141,7 +140,7 @@ def test_no_linear_layer_of_a_block_is_left_out_and_no_weight_is_another(
     name: str, make_checkpoint: Callable[..., Path]
 ) -> None:
     folder = make_checkpoint(CASES[name].model_type, **CASES[name].changes)
-    assert obstacle(read_spec(folder)) is None
+    assert fp8_obstacle(read_spec(folder)) is None
     block = build(folder)
     linear, before = len(linear_layers(block)), dict(block.named_parameters())
     to_fp8(block.block, emulate=True)
@@ -163,7 +162,7 @@ def test_only_blocks_that_are_told_to_compute_so(make_checkpoint: Callable[..., 
 def test_recomputed_and_offloaded_it_rounds_the_same(
     make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("models.blocks.options.to_fp8", partial(to_fp8, emulate=True))
+    monkeypatch.setattr("models.block_options.to_fp8", partial(to_fp8, emulate=True))
     folder = make_checkpoint("llama")
     found = []
     for recompute, offload in ((frozenset(), False), (frozenset(), True), (frozenset({1}), True)):
@@ -193,20 +192,20 @@ def test_the_backward_pass_keeps_the_bf16_inputs() -> None:
 
 def test_models_that_cannot_are_told(make_checkpoint: Callable[..., Path]) -> None:
     experts = read_spec(make_checkpoint("mixtral", num_local_experts=4))
-    assert obstacle(experts) == "the experts of mixtral are no linear layers"
+    assert fp8_obstacle(experts) == "the experts of mixtral are no linear layers"
     odd = read_spec(make_checkpoint("llama", intermediate_size=100))
-    assert obstacle(odd) == f"a linear layer of the blocks has 100 features, no multiple of {MULTIPLE}"
+    assert fp8_obstacle(odd) == f"a linear layer of the blocks has 100 features, no multiple of {FP8_MULTIPLE}"
 
 
 def test_the_requirements_have_the_version_that_is_named() -> None:
     for name in ("requirements-dev.txt", "requirements-gpu.txt"):
         lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
-        assert [line.split()[0] for line in lines if line.startswith("torchao")] == [PACKAGE]
+        assert [line.split()[0] for line in lines if line.startswith("torchao")] == [FP8_PACKAGE]
 
 
 def test_torchao_tells_a_user_nothing() -> None:
     """Not in this process, where it is loaded already; whoever asks for logs gets all others."""
-    words = "import logging; logging.basicConfig(); from torch import nn; from models.blocks.fp8 import to_fp8; "
+    words = "import logging; logging.basicConfig(); from torch import nn; from models.block_options import to_fp8; "
     words += "to_fp8(nn.Sequential(nn.Linear(16, 16)), True); logging.warning('mine')"
     done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True, cwd=ROOT)
     assert (done.stdout, done.stderr) == ("", "WARNING:root:mine\n")

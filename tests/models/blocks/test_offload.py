@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.blocks import offload
-from models.blocks.offload import HostCopy, Trip
-from models.blocks.options import BlockOptions
+from models import offload
+from models.block_options import BlockOptions
+from models.offload import HostCopy, Trip
 from tests.models.blocks.test_block_options import BLOCKS, build, make
 from tests.models.helpers import random_ids
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from models.blocks.offload import Returns
-from models.blocks.options import PLAIN, BlockOptions
-from models.blocks.weight_gradients import WeightGradients, linear_layers
+from models.block_options import PLAIN, BlockOptions
+from models.offload import Returns
+from models.weight_gradients import WeightGradients, linear_layers
 from tests.models.blocks.test_block_options import build
 
 PASSES = 3

@@ -13,9 +13,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from models.checkpoint.convert import hg_to_pp
-from models.checkpoint.export import ExportOptions, pp_to_hg
-from models.checkpoint.servers import check
+from models.conversion.check import check
+from models.conversion.to_huggingface import ExportOptions, pp_to_hg
+from models.conversion.to_pipeline import hg_to_pp
 from tests.conftest import ORIGINALS, TINY
 from tests.environments import environment
 from tests.models.cases import CASES

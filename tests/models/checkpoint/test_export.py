@@ -15,12 +15,11 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from models import load_model
-from models.checkpoint import convert as converting
-from models.checkpoint import export
-from models.checkpoint.convert import copy_side_files, hg_to_pp
-from models.checkpoint.export import Export, ExportOptions, pp_to_hg
-from models.checkpoint.export_plan import cut_between
 from models.checkpoint.source import PipelineSource
+from models.conversion import to_huggingface as export
+from models.conversion import to_pipeline as converting
+from models.conversion.to_huggingface import Export, ExportOptions, cut_between, pp_to_hg
+from models.conversion.to_pipeline import copy_side_files, hg_to_pp
 from tests.models.command_line import convert
 from tests.models.helpers import (
     LAYOUTS,

@@ -16,8 +16,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from data.chat.native.kinds import export_tokenizer
 from data.tokenized.tokenize import load_tokenizer
 from models import load_model
-from models.checkpoint.convert import hg_to_pp
-from models.checkpoint.export import ExportOptions, pp_to_hg
+from models.conversion.to_huggingface import ExportOptions, pp_to_hg
+from models.conversion.to_pipeline import hg_to_pp
 from tests.data.published_tokenizers import END_TOKENS as SMALL_END_TOKENS
 from tests.data.published_tokenizers import Published
 from tests.models.cases import CASES

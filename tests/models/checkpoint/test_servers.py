@@ -11,9 +11,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import convert_model
-from models.checkpoint.convert import hg_to_pp
-from models.checkpoint.export import ExportOptions, pp_to_hg
-from models.checkpoint.servers import SERVERS, check
+from models.conversion.check import SERVERS, check
+from models.conversion.to_huggingface import ExportOptions, pp_to_hg
+from models.conversion.to_pipeline import hg_to_pp
 from models.errors import CheckpointError
 from tests.conftest import ORIGINALS
 from tests.models.cases import CASES

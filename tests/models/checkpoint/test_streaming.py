@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models.api import read_spec
-from models.checkpoint.safetensors_files import SafetensorsFile
 from models.checkpoint.source import HuggingFaceSource
+from models.checkpoint.tensor_files import SafetensorsFile
 from tests.launching import run, start
 from tests.models.helpers import SAFETENSORS_INDEX, copy_of, error_line, run_convert_model, write_weights
 

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from models.api import read_spec
-from models.costs.flops import ModelFlops
+from models.costs import ModelFlops
 
 BATCH, LENGTH = 2, 96
 

@@ -12,9 +12,7 @@ import pytest
 import torch
 
 from models.api import read_spec
-from models.costs.fake_layers import LayerCase
-from models.costs.flops import ModelFlops
-from models.costs.layer_work import Operation, Recorder, work_of
+from models.costs import LayerCase, ModelFlops, Operation, Recorder, work_of
 from models.layers import Block
 from models.spec import ModelSpec
 from tests.conftest import TINY

@@ -11,10 +11,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from models.api import read_spec
-from models.blocks.weight_gradients import WeightGradients
-from models.costs.fake_layers import LayerCase, saved_by
+from models.costs import LayerCase, saved_by
 from models.layers import Block, Head
 from models.spec import ModelSpec
+from models.weight_gradients import WeightGradients
 from tests.conftest import BAICHUAN, CHATGLM, TINY
 
 FAMILIES: dict[str, dict[str, Any]] = {

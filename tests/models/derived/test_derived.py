@@ -25,8 +25,7 @@ from common.whole_files import read_checked
 from models import CheckpointError, load_model
 from models.api import read_spec
 from models.architectures import FAMILIES
-from models.costs.fake_layers import LayerCase
-from models.costs.layer_work import work_of
+from models.costs import LayerCase, work_of
 from models.derived import derive, outline, proven
 from models.derived.derive import small_model
 from models.derived.proof import BOUND, prove, roughen

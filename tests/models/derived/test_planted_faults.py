@@ -13,13 +13,13 @@ from torch import Tensor
 
 import models.causal_lm
 from models import CheckpointError
-from models.attention.documents import Documents
+from models.attention.cache import KeyValueCache
 from models.attention.kernels import EAGER
+from models.attention.packed import Documents
 from models.derived.derive import derive
 from models.derived.positions import DerivedPositions
 from models.derived.proof import BOUND, GENERATION, ROUTING, bound, compare, small_spec
 from models.family import Family, Rule
-from models.generation.cache import KeyValueCache
 from models.layers import Head
 from tests.models.derived.cases import write_small
 from tests.models.helpers import change_weights, read_config

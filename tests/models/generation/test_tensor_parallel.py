@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from models import load_model
-from models.generation.generate import Request, generate_many
+from models.generation import Request, generate_many
 from tests.launching import torchrun
 from tests.models.cases import CASES, Case
 from tests.models.helpers import change_weights, random_ids

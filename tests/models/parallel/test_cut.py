@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor
 
-from models.parallel import cut
-from models.parallel.cut import Cut, in_common
-from models.parallel.peers import Peers
+from models import shard as cut
+from models.process_groups import Peers
+from models.shard import Cut, in_common
 
 SHAPE = (4, 6, 10)
 

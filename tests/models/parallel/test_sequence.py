@@ -16,11 +16,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from models.api import read_spec
 from models.attention.kernels import FLEX
+from models.attention.sequence_parallel import Exchanged, Folded, share_attention
 from models.causal_lm import CausalLM
 from models.layers import Block
 from models.loading import SeededStates
-from models.parallel.peers import Peers, Sharing
-from models.parallel.sequence import Exchanged, Folded, share_attention
+from models.process_groups import Peers, Sharing
 from models.spec import ModelSpec
 from tests.conftest import BAICHUAN, CHATGLM, TINY
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from models.api import read_spec
-from models.parallel.tensor import obstacle
+from models.tensor_parallel import obstacle
 from tests.closeness import assert_near, bound
 from tests.launching import torchrun
 from tests.models.cases import CASES, EXPERTS, Case

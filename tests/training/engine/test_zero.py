@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 import train_ds_zero
 from models import load_model
 from models.api import read_spec
-from models.checkpoint.convert import copy_side_files
-from models.checkpoint.export import pp_to_hg
+from models.conversion.to_huggingface import pp_to_hg
+from models.conversion.to_pipeline import copy_side_files
 from tests.closeness import assert_near
 from tests.conftest import FAQ
 from tests.launching import deepspeed, metrics, topology, write_config

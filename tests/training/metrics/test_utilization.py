@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from models.api import read_spec
-from models.costs.flops import ModelFlops
+from models.costs import ModelFlops
 from training.metrics.devices import peak_flops
 from training.metrics.utilization import Utilization
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from data.tokenized.dataset import InMemory
 from data.tokenized.tokenize import Sample
-from models.costs.fake_layers import LayerCase, saved_by
+from models.costs import LayerCase, saved_by
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 from tests.conftest import FAQ, TINY

@@ -19,8 +19,8 @@ from common.whole_files import sync
 from models.api import read_spec
 from models.checkpoint.layout import Layout, layout_of, resolve
 from models.checkpoint.publish import sweep, workplace, writing
-from models.checkpoint.servers import foreign_code
 from models.checkpoint.source import HuggingFaceSource
+from models.conversion.check import foreign_code
 from models.errors import CheckpointError
 
 TYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}  # as the converter calls them; else f32

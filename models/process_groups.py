@@ -1,16 +1,56 @@
-"""What processes that share a layer do with a tensor, in the forward pass and, the other way round, in the backward.
+"""Groups of processes that share rows or layers, and what they do with a tensor, forward and backward.
 
 A tensor is held alike by all of them, in parts side by side, or in summands (Megatron-LM, arXiv:1909.08053).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed import ProcessGroup
 
-from models.parallel.peers import Peers
+
+@dataclass(frozen=True)
+class Peers:
+    """Neighbouring processes that share something.
+
+    Attributes:
+        size: how many they are.
+        rank: which of them this one is, from 0.
+        group: by which they reach each other; None where there is only one.
+    """
+
+    size: int = 1
+    rank: int = 0
+    group: ProcessGroup | None = None
+
+    def part(self, count: int) -> slice:
+        """Which of `count` things are this process's: as even as can be, the larger parts first."""
+        each, more = divmod(count, self.size)
+        begin = self.rank * each + min(self.rank, more)
+        return slice(begin, begin + each + (self.rank < more))
+
+
+ALONE = Peers()
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Both kinds of peers of a process.
+
+    Attributes:
+        sequence: who have the other tokens of the same rows (`models.attention.sequence_parallel`).
+        tensor: who have the other parts of the same layers (`models.tensor_parallel`).
+    """
+
+    sequence: Peers = ALONE
+    tensor: Peers = ALONE
+
+
+NONE_SHARED = Sharing()
 
 
 @torch.compiler.disable

@@ -27,10 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 
 from models.layers import Embedding, Head
-from models.parallel.collectives import add_up, copied, gathered, split, summed
-from models.parallel.cut import Cut
-from models.parallel.peers import ALONE, Peers
+from models.process_groups import ALONE, Peers, add_up, copied, gathered, split, summed
 from models.router import n_experts
+from models.shard import Cut
 from models.spec import ModelSpec, key_heads
 
 # The words of a plan: for a linear layer, or for a matrix [..., out, in].

@@ -15,12 +15,10 @@ from pathlib import Path
 from models.api import read_spec
 from models.checkpoint import layout
 from models.checkpoint.layout import CARRIED, TEMPLATES, Manifest, flat, layer_file, side_files
-from models.checkpoint.parallel import byte_bar, write_behind
 from models.checkpoint.publish import publish_folder
-from models.checkpoint.safetensors_files import DTYPE_NAMES, SafetensorsWriter
-from models.checkpoint.source import HuggingFaceSource, PipelineSource
-from models.checkpoint.torch_files import save_state_dict
-from models.checkpoint.verify import compare, forget_cached, warn_of_nan
+from models.checkpoint.source import HuggingFaceSource, PipelineSource, compare, forget_cached, warn_of_nan
+from models.checkpoint.tensor_files import DTYPE_NAMES, SafetensorsWriter, save_state_dict
+from models.checkpoint.tensor_io import byte_bar, write_behind
 from models.config_json import QUANTIZATION, read_json, write_json
 from models.errors import CheckpointError
 

@@ -25,18 +25,18 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from models.api import read_spec
+from models.attention.cache import KeyValueCache
 from models.attention.kernels import EAGER
 from models.attention.rope import depends_on_length
 from models.causal_lm import CausalLM
-from models.checkpoint.convert import copy_files
-from models.checkpoint.export import with_dtype
 from models.checkpoint.layout import resolve, side_files
 from models.checkpoint.publish import publish_folder
-from models.checkpoint.servers import foreign_code
 from models.checkpoint.source import open_source
 from models.config_json import write_json
+from models.conversion.check import foreign_code
+from models.conversion.to_huggingface import with_dtype
+from models.conversion.to_pipeline import copy_files
 from models.errors import CheckpointError
-from models.generation.cache import KeyValueCache
 from models.spec import ModelSpec
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models.attention.kernels import ALL, EAGER
-from models.parallel.peers import Peers
+from models.process_groups import Peers
 
 Kernel = Callable[..., tuple[Tensor, Any]]  # as transformers calls attention
 

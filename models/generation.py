@@ -12,20 +12,62 @@ from __future__ import annotations
 
 import json
 import operator
+from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from models.attention.cache import KeyValueCache
 from models.attention.rope import turning_length
 from models.causal_lm import CausalLM
 from models.errors import CheckpointError
-from models.generation.passes import Pass, Passes
-from models.generation.sampling import GREEDY, Sampling, choose
 
 ROWS = 8  # texts under way at once, for each group
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The wishes of a request, taken in this order: penalty, temperature, top_k, top_p."""
+
+    temperature: float = 0.7  # 0 takes the likeliest token each time (greedy)
+    top_p: float = (
+        0.9  # sample from the smallest set of tokens that holds so much of the probability (arXiv:1904.09751)
+    )
+    top_k: int | None = None  # sample from the likeliest so many tokens; from all where absent
+    # Divides the logits of tokens that the text has already, and multiplies those below zero (arXiv:1909.05858).
+    repetition_penalty: float = 1.0
+    seed: int | None = None  # of the request's own random numbers; torch's common ones where absent
+
+    def generator(self, device: torch.device) -> torch.Generator | None:
+        """The random numbers of a request."""
+        return None if self.seed is None else torch.Generator(device).manual_seed(self.seed)
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def choose(
+    logits: Tensor, sampling: Sampling, text: list[int] | None = None, generator: torch.Generator | None = None
+) -> int:
+    """The next token from logits [V]; `text` is the tokens so far, for the penalty."""
+    if sampling.repetition_penalty != 1.0 and text:
+        used = torch.tensor(sorted(set(text)), device=logits.device)
+        scores = logits[used]
+        penalty = sampling.repetition_penalty
+        logits = logits.index_copy(0, used, torch.where(scores < 0, scores * penalty, scores / penalty))
+    if sampling.temperature == 0.0:
+        return int(logits.argmax())
+    scores, tokens = logits.topk(min(sampling.top_k or len(logits), len(logits)))
+    probabilities = torch.softmax((scores - scores[0]) / sampling.temperature, dim=-1)  # however small it is
+    outside = probabilities.cumsum(dim=-1) - probabilities >= sampling.top_p
+    outside[0] = False  # the likeliest token is always a choice
+    probabilities[outside] = 0.0
+    return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
 
 
 class Request:
@@ -122,3 +164,82 @@ def stop_ids(folder: Path) -> set[int]:
         return {operator.index(each) for each in (ids if isinstance(ids, list) else [] if ids is None else [ids])}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path}: damaged; expected a JSON object with numbers as eos_token_id") from None
+
+
+class Pass(NamedTuple):
+    """A forward pass of some rows of a group."""
+
+    group: int
+    kept: list[int]  # the rows of the group that stay, in this order, before anything else
+    texts: list[list[int]]  # a piece of text for each row, equally long
+    arriving: bool  # the piece is a row of its own, which joins the others; else it follows what the rows have
+
+
+class Passes:
+    """What a model with a head computes for groups of rows, whose passes may be under way at the same time.
+
+    Raises:
+        CheckpointError: the family cannot.
+    """
+
+    def __init__(self, model: CausalLM, groups: int = 1) -> None:
+        if not model.spec.family.generates:
+            raise CheckpointError(
+                f"{model.spec.family.name}: tokens one by one are not transformers'; expected an export that "
+                "transformers generates with"
+            )
+        self.spec = model.spec
+        self.groups = groups
+        self._model = model
+        self._weight = next(model.parameters())
+        self._caches = [KeyValueCache(rows=0) for _ in range(groups)]
+        self._given: deque[Pass] = deque()
+
+    def give(self, work: Pass) -> None:
+        """Ask for a pass.
+
+        Raises:
+            CheckpointError: the model does not know a token.
+        """
+        largest, known = max(map(max, work.texts)), self.spec.config.vocab_size
+        if largest >= known:
+            raise CheckpointError(
+                f"vocab_size: the tokenizer gives token {largest}, but the model has {known}; "
+                "expected the tokenizer of this model"
+            )
+        self._given.append(work)
+
+    def take(self) -> Tensor:
+        """What follows each row of the first pass that was given and not taken, fp32 [rows, V].
+
+        Raises:
+            CheckpointError: the numbers are not finite.
+        """
+        logits = self.logits(self.compute(self._given.popleft()))
+        if not torch.isfinite(logits.amax(dim=-1)).all():
+            raise CheckpointError("the model's output is not finite: its weights hold NaN or infinity")
+        return logits
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of the last token of each row, fp32 [rows, V], from the hidden states behind the last block."""
+        logits: Tensor = self._model.head.project(self._model.head.norm(hidden[:, -1])).float()
+        return logits
+
+    def forget(self) -> None:
+        """Let nothing be under way that nobody took."""
+        self._given.clear()
+
+    def compute(self, work: Pass) -> Tensor:
+        """The hidden states [rows, length, H] behind the last block here."""
+        inputs, cache = self.inputs(work), self._caches[work.group]
+        cache.select(work.kept)
+        if not work.arriving:
+            return self._model.stream(inputs, cache=cache)[0]
+        own = KeyValueCache()
+        hidden = self._model.stream(inputs, cache=own)[0]
+        cache.append(own)
+        return hidden
+
+    def inputs(self, work: Pass) -> Tensor:
+        """What the first layer here takes: token ids [rows, length]."""
+        return torch.tensor(work.texts, device=self._weight.device)
