@@ -74,14 +74,14 @@ def run(arguments: Namespace, config: TrainConfig, place: Place, monitor: RankMo
 
         return check_run(True, config, place, monitor)
     from training.engine.pipeline import PipelineTrainer
-    from training.job import run_job
+    from training.options import train_language_model
 
     kind = PipelineTrainer
     if arguments.record:
         from training.proof.recorder import recorder_in
 
         kind = recorder_in(arguments.record)
-    return run_job(config, place, monitor, kind)
+    return train_language_model(config, place, monitor, kind)
 
 
 if __name__ == "__main__":

@@ -43,9 +43,9 @@ def run(arguments: Namespace, config: TrainConfig, place: Place, monitor: RankMo
 
         return check_run(False, config, place, monitor)
     from training.engine.zero import ZeroTrainer
-    from training.job import run_job
+    from training.options import train_language_model
 
-    return run_job(config, place, monitor, ZeroTrainer)
+    return train_language_model(config, place, monitor, ZeroTrainer)
 
 
 def load_spread_config(path: str, overrides: list[str], place: Place | None) -> TrainConfig:

@@ -71,7 +71,7 @@ def work(way: str, folder: Path) -> None:
 
     from benchmarks.full_rows import run_config
     from benchmarks.steps import joined, train
-    from data.tokenized.dataset import InMemory
+    from data.sample_set import InMemory
     from models.api import read_spec
     from training.data_setup import build_loader
     from training.distributed import freed_memory

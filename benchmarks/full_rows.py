@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from data.loader import Loader
-from data.tokenized.dataset import InMemory
+from data.sample_set import InMemory
 from training.config.keys import TrainConfig
 
 

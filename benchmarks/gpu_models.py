@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # the command knows what to measure before its packages are installed
-    from data.tokenized.dataset import InMemory
+    from data.sample_set import InMemory
     from training.config.keys import TrainConfig
     from training.metrics.devices import Device
 
@@ -107,7 +107,7 @@ def packed_samples(words: int, tokens: int, longest: int) -> InMemory:
     """Samples of chance, a sixteenth to a half of a row long, with so many tokens; the same on every rank."""
     import numpy
 
-    from data.tokenized.dataset import InMemory
+    from data.sample_set import InMemory
 
     chance = numpy.random.Generator(numpy.random.PCG64(0))
     rows = []

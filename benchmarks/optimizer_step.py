@@ -101,8 +101,7 @@ def _work(folder: Path, keys: dict[str, Any]) -> None:
     from deepspeed.runtime.pipe import schedule
 
     from benchmarks.steps import joined
-    from data.tokenized.dataset import InMemory
-    from data.tokenized.tokenize import Sample
+    from data.sample_set import InMemory, Sample
     from models.api import read_spec
     from training.config.keys import TrainConfig
     from training.data_setup import build_loader

@@ -31,7 +31,7 @@ from benchmarks.turns import Turn, Turns
 from training.schedule.instructions import Schedule
 
 if TYPE_CHECKING:  # the parent process needs no torch
-    from data.tokenized.dataset import SampleSet
+    from data.sample_set import SampleSet
     from training.config.keys import TrainConfig
 
 ROUNDS = 3

@@ -17,7 +17,7 @@ from training.data_setup import build_loader
 
 if TYPE_CHECKING:
     from data.loader import Loader
-    from data.tokenized.dataset import SampleSet
+    from data.sample_set import SampleSet
     from training.config.keys import TrainConfig
     from training.engine.trainer import Trainer as Way
 

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
 
 LONGEST = 4000  # characters of a line
 
@@ -43,6 +46,30 @@ def is_safe_line(text: str) -> bool:
 def reason_of(error: BaseException) -> str:
     """What a library's error says, on one line of at most 160 characters."""
     return " ".join(str(error).split())[:160]
+
+
+class LiveDisplay(Protocol):
+    """Something that redraws itself below the lines that a process prints."""
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+live_views: list[LiveDisplay] = []  # open ones of this process
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Let something else have the terminal, such as the progress bar of an evaluation."""
+    views = list(live_views)
+    for view in views:
+        view.pause()
+    try:
+        yield
+    finally:
+        for view in views:
+            view.resume()
 
 
 def guard_logging() -> None:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import torch
@@ -23,8 +23,7 @@ from torch import Tensor
 
 from data.errors import DataError
 from data.packing import Packing, best_fit, level
-from data.tokenized.dataset import SampleSet
-from data.tokenized.tokenize import IGNORED
+from data.sample_set import IGNORED, SampleSet
 
 PAD_MULTIPLE = 8  # to which lengths are rounded up: kernels like multiples of eight, and shapes repeat more often
 
@@ -71,6 +70,8 @@ class Loader:
             where there are too few, empty ones are added. That costs time.
         pad_multiple: the lengths of rows are rounded up to a multiple of it.
     """
+
+    knows_lengths: ClassVar[bool] = True  # of all samples, before the first step
 
     def __init__(
         self,

@@ -1,4 +1,7 @@
-"""No module imports, through whatever others, itself: also not where types are checked only, or inside of functions."""
+"""No module imports itself through others, not even inside of functions.
+
+Imports for type checking alone do not count: a hook's arguments (`training.callbacks`) are what calls it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ PRODUCT = ("common", "data", "models", "training")
 
 
 def test_no_import_runs_in_a_circle() -> None:
-    graph = grimp.build_graph("models", "data", "training", "common", "quickstart", "benchmarks", cache_dir=None)
+    packages = "models", "data", "training", "common", "quickstart", "benchmarks"
+    graph = grimp.build_graph(*packages, cache_dir=None, exclude_type_checking_imports=True)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     assert "models.layers" in imports["models.spec"]
     try:

@@ -12,13 +12,14 @@ if TYPE_CHECKING:
     from training.any_model.config import PipelineConfig
     from training.any_model.pipeline import Pipeline, load_trained
     from training.api import train
+    from training.callbacks import Callback
 
-__all__ = ["Pipeline", "PipelineConfig", "load_trained", "train"]
-_PLACES = {"train": ".api", "PipelineConfig": ".any_model.config"}
+__all__ = ["Callback", "Pipeline", "PipelineConfig", "load_trained", "train"]
+_MODULES = {"Callback": ".callbacks", "train": ".api", "PipelineConfig": ".any_model.config"}
 
 
 def __getattr__(name: str) -> Any:
-    """torch takes a second; who only wants an error class does without."""
+    """Import what is asked for: torch takes a second, which an error class does not need."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PLACES.get(name, ".any_model.pipeline"), __name__), name)
+    return getattr(import_module(_MODULES.get(name, ".any_model.pipeline"), __name__), name)

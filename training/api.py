@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from training.callbacks import Callback
 from training.config.keys import TrainConfig
 from training.distributed.processes import Place
 from training.distributed.script import run_from_script
@@ -20,20 +22,21 @@ if TYPE_CHECKING:
     from training.topology import Division
 
 
-def train(config: TrainConfig, loss: TokenLoss | None = None) -> None:
+def train(config: TrainConfig, loss: TokenLoss | None = None, callbacks: Sequence[Callback] = ()) -> None:
     """Train a model of a known family, and return when all steps are done; the script is started as train_ds.py is.
 
-    A process that cannot go on, or was asked to stop and saved, ends here.
+    A process that cannot continue, or was asked to stop and saved, exits here.
 
     Args:
         loss: in place of the cross-entropy, takes the logits [T, V] in fp32 of tokens that bear loss and what each
             should have been, [T], and gives the loss of each, [T]; a token's must not depend on the others'. It is not
             recorded: a run that goes on takes the one that it is given then.
+        callbacks: called at the hooks of `training.Callback`, after Pipetune's own, on every rank.
     """
 
     def run(config: TrainConfig, place: Place, monitor: RankMonitor) -> bool:
         from training.engine.pipeline import PipelineTrainer  # DeepSpeed has to be told of the device first
-        from training.job import run_job
+        from training.options import train_language_model
 
         class LossTrainer(PipelineTrainer):
             @classmethod
@@ -43,7 +46,7 @@ def train(config: TrainConfig, loss: TokenLoss | None = None) -> None:
                 module.micro_batch_loss = partial(module.micro_batch_loss, own=of_each_token)
                 return trainer
 
-        return run_job(config, place, monitor, LossTrainer if loss else PipelineTrainer)
+        return train_language_model(config, place, monitor, LossTrainer if loss else PipelineTrainer, callbacks)
 
     def load(place: Place | None) -> TrainConfig:
         if loss and config.aux_max_z_loss.weight:

@@ -18,7 +18,6 @@ import psutil
 import torch
 from rich.table import Column, Table
 
-from common.log import Log
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
 from training.distributed.links import FILE, Link, Links, measure
@@ -26,7 +25,8 @@ from training.distributed.meeting import interface_of, own_address
 from training.distributed.placement import Placement
 from training.distributed.processes import Place, gather
 from training.distributed.rank_monitor import RankMonitor
-from training.job import Inputs
+from training.job import Job
+from training.options import language_model
 from training.plan.auto import divide
 from training.plan.room import GB, check_room
 from training.preflight import check_model, check_samples
@@ -35,19 +35,22 @@ MEGA = 1e6
 
 
 def check_run(in_stages: bool, config: TrainConfig, place: Place, monitor: RankMonitor) -> bool:
-    """What a door does in place of `training.job.run_job`; nothing starts over.
+    """What a door does in place of `training.job.Job.run`; nothing starts over.
 
     Raises:
         RunRefused: on every rank, where something differs between hosts or is not there.
     """
-    log = Log(quiet=place.rank > 0, highlight=False)
-    inputs = Inputs.together(config, place, monitor, log)
-    check_samples(inputs.order(config).fingerprint, inputs.evaluation.records if inputs.evaluation else "none")
-    check_model(inputs.folder, weights=not config.from_scratch)
-    loader = None if config.stream_gb else inputs.loader
-    topology = divide(config, inputs.spec, in_stages, loader).topology
-    layers = topology.layers(config.model_topo.stage_of(place.rank), inputs.spec.n_layers)
-    check_room(config, inputs.spec, layers, inputs.disk)
+    from training.engine.pipeline import PipelineTrainer
+    from training.engine.zero import ZeroTrainer
+
+    task = language_model(config, PipelineTrainer if in_stages else ZeroTrainer)
+    job = Job(task, config, place, monitor)
+    log = job.log
+    job.read()
+    check_samples(task.order.fingerprint, job.eval_records or "none")
+    check_model(task.model_folder, weights=not config.from_scratch)
+    job.division = divide(config, task.spec, in_stages, task.known_loader)
+    check_room(config, task.spec, job.layers, job.disk)
     hosts = gather(Host.here(config.save_path))
     links = measure(config.model_topo, [host.name for host in hosts])
     if place.rank == 0:

@@ -200,12 +200,13 @@ def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:
     from data.inspection.inspect import show_samples, show_tools, write_page
     from models.api import read_spec
     from training.data_setup import RecordReader
+    from training.streamed import stream_of
 
     console = Log()
     folder = resolve(config.model_path)
     read_spec(folder)  # whether it can be trained, before its tokenizer is looked for
     reader = RecordReader(config, folder, console)
-    dataset = reader.stream().windows.peek() if config.stream_gb else reader.read("data", config.data_path)
+    dataset = stream_of(config, reader).windows.peek() if config.stream_gb else reader.read("data", config.data_path)
     console.print(summary.table(dataset), highlight=False)
     warnings = [f"warning: {each}" for each in summary.warnings(dataset, config.max_seq_len)]
     console.print("\n".join([*summary.facts(dataset, config.max_seq_len), *warnings]), highlight=False)

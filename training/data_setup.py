@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +16,10 @@ from data.chat.prompts import Prompts, format_of
 from data.errors import DataError
 from data.loader import PAD_MULTIPLE, Loader
 from data.packing import choose_row_length
-from data.paths import expanded
 from data.records.sources import Source
-from data.streaming.stream import Stream, StreamLoader, open_stream
+from data.sample_set import SampleSet
 from data.tokenized.answer_end import answer_end
-from data.tokenized.dataset import Dataset, SampleSet, load_dataset
-from data.tokenized.store import default_folder
+from data.tokenized.dataset import Dataset, load_dataset
 from data.tokenized.tokenize import load_tokenizer
 from models.block_options import FP8_MULTIPLE
 from models.generation import stop_ids
@@ -39,6 +35,8 @@ class RecordReader:
         log: of the rank that speaks; quiet on the others.
 
     Attributes:
+        folder: of the model.
+        how: arguments of whoever reads records: what a bad one and a long one come to, seed, log.
         ends: the ids at which servers are to stop, where those that the model's files list are not enough; else none.
     """
 
@@ -46,10 +44,10 @@ class RecordReader:
         self.tokenizer = load_tokenizer(folder)
         asked = Prompts(config.prompt_format, config.template_args, config.template_fallback, config.mask)
         self.prompts = replace(asked, prompt_format=format_of(asked, self.tokenizer))
-        self._how: dict[str, Any] = {"on_bad_record": config.on_bad_record, "truncate": config.truncate}
-        self._how |= {"seed": config.seed, "log": log}
+        self.how: dict[str, Any] = {"on_bad_record": config.on_bad_record, "truncate": config.truncate}
+        self.how |= {"seed": config.seed, "log": log}
         self._config = config
-        self._folder = folder
+        self.folder = folder
         self._log = log
         log.print(f"prompts: {self.prompts.prompt_format}")
         known = stop_ids(folder)
@@ -63,34 +61,25 @@ class RecordReader:
     def read(self, what: str, data_path: Sequence[str | Source]) -> Dataset:
         """The tokenized records, and a line about where they lie."""
         config = self._config
-        what_to_make = data_path, self._folder, config.max_seq_len, self.prompts
-        dataset = load_dataset(*what_to_make, cache_dir=config.cache_dir, **self._how)
+        what_to_make = data_path, self.folder, config.max_seq_len, self.prompts
+        dataset = load_dataset(*what_to_make, cache_dir=config.cache_dir, **self.how)
         self._log.print(f"{what}: {len(dataset):,} samples, cached in {dataset.folder}, which can be removed any time")
         return dataset
 
-    def sets(self) -> tuple[Dataset | Stream, Dataset | None]:
-        """The records to train on, a stream of them not started yet, and those to evaluate on, if any.
+    def sets(self) -> tuple[Dataset, Dataset | None]:
+        """Read the records to train on, and those to evaluate on, if any.
 
         Raises:
             DataError: `eval_share` leaves nothing to train on.
         """
         config = self._config
-        if config.stream_gb:
-            data: Dataset | Stream = self.stream()
-        else:
-            data = self.read("data", config.data_path)
-            if config.eval_share:
-                return hold_out(data, config.eval_share, config.seed)
-        return data, self.read("evaluation data", config.eval_data_path) if config.eval_data_path else None
+        dataset = self.read("data", config.data_path)
+        return hold_out(dataset, config.eval_share, config.seed) if config.eval_share else (dataset, self.held_out())
 
-    def stream(self) -> Stream:
-        """The records to train on, to be tokenized while training."""
-        config = self._config
-        assert config.stream_gb is not None
-        run = hashlib.sha256(os.fsencode(Path(config.save_path).resolve())).hexdigest()[:16]
-        folder = (expanded(config.cache_dir) if config.cache_dir else default_folder()) / "streams" / run
-        what_to_make = config.data_path, self._folder, config.max_seq_len, self.prompts
-        return open_stream(*what_to_make, gigabytes=config.stream_gb, folder=folder, **self._how)
+    def held_out(self) -> Dataset | None:
+        """Read the records of `eval_data_path`, if there are such."""
+        paths = self._config.eval_data_path
+        return self.read("evaluation data", paths) if paths else None
 
 
 def hold_out(data: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
@@ -111,11 +100,12 @@ def hold_out(data: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
 
 
 def build_loader(
-    data: SampleSet | Stream,
+    data: SampleSet,
     config: TrainConfig,
     drop_last: bool = False,
     numbers: Sequence[int] | NDArray[Any] | None = None,
     router_loss: bool = False,
+    kind: type[Loader] = Loader,
 ) -> Loader:
     """Global batches of the config's sizes, in the order of its seed.
 
@@ -126,7 +116,6 @@ def build_loader(
     Raises:
         ConfigError: `pack_len` is shorter than a sample.
     """
-    kind = StreamLoader if isinstance(data, Stream) else Loader
     return kind(
         data,
         config.train_batch_size,
@@ -135,7 +124,7 @@ def build_loader(
         config.seed,
         drop_last,
         config.packing,
-        row_length(data, config, router_loss),
+        row_length(data.lengths if kind.knows_lengths else None, config, router_loss),
         numbers,
         config.least_micro_batches,
         router_loss,
@@ -143,10 +132,14 @@ def build_loader(
     )
 
 
-def row_length(data: SampleSet, config: TrainConfig, router_loss: bool) -> int:
-    """The most tokens in a packed row: `pack_len`, or what suits the data and the pipeline; see `build_loader`."""
-    # Of a stream, it is the same whatever windows are known: by it a run goes on to the last bit.
-    lengths = numpy.array([config.max_seq_len]) if isinstance(data, Stream) else data.lengths
+def row_length(lengths: NDArray[Any] | None, config: TrainConfig, router_loss: bool) -> int:
+    """The most tokens in a packed row: `pack_len`, or what suits the data and the pipeline; see `build_loader`.
+
+    Args:
+        lengths: of the samples; None for a stream, whose row length must not depend on the windows known so far.
+    """
+    if lengths is None:
+        lengths = numpy.array([config.max_seq_len])
     longest = int(lengths.max())
     if config.pack_len is not None:
         if config.packing and config.pack_len < longest:

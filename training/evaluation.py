@@ -11,29 +11,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-import numpy
 from tqdm import tqdm
 
+from common.terminal import paused
 from data.loader import Loader
-from data.tokenized.dataset import Dataset
 from training.config.keys import TrainConfig
-from training.data_setup import build_loader
-from training.distributed.rank_monitor import RankMonitor
 from training.engine.trainer import Trainer
-from training.metrics.live_view import paused
 
 
 class Evaluation:
     """The evaluation set of a run.
 
-    Attributes:
-        dataset: the records, if it has such.
-        records: their fingerprint.
-
     Args:
         loaders: of the samples of each type; all ranks hold the same.
         steps_per_epoch: of the training; 0 where nobody knows.
         active: whether this rank shows progress.
+        records: the fingerprint of the records; empty for other samples, which have no perplexity.
     """
 
     def __init__(
@@ -42,24 +35,13 @@ class Evaluation:
         config: TrainConfig,
         steps_per_epoch: int,
         active: bool,
-        dataset: Dataset | None = None,
+        records: str = "",
     ) -> None:
-        self.dataset, self.records = dataset, dataset.fingerprint() if dataset else ""
+        self.records = records
         self._interval = config.eval_interval or steps_per_epoch
         self._at_start = config.eval_at_start
         self._active = active
         self._loaders = loaders
-
-    @classmethod
-    def on(cls, dataset: Dataset, config: TrainConfig, steps_per_epoch: int, active: bool) -> Evaluation:
-        """On records.
-
-        Raises:
-            ConfigError: `pack_len` is shorter than a sample.
-        """
-        numbers = {kind: numpy.flatnonzero(dataset.of_type(kind)) for kind in dataset.types}
-        loaders = {kind: build_loader(dataset, config, numbers=its) for kind, its in numbers.items()}
-        return cls(loaders, config, steps_per_epoch, active, dataset)
 
     def due(self, step: int, last: bool) -> bool:
         """Whether to evaluate after `step`, 0 before the first one; always after the last one."""
@@ -67,11 +49,14 @@ class Evaluation:
             return self._at_start
         return last or (self._interval > 0 and step % self._interval == 0)
 
-    def run(self, trainer: Trainer, monitor: RankMonitor, stopping: Callable[[], bool]) -> dict[str, float] | None:
+    def run(
+        self, trainer: Trainer, mark: Callable[[str], None], stopping: Callable[[], bool]
+    ) -> dict[str, float] | None:
         """`eval_loss`; of records `eval_perplexity` too and, where there are several types, `eval_loss/<type>`.
 
         Args:
-            stopping: asked after each batch whether to leave it, the same on all ranks; the result is None then.
+            mark: reports progress to the failure detector.
+            stopping: called after each batch: whether to leave, the same on all ranks; the result is None then.
         """
         losses, tokens = dict.fromkeys(self._loaders, 0.0), dict.fromkeys(self._loaders, 0)
         batches = sum(loader.steps_per_epoch for loader in self._loaders.values())
@@ -83,11 +68,11 @@ class Evaluation:
                     losses[kind] += trainer.eval_loss(loader, batch) * batch.supervised
                     tokens[kind] += batch.supervised
                     bar.update()
-                    monitor.mark("a batch of an evaluation")
+                    mark("a batch of an evaluation")
                     if stopping():
                         return None
         mean = sum(losses.values()) / sum(tokens.values())
-        found = {"eval_loss": mean} | ({"eval_perplexity": math.exp(min(mean, 700.0))} if self.dataset else {})
+        found = {"eval_loss": mean} | ({"eval_perplexity": math.exp(min(mean, 700.0))} if self.records else {})
         if len(losses) > 1:
             found |= {f"eval_loss/{kind}": losses[kind] / tokens[kind] for kind in losses}
         return found

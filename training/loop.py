@@ -1,109 +1,71 @@
-"""The training loop: one global batch after the other, with checkpoints, evaluation and a clean end in between."""
+"""The training loop: optimizer steps with checkpoints and evaluations between them, until the last one or a stop."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-import yaml
-
-from common.whole_files import replace_text
-from data.loader import Loader
-from models.checkpoint.publish import writing
-from training.bad_steps import BadSteps
-from training.checkpoint.folder import CheckpointRecord, step_folder
-from training.checkpoint.saving import Checkpointer
-from training.config.changes import settings_of
-from training.config.keys import TrainConfig
-from training.distributed.disk import Disk
-from training.distributed.freed_memory import FreedMemory
-from training.distributed.processes import agreed
-from training.distributed.rank_monitor import RankMonitor
-from training.distributed.signals import StopRequest
-from training.engine.trainer import Trainer
+from training.checkpoint.folder import step_folder
 from training.errors import ConfigError, RunRefused
-from training.evaluation import Evaluation
 from training.metrics.peak_memory import peak_memory_by_stage
-from training.metrics.reporter import Reporter
-from training.metrics.run_info import CONFIG_FILE, write_run_info
 from training.metrics.step_metrics import StepMetrics
-from training.metrics.tracking import open_trackers
-from training.optimizer.lr_schedules import LearningRate
-from training.plan.feedback import Feedback
-from training.profiler.session import Timeline
-from training.progress import Progress
-from training.topology import Topology
+
+if TYPE_CHECKING:  # the parts of a run, which a job builds
+    from data.loader import Loader
+    from training.callbacks import Callbacks
+    from training.checkpoint.saving import Checkpointer
+    from training.config.keys import TrainConfig
+    from training.distributed.signals import StopRequest
+    from training.engine.trainer import Trainer
+    from training.evaluation import Evaluation
+    from training.optimizer.lr_schedules import LearningRate
+    from training.progress import Progress
+    from training.topology import Topology
 
 
 @dataclass
 class Run:
-    """What a loop works with. All ranks make it together.
+    """The parts of a run. All ranks build it together.
 
     Attributes:
-        config: with all that `auto` came to.
-        origin: says of a sample's number where it comes from.
-        evaluation: on the records to evaluate on, if any.
-        utilization: see `training.metrics.utilization`.
-        side_files: what makes a folder of layer files a model, on the rank that keeps the run's folder.
-        feedback: measures the first steps of a pipeline.
-
-    Raises:
-        RunRefused: on every rank, where the run's folder or a tracker cannot be written.
+        config: with `auto` values resolved.
+        mark: reports progress to the failure detector, as a text.
+        origin: sample index -> source file and record, as text.
+        restart: set by a callback: end with the next checkpoint, as the processes are to start over; the reason.
     """
 
     config: TrainConfig
     progress: Progress
     topology: Topology
     trainer: Trainer
-    disk: Disk
     loader: Loader
-    monitor: RankMonitor
+    checkpointer: Checkpointer
+    learning_rate: LearningRate
+    callbacks: Callbacks
     stop: StopRequest
+    mark: Callable[[str], None]
     origin: Callable[[int], str]
     evaluation: Evaluation | None = None
-    utilization: Callable[[Collection[int], int, float], float | None] = lambda *_: None
-    side_files: dict[str, bytes] = field(default_factory=dict)
-    feedback: Feedback | None = None
-
-    def __post_init__(self) -> None:
-        config, progress, trainer, log = self.config, self.progress, self.trainer, self.progress.log
-        folder, first, reporting = Path(config.save_path), progress.done + 1, not log.quiet
-        records = self.evaluation.records if self.evaluation else ""
-        settings = settings_of(progress.config)
-        record = CheckpointRecord(step=progress.done, topology=self.topology, data=progress.order, settings=settings)
-        self.checkpointer = Checkpointer(trainer, config, folder, self.disk, self.side_files, record, log, records)
-        self.bad_steps = BadSteps(trainer, config.max_bad_steps, self.origin, log, self.monitor.mark)
-        self.learning_rate = LearningRate(trainer.engine.basic_optimizer, config.scheduler, progress.total_steps)
-        steps, parts = config.profile_steps, self.topology.parts
-        self.timeline = Timeline(steps, trainer, parts, folder, log) if steps else None
-        with agreed(), writing(folder):
-            trackers = open_trackers(config, folder, first) if reporting else []
-            if reporting:
-                write_run_info(folder, config, parts, first)
-                replace_text(folder / CONFIG_FILE, yaml.safe_dump(config.dump(), sort_keys=False))
-            last, each = progress.total_steps, config.steps_per_print
-            self.reporter = Reporter(folder, last, reporting, each, first, trackers, progress.evaluate_first, parts)
+    restart: str = ""
 
 
 def train(run: Run) -> int:
-    """Run the optimizer steps that are left and report each; the number of the last one done.
+    """Run the optimizer steps that are left; return the number of the last one done.
 
     Every rank walks through the same global batches. The state is saved where the config asks for it, when somebody
-    asks the run to stop, and at the end. A run that is to go on in better parts ends with its next checkpoint.
+    asks the run to stop, and at the end.
     """
-    with run.reporter:
-        try:
-            done = _train(run, run.progress.done, run.progress.total_steps)
-        except RunRefused:  # on every rank, so they can finish a save together
-            with suppress(ConfigError):
-                run.checkpointer.settle()
-            raise
-    if run.timeline:
-        run.timeline.finish()
+    try:
+        done = _train(run, run.progress.done, run.progress.total_steps)
+    except RunRefused:  # on every rank, so they can finish a save together
+        with suppress(ConfigError):
+            run.checkpointer.settle()
+        raise
+    run.callbacks.on_end(run, done)
     return done
 
 
@@ -111,21 +73,15 @@ def _train(run: Run, done: int, total_steps: int) -> int:
     if done < total_steps and run.stop.agreed(False)[0]:  # the request came while the run was loading
         return done
     if run.progress.evaluate_first:
-        found = evaluate(run, done)
-        if found is None:
+        loss = evaluate(run, done)
+        if loss is None:
             return done
         # A checkpoint of another folder (`resume`) is not this run's to name.
         newest, taken_up = step_folder(Path(run.config.save_path), done), run.progress.checkpoint
         if taken_up and taken_up.resolve() == newest.resolve():
-            run.checkpointer.note(done, found)
-    freed_memory = FreedMemory(kept=not torch.cuda.is_available())
+            run.checkpointer.note(done, loss)
     for step in range(done + 1, total_steps + 1):
-        _step(run, step)
-        if run.feedback:
-            run.feedback.compare(run.trainer.stage, step)
-        freed_memory.bound()
-        if run.timeline and step == run.timeline.steps[1]:
-            run.timeline.finish()
+        train_step(run, step)
         run.checkpointer.settle_if_written()
         stopping, due = run.stop.agreed(run.checkpointer.due(step))
         last = step == total_steps
@@ -139,55 +95,49 @@ def _train(run: Run, done: int, total_steps: int) -> int:
         if due or stopping or last or (loss is not None and run.checkpointer.is_best(loss)):
             with run.trainer.timings("checkpoint"):
                 run.checkpointer.save(step, loss)
-            run.monitor.mark(f"the checkpoint of step {step}")
-        moving = run.feedback and run.feedback.moves
-        if stopping or last or moving:
+            run.mark(f"the checkpoint of step {step}")
+        if stopping or last or run.restart:
             run.checkpointer.settle()
-        if stopping or (moving and run.checkpointer.saved == step):
+        if stopping or (run.restart and run.checkpointer.saved == step):
             return step
     return total_steps
 
 
 def evaluate(run: Run, step: int) -> float | None:
-    """Measure and report the evaluation loss; None where the run is asked to stop meanwhile, but for the last step."""
+    """Measure and report the evaluation loss; return None if asked to stop meanwhile, except after the last step."""
     assert run.evaluation is not None
     last = step == run.progress.total_steps
-    found = run.evaluation.run(run.trainer, run.monitor, lambda: not last and run.stop.agreed(False)[0])
-    if found is None:
+    losses = run.evaluation.run(run.trainer, run.mark, lambda: not last and run.stop.agreed(False)[0])
+    if losses is None:
         return None
-    run.reporter.report_evaluation(step, found)
-    return found["eval_loss"]
+    run.callbacks.on_evaluation(run, step, losses)
+    return losses["eval_loss"]
 
 
-def _step(run: Run, step: int) -> None:
+def train_step(run: Run, step: int) -> None:
+    """Train on the global batch of `step` and report it."""
     begin = time.monotonic()
     with run.trainer.timings("data"):
         batch = run.loader.batch(step - 1)
     lr = run.learning_rate.set(step)
-    with (
-        run.timeline.step(step) if run.timeline else nullcontext(),
-        run.feedback.step(run.trainer.engine, step, batch) if run.feedback else nullcontext(),
-    ):
+    with run.callbacks.around_step(run, step, batch):
         loss = run.trainer.train_step(run.loader, batch)
     seconds = time.monotonic() - begin
     norm = run.trainer.engine.get_global_grad_norm()
-    grad_norm = 0.0 if norm is None else float(norm)
-    run.monitor.mark(f"step {step}")
-    run.reporter.report(
-        StepMetrics(
-            step=step,
-            epoch=run.loader.epoch(step - 1) + 1,
-            loss=loss,
-            lr=lr,
-            grad_norm=grad_norm,
-            samples=len(batch.lengths),
-            tokens=batch.tokens,
-            supervised=batch.supervised,
-            tokens_per_s=batch.tokens / seconds,
-            seconds=seconds,
-            mfu=run.utilization(batch.lengths, batch.supervised, seconds),
-            times=run.trainer.timings.take(),
-            peak_memory=peak_memory_by_stage(run.trainer.stage, run.topology.stages),
-        )
+    run.mark(f"step {step}")
+    metrics = StepMetrics(
+        step=step,
+        epoch=run.loader.epoch(step - 1) + 1,
+        loss=loss,
+        lr=lr,
+        grad_norm=0.0 if norm is None else float(norm),
+        samples=len(batch.lengths),
+        tokens=batch.tokens,
+        supervised=batch.supervised,
+        tokens_per_s=batch.tokens / seconds,
+        seconds=seconds,
+        mfu=None,
+        times=run.trainer.timings.take(),
+        peak_memory=peak_memory_by_stage(run.trainer.stage, run.topology.stages),
     )
-    run.bad_steps.check(run.loader, batch, step, loss, grad_norm)
+    run.callbacks.on_step_end(run, metrics, batch)

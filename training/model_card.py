@@ -1,4 +1,4 @@
-"""The model card of an exported run: README.md and training.png, of what the run's own files say.
+"""The export of a finished run, with a model card: README.md and training.png, of what the run's own files say.
 
 Base model, data in numbers, losses, config and versions are those of run.json and of the lines of metrics.jsonl up to
 the checkpoint. A card is for strangers: of paths it has the last names alone. The card of
@@ -9,18 +9,39 @@ from __future__ import annotations
 
 import json
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from models.checkpoint.publish import try_publishing
+from training.callbacks import Callback
+from training.checkpoint.exporting import EXPORTED, export_run
 from training.checkpoint.folder import CheckpointRecord
+from training.distributed.processes import agreed
 from training.metrics.reporter import METRICS_FILE, read_metrics
 from training.metrics.run_info import RUN_FILE
-from training.report import draw
+
+if TYPE_CHECKING:
+    from training.job import Job
 
 CARD, BASE_CARD, PICTURE = "README.md", "README.base.md", "training.png"
 # Keys of the config that say where things lay, not what was trained.
 PLACES = ("model_path", "data_path", "eval_data_path", "save_path", "cache_dir", "resume", "wandb")
+
+
+class ExportHF(Callback):
+    """Write the folder when the run is finished (`export_hf`)."""
+
+    def on_build(self, job: Job) -> None:
+        with agreed():
+            if job.place.rank == 0 and job.task.model_folder:  # no run of days is to find out at its end
+                try_publishing(job.save_path / EXPORTED, [job.task.model_folder])
+
+    def on_finish(self, job: Job, checkpoint: Path) -> None:
+        assert job.task.model_folder is not None
+        target = job.save_path / EXPORTED
+        export_run(checkpoint, target, job.layers, job.task.model_folder, write_card)
+        job.log.print(f"exported: {target}")
 
 
 def write_card(checkpoint: Path, target: Path) -> None:
@@ -42,6 +63,8 @@ def write_card(checkpoint: Path, target: Path) -> None:
     if (target / CARD).exists():
         (target / CARD).rename(target / BASE_CARD)
     (target / CARD).write_text(card(info, lines, run.resolve().name), encoding="utf-8")
+    from training.report import draw  # imports matplotlib, which takes two seconds
+
     draw(run, target / PICTURE, last_step=record.step)
 
 

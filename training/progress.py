@@ -1,15 +1,15 @@
-"""How far a run is when it starts, and what belongs to its end: the last checkpoint, and an export where asked for."""
+"""Where a run begins and where it ends: the checkpoint to go on from, the steps that are left, the last checkpoint."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 
-from training.checkpoint.exporting import EXPORTED, export_run
 from training.checkpoint.finding import find_checkpoint
 from training.checkpoint.folder import RECORD, CheckpointRecord, DataOrder, finished, step_folder
 from training.checkpoint.resume import check_resumable
@@ -83,55 +83,47 @@ class Progress:
         """The last step that is done."""
         return self.known.step if self.known else 0
 
-    def is_over(self, layers: Sequence[int], model_folder: Path) -> bool:
-        """Whether nothing is left to do; says so, and makes up for what belongs to the end of a run; see `end`."""
+    def is_over(self) -> bool:
+        """Whether nothing is left to do, which is logged."""
         if not self.checkpoint or self.done < self.total_steps + self.evaluate_first:  # of the last step
             return False
         asking = "max_steps asks" if self.config.max_steps else "n_epoches ask"
-        told = f"{self.checkpoint} has {self.done} steps done, and {asking} for {self.total_steps}"
-        self.log.print(f"nothing to train: {told}")
-        if self.done == self.total_steps:
-            self._finish(self.checkpoint, layers, model_folder)
+        found = f"{self.checkpoint} has {self.done} steps done, and {asking} for {self.total_steps}"
+        self.log.print(f"nothing to train: {found}")
         return True
 
-    def end(self, step: int, stop: StopRequest, layers: Sequence[int], model_folder: Path) -> None:
-        """After `step`, the last of this start: leave where it is not that of the run, else see to the run's end.
+    def leave(self, step: int, stop: StopRequest) -> NoReturn:
+        """End this process after `step`, as somebody asked the run to stop; all ranks call it together."""
+        saved = self._folder(step)
+        stopped = f"stopped after step {step} of {self.total_steps}"
+        if step == self.done:
+            stopped = f"stopped before step {step + 1} of {self.total_steps}: this start trained nothing"
+        if all(gather((saved / RECORD).is_file())):
+            self.log.print(f"{stopped}; the same command goes on from there: {saved}")
+        else:
+            newest = next(map(str, finished(Path(self.config.save_path))), "the beginning")
+            unsaved = ", which could not be saved" if step > self.done else ""
+            self.log.print(f"{stopped}{unsaved}; the same command goes on from {newest}")
+        if stop.preempted and not self.log.quiet:
+            requeue()
+        sys.exit(stop.exit_code)
 
-        Args:
-            layers: those that this rank's stage holds, to be exported.
-            model_folder: the folder that the run started from.
+    def last_checkpoint(self) -> Path:
+        """The checkpoint of the run's last step.
 
         Raises:
-            RunRefused: on every rank, where the last checkpoint could not be saved or exported.
+            RunRefused: on every rank, where it could not be saved.
         """
-        saved = step_folder(Path(self.config.save_path), step)
-        if self.checkpoint and self.done == step:  # which may lie elsewhere (`resume`)
-            saved = self.checkpoint
-        if step < self.total_steps:
-            told = f"stopped after step {step} of {self.total_steps}"
-            if step == self.done:
-                told = f"stopped before step {step + 1} of {self.total_steps}: this start trained nothing"
-            if all(gather((saved / RECORD).is_file())):
-                self.log.print(f"{told}; the same command goes on from there: {saved}")
-            else:
-                newest = next(map(str, finished(Path(self.config.save_path))), "the beginning")
-                unsaved = ", which could not be saved" if step > self.done else ""
-                self.log.print(f"{told}{unsaved}; the same command goes on from {newest}")
-            if stop.preempted and not self.log.quiet:
-                requeue()
-            sys.exit(stop.exit_code)
-        self._finish(saved, layers, model_folder)
-
-    def _finish(self, saved: Path, layers: Sequence[int], model_folder: Path) -> None:
+        saved = self._folder(self.total_steps)
         with agreed():
             if not (saved / RECORD).is_file():
                 raise ConfigError(
                     f"save_path: the last checkpoint, {saved}, could not be saved; the same command tries again"
                 )
-        self.log.print(f"saved: {saved}")
-        if self.config.export_hf:
-            from training.model_card import write_card  # what draws takes two seconds
+        return saved
 
-            target = Path(self.config.save_path) / EXPORTED
-            export_run(saved, target, layers, model_folder, write_card)
-            self.log.print(f"exported: {target}")
+    def _folder(self, step: int) -> Path:
+        """Where the checkpoint of a step lies; the one that this start began with may be elsewhere (`resume`)."""
+        if self.checkpoint and self.done == step:
+            return self.checkpoint
+        return step_folder(Path(self.config.save_path), step)

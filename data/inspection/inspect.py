@@ -23,7 +23,8 @@ from common.terminal import safe_text
 from data.chat.prompts import Prompts
 from data.errors import DataError
 from data.records.chat import Chat
-from data.tokenized.tokenize import IGNORED, Sample, encode_tokens
+from data.sample_set import IGNORED, Sample
+from data.tokenized.tokenize import encode_tokens
 
 MARKS = "\u27e6", "\u27e7"  # white square brackets
 _CALL = {"id": "call00001", "function": {"name": "weather", "arguments": {"city": "Lima"}}}

@@ -30,6 +30,8 @@ SPELLINGS: dict[str, Sequence[str]] = {
     "content": ("value", "text"),
     "reasoning_content": ("reasoning", "thinking"),
 }
+PARTS = frozenset({"thinking", "tool_use", "tool_result"})  # Anthropic's, beside texts
+ORDER = {"thinking": 0, "tool_use": 2}  # of the parts of an answer; texts are 1
 TEXTS = (None, "text", "input_text", "output_text")  # types of parts
 
 
@@ -154,6 +156,43 @@ class Chat(BaseModel):
         if not any(message.role == "assistant" and message.weight for message in self.messages):
             raise ValueError("messages: expected at least one of the assistant, found none that bears loss")
         return self
+
+
+def split_parts(messages: list[Any]) -> list[Any]:
+    """Write messages whose contents are Anthropic's parts (thinking, tool_use, tool_result) as chat APIs do.
+
+    Each result becomes a message of the tool; what else a user says there follows.
+
+    Raises:
+        ValueError: parts of an answer stand in an order that a message cannot keep.
+    """
+    made: list[Any] = []
+    for place, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, dict) else None
+        parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+        kinds = [str(part.get("type")) for part in parts]
+        if not PARTS & {*kinds} or len(parts) < len(content or ()):
+            made.append(message)
+            continue
+        answers = "tool_result" not in kinds
+        if answers and kinds != sorted(kinds, key=lambda kind: ORDER.get(kind, 1)):
+            found = f"found {', '.join(kinds)}"
+            raise ValueError(f"parts of message {place}: expected thinking, text, tool_use in this order, {found}")
+        rest = {name: value for name, value in message.items() if name != "content"}
+        texts = [part for part, kind in zip(parts, kinds, strict=True) if kind not in PARTS]
+        calls = []
+        for part, kind in zip(parts, kinds, strict=True):
+            if kind == "tool_result":
+                result = {"content": part.get("content") or "", "tool_call_id": part.get("tool_use_id")}
+                made.append({"role": "tool", **result})
+            elif kind == "tool_use":
+                function = {"name": part.get("name"), "arguments": part.get("input")}
+                calls.append({"id": part.get("id"), "function": function})
+            elif kind == "thinking":
+                rest["reasoning_content"] = rest.get("reasoning_content", "") + str(part.get("thinking"))
+        if texts or answers:
+            made.append(rest | ({"content": texts} if texts else {}) | ({"tool_calls": calls} if calls else {}))
+    return made
 
 
 def _note(info: ValidationInfo, where: str, extra: dict[str, Any]) -> None:

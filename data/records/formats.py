@@ -15,7 +15,7 @@ from pydantic import AliasChoices, BaseModel, ValidationError
 
 from data.errors import DataError
 from data.records import layouts
-from data.records.chat import SPELLINGS
+from data.records.chat import SPELLINGS, Chat
 from data.records.fields import check_grades, check_left_over, left_over
 from data.records.layouts import Layout
 from data.records.record import KINDS, Record, explain, json_type, parse_record, shown
@@ -26,6 +26,8 @@ FIELDS_SHOWN = 12
 SPEAKERS = ("user", "assistant", "system", "tool")
 PARTS = ("role", "content", *SPEAKERS)  # what columns may name of messages
 LISTS = ("messages", "conversations", "conversation")  # of messages
+# Beside a dialogue that ends with an answer: the same answer in other words (OpenR1-Math), not trained.
+REWORDED = frozenset("answer answers completion output reference response responses target".split())
 
 
 class Converted(NamedTuple):
@@ -71,6 +73,7 @@ FORMATS: dict[str, Format] = {
     "pipetune": PIPETUNE,
     "openai": _format(layouts.OpenAI),
     "sharegpt": _format(layouts.ShareGPT),
+    "function_calls": _format(layouts.FunctionCalls),
     "squad": _format(layouts.SquadArticle),
     "squad_paragraph": _format(layouts.SquadParagraph),
     "squad_row": _format(layouts.SquadRow),
@@ -115,7 +118,9 @@ def convert(raw: Any, format_name: str | None = None, columns: Names | None = No
             check_left_over(extra, mapped)
             unused = [name for name in raw if (name in extra or name in mapped) and name not in mapped.values()]
         else:
-            unused = left_over(extra, lambda: "\n".join(_texts(records)))
+            reworded = [name for name in extra if name in REWORDED and _ends_with_answer(records)]
+            asked = {name: value for name, value in extra.items() if name not in reworded}
+            unused = left_over(asked, lambda: "\n".join(_texts(records))) + reworded
         return Converted(records, unused + sorted(inside), [*mapped.values(), *parts.values()])
     except ValidationError as error:
         if len(raw) > 1 and all(map(_is_column, raw.values())):
@@ -129,6 +134,10 @@ def convert(raw: Any, format_name: str | None = None, columns: Names | None = No
         if isinstance(error, DataError):
             raise
         raise DataError(f"{'' if str(error).startswith('preference') else 'field '}{error}") from None
+
+
+def _ends_with_answer(records: list[Record]) -> bool:
+    return all(isinstance(record, Chat) and record.messages[-1].role == "assistant" for record in records)
 
 
 def _is_column(value: Any) -> bool:

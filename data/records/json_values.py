@@ -72,7 +72,7 @@ def _behind(buffer: _Buffer, wrapped: bool) -> str:
             return broken
         for name, value in DECODER.raw_decode(buffer.text)[0].items():
             if isinstance(value, list) and any(isinstance(each, dict) for each in value):
-                return f"field '{name}' holds records, too; expected one list, in the field 'data'"
+                return f"field '{name}' holds records, too; expected one list of records in a file"
         following = buffer.move(end)
     return "not JSON: something follows the end of the list" if following else ""
 

@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, field_validator, model_validator
 
 from data.prompt_texts import CHAT_CONTEXT, CHAT_INPUT, REFERENCE_TITLE
-from data.records.chat import Chat, Message
+from data.records.chat import Chat, Message, split_parts
 from data.records.fields import from_text
-from data.records.record import IGNORED, Instruct, Pretrain, Record, RefQA, Segments, Tokenized
+from data.records.record import Instruct, Pretrain, Record, RefQA, Segments, Tokenized
+from data.sample_set import IGNORED
 
 
 def _joined(system: Any) -> Any:
@@ -54,7 +55,7 @@ class OpenAI(Layout):
         if all(isinstance(turn, dict) and turn.keys() == {"input", "output"} for turn in messages):
             messages = [turn[name] for turn in messages for name in ("input", "output")]
         elif not all(isinstance(turn, str) for turn in messages):
-            return messages
+            return split_parts(messages)
         return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(messages)]
 
     system: SystemText | None = Field(None, validation_alias=AliasChoices("system", "system_prompt"))
@@ -70,6 +71,23 @@ class ShareGPT(OpenAI):
     messages: list[Message] = Field(
         min_length=1, fail_fast=True, validation_alias=AliasChoices("conversations", "conversation")
     )
+
+
+class FunctionCalls(Layout):
+    """`query`, `answers` and `tools` of xLAM and APIGen: a question, and the calls that answer it."""
+
+    query: str = Field(min_length=1)
+    answers: Any
+    tools: Any
+
+    def records(self) -> list[Record]:
+        try:
+            answer = _message("tool_call", self.answers)
+        except ValueError:
+            raise ValueError("answers: expected a list of calls with name and arguments, or its JSON") from None
+        if not answer.tool_calls:
+            raise ValueError("answers: expected at least one call, found none")
+        return [Chat(messages=[_message("user", self.query), answer], tools=self.tools)]
 
 
 class SquadAnswer(BaseModel):

@@ -33,8 +33,9 @@ PARQUET, ARROW, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 UTF8_MARK = b"\xef\xbb\xbf"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 LINE_SUFFIXES = (".jsonl", ".ndjson")
-# {"version": "1.1", "data": [
-WRAPPED = re.compile(rb'\s*\{(?:\s*"\w+"\s*:\s*(?:"[^"\\]*"|[\d.]+|null)\s*,)*\s*"data"\s*:\s*\[')
+# A file's records as the field of an object: {"version": "1.1", "data": [
+WRAPPER = re.compile(r'\s*"(\w+)"\s*:\s*')
+WRAPPED_IN = ("data", "train", "training", "records", "rows", "samples")
 
 
 class RawRecord(NamedTuple):
@@ -108,8 +109,8 @@ def _layout_of(head: bytes, ended: bool, suffix: str) -> tuple[Literal["lines", 
         return "lines", 0
     if content.startswith(b"[") and not (state == "broken" and named_lines):
         return "list", head.index(b"[") + 1
-    if (wrapped := WRAPPED.match(head)) and not (state == "cut" and named_lines):
-        return "wrapped", wrapped.end()
+    if (wrapped := _wrapped(head)) and not (state == "cut" and named_lines):
+        return "wrapped", wrapped
     if state in ("open", "several"):
         return "objects", 0
     if state == "broken" and not named_lines:
@@ -117,6 +118,21 @@ def _layout_of(head: bytes, ended: bool, suffix: str) -> tuple[Literal["lines", 
         if _completeness(second.decode("utf-8", "replace").rstrip(), cut=not (line_break or ended)) != "whole":
             return "list", 0  # as likely as anything; its records are found wherever they are
     return "lines", 0
+
+
+def _wrapped(head: bytes) -> int:
+    """Find the list of records in a file that is one object; return where the first one begins, 0 if there is none."""
+    text = head.decode("latin-1")  # a character for each byte
+    at = text.find("{") + 1
+    while at and (name := WRAPPER.match(text, at)):
+        if text[name.end() : name.end() + 1] == "[" and name[1] in WRAPPED_IN:
+            return name.end() + 1
+        try:
+            at = DECODER.raw_decode(text, name.end())[1]
+        except (ValueError, RecursionError):
+            return 0
+        at = text.find(",", at) + 1 if text[at:].lstrip().startswith(",") else 0
+    return 0
 
 
 def _completeness(line: str, cut: bool) -> Literal["whole", "several", "open", "cut", "broken"]:

@@ -28,9 +28,9 @@ from pydantic import (
 from data.errors import DataError
 from data.records.chat import Chat
 from data.records.fields import from_text
+from data.sample_set import IGNORED
 
 NAMED = r"\w+: "  # how a complaint about a field begins
-IGNORED = -100  # the label of a token without loss, as in transformers and torch
 
 
 class Pretrain(BaseModel):

@@ -25,7 +25,7 @@ from data.errors import DataError
 from data.loader import GlobalBatch, Loader
 from data.records.reading import OnBadRecord
 from data.records.sources import Source, as_sources, files_of
-from data.streaming.windows import Made, Windows
+from data.streaming.windows import Made, Place, Windows
 from data.tokenized.dataset import Dataset
 from data.tokenized.recipe import DataFile, Recipe
 
@@ -59,10 +59,10 @@ class Stream:
         self._held: dict[int, _Held] = {}
         self._kept: set[int] | None = None  # windows that may be on the disk; at first anything
 
-    def resume(self, made: Sequence[Made]) -> None:
-        """Take over what an earlier start knew of the windows."""
-        self.windows.made[:] = made
-        self._ends = numpy.cumsum([each.samples for each in made], dtype=numpy.int64).tolist()
+    def resume(self, made: Sequence[tuple[int, Sequence[int], str]]) -> None:
+        """Take over what a checkpoint knows of the windows (`Made`)."""
+        self.windows.made[:] = [Made(samples, Place(*end), fingerprint) for samples, end, fingerprint in made]
+        self._ends = numpy.cumsum([each.samples for each in self.windows.made], dtype=numpy.int64).tolist()
 
     def __len__(self) -> int:
         """How many samples were made so far."""
@@ -179,6 +179,7 @@ class StreamLoader(Loader):
     """
 
     data: Stream
+    knows_lengths = False
 
     def batch(self, step: int) -> GlobalBatch:
         """The global batch of a step, counted from 0."""

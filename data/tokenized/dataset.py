@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 from numpy.typing import NDArray
@@ -31,7 +30,6 @@ from data.tokenized.parallel import SAMPLES
 from data.tokenized.recipe import DataFile, Recipe
 from data.tokenized.sample_file import SampleFile
 from data.tokenized.store import default_folder, read_meta
-from data.tokenized.tokenize import IGNORED, Sample
 
 
 class Dataset:
@@ -177,36 +175,3 @@ def load_dataset(
     in_file = numpy.bincount(dataset.samples.column("file"), minlength=len(recipe.files))
     ends = numpy.cumsum([len(its) for its in files])
     return dataset.select(mixture(sources, [int(each.sum()) for each in numpy.split(in_file, ends[:-1])], seed))
-
-
-class SampleSet(Protocol):
-    """What a loader asks of tokenized records: the samples, and what is known of each without reading it."""
-
-    @property
-    def samples(self) -> Sequence[Sample]: ...
-
-    @property
-    def lengths(self) -> NDArray[numpy.int32]: ...  # [n], tokens of each sample
-
-    @property
-    def supervised(self) -> NDArray[numpy.int32]: ...  # [n], how many of them bear loss
-
-
-@dataclass(frozen=True)
-class InMemory:
-    """Samples that somebody made without files: a benchmark or a test."""
-
-    samples: Sequence[Sample]
-
-    @cached_property
-    def lengths(self) -> NDArray[numpy.int32]:
-        return numpy.array([len(sample["input_ids"]) for sample in self.samples], dtype=numpy.int32)
-
-    @cached_property
-    def supervised(self) -> NDArray[numpy.int32]:
-        return numpy.array([supervised_count(sample) for sample in self.samples], dtype=numpy.int32)
-
-
-def supervised_count(sample: Sample) -> int:
-    """How many tokens of one sample bear loss."""
-    return int(numpy.count_nonzero(numpy.asarray(sample["labels"][1:]) != IGNORED))

@@ -26,8 +26,8 @@ import pyarrow
 from numpy.typing import NDArray
 
 from data.errors import DataError
+from data.sample_set import IGNORED, Sample
 from data.tokenized.columns import SCHEMA
-from data.tokenized.tokenize import IGNORED, Sample
 
 # What checksums are taken of: whole columns, and of lists their entries and where these begin.
 PARTS = "input_ids.values input_ids.offsets runs.values runs.offsets supervised kind file record digest".split()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 from tokenizers import Encoding
@@ -36,19 +36,13 @@ from data.errors import DataError
 from data.records.chat import Chat
 from data.records.files import SURROGATE
 from data.records.formats import convert
-from data.records.record import IGNORED, Pretrain, Record, Segments, Tokenized
+from data.records.record import Pretrain, Record, Segments, Tokenized
+from data.sample_set import IGNORED, Sample
 
 JOINED = "one token holds the end of a prompt and the beginning of its answer, so that a server sends others"
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json")
 
 AnyRecord = Record | dict[str, Any]  # parsed, or its JSON object
-
-
-class Sample(TypedDict):
-    """One tokenized record; both lists have the same length."""
-
-    input_ids: list[int]
-    labels: list[int]
 
 
 class Tokens(NamedTuple):

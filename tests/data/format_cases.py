@@ -102,6 +102,16 @@ CASES: dict[str, list[tuple[dict[str, Any], list[Record]]]] = {
             ],
         ),
     ],
+    "function_calls": [
+        (
+            {"query": "q", "answers": json.dumps([CALL]), "tools": json.dumps([TOOL]), "id": 1},
+            [chat(USER, {"role": "assistant", "tool_calls": [{"function": CALL}]}, tools=[FRAMED])],
+        ),
+        (
+            {"query": "q", "answers": [CALL, CALL], "tools": [FRAMED]},
+            [chat(USER, {"role": "assistant", "tool_calls": [{"function": CALL}] * 2}, tools=[FRAMED])],
+        ),
+    ],
     "sharegpt": [
         (
             {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "system": "s", "id": 1},

@@ -18,7 +18,8 @@ from data.records.raw_records import read_file
 from data.records.reading import BadRecords, OnBadRecord, origin, parse
 from data.records.record import Pretrain, Record, Segments, Tokenized, parse_record
 from data.records.sources import Source, files_of
-from data.tokenized.tokenize import Sample, encode, encode_question, encode_tokens
+from data.sample_set import Sample
+from data.tokenized.tokenize import encode, encode_question, encode_tokens
 from tests.data.template_styles import Style
 
 Runs = list[tuple[bool, str]]

@@ -18,9 +18,10 @@ from data.inspection import summary
 from data.inspection.summary import draw_lengths
 from data.records.record import parse_record
 from data.records.sources import Source
-from data.tokenized.dataset import Dataset, load_dataset, supervised_count
+from data.sample_set import Sample, supervised_count
+from data.tokenized.dataset import Dataset, load_dataset
 from data.tokenized.parallel import has_empty_answer
-from data.tokenized.tokenize import Sample, encode, encode_tokens, load_tokenizer
+from data.tokenized.tokenize import encode, encode_tokens, load_tokenizer
 from tests.conftest import CHATML, save_tokenizer
 from tests.data.helpers import RECORDS
 from training.config.keys import TrainConfig

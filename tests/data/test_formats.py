@@ -13,8 +13,21 @@ from data.records.chat import Chat
 from data.records.formats import FORMATS, convert
 from data.records.record import Record, RefQA
 from data.tokenized.tokenize import encode_many
-from tests.data.format_cases import ANSWER, CASES, USER, chat, instruct, ref_qa, refusal
+from tests.data.format_cases import ANSWER, CALL, CASES, TOOL, USER, chat, instruct, ref_qa, refusal
 from tests.data.helpers import RECORDS, REWRITING
+
+# Anthropic's parts of messages.
+THOUGHT = {"type": "thinking", "thinking": "hm", "signature": "x"}
+WORDS = {"type": "text", "text": "a"}
+USE = {"type": "tool_use", "id": "1", "name": CALL["name"], "input": CALL["arguments"]}
+RESULT = {"type": "tool_result", "tool_use_id": "1", "content": [{"text": "18"}]}
+THINKING = ANSWER | {"reasoning_content": "hm"}
+CALLING = {"role": "assistant", "tool_calls": [{"id": "1", "function": CALL}]}
+RETURNED = {"role": "tool", "content": "18", "tool_call_id": "1"}
+
+
+def said(role: str, *parts: dict[str, Any]) -> dict[str, Any]:
+    return {"role": role, "content": list(parts)}
 
 
 def test_every_format_is_tested() -> None:
@@ -152,6 +165,14 @@ def test_a_record_of_no_layout_is_refused_with_its_fields_and_the_formats() -> N
             {"messages": [USER, ANSWER], "chat_template_kwargs": {"enable_thinking": False}},
             "field chat_template_kwargs: expected template_args in the config",
         ),
+        (
+            {"messages": [USER, said("assistant", USE, WORDS)]},
+            "field messages: parts of message 1: expected thinking, text, tool_use in this order, found tool_use, text",
+        ),
+        ({"messages": [USER, ANSWER, USER], "answer": "b"}, "field answer: the record's format has no place for it"),
+        ({"query": "q", "answers": "[]", "tools": []}, "field answers: expected at least one call, found none"),
+        ({"query": "q", "answers": "sunny", "tools": []}, "field answers: expected a list of calls with name and arg"),
+        ({"query": "q", "answers": [{"city": "Wien"}], "tools": []}, "field answers: expected a list of calls"),
         ({"text": ""}, "field text: String should have at least 1 character"),
         ({"text": float("nan")}, "field text: expected a string, found a number"),
         ({"instruction": "i", "output": None}, "field output: expected a value, found null"),
@@ -225,7 +246,29 @@ SYSTEM = {"role": "system", "content": "Be kind"}
         ({"instruction": "q", "output": 2}, instruct("q", "2")),
         ({"question": "q", "answer": 0}, instruct("q", "0")),
         ({"prompt": "q", "completion": -7}, instruct("q", "-7")),
+        ({"messages": [USER, said("assistant", THOUGHT, WORDS)]}, chat(USER, THINKING)),
+        ({"conversations": [USER, said("assistant", USE)]}, chat(USER, CALLING)),
+        (
+            {"messages": [USER, said("assistant", WORDS, USE), said("user", RESULT), ANSWER], "tools": [TOOL]},
+            chat(USER, CALLING | {"content": "a"}, RETURNED, ANSWER, tools=[TOOL]),
+        ),
+        (
+            {"messages": [USER, said("assistant", USE) | {"weight": 0}, said("user", RESULT, WORDS), ANSWER]},
+            chat(USER, CALLING | {"weight": 0}, RETURNED, USER | {"content": "a"}, ANSWER),
+        ),
     ],
 )
 def test_what_can_mean_one_thing_alone_is_read(raw: dict[str, Any], expected: Record) -> None:
     assert convert(raw).records == [expected]
+
+
+@pytest.mark.parametrize(
+    ("raw", "unused"),
+    [
+        ({"messages": [USER, ANSWER], "answer": "b", "problem": "p"}, ["problem", "answer"]),
+        ({"conversations": [USER, ANSWER], "output": "b"}, ["output"]),
+        ({"messages": [USER, ANSWER], "reference": "r", "completion": "c"}, ["reference", "completion"]),
+    ],
+)
+def test_the_answer_in_other_words_beside_a_dialogue_is_named_as_unused(raw: dict[str, Any], unused: list[str]) -> None:
+    assert convert(raw) == ([chat(USER, ANSWER)], unused, [])

@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from data.chat.prompts import PromptFormat, Prompts
 from data.errors import DataError
 from data.inspection.inspect import MARKS, SUPERVISED_STYLE, coloured, show_samples, show_tools, write_page
-from data.tokenized.tokenize import Sample, encode
+from data.sample_set import Sample
+from data.tokenized.tokenize import encode
 from tests.data.helpers import RECORDS, runs, runs_of
 from tests.data.template_styles import QWEN25, SMOLLM2
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from data.errors import DataError
 from data.loader import GlobalBatch, Loader
 from data.packing import Packing
-from data.tokenized.dataset import InMemory, supervised_count
-from data.tokenized.tokenize import Sample
+from data.sample_set import InMemory, Sample, supervised_count
 
 ROW = 48
 PACKINGS: list[Packing] = [False, "batch", "dataset"]

@@ -14,7 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from data.chat.native.chatglm3 import MARK
 from data.chat.native.kinds import native_tokenizer
 from data.errors import DataError
-from data.tokenized.tokenize import IGNORED, encode, load_tokenizer
+from data.sample_set import IGNORED
+from data.tokenized.tokenize import encode, load_tokenizer
 
 CLASSES = {"chatglm3": "ChatGLMTokenizer", "baichuan2": "BaichuanTokenizer"}
 FAMILIES = list(CLASSES)

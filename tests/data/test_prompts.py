@@ -14,9 +14,10 @@ from data.chat.faithful import NO_THOUGHTS, OTHER_ANSWER, OTHER_PROMPT
 from data.chat.prompts import Mask, Prompts, Truncate
 from data.errors import DataError
 from data.inspection.summary import warnings
+from data.sample_set import Sample
 from data.tokenized.columns import OLDEST
 from data.tokenized.dataset import Dataset, load_dataset
-from data.tokenized.tokenize import JOINED, Sample, Tokens, encode_many, encode_tokens
+from data.tokenized.tokenize import JOINED, Tokens, encode_many, encode_tokens
 from tests.data.helpers import chat, rendered, runs_of, supervised, whole_text
 from tests.data.template_styles import CHATGLM3, DEEPSEEK, GEMMA, LLAMA31, MISTRAL, QWEN3, QWEN25, SMOLLM2, Style
 

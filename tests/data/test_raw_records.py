@@ -92,6 +92,12 @@ def test_what_a_file_holds_is_found_at_any_size(layout: str, size: int, tmp_path
         (b'{\n"text":\n"a"}\n', [{"text": "a"}]),
         (b'{"data": [1, 2]}\n{"data": [3]}\n', [{"data": [1, 2]}, {"data": [3]}]),  # lines with a field of that name
         (b'{"id": "x", "data": "a"}', [{"id": "x", "data": "a"}]),
+        (b'{"version": "1", "train": [{"text": "a"}]}', [{"text": "a"}]),
+        (b'{"schema": {"fields": [{"name": "data"}]}, "data": [{"text": "a"}], "n": 1}', [{"text": "a"}]),
+        (b'\n{ "n": 1.5e3,\n"ok": true, "samples" : [\n{"text": "a"}]}', [{"text": "a"}]),
+        (b'{"rows": [], "records": "none"}', ["expected at least one record, found none"]),
+        (b'{"text": "a", "train": true}', [{"text": "a", "train": True}]),
+        (b'{"messages": [{"role": "user"}]}', [{"messages": [{"role": "user"}]}]),
         (b'[1, "a"]', ["expected an object, found '1'", "expected an object, found '\"'"]),
         (b'[{"text": "a"},]', [{"text": "a"}]),
         (b'[{"text": "a"} {"text": "b"}]', [{"text": "a"}, {"text": "b"}]),
@@ -282,7 +288,7 @@ def test_a_list_that_is_cut_off_keeps_its_whole_records(tmp_path: Path) -> None:
     [
         ("}", ""),
         (', "version": {"data": [1]}}', ""),
-        (', "test": [{"text": "b"}]}', "field 'test' holds records, too; expected one list, in the field 'data'"),
+        (', "test": [{"text": "b"}]}', "field 'test' holds records, too; expected one list of records in a file"),
         ('}, {"text": "b"}]}', "not JSON: something follows the end of the list"),
         (
             ', {"text": "b"}]}',

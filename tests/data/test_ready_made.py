@@ -14,8 +14,8 @@ from data.errors import DataError
 from data.inspection.summary import facts
 from data.records.formats import convert
 from data.records.sources import Source
+from data.sample_set import Sample
 from data.tokenized.dataset import load_dataset
-from data.tokenized.tokenize import Sample
 from tests.data.helpers import runs
 
 

@@ -60,8 +60,10 @@ def folder(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPa
 
 
 def test_there_is_a_script_for_each_subject() -> None:
-    wanted = "generate( hg_to_pp( encode( Plan.make( train(load_config loss=smoothed Pipeline( forward_step=".split()
-    assert [each for each in wanted if not any(each in script for script in scripts())] == []
+    wanted = (
+        "generate( hg_to_pp( encode( Plan.make( train(load_config loss=smoothed callbacks=[ Pipeline( forward_step="
+    )
+    assert [each for each in wanted.split() if not any(each in script for script in scripts())] == []
 
 
 @pytest.mark.parametrize("number", range(len(HERE)))
@@ -92,6 +94,9 @@ def test_what_trains(number: int, folder: Path, tmp_path: Path, monkeypatch: pyt
     lines = metrics(folder / made)
     assert lines
     assert (folder / made / "latest").exists()
+    if "callbacks=" in LAUNCHED[number]:
+        largest = max(line["grad_norm"] for line in lines if "grad_norm" in line)
+        assert f"largest gradient norm: {largest:.3f}" in done.stdout
     if "loss=smoothed" in LAUNCHED[number]:
         monkeypatch.chdir(folder)
         assert lines[0]["loss"] == pytest.approx(smoothed_loss(), abs=1e-5)

@@ -42,7 +42,7 @@ from tests.pretend.cuda import Event, Stream
 from tests.pretend.watch import Watch
 from tests.workers.cases import close_engines, loader_of
 from tests.workers.zero import KINDS, build
-from training import job
+from training import options
 from training.config.keys import TrainConfig
 from training.distributed import processes
 from training.distributed.failure_detector import Report
@@ -168,7 +168,7 @@ def run(config: TrainConfig, case: Case, found: Callable[[], list[Any]]) -> Phas
         hanging(case["hang"][place.rank], after=HANGS_AFTER) if "hang" in case else nullcontext(),
         RankMonitor(place, config.model_topo.stage_of(place.rank), config.timeout_minutes) as monitor,
     ):
-        job.run_job(config, place, monitor, KINDS["pipeline"])
+        options.train_language_model(config, place, monitor, KINDS["pipeline"])
     return phases | {"rest": found()}
 
 

@@ -17,6 +17,7 @@ from tests.conftest import FAQ
 from tests.launching import write_config
 from training.config.yaml_file import load_config
 from training.data_setup import RecordReader
+from training.streamed import stream_of
 
 SMALL = 300  # tokens: special ones, bytes, and few of the merges
 
@@ -29,7 +30,7 @@ def model(make_checkpoint: Callable[..., Path]) -> Path:
 def check(model: Path, tmp_path: Path, **keys: Any) -> None:
     config = load_config(write_config(tmp_path / "run.yml", model_path=str(model), **keys))
     reader = RecordReader(config, model, Log(quiet=True))
-    data = reader.stream() if config.stream_gb else reader.read("data", config.data_path)
+    data = stream_of(config, reader) if config.stream_gb else reader.read("data", config.data_path)
     check_vocabulary(reader.tokenizer, int(read_spec(model).config.vocab_size), data)
 
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from data.packing import Packing
-from data.tokenized.tokenize import Sample
+from data.sample_set import Sample
 from tests.launching import topology
 from tests.ranks import Ranks
 from tests.training.engine.test_gradients import Outcome, folder, reference, samples  # noqa: F401

@@ -39,7 +39,7 @@ def test_who_is_stopped_names_the_checkpoint_that_there_is(
     progress = Progress(config, Log(highlight=False, width=500), None, None, order, 10, False)
     stop: Any = SimpleNamespace(preempted=False, exit_code=128 + signal.SIGTERM)
     with pytest.raises(SystemExit) as leaving:
-        progress.end(7, stop, [], tmp_path)
+        progress.leave(7, stop)
     assert leaving.value.code == 128 + signal.SIGTERM
     assert capsys.readouterr().out == told.format(folder=tmp_path) + "\n"
 
@@ -50,6 +50,6 @@ def test_who_is_stopped_while_loading_has_trained_nothing(tmp_path: Path, capsys
     progress = Progress(config, Log(highlight=False, width=500), None, None, order, 10, False)
     stop: Any = SimpleNamespace(preempted=False, exit_code=128 + signal.SIGTERM)
     with pytest.raises(SystemExit) as leaving:
-        progress.end(0, stop, [], tmp_path)
+        progress.leave(0, stop)
     told = "stopped before step 1 of 10: this start trained nothing; the same command goes on from the beginning\n"
     assert (leaving.value.code, capsys.readouterr().out) == (143, told)

@@ -23,7 +23,8 @@ from training.config.yaml_file import load_config
 from training.demo.chat import Chat
 from training.demo.speaker import Speaker, Wishes
 from training.distributed.disk import Disk
-from training.job import Inputs
+from training.engine.pipeline import PipelineTrainer
+from training.language_model import LanguageModel
 
 END = "<|endoftext|>"  # of a base model's tokenizer, whose template ends with <|im_end|>
 ONE_DISK = Disk("", [0], 0)
@@ -66,7 +67,9 @@ def trained(folder: Path, made: Path, log: Log, **keys: Any) -> Path:
     hg_to_pp(folder, made / "step-1")
     for name in ("generation_config.json", "pipetune.json"):
         (made / "step-1" / name).unlink(missing_ok=True)
-    for name, content in Inputs.read(config, ONE_DISK, log).side_files.items():
+    task = LanguageModel(PipelineTrainer)
+    task.read(config, ONE_DISK, log)
+    for name, content in task.side_files.items():
         (made / "step-1" / name).write_bytes(content)
     return made / "step-1"
 

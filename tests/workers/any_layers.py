@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,9 +18,9 @@ from safetensors.torch import save_file
 
 from tests.training.any_model.nets import NETS
 from training.any_model.config import PipelineConfig
-from training.any_model.layers import divide
 from training.any_model.samples import SampleLoader
-from training.any_model.trainer import LayerTrainer
+from training.any_model.stage import divide
+from training.any_model.task import LayerTrainer
 from training.config.keys import TrainConfig
 from training.evaluation import Evaluation
 
@@ -32,7 +31,7 @@ def run_case(case: dict[str, Any], _: TrainConfig, folder: Path) -> None:
     layers, loader = net.layers(), SampleLoader(net.dataset(), config)
     parts = divide(layers, config.model_topo.parts, config.model_topo.stages)
     trainer = LayerTrainer.of(layers, net.forward_step, net.loss, loader, config, parts)
-    engine, monitor, forwards = trainer.engine, SimpleNamespace(mark=lambda _: None), []
+    engine, forwards = trainer.engine, []
     engine.module.forward_funcs[0].register_forward_pre_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
     tensors: dict[str, torch.Tensor] = {}
     take_step = engine._take_model_step
@@ -50,7 +49,7 @@ def run_case(case: dict[str, Any], _: TrainConfig, folder: Path) -> None:
         norms.append(float(engine.get_global_grad_norm()))
     alone, counted = trainer.eval_loss(loader, loader.batch_of([0])), sum(forwards)
     held_out = SampleLoader(net.dataset(), config, evaluates=True)
-    evaluated = Evaluation({"": held_out}, config, 0, active=False).run(trainer, monitor, bool)  # type: ignore[arg-type]
+    evaluated = Evaluation({"": held_out}, config, 0, active=False).run(trainer, lambda _: None, bool)
     tensors |= {f"weight/{name}": weight.detach().clone() for name, weight in engine.module.named_parameters()}
     if trainer.replica == 0:
         save_file(tensors, folder / f"{case['name']}.stage{trainer.stage}.safetensors")

@@ -27,7 +27,7 @@ from deepspeed.utils import groups
 from torch.distributed import distributed_c10d
 
 from data.loader import Loader
-from data.tokenized.dataset import InMemory
+from data.sample_set import InMemory
 from tests.workers.leaving import leave
 from training.config.keys import TrainConfig
 from training.data_setup import build_loader

@@ -20,12 +20,14 @@ from torch.nn import functional
 
 from tests.workers import jobs
 from training.any_model.config import OF_LANGUAGE_MODELS, PipelineConfig
-from training.any_model.job import run_layers
-from training.any_model.layers import Layer
+from training.any_model.stage import Layer
+from training.any_model.task import Layers
 from training.config.keys import TrainConfig
 from training.distributed.processes import Place
 from training.distributed.rank_monitor import RankMonitor
-from training.job import run_job
+from training.job import Job
+from training.options import run_options
+from training.options import train_language_model as run_job
 
 
 def train_layers(config: TrainConfig, place: Place, monitor: RankMonitor, _: object) -> None:
@@ -34,7 +36,8 @@ def train_layers(config: TrainConfig, place: Place, monitor: RankMonitor, _: obj
     layers: list[Layer] = [partial(nn.Linear, 8, 8), nn.Tanh, partial(nn.Linear, 8, 8), partial(nn.Linear, 8, 8)]
     keys = {key: value for key, value in config.dump().items() if key not in OF_LANGUAGE_MODELS}
     own, step = PipelineConfig.model_validate(keys), nn.Module.__call__
-    run_layers(layers, step, functional.mse_loss, dataset, None, None, own, place, monitor)
+    task = Layers(layers, step, functional.mse_loss, dataset, None, None)
+    Job(task, own, place, monitor, run_options(own)).run()
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:

@@ -27,10 +27,10 @@ from training.config.keys import TrainConfig
 from training.distributed.processes import Place
 from training.distributed.rank_monitor import RankMonitor
 from training.errors import USER_ERRORS, RunRefused
-from training.job import run_job
 from training.metrics.reporter import Reporter
 from training.metrics.step_metrics import StepMetrics
 from training.optimizer.lr_schedules import LearningRate
+from training.options import train_language_model as run_job
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:

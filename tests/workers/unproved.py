@@ -24,9 +24,9 @@ def ends_apart() -> None:
 
 def no_decay() -> None:
     """Weight decay is forgotten."""
-    from training.engine import trainer
+    from training.engine import building
 
-    build = trainer.build_optimizer
+    build = building.build_optimizer
 
     def forgetful(*arguments: Any) -> Any:
         optimizer = build(*arguments)
@@ -34,7 +34,7 @@ def no_decay() -> None:
             group["weight_decay"] = 0.0
         return optimizer
 
-    trainer.build_optimizer = forgetful  # type: ignore[assignment]
+    building.build_optimizer = forgetful  # type: ignore[assignment]
 
 
 def moments_lost() -> None:

@@ -25,8 +25,8 @@ from training.errors import ConfigError
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from training.any_model.layers import ForwardStep, Layer, Loss
     from training.any_model.samples import Collate
+    from training.any_model.stage import ForwardStep, Layer, Loss
     from training.distributed.rank_monitor import RankMonitor
 
 
@@ -97,12 +97,12 @@ class Pipeline:
         """
 
         def run(config: PipelineConfig, place: Place, monitor: RankMonitor) -> bool:
-            from training.any_model.job import run_layers  # brings DeepSpeed, which has to be told of the device first
+            from training.any_model.task import Layers  # brings DeepSpeed, which has to be told of the device first
+            from training.job import Job
+            from training.options import run_options
 
-            run_layers(
-                self.layers, self.forward_step, self.loss, dataset, collate, eval_dataset, config, place, monitor
-            )
-            return False
+            task = Layers(self.layers, self.forward_step, self.loss, dataset, collate, eval_dataset)
+            return Job(task, config, place, monitor, run_options(config)).run()
 
         run_from_script(lambda place: self.config(place.world_size if place else 0), run)
 

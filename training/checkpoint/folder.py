@@ -22,7 +22,6 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from common.whole_files import read_regular, regular, replace_text
-from data.streaming.windows import Made
 from models.checkpoint.layout import RECORD, FileName
 from models.checkpoint.publish import workplace
 from models.errors import GONE, CheckpointError, reading
@@ -44,7 +43,8 @@ class DataOrder(BaseModel):
 
     Attributes:
         packed_epoch: the length of the rows where whole epochs are packed; 0 elsewhere.
-        windows: of a stream, those that were made so far: by them a run finds its place without reading all before it.
+        windows: of a stream, those tokenized so far (`data.streaming.windows.Made`): by them a run finds its place
+            without reading all records before it.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -56,7 +56,7 @@ class DataOrder(BaseModel):
     dataloader_drop_last: bool
     packed_epoch: int = 0
     stream_gb: float | None = None
-    windows: list[Made] = []
+    windows: list[Any] = []
 
 
 class CheckpointRecord(BaseModel):

@@ -38,6 +38,7 @@ from training.config.sections import (
 )
 from training.errors import ConfigError
 from training.schedule.instructions import Schedule
+from training.topology import Topology
 
 # What says how DeepSpeed sums the replicas' gradients.
 DEEPSPEEDS_SUMS = {"reduce_scatter", "reduce_bucket_size", "contiguous_gradients", "use_multi_rank_bucket_allreduce"}
@@ -373,6 +374,14 @@ class TrainConfig(Section):
                 f"({n_layers - 2} blocks + embedding + head)"
             )
         return [n_layers] if chunks == 1 else parts
+
+    def topology(self, parts: list[int]) -> Topology:
+        """The topology of a run with these layers per stage, or per chunk; with none under plain ZeRO."""
+        topo = self.model_topo
+        wide = {name: size for name in ("tensor", "sequence") if (size := getattr(topo, name)) > 1}  # else left out
+        wide |= {"spread": True} if topo.experts == "spread" else {}
+        zero = self.zero_optimization.stage
+        return Topology(stages=topo.stages, replicas=topo.replicas, zero_stage=zero, parts=parts, **wide)
 
     def with_parts(self, parts: list[int]) -> TrainConfig:
         """The same config with these layers per stage, which stay; with an empty list `parts: auto`."""

@@ -112,7 +112,7 @@ class Pipeline(Passes):
 
 
 class Together(Pipeline):
-    """A share of every layer (`models.generation.tensor_parallel`): all ranks compute the same pass."""
+    """A share of every layer (`models.api`): all ranks compute the same pass."""
 
     def __init__(self, model: CausalLM, place: Place) -> None:
         super().__init__(model, place, groups=1)

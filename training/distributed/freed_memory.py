@@ -14,8 +14,16 @@ measure is the largest of all steps after a release. Where the C library is anot
 from __future__ import annotations
 
 import ctypes
+from typing import TYPE_CHECKING
 
 import psutil
+
+from training.callbacks import Callback
+
+if TYPE_CHECKING:
+    from data.loader import GlobalBatch
+    from training.loop import Run
+    from training.metrics.step_metrics import StepMetrics
 
 GROWTH = 1.2
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
@@ -55,3 +63,13 @@ class FreedMemory:
         self._empty = resident > GROWTH * self._largest
         if self._empty:
             self._release(0)
+
+
+class BoundedMemory(Callback):
+    """Bound the freed memory of a run that computes on a CPU."""
+
+    def on_start(self, run: Run) -> None:
+        self._freed = FreedMemory(kept=run.trainer.engine.device.type == "cpu")
+
+    def on_step_end(self, run: Run, metrics: StepMetrics, batch: GlobalBatch) -> None:
+        self._freed.bound()

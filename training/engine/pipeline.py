@@ -22,12 +22,12 @@ from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 from training.distributed.gpu_progress import followed
 from training.distributed.processes import gather
+from training.engine.building import build_engine, on_cpu, sharing_of
 from training.engine.dualpipev import VScheduleEngine
 from training.engine.prefetch import Sent
 from training.engine.replica_sums import sum_while_computing
-from training.engine.sharing import sharing_of
 from training.engine.stage_engine import StageEngine
-from training.engine.trainer import Trainer, build_engine, on_cpu
+from training.engine.trainer import Trainer
 from training.topology import Division
 
 

@@ -24,9 +24,9 @@ from models.spec import ModelSpec
 from training.config.deepspeed_config import deepspeed_config
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
+from training.engine.building import build_engine, on_cpu, sharing_of
 from training.engine.clipping import clip
-from training.engine.sharing import sharing_of
-from training.engine.trainer import Trainer, build_engine, on_cpu
+from training.engine.trainer import Trainer
 from training.topology import Division
 
 

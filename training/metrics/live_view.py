@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import ClassVar
+from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -20,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from common import terminal
 from training.metrics.devices import GIGA
 from training.metrics.step_metrics import StepMetrics
 
@@ -36,8 +35,6 @@ class LiveView:
         parts: layers of each stage.
     """
 
-    open_one: ClassVar[LiveView | None] = None  # of this process
-
     def __init__(self, console: Console, total_steps: int, parts: Sequence[int]) -> None:
         self._console, self._total, self._parts = console, total_steps, parts
         self._losses: list[float] = []
@@ -45,7 +42,7 @@ class LiveView:
         self._live = Live(console=console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())
         self._live.start()
         console.show_cursor()  # a run that is killed could not bring it back
-        LiveView.open_one = self
+        terminal.live_views.append(self)
 
     def show(self, metrics: StepMetrics, left: str) -> None:
         """Take up a step.
@@ -61,8 +58,19 @@ class LiveView:
 
     def close(self) -> None:
         """Leave the last drawing where it is."""
-        LiveView.open_one = None
+        terminal.live_views.remove(self)
         self._live.stop()
+
+    def pause(self) -> None:
+        """Leave the terminal to something else, such as the progress bar of an evaluation."""
+        self._live.transient = True
+        self._live.stop()
+
+    def resume(self) -> None:
+        """Draw again."""
+        self._live.transient = False
+        self._live.start()
+        self._console.show_cursor()
 
     def _drawing(self, metrics: StepMetrics, left: str) -> Group:
         where = Table.grid(padding=(0, 2))
@@ -82,23 +90,6 @@ class LiveView:
             told = [f"stage {stage}: {layers} layers, {most / GIGA:.1f} GB" for stage, (layers, most) in stages]
             lines.append(Text("  ".join(told), no_wrap=True, overflow="ellipsis"))
         return Group(*lines)
-
-
-@contextmanager
-def paused() -> Iterator[None]:
-    """Let something else have the terminal, such as the bar of an evaluation."""
-    view = LiveView.open_one
-    if view is None:
-        yield
-        return
-    view._live.transient = True
-    view._live.stop()
-    try:
-        yield
-    finally:
-        view._live.transient = False
-        view._live.start()
-        view._console.show_cursor()
 
 
 def curve(values: Sequence[float], levels: str = LEVELS, width: int = CURVE) -> str:

@@ -18,12 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pydantic_core
 from tqdm import tqdm
 
 from common.terminal import safe_line
 from common.whole_files import regular, replacing
-from training.metrics.step_metrics import StepMetrics
+from training.metrics.step_metrics import StepMetrics, to_json
 
 if TYPE_CHECKING:  # reading a run's metrics needs neither torch nor a config
     from training.metrics.live_view import LiveView
@@ -168,11 +167,6 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 continue
             if isinstance(values, dict) and isinstance(values.get("step"), int):
                 yield line.rstrip(b"\n") + b"\n", values
-
-
-def to_json(values: Mapping[str, Any], indent: int | None = None) -> bytes:
-    """JSON in which numbers that are not finite are null."""
-    return pydantic_core.to_json(values, indent=indent, inf_nan_mode="null")
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, float]:

@@ -24,7 +24,7 @@ import torch
 from common.version import VERSION
 from common.whole_files import read_regular, replace_text
 from training.config.keys import TrainConfig
-from training.metrics.reporter import to_json
+from training.metrics.step_metrics import to_json
 
 RUN_FILE = "run.json"
 CONFIG_FILE = "config.yml"  # beside it: the config with every default filled in

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import pydantic_core
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepMetrics:
     """One step's line of metrics.jsonl.
 
@@ -33,3 +37,8 @@ class StepMetrics:
     mfu: float | None = None
     times: dict[str, float] = field(default_factory=dict)
     peak_memory: list[int] = field(default_factory=list)
+
+
+def to_json(values: Mapping[str, Any], indent: int | None = None) -> bytes:
+    """JSON in which numbers that are not finite are null."""
+    return pydantic_core.to_json(values, indent=indent, inf_nan_mode="null")

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import torch
 
 from models.costs import ModelFlops
 from models.spec import ModelSpec
+from training.callbacks import Callback
+from training.config.deepspeed_config import training_dtype
 from training.metrics.devices import peak_flops
+
+if TYPE_CHECKING:
+    from data.loader import GlobalBatch
+    from training.language_model import LanguageModel
+    from training.loop import Run
+    from training.metrics.step_metrics import StepMetrics
 
 
 class Utilization:
@@ -30,3 +39,16 @@ class Utilization:
         if self._peak is None:
             return None
         return sum(self._flops.by_layer(lengths, supervised)) / seconds / self._peak
+
+
+class Mfu(Callback):
+    """Add the MFU of a language model to each step's metrics."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+
+    def on_start(self, run: Run) -> None:
+        self._utilization = Utilization(self._model.spec, training_dtype(run.config), run.config.model_topo.processes)
+
+    def on_step_end(self, run: Run, metrics: StepMetrics, batch: GlobalBatch) -> None:
+        metrics.mfu = self._utilization(batch.lengths, batch.supervised, metrics.seconds)

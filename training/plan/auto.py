@@ -20,7 +20,7 @@ from training.metrics.devices import Device, this_device
 from training.plan.basis import MEASURED_FILE, Basis
 from training.plan.plan import Plan
 from training.plan.workload import Workload
-from training.topology import Division, Topology
+from training.topology import Division
 
 
 def divide(
@@ -49,7 +49,7 @@ def divide(
         return chosen
     report = ["gradient checkpointing: auto, all blocks, as it is not known how ZeRO divides the memory"]
     return Division(
-        topology_of(config, parts if in_stages and parts else []),
+        config.topology(parts if in_stages and parts else []),
         config.recomputed(spec.n_blocks),
         tuple(report if automatic else []),
     )
@@ -74,7 +74,7 @@ def choose(
         counts = ", ".join(str(len(recompute.intersection(stage.layers))) for stage in plan.stages)
         told = f"{counts} blocks of the stages recompute" if recompute else "no block recomputes"
         report.append(f"gradient checkpointing: auto, {told}")
-    return Division(topology_of(config, plan.parts), recompute, tuple(report))
+    return Division(config.topology(plan.parts), recompute, tuple(report))
 
 
 def _going_on(basis: Basis, saved: CheckpointRecord | None) -> tuple[list[int], str]:
@@ -92,12 +92,3 @@ def _going_on(basis: Basis, saved: CheckpointRecord | None) -> tuple[list[int], 
         return [], f"by measured costs, of the run's own steps ({MEASURED_FILE})"
     estimated = "estimated costs; --plan --calibrate measures them"
     return [], f"by {'measured costs, of --calibrate' if basis.calibration else estimated}"
-
-
-def topology_of(config: TrainConfig, parts: list[int]) -> Topology:
-    """A run's, with these layers per stage or per chunk."""
-    topo = config.model_topo
-    wide = {name: size for name in ("tensor", "sequence") if (size := getattr(topo, name)) > 1}  # else left out
-    wide |= {"spread": True} if topo.experts == "spread" else {}
-    zero = config.zero_optimization.stage
-    return Topology(stages=topo.stages, replicas=topo.replicas, zero_stage=zero, parts=parts, **wide)

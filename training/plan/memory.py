@@ -31,7 +31,7 @@ from training.plan.casts import HELD_COMPILED, HELD_EAGER
 from training.plan.costs import kept_without_offload, saved, sent_away
 from training.plan.optimizer_memory import StateBytes
 from training.plan.partition import LayerRange, layers_of
-from training.schedule.under_way import under_way
+from training.schedule.simulation import under_way
 
 BACKWARD = 3  # tensors as large as the largest saved one that a backward pass holds besides
 

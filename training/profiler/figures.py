@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
+from training.profiler.recorder import Record
 from training.schedule.instructions import WORK, Schedule
 from training.schedule.walk import Span
 
@@ -63,3 +64,46 @@ class Figures:
         """Seconds of a rank for one micro-batch, all passes."""
         stages = [sum(seconds) for seconds in zip(*self.passes.values(), strict=True)]
         return [stages[rank] + (stages[-1 - rank] if self.schedule == "dualpipev" else 0) for rank in range(self.ranks)]
+
+
+SHORTEST = 1e-5  # seconds; shorter gaps are the engine going from one instruction to the next
+
+
+def with_idle(records: Sequence[Sequence[Record]], stages: Sequence[int]) -> list[list[Span]]:
+    """Tell work from waiting: the spans of one step on all ranks, with `idle` ones where a rank waited.
+
+    A message moves when both its ends are there. So a rank that came first waited until the other came, and only the
+    rest of its send or receive is the transfer. What no span covers is idle too, so the spans cover the step.
+
+    Args:
+        records: of the step by rank, in common time.
+        stages: of the pipeline, by rank; where several ranks have the same one, each belongs to another replica.
+
+    Returns:
+        The spans by rank, in order.
+    """
+    replicas = [stages[:rank].count(stage) for rank, stage in enumerate(stages)]
+    posted = {
+        (replica, stage, message): record.posted
+        for replica, stage, row in zip(replicas, stages, records, strict=True)
+        for record in row
+        for message in record.messages
+    }
+    begin = min(record.span.begin for row in records for record in row)
+    end = max(record.span.end for row in records for record in row)
+    filled: list[list[Span]] = []
+    for rank, (replica, stage, row) in enumerate(zip(replicas, stages, records, strict=True)):
+        spans: list[Span] = []
+        last = begin
+        for span, messages, _ in row:
+            others = [(replica, other, message) for message in messages for other in message.ends - {stage}]
+            moving = max([span.begin, *(posted.get(each, begin) for each in others)])
+            moving = min(moving, span.end)  # clocks may differ a little
+            if moving - last >= SHORTEST:
+                spans.append(Span(rank, "idle", None, last, moving, stage))
+            spans.append(span._replace(begin=moving))
+            last = span.end
+        if end - last >= SHORTEST:
+            spans.append(Span(rank, "idle", None, last, end, stage))
+        filled.append(spans)
+    return filled

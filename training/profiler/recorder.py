@@ -4,7 +4,7 @@ What the engine calls for each instruction is wrapped for the length of a step a
 recorded run the engine as it is. On a CPU two readings of a clock frame an instruction. On a GPU, where instructions
 only queue work, two CUDA events do: they are read when the step is over, so nothing waits inside of it. A send or
 receive spans the waiting for the other side too; who waited for whom shows when all ranks are seen together
-(`training.profiler.waiting`). An instruction takes some 10 microseconds more, and on a GPU a step begins with a
+(`training.profiler.figures`). An instruction takes some 10 microseconds more, and on a GPU a step begins with a
 synchronisation.
 """
 

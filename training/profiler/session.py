@@ -11,26 +11,51 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
 
 from common.whole_files import replace_text
+from training.callbacks import Callback
 from training.distributed.processes import gather
-from training.engine.trainer import Trainer
 from training.plan.partition import held_layers
 from training.profiler.drawing import draw, trace
-from training.profiler.figures import Figures
+from training.profiler.figures import Figures, with_idle
 from training.profiler.recorder import Record, Recorder
-from training.profiler.waiting import with_idle
 from training.schedule.walk import Span
+
+if TYPE_CHECKING:
+    from data.loader import GlobalBatch
+    from training.engine.trainer import Trainer
+    from training.loop import Run
+    from training.metrics.step_metrics import StepMetrics
 
 TRACE_FILE, CHART_FILE = "timeline.json", "timeline.png"
 ROUNDS = 9  # barriers by which clocks are compared
+
+
+class ProfiledSteps(Callback):
+    """Record the steps of `profile_steps` and draw their timeline."""
+
+    def on_start(self, run: Run) -> None:
+        steps, folder = run.config.profile_steps, Path(run.config.save_path)
+        assert steps is not None
+        self._timeline = Timeline(steps, run.trainer, run.topology.parts, folder, run.progress.log)
+
+    def around_step(self, run: Run, step: int, batch: GlobalBatch) -> AbstractContextManager[None]:
+        return self._timeline.step(step)
+
+    def on_step_end(self, run: Run, metrics: StepMetrics, batch: GlobalBatch) -> None:
+        if metrics.step == self._timeline.steps[1]:
+            self._timeline.finish()
+
+    def on_end(self, run: Run, step: int) -> None:
+        self._timeline.finish()
 
 
 @dataclass

@@ -18,8 +18,8 @@ from rich.text import Text
 
 from common.whole_files import replace_text
 from training.config.keys import TrainConfig
-from training.metrics.reporter import to_json
 from training.metrics.run_info import CODE, git_state, machine, versions
+from training.metrics.step_metrics import to_json
 from training.proof.comparison import Row
 
 CERTIFICATE = "proof.json"

@@ -7,14 +7,16 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import yaml
 from rich.console import Console
+from torch import Tensor
 
-from data.streaming.stream import Stream
+from data.sample_set import IGNORED, Sample
 from data.tokenized.dataset import check_vocabulary
-from data.tokenized.tokenize import IGNORED, Sample
 from models.api import read_spec
-from models.checkpoint.layout import resolve, side_files
+from models.checkpoint.layout import layer_file, resolve, side_files
+from models.checkpoint.tensor_files import save_state_dict
 from models.conversion.to_pipeline import copy_files
 from models.derived.shrink import is_dropout, shrunk_fields
 from models.spec import ModelSpec
@@ -22,8 +24,8 @@ from training.config.deepspeed_config import router_loss_weight
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader, build_loader
 from training.proof.launches import Start
-from training.proof.random_model import write_model
 from training.proof.shrink_config import DATA, EVALUATION, LENGTH, MODEL, small_config, small_depth, small_topology
+from training.streamed import stream_of
 
 BATCHES = 2.5  # in an epoch: its last one is smaller, and the last step is one of the second epoch
 EVALUATED = 6  # samples
@@ -94,8 +96,10 @@ def _samples(
 ) -> tuple[list[Sample], list[Sample]]:
     """As the user's own run would read them: the first to train on, and some to evaluate on."""
     reader = RecordReader(config, folder, log)
-    data, held_out = reader.sets()
-    data = data.windows.peek() if isinstance(data, Stream) else data
+    if config.stream_gb:
+        data, held_out = stream_of(config, reader).windows.peek(), reader.held_out()
+    else:
+        data, held_out = reader.sets()
     check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), data)
     router_loss = router_loss_weight(config, spec) > 0
     loader = build_loader(data, config, config.dataloader_drop_last, router_loss=router_loss)
@@ -117,3 +121,23 @@ def shortened(sample: Sample, words: int) -> Sample:
     kept = slice(begin, begin + LENGTH)
     labels = [each if each == IGNORED else each % words for each in labels[kept]]
     return {"input_ids": [each % words for each in ids[kept]], "labels": labels}
+
+
+def write_model(folder: Path, spec: ModelSpec, seed: int) -> None:
+    """Write layer files of random fp32 weights; no part is constant, so no gradient is zero or flat."""
+    for layer in range(spec.n_layers):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed + layer)
+            state = {name: _random(tensor) for name, tensor in spec.build(layer).state_dict().items()}
+        if spec.tied and layer == 0:
+            embedding = state[spec.family.tie.embedding]
+        if spec.tied and layer == spec.n_layers - 1:
+            state[spec.family.tie.head] = embedding
+        save_state_dict(state, folder / layer_file(layer))
+
+
+def _random(tensor: Tensor) -> Tensor:
+    """Matrices whose products keep their size, about; norms and biases around where they start."""
+    if tensor.dim() > 1:
+        return torch.randn_like(tensor) / tensor.shape[-1] ** 0.5
+    return tensor + 0.1 * torch.randn_like(tensor) if tensor.is_floating_point() else tensor

@@ -7,7 +7,7 @@ import torch
 
 from data.loader import Loader
 from data.packing import Packing
-from data.tokenized.dataset import InMemory
+from data.sample_set import InMemory
 from models.attention.packed import Documents, unmarked
 
 LENGTHS = [5, 1, 9, 3, 18, 30, 2, 8, 8, 31, 1]

@@ -16,8 +16,8 @@ from tests.launching import topology
 from tests.ranks import Ranks
 from tests.training.any_model.nets import NETS
 from training.any_model.config import PipelineConfig
-from training.any_model.layers import make
 from training.any_model.samples import SampleLoader
+from training.any_model.stage import make
 
 pytestmark = pytest.mark.launched
 

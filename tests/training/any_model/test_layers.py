@@ -12,8 +12,8 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from tests.launching import topology
 from training import Pipeline, PipelineConfig
-from training.any_model.layers import Layer, check_functions, count_weights, divide, make
 from training.any_model.samples import SampleLoader
+from training.any_model.stage import Layer, check_functions, count_weights, divide, make
 from training.errors import ConfigError
 
 

@@ -16,7 +16,7 @@ from tests.launching import Launch, error_lines, metrics, start, topology
 from tests.models.helpers import assert_same_bits
 from tests.training.any_model.script import Config, layers
 from training import load_trained
-from training.any_model.layers import make
+from training.any_model.stage import make
 
 pytestmark = pytest.mark.launched
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from data.tokenized.tokenize import Sample
+from data.sample_set import Sample
 from tests.ranks import Ranks
 from tests.training.engine.test_gradients import Case, Outcome, config, folder, read, reference, samples  # noqa: F401
 

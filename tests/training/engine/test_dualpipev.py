@@ -17,7 +17,7 @@ from deepspeed.runtime.pipe.schedule import PipeInstruction
 
 from data.loader import Loader
 from data.packing import Packing
-from data.tokenized.dataset import InMemory
+from data.sample_set import InMemory
 from tests.conftest import FAQ
 from tests.launching import deepspeed, error_lines, metrics, topology, write_config
 from training.config.keys import TrainConfig

@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from data.loader import Loader
-from data.tokenized.dataset import InMemory
-from data.tokenized.tokenize import Sample
+from data.sample_set import InMemory, Sample
 from models import load_model
 from models.attention.kernels import FLEX
 from models.router import router_loss

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from data.loader import Loader
-from data.tokenized.dataset import InMemory
-from data.tokenized.tokenize import Sample
+from data.sample_set import InMemory, Sample
 from models.loss import IGNORED
 from training.engine.prefetch import ahead
 

@@ -16,7 +16,7 @@ from tests.launching import topology
 from training.any_model.config import PipelineConfig
 from training.config.deepspeed_config import check_shared_rows, deepspeed_config
 from training.config.keys import TrainConfig
-from training.engine.sharing import sharing_of
+from training.engine.building import sharing_of
 from training.errors import ConfigError
 
 KEYS: dict[str, Any] = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 8}
@@ -39,7 +39,7 @@ def test_neighbouring_replicas_share_rows_and_neighbouring_ranks_layers(
     dims: list[int], axes: list[str], rows: list[list[int]], layers: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.distributed, "new_group", tuple)
-    monkeypatch.setattr("training.engine.sharing.among_members", nullcontext)
+    monkeypatch.setattr("training.engine.building.among_members", nullcontext)
     for rank in range(len(rows) * 2):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
         sharing = sharing_of(config(dims, axes, 2).model_topo)

@@ -12,8 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from data.tokenized.dataset import InMemory
-from data.tokenized.tokenize import Sample
+from data.sample_set import InMemory, Sample
 from models.costs import LayerCase, saved_by
 from models.errors import CheckpointError
 from models.spec import ModelSpec

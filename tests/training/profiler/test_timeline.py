@@ -16,10 +16,9 @@ import pytest
 from tests.conftest import FAQ
 from tests.launching import deepspeed, topology, write_config
 from training.profiler.drawing import draw, trace
-from training.profiler.figures import Figures
+from training.profiler.figures import Figures, with_idle
 from training.profiler.recorder import Record
 from training.profiler.session import findings
-from training.profiler.waiting import with_idle
 from training.schedule.instructions import WORK, Message, read_schedule
 from training.schedule.simulation import simulate
 from training.schedule.walk import Span

@@ -14,7 +14,7 @@ from training.config.keys import TrainConfig
 from training.optimizer import lr_schedules, optimizers
 from training.optimizer.lr_schedules import LearningRate
 from training.proof.comparison import OF_AN_UPDATE, Row, compare
-from training.proof.own_update import own_optimizer, own_rate
+from training.proof.reference import own_optimizer, own_rate
 
 STEPS = 8
 TIED = ("0.embed_tokens.weight", "2.lm_head.weight")

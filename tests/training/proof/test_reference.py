@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from data.tokenized.tokenize import Sample
+from data.sample_set import Sample
 from training.config.keys import TrainConfig
 from training.proof.reference import Reference
 

@@ -18,9 +18,8 @@ from tests.conftest import ORIGINALS
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 from training.proof.comparison import is_flat
-from training.proof.random_model import write_model
 from training.proof.shrink_config import LENGTH, LR, small_config, small_depth, small_topology
-from training.proof.small_run import shortened
+from training.proof.small_run import shortened, write_model
 
 KEYS = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 64}
 # What the large models of these families have and transformers' defaults do not.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from training.schedule.simulation import simulate
-from training.schedule.under_way import under_way
+from training.schedule.simulation import simulate, under_way
 from training.schedule.zero_bubble import LEFT
 
 

@@ -1,0 +1,116 @@
+"""Build an engine: weights, optimizer and DeepSpeed around them, for the pipeline and for ZeRO."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from models.block_options import BlockOptions
+from models.checkpoint.source import open_source
+from models.loading import LayerStates, SeededStates
+from models.loss import micro_batch_loss
+from models.process_groups import ALONE, Peers, Sharing
+from models.spec import ModelSpec
+from training.config.deepspeed_config import check_device, deepspeed_config, router_loss_weight, training_dtype
+from training.config.gpu import check_gpu
+from training.config.keys import TrainConfig
+from training.config.model_topo import ModelTopo
+from training.distributed.groups import among_members
+from training.distributed.processes import agreed
+from training.engine.clipping import clip_in_update
+from training.engine.gradient_sums import sum_as_they_are
+from training.optimizer.optimizers import build_optimizer
+
+
+def build_engine(
+    config: TrainConfig,
+    spec: ModelSpec,
+    folder: Path,
+    layers: Sequence[int],
+    make_model: Callable[..., nn.Module],
+    recompute: frozenset[int],
+    sharing: Sharing,
+) -> Any:
+    """The engine of `Trainer.build`.
+
+    Args:
+        layers: those that this process holds, in the order of building.
+        make_model: takes, by name, what `models.pipeline` and `models.sharded` both take.
+        sharing: with whom the process shares its rows and its layers.
+    """
+    with agreed():
+        check_gpu(config)
+        check_device(config)
+        router_weight = router_loss_weight(config, spec)
+        states: LayerStates = SeededStates(spec, config.seed) if config.from_scratch else open_source(folder, spec)
+        # Building the model communicates, so every rank looks at its weights before any begins.
+        for layer in layers:
+            states.check_layer(layer)
+    # Where each host has a disk of its own, what one replica there has read lies in the cache of the system.
+    together = config.storage == "shared" and config.model_topo.replicas > 1 and not config.from_scratch
+    # Dropout differs from rank to rank, but not between those that compute the same together.
+    torch.manual_seed(config.seed + config.model_topo.first_peer(torch.distributed.get_rank()))
+    with among_members():
+        model = make_model(
+            states=states,
+            dtype=training_dtype(config),
+            blocks=BlockOptions(recompute, config.offload_activations, config.compile is True, config.fp8.enabled),
+            micro_batch_loss=partial(
+                micro_batch_loss,
+                z_loss_weight=config.aux_max_z_loss.weight,
+                router_loss_weight=router_weight,
+                rows=sharing.sequence,
+            ),
+            sharing=sharing,
+            read_together=layers if together else (),
+        )
+    return wrap(model, config, spec.tied_names)
+
+
+def wrap(model: nn.Module, config: TrainConfig, tied_names: tuple[str, str] | None = None) -> Any:
+    """This rank's layers with their optimizer in DeepSpeed's engine; `tied_names` as in `parameter_groups`."""
+    with agreed():
+        trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
+        optimizer = build_optimizer(config, trained, tied_names)
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the memory in use, four times
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config))
+    sum_as_they_are(engine.optimizer)
+    clip_in_update(engine.optimizer)
+    if config.model_topo.replicas == 1:  # DeepSpeed would copy the gradients, round sums to 16 bits, and copy them back
+        engine._reduce_non_expert_gradients = lambda *_: None
+    return engine
+
+
+def on_cpu(layer: nn.Module) -> dict[str, Tensor]:
+    """A layer's state dict, in memory of its own."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in layer.state_dict().items()}
+
+
+def sharing_of(topology: ModelTopo) -> Sharing:
+    """Make the process groups that share packed sequences and layers with this process; all ranks call it together."""
+    return Sharing(
+        sequence=_peers(topology.sharing("rows")),
+        tensor=_peers(topology.sharing("layers")),
+    )
+
+
+def _peers(groups: NDArray[Any]) -> Peers:
+    """The one of the groups [groups, size] that this process belongs to."""
+    if (size := groups.shape[1]) == 1:
+        return ALONE
+    rank, own = torch.distributed.get_rank(), ALONE
+    with among_members():
+        for row in groups.tolist():
+            group = torch.distributed.new_group(row)  # which every process counts, and its members make
+            if rank in row:
+                own = Peers(size, row.index(rank), group)
+    return own

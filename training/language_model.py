@@ -1,0 +1,151 @@
+"""A language model and its records, as a job trains them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import numpy
+import torch
+from rich.console import Console
+
+from data.loader import Loader
+from data.tokenized.dataset import Dataset, check_vocabulary
+from models.api import read_spec
+from models.checkpoint.layout import resolve
+from models.lean_loss import chunk_tokens
+from models.spec import ModelSpec
+from training.checkpoint.folder import DataOrder
+from training.checkpoint.resume import check_same_model
+from training.checkpoint.side_files import read_side_files
+from training.config.deepspeed_config import (
+    check_device,
+    check_fp8,
+    check_shared_rows,
+    check_tensor,
+    router_loss_weight,
+)
+from training.config.keys import TrainConfig
+from training.data_setup import RecordReader, build_loader
+from training.distributed.disk import Disk
+from training.distributed.processes import set_threads
+from training.engine.trainer import Trainer
+from training.evaluation import Evaluation
+from training.job import Job, Task
+from training.preflight import check_model
+from training.topology import Division
+
+
+class LanguageModel(Task):
+    """A language model of any family, trained on records.
+
+    Args:
+        kind: how the model is spread: `PipelineTrainer` or `ZeroTrainer`.
+
+    Attributes:
+        dataset: the records to train on.
+        held_out: the records to evaluate on, if any.
+    """
+
+    spec: ModelSpec
+    model_folder: Path
+    dataset: Dataset
+    loader_kind: ClassVar[type[Loader]] = Loader
+
+    def __init__(self, kind: type[Trainer]) -> None:
+        self._kind = kind
+        self.in_stages = kind.in_stages
+
+    @property
+    def known_loader(self) -> Loader | None:
+        """The loader, where lengths of all samples are known before the first step."""
+        return self.loader
+
+    @property
+    def known_records(self) -> Dataset | None:
+        """The records whose lengths are known before the first step."""
+        return self.dataset
+
+    def read(self, config: TrainConfig, disk: Disk, log: Console) -> None:
+        folder = resolve(config.model_path)
+        spec = read_spec(folder)
+        check_device(config)
+        config.parts_for(spec.n_layers)  # checked before the data are read, which takes longer
+        check_fp8(config, spec)
+        check_tensor(config, spec)
+        check_shared_rows(config, spec)
+        reader = RecordReader(config, folder, log)
+        self.dataset, held_out = self._sets(config, reader)
+        self.held_out = held_out
+        router_loss = router_loss_weight(config, spec) > 0
+        self.loader = build_loader(
+            self.dataset, config, config.dataloader_drop_last, None, router_loss, self.loader_kind
+        )
+        self.evaluation = None
+        if held_out is not None:
+            numbers = {kind: numpy.flatnonzero(held_out.of_type(kind)) for kind in held_out.types}
+            loaders = {kind: build_loader(held_out, config, numbers=its) for kind, its in numbers.items()}
+            self.evaluation = Evaluation(
+                loaders, config, self.loader.steps_per_epoch, not log.quiet, held_out.fingerprint()
+            )
+        sets = [self.dataset] if held_out is None else [self.dataset, held_out]
+        check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), *sets)
+        self.side_files = read_side_files(folder, reader.ends) if disk.keeps else {}
+        self.model_folder, self.spec, self.n_layers = folder, spec, spec.n_layers
+        self.order = DataOrder(
+            samples=len(self.dataset),
+            fingerprint=self.dataset.fingerprint(),
+            seed=config.seed,
+            train_batch_size=config.train_batch_size,
+            dataloader_drop_last=config.dataloader_drop_last,
+            packed_epoch=self.loader.row_length if config.packing == "dataset" else 0,
+            stream_gb=config.stream_gb,
+        )
+
+    def check_checkpoint(self, folder: Path) -> None:
+        check_same_model(self.spec, folder)
+
+    def check_weights(self, job: Job) -> None:
+        check_model(self.model_folder, weights=job.progress.checkpoint is None and not job.config.from_scratch)
+
+    def divide(self, config: TrainConfig) -> Division:
+        parts = config.parts_for(self.n_layers) or even_parts(self.n_layers, config.chunks)
+        return Division(config.topology(parts if self.in_stages else []), config.recomputed(self.spec.n_blocks))
+
+    def begin(self, job: Job) -> None:
+        set_threads(job.place.local_size, self.spec.config.hidden_size)
+
+    def build(self, job: Job) -> Trainer:
+        checkpoint, config = job.progress.checkpoint, job.config
+        if checkpoint:
+            config = config.model_copy(update={"from_scratch": False})
+        return self._kind.build(config, self.spec, checkpoint or self.model_folder, job.division)
+
+    def origin(self, sample: int) -> str:
+        return self.dataset.origin(sample)
+
+    def describe_model(self, job: Job) -> list[str]:
+        spec = self.spec
+        model = f"model: {spec.family.name}, {spec.n_layers} layers {job.division.topology.description}"
+        return [model, f"family: {spec.family.proof}"] if spec.family.proof else [model]
+
+    def describe_data(self, job: Job) -> None:
+        config, log = job.config, job.log
+        tokens = chunk_tokens(self.spec.config.vocab_size, on_cpu=not torch.cuda.is_available())
+        log.print(f"loss: {tokens:,} tokens at a time, summed in fp32")
+        if config.zero_optimization.offloads and config.zero_force_ds_cpu_optimizer:
+            log.print("optimizer: on the CPU; DeepSpeed compiles its part at the first use, about a minute")
+        samples = "rows" if config.packing == "dataset" else "samples"
+        log.print(f"steps: {job.progress.total_steps} of {config.train_batch_size} {samples}{self._an_epoch()}")
+
+    def _sets(self, config: TrainConfig, reader: RecordReader) -> tuple[Dataset, Dataset | None]:
+        """The records to train on, and those to evaluate on, if any."""
+        return reader.sets()
+
+    def _an_epoch(self) -> str:
+        return f", {self.loader.steps_per_epoch} an epoch"
+
+
+def even_parts(n_layers: int, chunks: int) -> list[int]:
+    """Layers per chunk, as equal as can be; the first chunks have one more."""
+    return [n_layers // chunks + (chunk < n_layers % chunks) for chunk in range(chunks)]
