@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> None:
     """What the command line asks for; torch is imported once it is known to ask for something."""
     import torch
 
-    from models.checkpoint.download import download
+    from models.api import download
     from models.conversion.check import check
     from models.conversion.to_huggingface import ExportOptions, pp_to_hg
     from models.conversion.to_pipeline import hg_to_pp

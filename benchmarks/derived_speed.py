@@ -12,6 +12,7 @@ import time
 
 import torch
 from transformers import Qwen3Config
+from transformers.models.qwen3 import modeling_qwen3
 
 from models.architectures import llama
 from models.attention.kernels import TORCH
@@ -52,7 +53,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     fields = {name: value for name, value in CONFIG.to_dict().items() if value is not None}
-    declared = model_of(llama.relative("qwen3", "Qwen3"), fields)
+    declared = model_of(llama.relative("qwen3", modeling_qwen3, "Qwen3"), fields)
     derived = model_of(derive(CONFIG, fields), fields)
     ids = torch.randint(0, CONFIG.vocab_size, (ROWS, FIRST + SECOND))
     positions = torch.cat([torch.arange(FIRST), torch.arange(SECOND)]).repeat(ROWS, 1)

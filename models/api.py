@@ -7,23 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
+from huggingface_hub import HfApi, snapshot_download
 from torch import distributed
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from models import derived as proven
 from models.architectures import declared_family
 from models.causal_lm import CausalLM
-from models.checkpoint.layout import resolve
+from models.checkpoint.layout import TEMPLATES, resolve
 from models.checkpoint.source import open_source
 from models.config_json import model_fields, reason_of
-from models.derived.proven import proven
 from models.errors import CheckpointError
 from models.process_groups import Peers
 from models.router import experts_implementation
 from models.spec import ModelSpec
 from models.tensor_parallel import TensorShare, obstacle
+
+SIDE_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "README.md"]
 
 
 def read_spec(folder: Path) -> ModelSpec:
@@ -94,3 +98,25 @@ def load_share(
         raise CheckpointError(f"{folder}: tensor parallelism: {reason}")
     source, share = open_source(folder, spec), TensorShare(spec, Peers(group.size(), group.rank(), group))
     return CausalLM(spec, source, dtype or source.dtype(), torch.device(device), share=share).eval()
+
+
+def download(model_name: str, save_path: Path) -> None:
+    """Download a model from the HuggingFace hub; an interrupted download goes on where it stopped.
+
+    Weights, config and tokenizer come, and nothing that could run. Safetensors are preferred; .bin files are fetched
+    only where a repository has nothing else.
+
+    Raises:
+        CheckpointError: no such model, no access, or no network.
+    """
+    try:
+        names = HfApi().list_repo_files(model_name)
+        has_safetensors = any(name.endswith(".safetensors") and "/" not in name for name in names)
+        weights = ["model*.safetensors"] if has_safetensors else ["pytorch_model*.bin"]
+        # Other folders of a repository hold the same weights in other formats.
+        near = [name for name in names if "/" not in name or name.startswith(f"{TEMPLATES}/")]
+        wanted = [name for name in near if any(fnmatchcase(name, each) for each in (*SIDE_PATTERNS, *weights))]
+        snapshot_download(model_name, local_dir=save_path, allow_patterns=wanted)
+    except Exception as error:  # the hub's own errors, the HTTP library's, the file system's
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"{model_name}: cannot be downloaded: {reason}") from None

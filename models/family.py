@@ -10,7 +10,8 @@ Layers are numbered as everywhere in Pipetune: 0 is the embedding, 1..N the bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import PreTrainedConfig
 
 from models.attention.kernels import ALL
 from models.attention.positions import Positions, Rotary
+from models.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -139,3 +141,22 @@ class Family:
     translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     variant: Callable[[dict[str, Any]], Family] | None = None
     native: Native | None = None
+
+
+@contextmanager
+def published(raw: Mapping[str, Any], switches: Mapping[str, Any], family: str) -> Iterator[None]:
+    """Translate a config.json inside: its switches of the arithmetic must be those of the published checkpoints.
+
+    Args:
+        switches: fields and the value that each has, where it stands, in all that was published.
+
+    Raises:
+        CheckpointError: one has another value, or a field is missing that the translation asks for.
+    """
+    for name, value in switches.items():
+        if raw.get(name, value) != value:
+            raise CheckpointError(f"{name} is {raw[name]}; Pipetune knows {family}'s layers, where it is {value}")
+    try:
+        yield
+    except KeyError as error:
+        raise CheckpointError(f"no {error.args[0]}, which {family} has; expected one of its configs") from None

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from models.attention.kernels import AMPERE
 from models.process_groups import ALONE, Peers, add_up
 
 CPU_CHUNK, GPU_CHUNK = 2**28, 2**29  # bytes of fp32 logits held at a time; a GPU is fast only with large products
@@ -30,7 +31,6 @@ HALF_SCALE = 2.0**10  # what fp16 gradients of logits are multiplied with: fp16 
 HALF_ROOM = 2.0**3  # what their products, free of that again, are divided by: fp16 has none above 65,504 either
 CPU_CACHE = 2**22  # bytes of logits that a CPU takes through softmax and gradient at a time
 WORDS = 2**13  # words at a time where products of 16-bit matrices have to be widened
-AMPERE = (8, 0)  # the first GPUs that compute in bf16, and give 16-bit products fp32 results
 
 
 def linear_cross_entropy(

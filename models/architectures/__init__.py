@@ -5,15 +5,15 @@ docs/adding-a-model.md walks through a new declaration.
 
 from typing import Any
 
-from models.architectures import baichuan, bloom, chatglm, gemma2, glm, internlm2, llama, qwen
+from models.architectures import baichuan, bloom, chatglm, internlm2, llama, qwen
 from models.family import Family
 
 FAMILIES: dict[str, Family] = {
     "baichuan": baichuan.FAMILY,
     "bloom": bloom.FAMILY,
     "chatglm": chatglm.FAMILY,
-    "gemma2": gemma2.FAMILY,
-    "glm": glm.FAMILY,
+    "gemma2": llama.GEMMA2,
+    "glm": llama.GLM,
     "internlm2": internlm2.FAMILY,
     "llama": llama.FAMILY,
     "qwen": qwen.FAMILY,

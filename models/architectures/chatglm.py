@@ -12,10 +12,9 @@ from typing import Any
 
 from transformers.models.glm.modeling_glm import GlmDecoderLayer, GlmRMSNorm, GlmRotaryEmbedding
 
-from models.architectures import glm, llama
-from models.architectures.published import published
+from models.architectures import llama
 from models.errors import CheckpointError
-from models.family import Family, Native, Rule, Tie
+from models.family import Family, Native, Rule, Tie, published
 
 BLOCK = "transformer.encoder.layers.{i}."
 PUBLISHED = {
@@ -81,7 +80,7 @@ FAMILY = Family(
     tie=Tie(embedding="embed_tokens.weight", head="lm_head.weight"),
     prefix="transformer.",
     carried=(r"\.rotary_pos_emb\.inv_freq$",),
-    tensor_plan=glm.FAMILY.tensor_plan,
+    tensor_plan=llama.GLM.tensor_plan,
     translate=translate,
-    native=Native(glm.FAMILY, "GlmForCausalLM"),
+    native=Native(llama.GLM, "GlmForCausalLM"),
 )

@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from models.architectures import llama
-from models.architectures.published import published
-from models.family import Native, Rule
+from models.family import Native, Rule, published
 
 BLOCK = "model.layers.{i}."
 DROPPED = ("bias", "auto_map", "architectures", "attn_implementation")

@@ -10,14 +10,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from transformers.models.qwen2 import modeling_qwen2
+
 from models.architectures import llama
-from models.architectures.published import published
 from models.errors import CheckpointError
-from models.family import Native, Rule
+from models.family import Native, Rule, published
 
 BLOCK = "transformer.h.{i}."
 PUBLISHED = {"no_bias": True, "rotary_pct": 1.0, "scale_attn_weights": True}
-QWEN2 = llama.relative("qwen2", "Qwen2")
+QWEN2 = llama.relative("qwen2", modeling_qwen2, "Qwen2")
 
 
 def translate(raw: dict[str, Any]) -> dict[str, Any]:

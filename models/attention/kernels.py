@@ -20,8 +20,8 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from models.attention.flex import FLEX
 from models.attention.packed import BY_CUDNN, BY_DOCUMENT, VARLEN
-from models.lean_loss import AMPERE
 
+AMPERE = (8, 0)  # the first GPUs that compute in bf16, and give 16-bit products fp32 results
 TORCH, CUDNN, FLASH, FLASH_3, EAGER = BY_DOCUMENT, BY_CUDNN, "flash_attention_2", "flash_attention_3", "eager"
 ALL = (TORCH, CUDNN, FLASH, FLASH_3, VARLEN, FLEX)  # what computes plain attention and sliding windows
 WITHOUT_DROPOUT = (FLASH_3, VARLEN, FLEX)  # kernels that cannot drop attention weights

@@ -23,10 +23,11 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from benchmarks.families import config_of
 from common.whole_files import read_checked
 from models import CheckpointError, load_model
+from models import derived as proven
 from models.api import read_spec
 from models.architectures import FAMILIES
 from models.costs import LayerCase, work_of
-from models.derived import derive, outline, proven
+from models.derived import derive, outline
 from models.derived.derive import small_model
 from models.derived.proof import BOUND, prove, roughen
 from models.loss import token_loss
