@@ -1,8 +1,4 @@
-"""What each program that serves models still misses in a HuggingFace folder, and settings as older ones read them.
-
-Nothing is loaded: names and shapes of the weights are compared with config.json by the files' headers, and settings are
-read as files. Which architectures a server takes is known of vLLM 0.32.0 and SGLang 0.5.23; docs/serving.md says what
-was tried.
+"""Check that a HuggingFace folder is whole and loads in transformers; let transformers 4 read its settings too.
 
 transformers 5 keeps the rotary base in `rope_parameters` and names its tokenizer class `TokenizersBackend`.
 transformers 4, and every server that pins it, looks for `rope_theta` and `rope_scaling`, takes the default base
@@ -13,9 +9,10 @@ loading, is taken out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from transformers import AutoTokenizer
 
 from models.api import read_spec
 from models.checkpoint.layout import Layout, layout_of, resolve, weight_index
@@ -25,29 +22,6 @@ from models.errors import CheckpointError
 from models.spec import ModelSpec
 from models.weight_map import WeightMap
 
-# Whether it stands on transformers 4.
-SERVERS = {
-    "transformers 5": False,
-    "transformers 4": True,
-    "vLLM from 0.19.1": False,
-    "vLLM before": True,
-    "SGLang from 0.5.10": False,
-    "SGLang before": True,
-    "text-generation-inference": True,
-    "llama.cpp (convert_hf_to_gguf)": False,
-}
-TIED = "vLLM 0.32.0 takes it with a tied head alone"
-# By server and family, which models of it are refused and why.
-REFUSALS: dict[tuple[str, str], tuple[Callable[[ModelSpec], bool], str]] = {
-    ("SGLang from 0.5.10", "bloom"): (lambda spec: True, "SGLang 0.5.23 has no class for it"),
-    ("vLLM from 0.19.1", "bloom"): (lambda spec: not spec.tied, TIED),
-    ("vLLM from 0.19.1", "gemma2"): (lambda spec: not spec.tied, TIED),
-    ("vLLM from 0.19.1", "qwen2"): (
-        lambda spec: len(set(spec.config.layer_types)) > 1,
-        "vLLM 0.32.0 takes sliding windows in all blocks or in none",
-    ),
-}
-
 # What transformers 4 calls a setting of the angles, where it has a name of its own.
 ROTARY = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
 LEFTOVERS = (
@@ -55,56 +29,46 @@ LEFTOVERS = (
 )
 
 
-def check(input_path: str | Path) -> dict[str, list[str]]:
-    """By server, what a folder lacks; nothing where it is complete.
+def check(input_path: str | Path) -> list[str]:
+    """List what keeps transformers from loading a folder; nothing where it is whole. No weights are read.
 
     Raises:
-        CheckpointError: it is no HuggingFace folder, or its config.json or its tokenizer's settings cannot be read.
+        CheckpointError: it is no HuggingFace folder, or its config.json cannot be used.
     """
     folder = resolve(input_path)
     if layout_of(folder) is not Layout.HUGGINGFACE:
-        raise CheckpointError(f"{folder}: in the pipeline layout, which no server reads; export it with pp_to_hg")
-    spec = read_spec(folder)
-    path, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
-    settings = read_json(path) if path.is_file() else {}
-    general = []
+        raise CheckpointError(f"{folder}: in the pipeline layout, which only Pipetune reads; export it with pp_to_hg")
+    spec, problems = read_spec(folder), []
     try:
         source = HuggingFaceSource(folder, spec)
         for layer in range(spec.n_layers):
             source.check_layer(layer)
         if odd := odd_prefix(source.weight_map):
-            general.append(odd)
+            problems.append(odd)
         if len(source.files) > 1 and weight_index(folder) is None:
-            general.append("no index of its weight files")
+            problems.append("no index of its weight files")
     except CheckpointError as error:
-        general.append(str(error))
+        problems.append(str(error))
     if code := foreign_code(spec):
-        general.append(code)
-    if not (folder / "tokenizer.json").is_file():
-        general.append("no tokenizer.json")
-    if not template.is_file() and "chat_template" not in settings:
-        general.append("no chat template, so that it takes raw prompts alone")
-    adapted = _older_tokenizer(dict(settings), template)
-    older = [name for part in _parts(spec) for name in _older_fields(spec, part) if name not in part]
-    older += [name for name in adapted if adapted[name] != settings.get(name)]
-    special = f"config.json or tokenizer_config.json without {', '.join(older)} that it knows; export it with --compat"
-    found = {server: general + [special] * (is_older and bool(older)) for server, is_older in SERVERS.items()}
-    for (server, family), (refused, why) in REFUSALS.items():
-        if spec.family.name == family and refused(spec):
-            found[server] = [*found[server], why]
-    return found
+        problems.append(code)
+    try:
+        AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds for files that are missing or damaged
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        problems.append(f"the tokenizer does not load: {reason}")
+    return problems
 
 
 def odd_prefix(weight_map: WeightMap) -> str | None:
-    """What is told of weights under names that only Pipetune takes, as wrappers of torch and peft leave them."""
+    """Describe weight names that only Pipetune reads, as wrappers of torch and peft leave them; None for usual ones."""
     usual = (None, "", f"model.{weight_map.family.prefix}")
     if weight_map.prefix in usual or weight_map.is_part:
         return None
-    return f"the names of its weights begin with {weight_map.prefix}, which no server looks for"
+    return f"the names of its weights begin with {weight_map.prefix}, which transformers does not look for"
 
 
 def foreign_code(spec: ModelSpec) -> str | None:
-    """What is told of a model whose config.json nobody understands without code of its publisher."""
+    """Say what to do about a config.json that needs its publisher's code; None where it needs none."""
     if not spec.family.translate:
         return None
     remedy = "export it with --layout native" if spec.family.native else "transformers has no class for it"

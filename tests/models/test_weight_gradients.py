@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from models.block_options import PLAIN, BlockOptions
 from models.offload import Returns
 from models.weight_gradients import WeightGradients, linear_layers
-from tests.models.blocks.test_block_options import build
+from tests.models.test_block_options import build
 
 PASSES = 3
 

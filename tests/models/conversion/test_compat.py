@@ -19,8 +19,8 @@ from models.conversion.to_pipeline import hg_to_pp
 from tests.conftest import ORIGINALS, TINY
 from tests.environments import environment
 from tests.models.cases import CASES
-from tests.models.checkpoint.older_transformers import CHAT, TEXT
 from tests.models.command_line import convert, refusal
+from tests.models.conversion.older_transformers import CHAT, TEXT
 from tests.models.helpers import change_config, compatible, copy_of, oracle, random_ids, read_config, side_files
 
 Make = Callable[..., Path]

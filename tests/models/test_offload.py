@@ -19,8 +19,8 @@ from torch import Tensor
 from models import offload
 from models.block_options import BlockOptions
 from models.offload import HostCopy, Trip
-from tests.models.blocks.test_block_options import BLOCKS, build, make
 from tests.models.helpers import random_ids
+from tests.models.test_block_options import BLOCKS, build, make
 
 
 class Moment(NamedTuple):
