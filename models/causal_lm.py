@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from models.attention.cache import KeyValueCache
-from models.layers import Block, Embedding, Head, Stream
+from models.layers import Activations, Block, Embedding, Head
 from models.loading import LayerStates, build_layer, tie_weights
 from models.process_groups import ALONE, Sharing
 from models.spec import ModelSpec
@@ -66,10 +66,12 @@ class CausalLM(nn.Module):
                 document of a packed row, which keeps the documents apart.
             cache: keys and values of the tokens before, extended in place; for generation.
         """
-        logits: Tensor = self.head(self.stream(input_ids, position_ids, cache))
+        logits: Tensor = self.head(self.activations(input_ids, position_ids, cache))
         return logits
 
-    def stream(self, inputs: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None) -> Stream:
+    def activations(
+        self, inputs: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> Activations:
         """What the last block gives: hidden states [B, S, H] before the final norm, position ids, router sums.
 
         Args:
@@ -79,12 +81,12 @@ class CausalLM(nn.Module):
             length, device = inputs.shape[1], inputs.device
             alone = torch.arange(length, device=device).expand(inputs.shape[:2])
             position_ids = alone if cache is None else cache.positions(length, device)
-        stream: Stream = (inputs, position_ids)
+        activations: Activations = (inputs, position_ids)
         for layer in self.layers:
             if isinstance(layer, Embedding):
-                stream = layer(stream)
+                activations = layer(activations)
             elif isinstance(layer, Block):
-                stream = layer(stream, cache)
+                activations = layer(activations, cache)
         if cache is not None:
             cache.advance(inputs.shape[1])
-        return stream
+        return activations

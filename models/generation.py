@@ -193,7 +193,7 @@ class Passes:
         self._model = model
         self._weight = next(model.parameters())
         self._caches = [KeyValueCache(rows=0) for _ in range(groups)]
-        self._given: deque[Pass] = deque()
+        self._queue: deque[Pass] = deque()
 
     def give(self, work: Pass) -> None:
         """Ask for a pass.
@@ -207,7 +207,7 @@ class Passes:
                 f"vocab_size: the tokenizer gives token {largest}, but the model has {known}; "
                 "expected the tokenizer of this model"
             )
-        self._given.append(work)
+        self._queue.append(work)
 
     def take(self) -> Tensor:
         """What follows each row of the first pass that was given and not taken, fp32 [rows, V].
@@ -215,7 +215,7 @@ class Passes:
         Raises:
             CheckpointError: the numbers are not finite.
         """
-        logits = self.logits(self.compute(self._given.popleft()))
+        logits = self.logits(self.compute(self._queue.popleft()))
         if not torch.isfinite(logits.amax(dim=-1)).all():
             raise CheckpointError("the model's output is not finite: its weights hold NaN or infinity")
         return logits
@@ -227,16 +227,16 @@ class Passes:
 
     def forget(self) -> None:
         """Let nothing be under way that nobody took."""
-        self._given.clear()
+        self._queue.clear()
 
     def compute(self, work: Pass) -> Tensor:
         """The hidden states [rows, length, H] behind the last block here."""
         inputs, cache = self.inputs(work), self._caches[work.group]
         cache.select(work.kept)
         if not work.arriving:
-            return self._model.stream(inputs, cache=cache)[0]
+            return self._model.activations(inputs, cache=cache)[0]
         own = KeyValueCache()
-        hidden = self._model.stream(inputs, cache=own)[0]
+        hidden = self._model.activations(inputs, cache=own)[0]
         cache.append(own)
         return hidden
 

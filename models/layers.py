@@ -26,7 +26,7 @@ from models.offload import Offloading, Parked, Returns, Trip
 from models.process_groups import ALONE, Peers, copied, gathered
 from models.router import RouterRecorder, n_experts, top_k
 
-Stream = tuple[Tensor, ...]
+Activations = tuple[Tensor, ...]
 
 
 class Embedding(nn.Module):
@@ -40,7 +40,7 @@ class Embedding(nn.Module):
         self.rounds_scale = family.rounds_scale
         self.n_experts = n_experts(config) if family.router else 0
 
-    def forward(self, inputs: Stream) -> Stream:
+    def forward(self, inputs: Activations) -> Activations:
         input_ids, position_ids = inputs
         hidden = self.embed_tokens(input_ids)
         if self.scale is not None:
@@ -49,7 +49,7 @@ class Embedding(nn.Module):
         hidden = self.norm(hidden)
         if not self.n_experts:
             return hidden, position_ids
-        # The sums need a gradient from the first stage on, as a pipeline sends one back for every tensor of the stream.
+        # The sums need a gradient from the first stage on, as a pipeline sends one back for every tensor of the activations.
         sums = torch.zeros(2, self.n_experts, device=hidden.device, requires_grad=torch.is_grad_enabled())
         return hidden, position_ids, sums
 
@@ -71,8 +71,8 @@ class Block(nn.Module):
         routers = (module for name, module in self.block.named_modules() if name == family.router)
         self._recorder = next((RouterRecorder(router, top_k(config)) for router in routers), None)
 
-    def forward(self, stream: Stream, cache: KeyValueCache | None = None) -> Stream:
-        hidden, position_ids, *sums = stream
+    def forward(self, activations: Activations, cache: KeyValueCache | None = None) -> Activations:
+        hidden, position_ids, *sums = activations
         assert self._positions is not None, "a block built for its shapes cannot run"
         arguments = self._positions(self.kind, hidden, position_ids, cache)
         hidden, added = self._forward(hidden, position_ids, arguments)
@@ -103,7 +103,7 @@ class Block(nn.Module):
 class Head(nn.Module):
     """Layer N+1: the final norm and the projection to the vocabulary.
 
-    Inside a pipeline (`project_in_loss`) it returns the stream with normalised hidden states and leaves the projection
+    Inside a pipeline (`project_in_loss`) it returns the activations with normalised hidden states and leaves the projection
     to the loss, which never holds the logits of all tokens.
     """
 
@@ -119,13 +119,15 @@ class Head(nn.Module):
         self.config = config
         self.project_in_loss = False
 
-    def forward(self, stream: Stream, loss: Callable[[Stream], Tensor] | None = None) -> Tensor | Stream:
-        """Logits [B, S, V], or what is made of the normalised stream in their place.
+    def forward(
+        self, activations: Activations, loss: Callable[[Activations], Tensor] | None = None
+    ) -> Tensor | Activations:
+        """Logits [B, S, V], or what is made of the normalised activations in their place.
 
         ZeRO holds the weight together while this module runs, so a `loss` is called inside.
         """
-        hidden: Tensor = self.norm(stream[0])
-        normalised = (hidden, *stream[1:])
+        hidden: Tensor = self.norm(activations[0])
+        normalised = (hidden, *activations[1:])
         if loss is not None:
             return loss(normalised)
         return normalised if self.project_in_loss else self.project(hidden)

@@ -102,7 +102,7 @@ def _read(
     read, state = states.read_layer(layer), {}
     warn_of_nan(read, partial(states.describe, layer))
     for name, tensor in read.items():
-        kept, cut = like[name].dtype, share.cut(f"{layer}.{name}")
+        kept, cut = like[name].dtype, share.shard(f"{layer}.{name}")
         if kept.is_floating_point and not tensor.is_floating_point():
             raise CheckpointError(f"{states.describe(layer, name)} is {tensor.dtype}; expected floating point numbers")
         state[name] = (cut.of(tensor) if cut else tensor).to(device=device, dtype=kept, copy=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from models.attention.sequence_parallel import SummedOverRows
-from models.layers import Head, Stream
+from models.layers import Activations, Head
 from models.lean_loss import chunk_tokens, linear_cross_entropy
 from models.process_groups import ALONE, Peers
 from models.router import router_loss, top_k
@@ -30,7 +30,7 @@ IGNORED = -100  # the label of a token without loss, as in transformers and torc
 # A user's loss: logits [T, V] in fp32 and what each token should have been, [T] -> the loss of each, [T].
 TokenLoss = Callable[[Tensor, Tensor], Tensor]
 # `micro_batch_loss` with what it adds up and by which weights.
-MicroBatchLoss = Callable[[Head, Stream, tuple[Tensor, ...]], Tensor]
+MicroBatchLoss = Callable[[Head, Activations, tuple[Tensor, ...]], Tensor]
 
 
 def supervised_positions(labels: Tensor, length: int) -> Tensor:
@@ -105,7 +105,7 @@ def _with_bias(rows: Tensor, projection: Tensor, bias: Tensor) -> tuple[Tensor, 
 
 def micro_batch_loss(
     head: Head,
-    stream: Stream,
+    activations: Activations,
     labels: tuple[Tensor, ...],
     z_loss_weight: float = 0.0,
     router_loss_weight: float = 0.0,
@@ -118,7 +118,7 @@ def micro_batch_loss(
     `share` of the global batch's tokens. A model in evaluation mode has the cross-entropy only.
 
     Args:
-        stream: what the head gave: normalised hidden states [B, S, H], position ids, router sums.
+        activations: what the head gave: normalised hidden states [B, S, H], position ids, router sums.
         labels: labels [B, S], scale [], share [] and, where they are known, the `supervised_positions` [T].
         z_loss_weight, own: see `token_loss`.
         router_loss_weight: weight of the load-balancing loss of mixture-of-experts (`models.router`).
@@ -126,8 +126,8 @@ def micro_batch_loss(
     """
     targets, scale, share, *known = labels
     z_loss_weight, own = (z_loss_weight, own) if head.training else (0.0, None)
-    loss = token_loss(stream[0], targets, head, z_loss_weight, known[0] if known else None, own) * scale
+    loss = token_loss(activations[0], targets, head, z_loss_weight, known[0] if known else None, own) * scale
     if router_loss_weight and head.training:
-        sums = stream[2] if rows.size == 1 else SummedOverRows.apply(stream[2], rows)
+        sums = activations[2] if rows.size == 1 else SummedOverRows.apply(activations[2], rows)
         loss = loss + router_loss_weight * router_loss(sums, top_k(head.config)) * share
     return loss

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from models.attention.positions import Positions
 from models.block_options import PLAIN, BlockOptions
-from models.layers import Block, Head, Stream
+from models.layers import Activations, Block, Head
 from models.loading import LayerStates, SharedReading, build_layer, tie_weights
 from models.loss import MicroBatchLoss, micro_batch_loss
 from models.offload import Returns
@@ -60,7 +60,7 @@ class PipelineModel(PipelineModule):
         parts: layers per stage; one entry a stage (for a `VScheduleModel` two), summing to `spec.n_layers`.
         dtype: the dtype to train in.
         spread_experts: as in `models.tensor_parallel`.
-        micro_batch_loss: of head, stream and labels: `models.loss.micro_batch_loss` with the weights of its parts.
+        micro_batch_loss: of head, activations and labels: `models.loss.micro_batch_loss` with the weights of its parts.
         sharing: with whom the process shares its rows and its layers.
         read_together: this stage's layers in the order in which they are built, where its replicas read them together.
 
@@ -109,11 +109,11 @@ class PipelineModel(PipelineModule):
             elif isinstance(layer, Head):
                 layer.project_in_loss = True
 
-    def loss(self, stream: Stream, labels: tuple[Tensor, ...]) -> Tensor:
+    def loss(self, activations: Activations, labels: tuple[Tensor, ...]) -> Tensor:
         """The loss of one micro-batch; DeepSpeed calls it on the last stage."""
-        return self.micro_batch_loss(self._layer(self.spec.n_layers - 1), stream, labels)
+        return self.micro_batch_loss(self._layer(self.spec.n_layers - 1), activations, labels)
 
-    def stream_like(self, rows: int, length: int) -> Stream:
+    def activations_like(self, rows: int, length: int) -> Activations:
         """What flows from one stage to the next for a micro-batch [rows, length], as tensors on the meta device."""
         config = self.spec.config
         with torch.device("meta"):
@@ -172,8 +172,8 @@ class PipelineModel(PipelineModule):
             weight.ds_pipe_replicated = not holds_embedding  # so that the gradient norm counts it once
             owner = nn.Module()
             owner.register_parameter("weight", weight)
-            told = {"ranks": ranks, "group": group, "weight": weight, "weight_attr": ["weight"], "module": owner}
-            tied[TIE_KEY] = told
+            entry = {"ranks": ranks, "group": group, "weight": weight, "weight_attr": ["weight"], "module": owner}
+            tied[TIE_KEY] = entry
         return tied
 
 

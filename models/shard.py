@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Cut:
+class Shard:
     """A weight cut across one of its sides.
 
     Attributes:
@@ -31,7 +31,7 @@ class Cut:
         """Of what the process has."""
         return (*self.shape[: self.side], self.width, *self.shape[self.side + 1 :])
 
-    def meets(self, other: Cut) -> bool:
+    def meets(self, other: Shard) -> bool:
         """Whether two parts may have something in common."""
         pairs = ((one, two) for one in self.ranges for two in other.ranges)
         return self.side != other.side or any(one.start < two.stop and two.start < one.stop for one, two in pairs)
@@ -78,7 +78,7 @@ class Cut:
 
 
 CHUNK = 2**20  # elements
-Range = tuple[Cut | None, int, int]  # of a flattened part, or of the whole weight: its begin, and how many elements
+Range = tuple[Shard | None, int, int]  # of a flattened part, or of the whole weight: its begin, and how many elements
 
 
 def in_common(one: Range, other: Range) -> Iterator[tuple[Tensor, Tensor]]:

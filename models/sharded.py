@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from models.attention.positions import LINEAR
 from models.block_options import PLAIN, BlockOptions
-from models.layers import Block, Head, Stream
+from models.layers import Activations, Block, Head
 from models.loading import LayerStates, SharedReading, build_layer, tie_weights
 from models.loss import MicroBatchLoss, micro_batch_loss
 from models.offload import Returns
@@ -68,15 +68,15 @@ class ShardedModel(nn.ModuleList):
                 self._shard(layer, shards)
             self.append(layer)
 
-    def forward(self, inputs: Stream, labels: tuple[Tensor, ...]) -> Tensor:
+    def forward(self, inputs: Activations, labels: tuple[Tensor, ...]) -> Tensor:
         """The loss of one micro-batch `((input_ids, position_ids), (labels, scale, share))`."""
         *layers, head = self
         assert isinstance(head, Head)
-        stream = inputs
+        activations = inputs
         for layer in layers:
-            stream = layer(stream)
+            activations = layer(activations)
         # By name, as ZeRO's hooks warn of positional arguments that they do not know.
-        loss: Tensor = head(stream, loss=lambda stream: self._micro_batch_loss(head, stream, labels))
+        loss: Tensor = head(activations, loss=lambda activations: self._micro_batch_loss(head, activations, labels))
         return loss
 
     def _shard(self, layer: nn.Module, config: dict[str, Any]) -> None:

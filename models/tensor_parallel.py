@@ -29,7 +29,7 @@ from torch import Tensor, distributed, nn
 from models.layers import Embedding, Head
 from models.process_groups import ALONE, Peers, add_up, copied, gathered, split, summed
 from models.router import n_experts
-from models.shard import Cut
+from models.shard import Shard
 from models.spec import ModelSpec, key_heads
 
 # The words of a plan: for a linear layer, or for a matrix [..., out, in].
@@ -68,7 +68,7 @@ class TensorShare:
         self._plan = plan_of(spec)
         self._key_heads = key_heads(spec.config)
 
-    def cut(self, name: str) -> Cut | None:
+    def shard(self, name: str) -> Shard | None:
         """The part that the process has of a weight, `<layer>.<name>`; None where it has all of it."""
         if self.peers.size == 1:
             return None
@@ -80,7 +80,7 @@ class TensorShare:
             return None
         if self._spread and self._plan.get(owner) == EXPERTS:
             experts = self.peers.part(shape[0])
-            return Cut(tuple(shape), 0, (range(experts.start, experts.stop),))
+            return Shard(tuple(shape), 0, (range(experts.start, experts.stop),))
         if word not in (*BY_OUTPUT, *BY_INPUT) or (word in BY_INPUT and len(shape) == 1):
             return None
         side = len(shape) - 1 if word in BY_INPUT or len(shape) == 1 else len(shape) - 2
@@ -89,12 +89,12 @@ class TensorShare:
         units = self._key_heads if word in BY_HEADS and "att" in owner else width
         part, each = self.peers.part(units), width // units
         ranges = (range(top + part.start * each, top + part.stop * each) for top in range(0, shape[side], width))
-        return Cut(tuple(shape), side, tuple(ranges))
+        return Shard(tuple(shape), side, tuple(ranges))
 
     def narrow(self, layer: int, module: nn.Module) -> None:
         """Give a layer that has no weights yet the shapes of the process's parts."""
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            if cut := self.cut(f"{layer}.{name}"):
+            if cut := self.shard(f"{layer}.{name}"):
                 tensor.data = cut.of(tensor.data)
 
     def connect(self, layer: int, module: nn.Module) -> None:
@@ -103,7 +103,7 @@ class TensorShare:
             return
         for name, weight in module.named_parameters():
             is_part: Any = weight
-            is_part.model_parallel = self.cut(f"{layer}.{name}") is not None  # for DeepSpeed's norm of the gradient
+            is_part.model_parallel = self.shard(f"{layer}.{name}") is not None  # for DeepSpeed's norm of the gradient
         if isinstance(module, Head):
             module.peers, module.words = self.peers, self._spec.config.vocab_size
         elif isinstance(module, Embedding):
@@ -117,11 +117,11 @@ class TensorShare:
         """The state dict of a layer put together, in main memory; all peers call it, who `keep` nothing as well."""
         state = {}
         for name, tensor in module.state_dict().items():
-            cut = self.cut(f"{layer}.{name}")
+            cut = self.shard(f"{layer}.{name}")
             if keep:
                 state[name] = tensor.to("cpu", copy=True) if cut is None else tensor.new_empty(cut.shape, device="cpu")
             for rank in range(self.peers.size if cut else 0):
-                its = TensorShare(self._spec, replace(self.peers, rank=rank), self._spread).cut(f"{layer}.{name}")
+                its = TensorShare(self._spec, replace(self.peers, rank=rank), self._spread).shard(f"{layer}.{name}")
                 assert its
                 part = tensor.contiguous() if rank == self.peers.rank else tensor.new_empty(its.part_shape)
                 distributed.broadcast(part, group=self.peers.group, group_src=rank)
@@ -238,7 +238,7 @@ def _touch(module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor], output: Ten
 def part_shapes(spec: ModelSpec, layer: int, size: int) -> dict[str, torch.Size]:
     """`ModelSpec.shapes` of the largest part that one of so many processes has."""
     share = TensorShare(spec, Peers(size))
-    cuts = {name: (shape, share.cut(f"{layer}.{name}")) for name, shape in spec.shapes(layer).items()}
+    cuts = {name: (shape, share.shard(f"{layer}.{name}")) for name, shape in spec.shapes(layer).items()}
     return {name: torch.Size(cut.part_shape) if cut else shape for name, (shape, cut) in cuts.items()}
 
 
@@ -266,8 +266,7 @@ def obstacle(spec: ModelSpec, size: int, spread: bool = False) -> str | None:
     if plan.keys() == ENDS.keys() or set(plan.values()) - KNOWN:
         return f"{spec.family.name} has no plan by which layers are cut; expected 1 process to a layer"
     if heads < size:
-        told = f"expected at most {heads}"
-        return f"{heads} heads of keys (num_key_value_heads) are not enough for {size} processes to a layer; {told}"
+        return f"{heads} heads of keys (num_key_value_heads) are not enough for {size} processes to a layer; expected at most {heads}"
     if spread and experts < size:
         return (
             f"{experts} experts cannot be spread over {size} processes to a layer; expected model_topo.experts: columns"

@@ -1,7 +1,7 @@
 """A family's naming table for a model of a given size, readable in both directions.
 
 The table relates groups of names: the tensors on disk and the tensors of one layer that hold the same numbers
-(`Binding`). Most groups have one name on either side. `cut` is the whole arithmetic: it takes the tensors of one side
+(`Binding`). Most groups have one name on either side. `reshape_rows` is the whole arithmetic: it takes the tensors of one side
 and gives those of the other, and costs no copy where one tensor is cut into several.
 """
 
@@ -116,7 +116,7 @@ class WeightMap:
         shapes, found = {name: tensor.shape for name, tensor in state.items()}, dict[str, Tensor]()
         for binding in self.bindings(layer, state):
             wanted = binding.disk_shapes(shapes)
-            pieces = cut([state[name] for name in binding.names], list(wanted.values()), binding.groups)
+            pieces = reshape_rows([state[name] for name in binding.names], list(wanted.values()), binding.groups)
             found |= zip(wanted, pieces, strict=True)
         return found
 
@@ -150,17 +150,17 @@ class WeightMap:
         if self.prefix is None:
             return [disk_name]
         inside = [self.family.prefix + disk_name.removeprefix(self.prefix)] if disk_name.startswith(self.prefix) else []
-        return [*inside, disk_name.removeprefix(self._outside)]
+        return [*inside, disk_name.removeprefix(self._outer_prefix)]
 
-    def _spelled(self, name: str) -> str:
+    def _name_on_disk(self, name: str) -> str:
         """What a tensor that the family calls so is called on disk."""
         assert self.prefix is not None
         if name.startswith(self.family.prefix):
             return self.prefix + name.removeprefix(self.family.prefix)
-        return self._outside + name
+        return self._outer_prefix + name
 
     @property
-    def _outside(self) -> str:
+    def _outer_prefix(self) -> str:
         """How names begin that do not take the prefix, such as `lm_head.weight`: with the words before it."""
         outside = (self.prefix or "").removesuffix(self.family.prefix)
         return outside if outside.endswith(".") and outside != self.prefix else ""
@@ -187,14 +187,14 @@ class WeightMap:
             disk = [template.replace("{e}", str(expert)) for expert in range(self.n_experts) for template in disk]
         disk = [name.replace("*", rest) for name in disk]
         if self.prefix is not None:
-            disk = [self._spelled(name) for name in disk]
+            disk = [self._name_on_disk(name) for name in disk]
         groups = self.n_key_heads if rule.by_key_head else 1
         return Binding(
             tuple(disk), layer, tuple(name.replace("*", rest) for name in rule.module_names), stacked, groups
         )
 
 
-def cut(tensors: Sequence[Tensor], shapes: Sequence[torch.Size], groups: int = 1) -> list[Tensor]:
+def reshape_rows(tensors: Sequence[Tensor], shapes: Sequence[torch.Size], groups: int = 1) -> list[Tensor]:
     """The numbers of `tensors`, read row by row one after the other, as tensors of other shapes.
 
     Several tensors are joined into a new one; one tensor is cut into views of itself.
@@ -203,7 +203,7 @@ def cut(tensors: Sequence[Tensor], shapes: Sequence[torch.Size], groups: int = 1
         groups: the one tensor has the rows of the several in so many turns, an equal share of each in each.
     """
     if groups > 1:
-        return _cut_in_turns(tensors, shapes, groups)
+        return _reshape_in_turns(tensors, shapes, groups)
     if len(tensors) == len(shapes) == 1:
         return [tensors[0].reshape(shapes[0])]
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1)
@@ -211,7 +211,7 @@ def cut(tensors: Sequence[Tensor], shapes: Sequence[torch.Size], groups: int = 1
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
-def _cut_in_turns(tensors: Sequence[Tensor], shapes: Sequence[torch.Size], groups: int) -> list[Tensor]:
+def _reshape_in_turns(tensors: Sequence[Tensor], shapes: Sequence[torch.Size], groups: int) -> list[Tensor]:
     if len(tensors) > 1:
         turns = [tensor.unflatten(0, (groups, -1)) for tensor in tensors]
         return [torch.cat(turns, dim=1).reshape(shapes[0])]

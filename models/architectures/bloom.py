@@ -93,8 +93,8 @@ class OpenBloomAttention(BloomAttention):
             return output
         query, key, value = self._reshape(self.query_key_value(hidden_states))
         kernel = over_parts(flex.attend if isinstance(attention_mask, Scope) else attend)
-        told = {"scaling": self.inv_norm_factor, "part_of_rows": alibi}
-        attended, _ = kernel(self, query, key, value, attention_mask, **told)
+        extra = {"scaling": self.inv_norm_factor, "part_of_rows": alibi}
+        attended, _ = kernel(self, query, key, value, attention_mask, **extra)
         attended = self.dense(attended.flatten(2))
         return dropout_add(attended, residual, self.hidden_dropout, self.training), None
 

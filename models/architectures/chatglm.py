@@ -33,8 +33,8 @@ def translate(raw: dict[str, Any]) -> dict[str, Any]:
         CheckpointError: a field is missing, or has a value that no published checkpoint has.
     """
     if "chatglm2" in str(raw.get("_name_or_path")).lower() and raw.get("rope_ratio", 1) != 1:
-        told = "by which ChatGLM2 (_name_or_path) divides positions; expected 1, or ChatGLM3, which multiplies the base"
-        raise CheckpointError(f"rope_ratio is {raw['rope_ratio']}, {told}")
+        reason = "by which ChatGLM2 (_name_or_path) divides positions; expected 1, or ChatGLM3"
+        raise CheckpointError(f"rope_ratio is {raw['rope_ratio']}, {reason}")
     with published(raw, PUBLISHED, "ChatGLM3"):
         return {
             "model_type": "glm",

@@ -167,8 +167,8 @@ class Positions:
             slopes = None if self.slopes is None else self.slopes_on(hidden.device)
             return {"attention_mask": flex.scope(positions, window, slopes)}
         if kernel in (FLASH, FLASH_3, VARLEN):
-            told = {} if kernel != VARLEN else {"document_window": window}  # transformers tells flash-attn of windows
-            return {"attention_mask": None, **told, **documents.flash_arguments(hidden.device)}
+            extra = {} if kernel != VARLEN else {"document_window": window}  # transformers tells flash-attn of windows
+            return {"attention_mask": None, **extra, **documents.flash_arguments(hidden.device)}
         if kernel in (TORCH, CUDNN):
             return {"attention_mask": None, "documents": documents, "document_window": window}
         packed = packed_mask(positions, window, hidden.dtype) if documents.packed else None

@@ -125,9 +125,9 @@ def quantized_tensors(config: dict[str, Any], names: Iterable[str], where: objec
         both = [name for name in weights if name + EXPONENTS in known]
         return {name: Quantized(name + BLOCKS, name + EXPONENTS, dtype, None, where) for name in both}
     asked = ", ".join(name for name, value in settings.items() if name.startswith("load_in_") and value)
-    told = method or asked or "a method that it does not name"
+    described = method or asked or "a method that it does not name"
     raise CheckpointError(
-        f"{where}: {QUANTIZATION}: the weights are quantized by {told}; expected 16 or 32 bits, {FP8} or {MXFP4}"
+        f"{where}: {QUANTIZATION}: the weights are quantized by {described}; expected 16 or 32 bits, {FP8} or {MXFP4}"
     )
 
 

@@ -21,7 +21,7 @@ from models.checkpoint.tensor_io import in_parallel, write_behind
 from models.config_json import QUANTIZATION, TIED
 from models.errors import CheckpointError
 from models.spec import ModelSpec
-from models.weight_map import Binding, cut
+from models.weight_map import Binding, reshape_rows
 
 TensorFile = SafetensorsFile | MappedFile  # of named tensors, read when they are asked for; KeyError for other names
 
@@ -107,7 +107,7 @@ class HuggingFaceSource:
         state: dict[str, Tensor] = {}
         for binding in self._bindings(layer):
             wanted = [shapes[name] for name in binding.names]
-            pieces = cut([self.read(name) for name in binding.disk], wanted, binding.groups)
+            pieces = reshape_rows([self.read(name) for name in binding.disk], wanted, binding.groups)
             state |= dict(zip(binding.names, pieces, strict=True))
         if layer == self.weight_map.head_layer and self.spec.tied:
             self._check_repeated_head(state[self.spec.family.tie.head])
@@ -214,9 +214,9 @@ def _open_tensors(path: Path) -> TensorFile:
 
 def listed(names: Iterable[str], most: int = 5) -> str:
     """A few names and how many more there are, for a message of one line."""
-    shown = list(names)
-    more = f" and {len(shown) - most} more" if len(shown) > most else ""
-    return ", ".join(shown[:most]) + more
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _check_names(where: Path, found: set[str], expected: set[str], what: str) -> None:

@@ -186,7 +186,7 @@ def _compare(model: CausalLM, path: Path, save_path: str | Path) -> str:
         differences.append((found[row, begin:] - expected).abs().max() / expected.abs().max().clamp(min=1.0))
         same += int((expected[-ANSWER:].argmax(dim=-1) == texts[row, PROMPT:]).sum())
     worst = float(torch.stack(differences).max())  # NaN where one is
-    told = f"onnxruntime's logits differ by {worst:.1e}, {same} of {2 * ANSWER} greedy tokens are the same"
+    text = f"onnxruntime's logits differ by {worst:.1e}, {same} of {2 * ANSWER} greedy tokens are the same"
     if not (worst <= TOLERANCE and same == 2 * ANSWER):
-        raise CheckpointError(f"{save_path}: {told}; expected at most {TOLERANCE:.0e} and all; the export is removed")
-    return told
+        raise CheckpointError(f"{save_path}: {text}; expected at most {TOLERANCE:.0e} and all; the export is removed")
+    return text

@@ -53,8 +53,10 @@ def proven(config: PreTrainedConfig, fields: dict[str, Any], declared: Family | 
         try:
             found = proof_of(config, fields, declared)
         except CheckpointError as error:
-            told = str(error)
-            raise Underivable(told if told.startswith(config.model_type) else f"{config.model_type}: {told}") from None
+            reason = str(error)
+            raise Underivable(
+                reason if reason.startswith(config.model_type) else f"{config.model_type}: {reason}"
+            ) from None
         except Exception as error:  # whatever torch makes of a small model
             if isinstance(error, KeyError) and json.dumps(str(error.args[0] if error.args else "")) in key:
                 raise  # a word of config.json that transformers does not know; `reason_of` names its field

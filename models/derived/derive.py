@@ -70,9 +70,9 @@ def check_rotation(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
     wanted = fields.get("rotary_dim")
     for name, frequencies in bare_model(config).named_buffers() if wanted else ():
         if name.endswith("rotary_emb.inv_freq") and 2 * len(frequencies) != wanted:
-            told = f"transformers {transformers.__version__} rotates {2 * len(frequencies)} numbers of a head"
+            reason = f"transformers {transformers.__version__} rotates {2 * len(frequencies)} numbers of a head"
             raise Underivable(
-                f"rotary_dim is {wanted}, but {told}; expected a partial_rotary_factor that says the same"
+                f"rotary_dim is {wanted}, but {reason}; expected a partial_rotary_factor that says the same"
             )
 
 
@@ -141,8 +141,8 @@ def _check_dropout(config: PreTrainedConfig) -> None:
             setattr(alone, other, 0.0)
         model = bare_model(alone).train()
         if not torch.equal(*(model(input_ids=torch.tensor([SAMPLE]), use_cache=False).logits for _ in range(2))):
-            told = f"{config.model_type} drops hidden states outside of its blocks"
-            raise Underivable(f"{told}; expected {name}: 0.0 in config.json, which trains without")
+            reason = f"{config.model_type} drops hidden states outside of its blocks"
+            raise Underivable(f"{reason}; expected {name}: 0.0 in config.json, which trains without")
 
 
 class Made(NamedTuple):

@@ -175,7 +175,7 @@ class Watched:
             return
         expanded: tuple[int, ...] = ()
 
-        def told(value: Any) -> Any:
+        def placeholder(value: Any) -> Any:
             nonlocal expanded
             if not isinstance(value, Tensor):
                 return value
@@ -186,7 +186,7 @@ class Watched:
                 return POSITIONS
             raise Underivable(f"{self._names[module]} is called with something else than positions")
 
-        given = tuple(map(told, arguments)), {name: told(value) for name, value in keywords.items()}
+        given = tuple(map(placeholder, arguments)), {name: placeholder(value) for name, value in keywords.items()}
         self.calls.append(Call(self._names[module], *given, expanded))
         self._made.append(output)
 

@@ -221,7 +221,7 @@ def compare(spec: ModelSpec, model: Any, folder: Path) -> Figures:
     figures["gradients"] = max(apart(gradient, gradients[name]) for name, gradient in gradients_of(ours))
     if spec.family.router:
         its = model(input_ids=ids, use_cache=False, output_router_logits=True).aux_loss
-        figures[ROUTING] = apart(router_loss(ours.stream(ids)[2], top_k(spec.config)), its)
+        figures[ROUTING] = apart(router_loss(ours.activations(ids)[2], top_k(spec.config)), its)
     with torch.inference_mode():
         figures["stages"] = apart(in_stages(spec, source, ids), found)
         figures["documents in a packed row"] = packed(ours, model, ids)
@@ -264,7 +264,7 @@ def in_stages(spec: ModelSpec, source: HuggingFaceSource, ids: Tensor) -> Tensor
     middle = spec.n_layers // 2
     parts = [range(middle), range(middle, spec.n_layers)]
     first, second = (CausalLM(spec, source, torch.float32, CPU, part) for part in parts)
-    hidden, positions, *_ = first.stream(ids)
+    hidden, positions, *_ = first.activations(ids)
     return second(hidden, positions)
 
 

@@ -70,7 +70,7 @@ def run(folder: Path, options: BlockOptions, micro_batches: int) -> None:
     """All forward passes, then all backward passes, as a stage far from the last one has them."""
     model = build(folder, options)
     positions = torch.arange(20)[None]
-    losses = [model.stream(random_ids(1, 20), positions)[0].square().sum() for _ in range(micro_batches)]
+    losses = [model.activations(random_ids(1, 20), positions)[0].square().sum() for _ in range(micro_batches)]
     for loss in losses:
         loss.backward()
     assert all(not block.offload._passes for block in model.blocks if block.offload)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.weight_map import Binding, cut
+from models.weight_map import Binding, reshape_rows
 from tests.models.helpers import assert_same_bits
 
 
@@ -35,17 +35,17 @@ def test_cut_there_and_back_gives_the_same_bits(
     assert binding.disk_shapes(shapes) == expected
     stored = [torch.randn(shape).to(dtype) for shape in expected.values()]
     stored[0].view(-1)[0] = float("nan")
-    loaded = cut(stored, list(shapes.values()))
+    loaded = reshape_rows(stored, list(shapes.values()))
     assert [tensor.shape for tensor in loaded] == list(shapes.values())
-    again = cut([tensor.clone() for tensor in loaded], list(expected.values()))
+    again = reshape_rows([tensor.clone() for tensor in loaded], list(expected.values()))
     assert [tensor.shape for tensor in again] == list(expected.values())
     assert_same_bits(dict(zip(expected, again, strict=True)), dict(zip(expected, stored, strict=True)))
 
 
 def test_cut_keeps_rows_in_order() -> None:
     fused = torch.tensor([[0], [1], [2], [3]])
-    query, key, value = cut([fused], [torch.Size((2, 1)), torch.Size((1, 1)), torch.Size((1, 1))])
+    query, key, value = reshape_rows([fused], [torch.Size((2, 1)), torch.Size((1, 1)), torch.Size((1, 1))])
     assert (query.tolist(), key.tolist(), value.tolist()) == ([[0], [1]], [[2]], [[3]])
     gate_0, up_0, gate_1, up_1 = (torch.full((2, 1), number) for number in (0, 10, 1, 11))
-    (stacked,) = cut([gate_0, up_0, gate_1, up_1], [torch.Size((2, 4, 1))])
+    (stacked,) = reshape_rows([gate_0, up_0, gate_1, up_1], [torch.Size((2, 4, 1))])
     assert stacked[:, :, 0].tolist() == [[0, 0, 10, 10], [1, 1, 11, 11]]

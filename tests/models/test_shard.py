@@ -10,24 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor
 
-from models import shard as cut
 from models.process_groups import Peers
-from models.shard import Cut, in_common
+from models.shard import Shard, in_common
 
 SHAPE = (4, 6, 10)
 
 
-def parts(size: int, side: int, above: int) -> list[Cut | None]:
+def parts(size: int, side: int, above: int) -> list[Shard | None]:
     """How so many processes share a weight, in which `above` matrices lie above each other; None for the whole one."""
     if size == 1:
         return [None]
     width = SHAPE[side] // above
     shares = [Peers(size, rank).part(width) for rank in range(size)]
     tops = range(0, SHAPE[side], width)
-    return [Cut(SHAPE, side, tuple(range(top + part.start, top + part.stop) for top in tops)) for part in shares]
+    return [Shard(SHAPE, side, tuple(range(top + part.start, top + part.stop) for top in tops)) for part in shares]
 
 
-def of(part: Cut | None, whole: Tensor) -> Tensor:
+def of(part: Shard | None, whole: Tensor) -> Tensor:
     return (part.of(whole) if part else whole).flatten()
 
 

@@ -77,7 +77,7 @@ def keep_state(trainer: Trainer, path: Path) -> None:
     kept = {}
     for name, weight in engine.module.named_parameters():
         for key, tensor in sorted(({"": weight} | state_of(engine, weight, keys)).items()):  # alike on all peers
-            part, cut = tensor.detach().clone().view(weight.shape), share.cut(name)
+            part, cut = tensor.detach().clone().view(weight.shape), share.shard(name)
             if cut:
                 whole = torch.zeros(cut.shape, dtype=part.dtype)
                 cut.put(part, whole)

@@ -122,7 +122,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     far = {}
     for (name, weight), (_, reference) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
         assert weight.grad is not None and reference.grad is not None, name
-        found, cut = weight.grad, share.cut(name.removeprefix("layers."))
+        found, cut = weight.grad, share.shard(name.removeprefix("layers."))
         if cut:
             found = torch.zeros_like(reference)
             cut.put(weight.grad, found)

@@ -141,7 +141,7 @@ class LayerStage(PipelineModule):
         """The layers by their number in the model."""
         return dict(enumerate(self.forward_funcs, self._local_start))
 
-    def stream_like(self) -> tuple[Tensor, ...]:
+    def activations_like(self) -> tuple[Tensor, ...]:
         """What arrives here, as tensors on the meta device; the engine asks for it."""
         return self.arriving.like()
 

@@ -136,7 +136,7 @@ def _set_step(source: Slice, target: Slice, optimizer: torch.optim.Optimizer) ->
 def slices_of(engine: DeepSpeedEngine) -> list[Slice]:
     """What this rank updates, in the order of the optimizer's own numbering."""
     share: TensorShare | None = getattr(engine.module, "share", None)
-    return [replace(piece, cut=share.cut(piece.name) if share else None) for piece in _held(engine)]
+    return [replace(piece, cut=share.shard(piece.name) if share else None) for piece in _held(engine)]
 
 
 def _held(engine: DeepSpeedEngine) -> list[Slice]:

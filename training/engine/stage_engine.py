@@ -40,13 +40,13 @@ class StageEngine(PipelineEngine):
 
         Args:
             shapes: rows and length of each micro-batch of this replica, in the order of the next batch; or whatever
-                the module's `stream_like` takes.
+                the module's `activations_like` takes.
         """
         self._shapes = iter(list(shapes))
 
     def _exec_recv_activations(self, buffer_id: int) -> None:
         inputs = tuple(
-            torch.empty_like(tensor, device=self.device) for tensor in self.module.stream_like(*next(self._shapes))
+            torch.empty_like(tensor, device=self.device) for tensor in self.module.activations_like(*next(self._shapes))
         )
         for tensor in inputs:
             p2p.recv(tensor, self.prev_stage)
@@ -61,7 +61,7 @@ class StageEngine(PipelineEngine):
 
     def _send_tensor_meta(self, stream: tuple[Tensor, ...], stage: int) -> None:
         """In place of telling the receiver what comes, which DeepSpeed does once: see that it is what it expects."""
-        expected = self.module.stream_like(*stream[1].shape)
+        expected = self.module.activations_like(*stream[1].shape)
         for tensor, like in zip(stream, expected, strict=True):
             assert (tensor.shape, tensor.dtype) == (like.shape, like.dtype), (tensor.shape, tensor.dtype, like)
 

@@ -109,7 +109,7 @@ class Reference:
 
     def _tokens(self, sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
         """Of the supervised tokens of a sample the summed cross-entropy and z-loss; and the router's sums."""
-        hidden, _, *routed = self._model.stream(torch.tensor([sample["input_ids"]]))
+        hidden, _, *routed = self._model.activations(torch.tensor([sample["input_ids"]]))
         head = self._model.head
         logits, targets = head.project(head.norm(hidden))[0, :-1], torch.tensor(sample["labels"][1:])
         largest = torch.log_softmax(logits[targets >= 0], dim=-1).amax(dim=-1)

@@ -70,7 +70,7 @@ def test_logits_and_loss_equal_transformers(checkpoint: tuple[Path, Any], layout
     ours = load_model(in_layout(folder, layout, tmp_path / "layers"))
     wanted = model(input_ids=ids, use_cache=False).logits
     assert_near(ours(ids), wanted)
-    normalised = ours.head.norm(ours.stream(ids)[0])
+    normalised = ours.head.norm(ours.activations(ids)[0])
     loss = token_loss(normalised, ids, ours.head) / (2 * 39)
     assert_near(loss, shifted_loss(wanted, ids), kind="means")
 
