@@ -49,7 +49,7 @@ class Embedding(nn.Module):
         hidden = self.norm(hidden)
         if not self.n_experts:
             return hidden, position_ids
-        # The sums need a gradient from the first stage on, as a pipeline sends one back for every tensor of the activations.
+        # The sums need a gradient from the first stage on, as a pipeline sends one back for every tensor.
         sums = torch.zeros(2, self.n_experts, device=hidden.device, requires_grad=torch.is_grad_enabled())
         return hidden, position_ids, sums
 
@@ -103,8 +103,8 @@ class Block(nn.Module):
 class Head(nn.Module):
     """Layer N+1: the final norm and the projection to the vocabulary.
 
-    Inside a pipeline (`project_in_loss`) it returns the activations with normalised hidden states and leaves the projection
-    to the loss, which never holds the logits of all tokens.
+    Inside a pipeline (`project_in_loss`) it returns normalised hidden states and leaves the projection to the loss,
+    which never holds the logits of all tokens.
     """
 
     cap: float | None = None  # logits are squeezed between -cap and cap by a tanh, in some families

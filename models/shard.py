@@ -14,11 +14,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Shard:
-    """A weight cut across one of its sides.
+    """A weight sharded along one of its dimensions.
 
     Attributes:
         shape: of the whole weight.
-        side: the one that is cut, from 0.
+        side: the sharded dimension, from 0.
         ranges: what the process has of it, in order: several where matrices lie above each other in one weight.
     """
 

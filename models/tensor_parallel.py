@@ -1,15 +1,15 @@
 """Tensor parallelism: each process of a group holds a part of every layer, and all compute the layer together.
 
-Which matrix is cut which way stands in transformers' configuration of the family (`base_model_tp_plan`), after
-Megatron-LM (arXiv:1909.08053), or in the family's declaration: what reads the hidden states is cut by its outputs, so
+Which matrix is sharded which way stands in transformers' configuration of the family (`base_model_tp_plan`), after
+Megatron-LM (arXiv:1909.08053), or in the family's declaration: what reads the hidden states is sharded by its outputs, so
 that a head or a neuron lies whole on one process, and what writes them by its inputs, so that its results are summed.
-Heads are cut where the ones that share a key end; parts need not be of one size. Embedding and head are cut by words.
+Heads are split where the ones that share a key end; parts need not be of one size. Embedding and head are sharded by words.
 Norms and routers lie whole on every process, and as their inputs are alike, so are their gradients.
 
-Experts are cut by columns as any matrix, or spread: each process has whole ones. Every process has every token, so
+Experts are sharded by columns as any matrix, or spread: each process has whole ones. Every process has every token, so
 either way each computes its part for all of them and one sum joins what they found.
 
-Weights are cut as they are loaded, and stay plain tensors under their names.
+Weights are sharded as they are loaded, and stay plain tensors under their names.
 
 Cost: a sum of [B, S, H] after attention and one after the feed-forward network in the forward pass, as many in the
 backward pass; the embedding one, the head three numbers a token and the gradient of its input.
@@ -59,7 +59,7 @@ class TensorShare:
     Args:
         spec: of the model.
         peers: who have the other parts; without a group they know what each has, and no more.
-        spread: whether experts are spread; else they are cut.
+        spread: whether experts are spread; else they are sharded.
     """
 
     def __init__(self, spec: ModelSpec, peers: Peers, spread: bool = False) -> None:
@@ -94,8 +94,8 @@ class TensorShare:
     def narrow(self, layer: int, module: nn.Module) -> None:
         """Give a layer that has no weights yet the shapes of the process's parts."""
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            if cut := self.shard(f"{layer}.{name}"):
-                tensor.data = cut.of(tensor.data)
+            if shard := self.shard(f"{layer}.{name}"):
+                tensor.data = shard.of(tensor.data)
 
     def connect(self, layer: int, module: nn.Module) -> None:
         """Let a layer with the process's parts in it give what the whole one would."""
@@ -117,10 +117,12 @@ class TensorShare:
         """The state dict of a layer put together, in main memory; all peers call it, who `keep` nothing as well."""
         state = {}
         for name, tensor in module.state_dict().items():
-            cut = self.shard(f"{layer}.{name}")
+            shard = self.shard(f"{layer}.{name}")
             if keep:
-                state[name] = tensor.to("cpu", copy=True) if cut is None else tensor.new_empty(cut.shape, device="cpu")
-            for rank in range(self.peers.size if cut else 0):
+                state[name] = (
+                    tensor.to("cpu", copy=True) if shard is None else tensor.new_empty(shard.shape, device="cpu")
+                )
+            for rank in range(self.peers.size if shard else 0):
                 its = TensorShare(self._spec, replace(self.peers, rank=rank), self._spread).shard(f"{layer}.{name}")
                 assert its
                 part = tensor.contiguous() if rank == self.peers.rank else tensor.new_empty(its.part_shape)
@@ -238,8 +240,8 @@ def _touch(module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor], output: Ten
 def part_shapes(spec: ModelSpec, layer: int, size: int) -> dict[str, torch.Size]:
     """`ModelSpec.shapes` of the largest part that one of so many processes has."""
     share = TensorShare(spec, Peers(size))
-    cuts = {name: (shape, share.shard(f"{layer}.{name}")) for name, shape in spec.shapes(layer).items()}
-    return {name: torch.Size(cut.part_shape) if cut else shape for name, (shape, cut) in cuts.items()}
+    shards = {name: (shape, share.shard(f"{layer}.{name}")) for name, shape in spec.shapes(layer).items()}
+    return {name: torch.Size(shard.part_shape) if shard else shape for name, (shape, shard) in shards.items()}
 
 
 def plan_of(spec: ModelSpec) -> dict[str, str]:
@@ -266,7 +268,10 @@ def obstacle(spec: ModelSpec, size: int, spread: bool = False) -> str | None:
     if plan.keys() == ENDS.keys() or set(plan.values()) - KNOWN:
         return f"{spec.family.name} has no plan by which layers are cut; expected 1 process to a layer"
     if heads < size:
-        return f"{heads} heads of keys (num_key_value_heads) are not enough for {size} processes to a layer; expected at most {heads}"
+        return (
+            f"{heads} heads of keys (num_key_value_heads) are not enough for {size} processes to a layer; "
+            f"expected at most {heads}"
+        )
     if spread and experts < size:
         return (
             f"{experts} experts cannot be spread over {size} processes to a layer; expected model_topo.experts: columns"

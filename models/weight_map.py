@@ -1,8 +1,8 @@
 """A family's naming table for a model of a given size, readable in both directions.
 
 The table relates groups of names: the tensors on disk and the tensors of one layer that hold the same numbers
-(`Binding`). Most groups have one name on either side. `reshape_rows` is the whole arithmetic: it takes the tensors of one side
-and gives those of the other, and costs no copy where one tensor is cut into several.
+(`Binding`). Most groups have one name on either side. `reshape_rows` is the whole arithmetic: tensors of one
+side to those of the other, without a copy where one tensor is split into several.
 """
 
 from __future__ import annotations

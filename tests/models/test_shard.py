@@ -41,7 +41,7 @@ def test_all_of_a_weight_finds_its_place(
     whole = torch.arange(4 * 6 * 10)
     whole = whole.view(SHAPE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cut, "CHUNK", chunk)
+        patch.setattr(shard, "CHUNK", chunk)
         for part in parts(*now):
             wanted = of(part, whole)
             found, times = torch.full_like(wanted, -1), Counter[int]()
