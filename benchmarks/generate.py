@@ -30,9 +30,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.parts import against_targets, run_parts
 from benchmarks.ranks import ROOT, run_ranks
 from benchmarks.tokenizing import make_tokenizer
-from models import generation as generate
 from models import load_model
-from models.generation import Request, generate_many
+from models.generation import Request, generate, generate_many
 
 SMOLLM2 = {
     "hidden_size": 576,

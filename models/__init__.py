@@ -23,7 +23,7 @@ __all__ = ["CausalLM", "CheckpointError", "load_model"]
 
 
 def __getattr__(name: str) -> Any:
-    """torch and transformers take seconds; who only wants an error class or a layout does without them."""
+    """Import torch and transformers, which take seconds, only when a model is asked for."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from models import api

@@ -15,12 +15,12 @@ from huggingface_hub import HfApi, snapshot_download
 from torch import distributed
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from models import derived as proven
 from models.architectures import declared_family
 from models.causal_lm import CausalLM
 from models.checkpoint.layout import TEMPLATES, resolve
 from models.checkpoint.source import open_source
 from models.config_json import model_fields, reason_of
+from models.derived import proven
 from models.errors import CheckpointError
 from models.process_groups import Peers
 from models.router import experts_implementation
@@ -31,7 +31,7 @@ SIDE_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """Read `folder`/config.json and prove that its family computes what transformers computes.
+    """Read `folder`/config.json and prove its family against transformers.
 
     Raises:
         CheckpointError: no such file, not JSON, no `model_type`, or values that transformers refuses.
@@ -85,7 +85,12 @@ def load_model(
 def load_share(
     path: str | Path, group: distributed.ProcessGroup, dtype: torch.dtype | None = None, device: str = "cpu"
 ) -> CausalLM:
-    """Load this process's share of every layer (tensor parallelism); all processes of the group call it.
+    """Load this process's shard of every layer, for tensor parallelism.
+
+    All processes of the group call it and then ask the same: they see the same logits, so they choose the same tokens.
+
+    Raises:
+        CheckpointError: see `load_model`; or the processes cannot share the layers.
 
     All processes must ask the same: they see the same logits and so choose the same tokens.
 
@@ -101,7 +106,7 @@ def load_share(
 
 
 def download(model_name: str, save_path: Path) -> None:
-    """Download a model from the HuggingFace hub; an interrupted download goes on where it stopped.
+    """Download a model from the HuggingFace hub, resuming where it stopped.
 
     Weights, config and tokenizer come, and nothing that could run. Safetensors are preferred; .bin files are fetched
     only where a repository has nothing else.

@@ -26,12 +26,11 @@ FP8_MULTIPLE = 16  # of features and of tokens, likewise
 
 
 def torchao_installed() -> bool:
-    """Whether torchao is there."""
     return importlib.util.find_spec("torchao") is not None
 
 
 def fp8_obstacle(spec: ModelSpec) -> str | None:
-    """Why the blocks of a model cannot do it, if so."""
+    """Say why a model's blocks cannot compute in fp8; None if they can."""
     if spec.has_experts:
         return f"the experts of {spec.family.name} are no linear layers"
     with torch.device("meta"):
@@ -41,7 +40,7 @@ def fp8_obstacle(spec: ModelSpec) -> str | None:
 
 
 def to_fp8(block: nn.Module, emulate: bool = False) -> None:
-    """Let the linear layers inside of a module compute so; their parameters stay the same.
+    """Make the linear layers inside a module multiply in fp8; their parameters stay.
 
     Args:
         emulate: round as said and multiply in fp32, which any device can.
@@ -53,7 +52,7 @@ def to_fp8(block: nn.Module, emulate: bool = False) -> None:
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """What is done with the blocks."""
+    """Options of the blocks."""
 
     # The numbers of the layers that keep their input, one hidden state, instead of some thirty, and are computed a
     # second time in the backward pass, which makes a third more arithmetic.

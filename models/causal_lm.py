@@ -20,7 +20,7 @@ from models.tensor_parallel import TensorShare
 
 
 class CausalLM(nn.Module):
-    """Embedding, blocks and head as one module, or `part` of them; parameter names are `layers.<layer>.<name>`."""
+    """Embedding, blocks and head as one module; parameters are `layers.<layer>.<name>`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class CausalLM(nn.Module):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
-        """Logits [B, S, V] for `input_ids` [B, S].
+        """Compute logits [B, S, V] for `input_ids` [B, S].
 
         Args:
             position_ids: [B, S]; 0 .. S-1 (after what the cache holds) where absent. They restart at 0 with each
@@ -72,7 +72,7 @@ class CausalLM(nn.Module):
     def activations(
         self, inputs: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None
     ) -> Activations:
-        """What the last block gives: hidden states [B, S, H] before the final norm, position ids, router sums.
+        """Run the layers up to the last block: hidden states, position ids, router sums.
 
         Args:
             inputs: token ids [B, S]; without an embedding here hidden states [B, S, H].

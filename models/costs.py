@@ -50,7 +50,7 @@ SCORELESS = "planned_attention"  # and `_scoreless`
 
 @dataclass(frozen=True)
 class LayerCase:
-    """What is looked at.
+    """A layer and a micro-batch to measure.
 
     Attributes:
         layer: its number.
@@ -69,7 +69,7 @@ class LayerCase:
 
 @dataclass(frozen=True)
 class FakeLayer:
-    """A layer and what it is called with."""
+    """A layer with its arguments."""
 
     module: Embedding | Block | Head
     arguments: dict[str, Any]  # masks and angles, which the blocks of a stage share
@@ -77,7 +77,7 @@ class FakeLayer:
     _ids: Tensor
 
     def run(self) -> Tensor:
-        """The forward pass; of a head the norm alone."""
+        """Run the forward pass; of a head the norm alone."""
         if isinstance(self.module, Block):
             return self.module._run(self._hidden, self._ids, self.arguments)[0]
         if isinstance(self.module, Embedding):
@@ -86,14 +86,14 @@ class FakeLayer:
         return output
 
     def run_backward(self, output: Tensor) -> None:
-        """The backward pass, without what becomes of the gradients of weights."""
+        """Run the backward pass down to the gradients."""
         sources = [self._hidden, *self.module.parameters()]
         torch.autograd.grad(output, sources, torch.empty_like(output), allow_unused=True)
 
 
 @contextmanager
 def fake_layer(spec: ModelSpec, case: LayerCase) -> Iterator[FakeLayer]:
-    """A layer that can run inside of the block."""
+    """Make a layer that runs inside the `with` block."""
     layer, rows, length, dtype = case.layer, case.rows, case.length, case.dtype
     config = copy.deepcopy(spec.config)
     config._experts_implementation = EXPERTS
@@ -119,7 +119,7 @@ def fake_layer(spec: ModelSpec, case: LayerCase) -> Iterator[FakeLayer]:
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes for one micro-batch."""
+    """Bytes that autograd keeps for one micro-batch."""
 
     inside: int  # saved by the layer, its input included where it is saved
     arguments: int  # masks and angles, which the blocks of a stage share
@@ -130,7 +130,7 @@ class Saved:
 
 
 def saved_by(spec: ModelSpec, case: LayerCase) -> Saved:
-    """What autograd keeps of a layer for a micro-batch until its backward pass."""
+    """Measure what autograd keeps of a layer until its backward pass."""
     kept: list[Tensor] = []
     ends: list[tuple[Tensor, Tensor]] = []  # inputs and outputs of linear layers
 
@@ -155,13 +155,13 @@ def saved_by(spec: ModelSpec, case: LayerCase) -> Saved:
 
 
 def _storages(values: Iterable[Any]) -> dict[int, int]:
-    """Bytes of what lies under the tensors among some values, each storage once."""
+    """Map each storage under some tensors to its bytes."""
     storages = [value.untyped_storage() for value in values if isinstance(value, Tensor)]
     return {storage._cdata: storage.nbytes() for storage in storages}
 
 
 def _resized(length: int, dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """The same for rows of another length."""
+    """Make a tensor for rows of another length."""
     shape = [length if size == SHORT else size for size in tensor.shape]
     return torch.empty(shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
 
@@ -176,7 +176,9 @@ def _scoreless(
     document_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention that keeps no scores, with whatever is done to them inside of the kernel: [B, heads, S, D].
+    """Run attention that keeps no scores: [B, heads, S, D].
+
+    Half of the pairs count as skipped, so through a window each token gets twice as many keys as it sees.
 
     Half of the pairs count as skipped, so through a window each token is given twice as many keys as it sees.
     """
@@ -187,7 +189,7 @@ def _scoreless(
 
 
 def _even_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """As much work and memory as experts take, without looking at who is sent where: [T, H] to [T, H]."""
+    """Spread tokens evenly over experts, for work and memory alone: [T, H] to [T, H]."""
     first = module.gate_up_proj if module.has_gate else module.up_proj
     count, experts = top_k_index.shape[-1], len(first)
 
@@ -242,13 +244,17 @@ class LayerWork:
 
 
 def product(rows: int, inner: int, columns: int, itemsize: int, written: int) -> Operation:
-    """The product [rows, inner] x [inner, columns], with `written` bytes for each element of the result."""
+    """Describe the product [rows, inner] x [inner, columns].
+
+    Args:
+        written: bytes of each element of the result.
+    """
     reads = {0: rows * inner * itemsize, 1: inner * columns * itemsize}
     return Operation("products", reads, {2: rows * columns * written}, 2.0 * rows * inner * columns, (1, rows, columns))
 
 
 def work_of(spec: ModelSpec, case: LayerCase, compiled: bool = False) -> LayerWork:
-    """What a layer does for a micro-batch, each row of it one document."""
+    """Record the kernels of a layer for a micro-batch, each row one document."""
     with fake_layer(spec, case) as fake:
         with Recorder() as forward:
             output = fake.run()
@@ -260,7 +266,7 @@ def work_of(spec: ModelSpec, case: LayerCase, compiled: bool = False) -> LayerWo
 
 
 def _fused(operations: Sequence[Operation], everything: Sequence[Operation]) -> list[Operation]:
-    """The operations of a pass with what only moves data joined; `everything` is those of both passes."""
+    """Join neighbouring operations that only move data, as a compiler does."""
     fused: list[Operation] = []
     for kind, group in groupby(operations, lambda operation: operation.kind):
         joined = list(group)
@@ -277,7 +283,7 @@ def _fused(operations: Sequence[Operation], everything: Sequence[Operation]) -> 
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the operations of the block."""
+    """Record the operations inside the `with` block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,7 +318,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _sizes(tensors: Iterable[Tensor]) -> Sizes:
-    """Bytes that are touched of each storage; what is expanded lies there once."""
+    """Count the bytes touched of each storage."""
     sizes: Sizes = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -335,7 +341,10 @@ class ModelFlops:
         self._windows = [windows.get(kind, math.inf) for kind in kinds]
 
     def by_layer(self, lengths: Collection[float], supervised: float) -> list[float]:
-        """FLOPs of each layer for samples of these lengths, without padding; nothing for the embedding.
+        """Count each layer's FLOPs for samples of these lengths, without padding.
+
+        Args:
+            supervised: trained tokens of all samples.
 
         Args:
             supervised: tokens that bear loss, over all samples.
@@ -350,7 +359,7 @@ class ModelFlops:
 
 
 def _multiplied(spec: ModelSpec, layer: int) -> float:
-    """How many of a layer's weights a token is multiplied with: its matrices, and its share of stacked experts."""
+    """Count the weights that a token is multiplied with; of experts its share."""
     weights = 0.0
     for shape in spec.shapes(layer).values():
         if len(shape) == 2:

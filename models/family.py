@@ -25,7 +25,7 @@ from models.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of the naming table: names on disk, and names inside the layer's module for the same numbers.
+    """One line of the naming table: names on disk, names in the layer's module.
 
     A name stands for itself or for several, in order. Both sides hold the same numbers in the same order, row by row,
     and the shapes say where to cut: `Rule("a", "b")` renames, `Rule("qkv", ("q", "k", "v"))` splits a fused projection
@@ -53,7 +53,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Tie:
-    """A weight of the head that is the same tensor as a weight of the embedding when the config says so."""
+    """The two names of a weight that is both embedding and head."""
 
     embedding: str
     head: str
@@ -61,7 +61,7 @@ class Tie:
 
 @dataclass(frozen=True)
 class Native:
-    """How transformers itself lays out a model whose checkpoints came with code of their own.
+    """transformers' own layout of a model that came with code of its own.
 
     Attributes:
         family: the family whose names on disk the export takes; its blocks are the same modules.
@@ -145,7 +145,7 @@ class Family:
 
 @contextmanager
 def published(raw: Mapping[str, Any], switches: Mapping[str, Any], family: str) -> Iterator[None]:
-    """Translate a config.json inside: its switches of the arithmetic must be those of the published checkpoints.
+    """Translate inside; refuse switches that no published checkpoint has.
 
     Args:
         switches: fields and the value that each has, where it stands, in all that was published.

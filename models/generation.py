@@ -32,7 +32,7 @@ ROWS = 8  # texts under way at once, for each group
 
 @dataclass(frozen=True)
 class Sampling:
-    """The wishes of a request, taken in this order: penalty, temperature, top_k, top_p."""
+    """How a request samples: penalty, temperature, top_k, top_p, in this order."""
 
     temperature: float = 0.7  # 0 takes the likeliest token each time (greedy)
     top_p: float = (
@@ -44,7 +44,7 @@ class Sampling:
     seed: int | None = None  # of the request's own random numbers; torch's common ones where absent
 
     def generator(self, device: torch.device) -> torch.Generator | None:
-        """The random numbers of a request."""
+        """Make the random numbers of a request."""
         return None if self.seed is None else torch.Generator(device).manual_seed(self.seed)
 
 
@@ -54,7 +54,7 @@ GREEDY = Sampling(temperature=0.0)
 def choose(
     logits: Tensor, sampling: Sampling, text: list[int] | None = None, generator: torch.Generator | None = None
 ) -> int:
-    """The next token from logits [V]; `text` is the tokens so far, for the penalty."""
+    """Choose the next token from logits [V]; the penalty looks at `text`."""
     if sampling.repetition_penalty != 1.0 and text:
         used = torch.tensor(sorted(set(text)), device=logits.device)
         scores = logits[used]
@@ -71,7 +71,7 @@ def choose(
 
 
 class Request:
-    """A prompt, of at least one token, and what follows it: at least one, up to one of `stop`."""
+    """A prompt and its answer so far."""
 
     def __init__(self, prompt: list[int], max_new_tokens: int, stop: set[int], sampling: Sampling = GREEDY) -> None:
         self.text = list(prompt)  # and the answer so far
@@ -82,7 +82,7 @@ class Request:
         self._generator: torch.Generator | None = None
 
     def take(self, logits: Tensor) -> int | None:
-        """Choose the next token from logits [V]; None where it ends the answer."""
+        """Choose the next token from logits [V]; None if it ends the answer."""
         if self._generator is None:
             self._generator = self._sampling.generator(logits.device)
         token = choose(logits, self._sampling, self.text, self._generator)
@@ -98,7 +98,7 @@ class Request:
 def generate_many(
     model: CausalLM | Passes, requests: Iterable[Request], rows: int | None = None
 ) -> Iterator[tuple[Request, int | None]]:
-    """Yield tokens as they come, each with its request; None for a token that ends an answer.
+    """Yield tokens as they come, each with its request; None ends an answer.
 
     Args:
         requests: as many as `rows` are taken before the first token, and from then on one for each answer that has
@@ -140,7 +140,7 @@ def generate_many(
 def generate(
     model: CausalLM, prompt: list[int], max_new_tokens: int, stop: set[int], sampling: Sampling = GREEDY
 ) -> Iterator[int]:
-    """Yield the ids that follow `prompt`, up to `max_new_tokens` or until one of `stop`, which is not yielded.
+    """Yield up to `max_new_tokens` ids that follow `prompt`, before one of `stop`.
 
     Raises:
         CheckpointError: see `generate_many`.
@@ -151,7 +151,7 @@ def generate(
 
 
 def stop_ids(folder: Path) -> set[int]:
-    """The ends of sequence that generation_config.json lists (Llama 3 has several), or config.json where it is absent.
+    """Read the end tokens from generation_config.json, else from config.json.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -176,7 +176,7 @@ class Pass(NamedTuple):
 
 
 class Passes:
-    """What a model with a head computes for groups of rows, whose passes may be under way at the same time.
+    """Forward passes for groups of rows; several may be under way.
 
     Raises:
         CheckpointError: the family cannot.
@@ -196,7 +196,7 @@ class Passes:
         self._queue: deque[Pass] = deque()
 
     def give(self, work: Pass) -> None:
-        """Ask for a pass.
+        """Queue a pass.
 
         Raises:
             CheckpointError: the model does not know a token.
@@ -210,7 +210,7 @@ class Passes:
         self._queue.append(work)
 
     def take(self) -> Tensor:
-        """What follows each row of the first pass that was given and not taken, fp32 [rows, V].
+        """Compute the oldest queued pass: logits of each row's last token, fp32 [rows, V].
 
         Raises:
             CheckpointError: the numbers are not finite.
@@ -221,16 +221,16 @@ class Passes:
         return logits
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of the last token of each row, fp32 [rows, V], from the hidden states behind the last block."""
+        """Project each row's last hidden state to logits, fp32 [rows, V]."""
         logits: Tensor = self._model.head.project(self._model.head.norm(hidden[:, -1])).float()
         return logits
 
     def forget(self) -> None:
-        """Let nothing be under way that nobody took."""
+        """Drop queued passes."""
         self._queue.clear()
 
     def compute(self, work: Pass) -> Tensor:
-        """The hidden states [rows, length, H] behind the last block here."""
+        """Compute hidden states [rows, length, H] behind the last block here."""
         inputs, cache = self.inputs(work), self._caches[work.group]
         cache.select(work.kept)
         if not work.arriving:
@@ -241,5 +241,5 @@ class Passes:
         return hidden
 
     def inputs(self, work: Pass) -> Tensor:
-        """What the first layer here takes: token ids [rows, length]."""
+        """Make the first layer's input: token ids [rows, length]."""
         return torch.tensor(work.texts, device=self._weight.device)

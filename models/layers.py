@@ -30,7 +30,7 @@ Activations = tuple[Tensor, ...]
 
 
 class Embedding(nn.Module):
-    """Layer 0: token ids [B, S] -> hidden states [B, S, H], scaled and normalised where the family does that."""
+    """Layer 0: token ids [B, S] -> hidden states [B, S, H]."""
 
     def __init__(self, family: Family, config: PreTrainedConfig) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Head(nn.Module):
     def forward(
         self, activations: Activations, loss: Callable[[Activations], Tensor] | None = None
     ) -> Tensor | Activations:
-        """Logits [B, S, V], or what is made of the normalised activations in their place.
+        """Compute logits [B, S, V], or the `loss` of normalised activations.
 
         ZeRO holds the weight together while this module runs, so a `loss` is called inside.
         """
@@ -133,15 +133,15 @@ class Head(nn.Module):
         return normalised if self.project_in_loss else self.project(hidden)
 
     def projection(self) -> Tensor:
-        """What normalised hidden states are multiplied with, [V, H], or of that the words that are here."""
+        """Get the projection [V, H], or this process's words of it."""
         return self.lm_head.weight
 
     def scaled(self, hidden: Tensor) -> Tensor:
-        """Normalised hidden states as they are multiplied with it."""
+        """Scale normalised hidden states for the projection."""
         return hidden if self.scale == 1 else hidden * self.scale
 
     def project(self, hidden: Tensor) -> Tensor:
-        """Normalised hidden states [..., H] -> logits [..., V]."""
+        """Project normalised hidden states [..., H] to logits [..., V]."""
         hidden = self.scaled(hidden)
         if self.peers.size > 1:
             hidden = copied(hidden, self.peers)
@@ -160,7 +160,7 @@ class SoftCappedHead(Head):
 
 
 def make_buffer(block: nn.Module, name: str) -> None:
-    """Turn a weight, where the block has it, into a buffer, which no optimizer knows."""
+    """Turn a weight, if the block has it, into a buffer without optimizer state."""
     owner, _, leaf = name.rpartition(".")
     for place, module in block.named_modules():
         if place == owner and isinstance(weight := getattr(module, leaf, None), nn.Parameter):

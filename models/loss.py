@@ -34,7 +34,7 @@ MicroBatchLoss = Callable[[Head, Activations, tuple[Tensor, ...]], Tensor]
 
 
 def supervised_positions(labels: Tensor, length: int) -> Tensor:
-    """Which of the flattened tokens predict a supervised one: [T] int64; on a GPU the host waits.
+    """Find the tokens that predict a supervised one: [T] int64; the host waits for a GPU.
 
     Args:
         labels: [B, S], or [B, S + 1] where a row goes on elsewhere.
@@ -44,7 +44,7 @@ def supervised_positions(labels: Tensor, length: int) -> Tensor:
 
 
 def _targets(labels: Tensor, length: int) -> Tensor:
-    """What each of the flattened tokens has to predict; the last one of a row predicts nothing that is known."""
+    """Shift labels: what each flattened token has to predict."""
     return F.pad(labels[:, 1:], (0, 1 + length - labels.shape[1]), value=IGNORED).flatten()
 
 
@@ -56,7 +56,7 @@ def token_loss(
     supervised: Tensor | None = None,
     own: TokenLoss | None = None,
 ) -> Tensor:
-    """The loss summed over the supervised tokens of one micro-batch, in fp32.
+    """Sum the loss over the supervised tokens of a micro-batch, in fp32.
 
     Args:
         hidden: normalised hidden states [B, S, H].
@@ -83,7 +83,7 @@ def token_loss(
 
 
 def _own_loss(own: TokenLoss, hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
-    """The sum of a user's loss over tokens [T, H]; their logits are made in the dtype to train in, fp32 after that."""
+    """Sum a user's loss over tokens [T, H], whose logits are widened to fp32."""
 
     def part(hidden: Tensor, targets: Tensor) -> Tensor:
         return own(head.project(hidden).float(), targets).sum()
@@ -94,7 +94,7 @@ def _own_loss(own: TokenLoss, hidden: Tensor, targets: Tensor, head: Head) -> Te
 
 
 def _with_bias(rows: Tensor, projection: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, H] and [V, H] with the bias [V] as one more column, which a 1 in each row meets, and columns of zeros.
+    """Append the bias [V] as a column of the projection, padded with zeros.
 
     Costs a copy of the projection. Few families have such a bias (Phi).
     """
@@ -112,7 +112,7 @@ def micro_batch_loss(
     own: TokenLoss | None = None,
     rows: Peers = ALONE,
 ) -> Tensor:
-    """A micro-batch's part of the global batch's loss, in fp32; the parts of all micro-batches are averaged.
+    """Compute a micro-batch's part of the global loss, in fp32.
 
     It is the token sum times `scale`, plus the router loss, which is no sum over tokens, times the micro-batch's
     `share` of the global batch's tokens. A model in evaluation mode has the cross-entropy only.

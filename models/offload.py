@@ -50,12 +50,12 @@ class HostCopy:
         tensor.record_stream(stream)  # its memory is not used again before the copy is made
 
     def start_back(self) -> None:
-        """Let the numbers come to their device, if they are needed and not there."""
+        """Start copying back to the device, if needed."""
         if self._returned is None and self.asked > 0:
             self._returned = self._fetched()
 
     def back(self) -> Tensor:
-        """The numbers on their device again; the host does not wait."""
+        """Get the numbers on their device again; the host does not wait."""
         tensor = self._fetched() if self._returned is None else self._returned
         if self._done is not None:
             torch.cuda.current_stream(self._device).wait_event(self._done)
@@ -64,7 +64,7 @@ class HostCopy:
         return tensor
 
     def _fetched(self) -> Tensor:
-        """A tensor that the numbers are on their way to."""
+        """Start a copy to the device."""
         if self._done is None:
             return self._copy
         computing, stream = torch.cuda.current_stream(self._device), _stream(self._device, "back")
@@ -80,7 +80,7 @@ class HostCopy:
 
 
 class Trip:
-    """What the block of some number keeps of one micro-batch."""
+    """What one block keeps of one micro-batch."""
 
     def __init__(self, returns: Returns, block: int) -> None:
         self.block = block
@@ -88,20 +88,19 @@ class Trip:
         self._returns = returns
 
     def send(self, tensor: Tensor) -> HostCopy:
-        """Copy a tensor to the host."""
         if not self.copies:
             self._returns.enter(self)
         self.copies.append(HostCopy(tensor))
         return self.copies[-1]
 
     def fetch(self, copy: HostCopy) -> Tensor:
-        """One of the tensors on its device again. The first brings the others, and those of the block that is next."""
+        """Get a tensor back; the first call starts the others and the next block's."""
         self._returns.leave(self)
         return copy.back()
 
 
 class Returns:
-    """The trips of a chunk's blocks, in the order in which backward passes need them.
+    """A chunk's trips, in the order in which backward passes need them.
 
     Micro-batches have their backward passes in the order of their forward passes, and blocks in the reverse one.
     """
@@ -110,13 +109,13 @@ class Returns:
         self._passes: deque[list[Trip]] = deque()  # forward passes, the oldest first
 
     def enter(self, trip: Trip) -> None:
-        """A block has sent something away in its forward pass."""
+        """Note that a block's forward pass has offloaded something."""
         if not self._passes or self._passes[-1][-1].block >= trip.block:
             self._passes.append([])
         self._passes[-1].append(trip)
 
     def leave(self, trip: Trip) -> None:
-        """The backward pass of a block begins, or goes on."""
+        """Start what a block's backward pass, and the next block's, needs."""
         trips = next((trips for trips in self._passes if trip in trips), None)
         if trips is None:
             return
@@ -129,7 +128,7 @@ class Returns:
 
 
 class Parked:
-    """A block's input: itself for the forward pass, its host copy for the recomputation."""
+    """A block's input: the tensor for the forward pass, a host copy for recomputation."""
 
     def __init__(self, tensor: Tensor, trip: Trip) -> None:
         self._tensor: Tensor | None = tensor
@@ -137,13 +136,13 @@ class Parked:
         self._trip, self._copy = trip, trip.send(tensor)
 
     def take(self) -> Tensor:
-        """The tensor; the first call gives it away."""
+        """Take the tensor; later calls fetch its host copy."""
         tensor, self._tensor = self._tensor, None
         return self._trip.fetch(self._copy).requires_grad_(self._requires_grad) if tensor is None else tensor
 
 
 class Offloading(saved_tensors_hooks):
-    """Whatever autograd saves inside waits in host memory, but for what shares memory with `staying`."""
+    """Offload whatever autograd saves, except what shares memory with `staying`."""
 
     def __init__(self, staying: Iterable[Tensor], trip: Trip) -> None:
         storages = {tensor.untyped_storage().data_ptr() for tensor in staying}
@@ -169,5 +168,4 @@ class Offloading(saved_tensors_hooks):
 
 @cache
 def _stream(device: torch.device, way: Literal["out", "back"]) -> torch.cuda.Stream:
-    """The stream on which copies leave a device, or come to it."""
     return torch.cuda.Stream(device)

@@ -110,11 +110,11 @@ class PipelineModel(PipelineModule):
                 layer.project_in_loss = True
 
     def loss(self, activations: Activations, labels: tuple[Tensor, ...]) -> Tensor:
-        """The loss of one micro-batch; DeepSpeed calls it on the last stage."""
+        """Compute the loss of a micro-batch; DeepSpeed calls it on the last stage."""
         return self.micro_batch_loss(self._layer(self.spec.n_layers - 1), activations, labels)
 
     def activations_like(self, rows: int, length: int) -> Activations:
-        """What flows from one stage to the next for a micro-batch [rows, length], as tensors on the meta device."""
+        """Make what flows between stages for [rows, length], on the meta device."""
         config = self.spec.config
         with torch.device("meta"):
             hidden = torch.empty(rows, length // self._sharing.sequence.size, config.hidden_size, dtype=self._dtype)
@@ -123,11 +123,11 @@ class PipelineModel(PipelineModule):
         return hidden, position_ids, *router_sums
 
     def get_tied_weights_and_groups(self) -> list[tuple[Tensor, Any]]:
-        """The tied weight that this process holds with the group to sum its gradient over; the engine asks for it."""
+        """List the tied weight held here with the group that sums its gradient."""
         return [(tied["weight"], tied["group"]) for tied in self.tied_comms.values()]
 
     def _layer(self, layer: int) -> Any:
-        """One of the layers that this process holds, by its number in the model."""
+        """Get a layer held here by its number in the model."""
         return self.get_submodule(str(layer))
 
     def _build_layer(self, layer: int, states: LayerStates, positions: Positions, device: torch.device) -> nn.Module:
@@ -135,7 +135,7 @@ class PipelineModel(PipelineModule):
         return build_layer(self.spec, layer, states, positions, self._dtype, device, *together)
 
     def save_state_dict(self, *arguments: Any, **named: Any) -> None:
-        """Write this stage's layers, where they are whole; else peers put them together (`TensorShare.whole`)."""
+        """Write this stage's layers, if whole; else `TensorShare.whole` joins them."""
         if self.share.peers.size == 1:
             super().save_state_dict(*arguments, **named)
 
@@ -148,7 +148,6 @@ class PipelineModel(PipelineModule):
 
     @torch.no_grad()
     def _synchronize_tied_weights(self) -> None:
-        """Make the two copies of a tied weight equal, outside of autograd's sight."""
         super()._synchronize_tied_weights()
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
@@ -178,7 +177,7 @@ class PipelineModel(PipelineModule):
 
 
 class VScheduleModel(DualPipeVModule, PipelineModel):
-    """The two chunks of a stage that DualPipeV asks for: of 2P chunks, stage s of P holds the s-th and the s-th last.
+    """A stage's two chunks for DualPipeV: of 2P chunks the s-th and the s-th last.
 
     So embedding and head lie on the first stage, and the ends of a tied model share one parameter. DeepSpeed runs one
     chunk or the other as this module's forward pass; the loss belongs to the second.

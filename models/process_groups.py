@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True)
 class Peers:
-    """Neighbouring processes that share something.
+    """A group of processes that share something.
 
     Attributes:
         size: how many they are.
@@ -28,7 +28,7 @@ class Peers:
     group: ProcessGroup | None = None
 
     def part(self, count: int) -> slice:
-        """Which of `count` things are this process's: as even as can be, the larger parts first."""
+        """Get this process's slice of `count` things, as even as can be."""
         each, more = divmod(count, self.size)
         begin = self.rank * each + min(self.rank, more)
         return slice(begin, begin + each + (self.rank < more))
@@ -39,7 +39,7 @@ ALONE = Peers()
 
 @dataclass(frozen=True)
 class Sharing:
-    """Both kinds of peers of a process.
+    """The groups that share a process's rows, and its layers.
 
     Attributes:
         sequence: who have the other tokens of the same rows (`models.attention.sequence_parallel`).
@@ -55,41 +55,41 @@ NONE_SHARED = Sharing()
 
 @torch.compiler.disable
 def copied(tensor: Tensor, peers: Peers) -> Tensor:
-    """What all hold alike, on its way into parts of a layer: each gives a summand of its gradient."""
+    """Pass on what all hold alike; the backward pass sums its gradients."""
     copy: Tensor = _Copied.apply(tensor, peers)
     return copy
 
 
 @torch.compiler.disable
 def summed(tensor: Tensor, peers: Peers) -> Tensor:
-    """The sum of what they hold, made in place; its gradient is that of each summand."""
+    """Sum over the processes, in place; the gradient goes to each summand."""
     total: Tensor = _Summed.apply(tensor, peers)
     return total
 
 
 @torch.compiler.disable
 def gathered(tensor: Tensor, peers: Peers, width: int) -> Tensor:
-    """Parts of the last side, which may differ in size, joined: [..., own] -> [..., width]; all do the same with it."""
+    """Join shards of the last dimension: [..., own] -> [..., width]."""
     whole: Tensor = _Gathered.apply(tensor, peers, width)
     return whole
 
 
 @torch.compiler.disable
 def split(tensor: Tensor, peers: Peers) -> Tensor:
-    """This process's part of the last side of what all hold alike: [..., width] -> [..., own]."""
+    """Take this process's shard of the last dimension: [..., width] -> [..., own]."""
     part: Tensor = _Split.apply(tensor, peers)
     return part
 
 
 def add_up(tensor: Tensor, peers: Peers) -> Tensor:
-    """Make a tensor that is laid out without gaps the sum of all processes' ones; without a group only in shape."""
+    """Sum a contiguous tensor over the group, in place."""
     if peers.group is not None:
         distributed.all_reduce(tensor, group=peers.group)
     return tensor
 
 
 def _join(part: Tensor, peers: Peers, width: int) -> Tensor:
-    """Parts that differ in size are joined by a sum, as not every backend gathers them; no number is rounded."""
+    """Join shards of unequal size by a sum, as not every backend gathers them."""
     whole = part.new_zeros(*part.shape[:-1], width)
     whole[..., peers.part(width)] = part
     return add_up(whole, peers)

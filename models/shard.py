@@ -28,34 +28,33 @@ class Shard:
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """Of what the process has."""
         return (*self.shape[: self.side], self.width, *self.shape[self.side + 1 :])
 
     def meets(self, other: Shard) -> bool:
-        """Whether two parts may have something in common."""
+        """Whether two shards may overlap."""
         pairs = ((one, two) for one in self.ranges for two in other.ranges)
         return self.side != other.side or any(one.start < two.stop and two.start < one.stop for one, two in pairs)
 
     def of(self, whole: Tensor) -> Tensor:
-        """The process's part of the whole weight; a view of it where it is one range."""
+        """Take the shard of a whole weight; a view if it is one range."""
         parts = [whole.narrow(self.side, each.start, len(each)) for each in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.side)
 
     def put(self, part: Tensor, whole: Tensor) -> None:
-        """Copy the process's part to where it is in the whole weight."""
+        """Copy the shard to its place in the whole weight."""
         begin = 0
         for each in self.ranges:
             whole.narrow(self.side, each.start, len(each)).copy_(part.narrow(self.side, begin, len(each)))
             begin += len(each)
 
     def in_whole(self, places: Tensor) -> Tensor:
-        """Where in the flattened weight those elements are that have these places in the flattened part."""
+        """Map places in the flattened shard to places in the flattened weight."""
         outer, own = self._step(self.width)
         inside = self._held[places // outer % self.width] * outer + places % outer
         return places // own * self._step(self.shape[self.side])[1] + inside
 
     def in_part(self, places: Tensor) -> Tensor:
-        """The same the other way round; -1 where the process does not have an element."""
+        """Map places in the flattened weight to the shard; -1 outside of it."""
         outer, whole = self._step(self.shape[self.side])
         held = torch.full((self.shape[self.side],), -1).scatter_(0, self._held, torch.arange(self.width))
         found = held[places // outer % self.shape[self.side]]
@@ -64,7 +63,6 @@ class Shard:
 
     @cached_property
     def width(self) -> int:
-        """Rows or columns that the process has."""
         return sum(map(len, self.ranges))
 
     @cached_property
@@ -72,7 +70,7 @@ class Shard:
         return torch.tensor([row for each in self.ranges for row in each])
 
     def _step(self, width: int) -> tuple[int, int]:
-        """Elements from one row or column to the next, and to the next stack of `width` of them."""
+        """Elements between rows or columns, and between stacks of `width` of them."""
         inner = prod(self.shape[self.side + 1 :])
         return inner, inner * width
 
@@ -82,7 +80,7 @@ Range = tuple[Shard | None, int, int]  # of a flattened part, or of the whole we
 
 
 def in_common(one: Range, other: Range) -> Iterator[tuple[Tensor, Tensor]]:
-    """The places of the elements that two ranges of a weight's parts have in common: in the one part, and in the other.
+    """Yield the places that two ranges of shards have in common, in either shard.
 
     Cost: some 20 passes over int64 numbers, as many as lie between the first and the last of them.
     """
@@ -101,5 +99,4 @@ def in_common(one: Range, other: Range) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _place(part: Range, place: int) -> int:
-    """Where in the whole weight the element at a place of a part is."""
     return int(part[0].in_whole(torch.tensor([place]))) if part[0] else place

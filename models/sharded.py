@@ -27,7 +27,7 @@ from models.spec import ModelSpec
 
 
 class ShardedModel(nn.ModuleList):
-    """Embedding, blocks and head with their loss; parameters are named `<layer>.<name>`, as in the pipeline.
+    """Embedding, blocks and head with their loss; parameters are `<layer>.<name>`.
 
     Args:
         states: where the weights come from, layer by layer.
@@ -69,7 +69,7 @@ class ShardedModel(nn.ModuleList):
             self.append(layer)
 
     def forward(self, inputs: Activations, labels: tuple[Tensor, ...]) -> Tensor:
-        """The loss of one micro-batch `((input_ids, position_ids), (labels, scale, share))`."""
+        """Compute the loss of `((input_ids, position_ids), (labels, scale, share))`."""
         *layers, head = self
         assert isinstance(head, Head)
         activations = inputs
@@ -80,7 +80,7 @@ class ShardedModel(nn.ModuleList):
         return loss
 
     def _shard(self, layer: nn.Module, config: dict[str, Any]) -> None:
-        """Leave each process its slice of every parameter; a tied weight is already sharded with the embedding."""
+        """Leave each process its slice of every parameter."""
         if isinstance(layer, Block) and layer.kind == LINEAR:
             # It is called once for each document of a packed row, on each rank another number of times. As a leaf the
             # block is gathered once, whole, so that all ranks take part in the same exchanges.

@@ -53,7 +53,7 @@ class ModelSpec:
 
     @property
     def context(self) -> int | None:
-        """Tokens of the longest text that the model is made for; None where it knows distances only (ALiBi)."""
+        """The model's longest text in tokens; None if it knows distances only (ALiBi)."""
         if self.family.rotary is None:
             return None
         rope = getattr(self.config, "rope_parameters", None) or {}
@@ -65,7 +65,6 @@ class ModelSpec:
 
     @property
     def has_experts(self) -> bool:
-        """Whether some blocks send tokens to experts, with a loss for that or without."""
         return n_experts(self.config) > 0
 
     @property
@@ -74,26 +73,26 @@ class ModelSpec:
 
     @property
     def tied_names(self) -> tuple[str, str] | None:
-        """The two names, `<layer>.<name>`, of the weight that is both embedding and head."""
+        """The two names, `<layer>.<name>`, of a tied weight."""
         if not self.tied:
             return None
         return f"0.{self.family.tie.embedding}", f"{self.n_layers - 1}.{self.family.tie.head}"
 
     @property
     def attention(self) -> tuple[str, ...]:
-        """The kernels that compute this model's attention exactly in training, the usual one first."""
+        """The kernels with exact attention in training, the usual one first."""
         if not getattr(self.config, "attention_dropout", 0.0):
             return self.family.attention
         return tuple(kernel for kernel in self.family.attention if kernel not in WITHOUT_DROPOUT)
 
     def positions(self, sharing: Sharing = NONE_SHARED) -> Positions:
-        """What the blocks of one process share."""
+        """Make what the blocks of one process share."""
         made: Positions = (self.family.positions or Positions)(self.config, self.family.rotary)
         made.share(sharing)
         return made
 
     def set_attention(self, implementation: str) -> None:
-        """Choose the attention kernel of layers yet to be built, by transformers' name for it."""
+        """Set the attention kernel, by transformers' name, of layers yet to be built."""
         self.config._attn_implementation = implementation
 
     @property
@@ -103,7 +102,7 @@ class ModelSpec:
         )
 
     def build(self, layer: int, positions: Positions | None = None) -> Embedding | Block | Head:
-        """Layer number `layer`, with uninitialised or freshly constructed weights, on torch's default device.
+        """Build a layer without loading weights, on torch's default device.
 
         Args:
             layer: 0 for the embedding, 1..N for the blocks, N+1 for the head.
@@ -117,7 +116,7 @@ class ModelSpec:
         return Block(self.family, self.config, layer - 1, positions)
 
     def shapes(self, layer: int) -> dict[str, torch.Size]:
-        """Name and shape of every tensor in a layer's state dict. Allocates nothing."""
+        """Get name and shape of every tensor of a layer; allocates nothing."""
         if layer not in self._shapes:
             with torch.device("meta"):
                 module: nn.Module = self.build(layer)
@@ -125,13 +124,13 @@ class ModelSpec:
         return self._shapes[layer]
 
     def build_on_meta(self) -> None:
-        """Lay out one layer of each kind without memory: a value that makes no sense shows here, not in mid-run."""
+        """Lay out one layer of each kind, to find values that make no sense."""
         for layer in (0, 1, self.n_layers - 1):
             self.shapes(layer)
         self.positions()
 
 
 def key_heads(config: PreTrainedConfig) -> int:
-    """How many heads of keys and values the blocks have."""
+    """Count the key-value heads of a block."""
     heads = vars(config).get("num_key_value_heads")
     return int(config.num_attention_heads if heads is None else heads)

@@ -1,13 +1,13 @@
-"""Tensor parallelism: each process of a group holds a part of every layer, and all compute the layer together.
+"""Tensor parallelism: each process of a group holds a shard of every layer, and all compute the layer together.
 
-Which matrix is sharded which way stands in transformers' configuration of the family (`base_model_tp_plan`), after
-Megatron-LM (arXiv:1909.08053), or in the family's declaration: what reads the hidden states is sharded by its outputs, so
-that a head or a neuron lies whole on one process, and what writes them by its inputs, so that its results are summed.
-Heads are split where the ones that share a key end; parts need not be of one size. Embedding and head are sharded by words.
-Norms and routers lie whole on every process, and as their inputs are alike, so are their gradients.
+How a matrix is sharded stands in transformers' configuration of the family (`base_model_tp_plan`), after Megatron-LM
+(arXiv:1909.08053), or in the family's declaration: what reads the hidden states is sharded by its outputs, so that a
+head or a neuron lies whole on one process, and what writes them by its inputs, so that its results are summed. Heads
+that share a key stay together; shards need not be of one size. Embedding and head are sharded by words. Norms and
+routers lie whole on every process, and as their inputs are alike, so are their gradients.
 
 Experts are sharded by columns as any matrix, or spread: each process has whole ones. Every process has every token, so
-either way each computes its part for all of them and one sum joins what they found.
+either way each computes its part for all of them and one sum joins the results.
 
 Weights are sharded as they are loaded, and stay plain tensors under their names.
 
@@ -44,7 +44,7 @@ HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads")  # what bloc
 
 
 class RowwiseLinear(nn.Linear):
-    """A linear layer of which each process has some inputs; the bias counts once."""
+    """A linear layer with some inputs on each process; the bias counts once."""
 
     peers: Peers = ALONE
 
@@ -54,7 +54,7 @@ class RowwiseLinear(nn.Linear):
 
 
 class TensorShare:
-    """What one process holds of each layer, and how it computes with it.
+    """One process's shards of each layer, and how it computes with them.
 
     Args:
         spec: of the model.
@@ -69,7 +69,7 @@ class TensorShare:
         self._key_heads = key_heads(spec.config)
 
     def shard(self, name: str) -> Shard | None:
-        """The part that the process has of a weight, `<layer>.<name>`; None where it has all of it."""
+        """Get the shard of a weight `<layer>.<name>`; None if it is whole here."""
         if self.peers.size == 1:
             return None
         layer, _, inner = name.partition(".")
@@ -92,13 +92,13 @@ class TensorShare:
         return Shard(tuple(shape), side, tuple(ranges))
 
     def narrow(self, layer: int, module: nn.Module) -> None:
-        """Give a layer that has no weights yet the shapes of the process's parts."""
+        """Shrink a layer without weights to the process's shards."""
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if shard := self.shard(f"{layer}.{name}"):
                 tensor.data = shard.of(tensor.data)
 
     def connect(self, layer: int, module: nn.Module) -> None:
-        """Let a layer with the process's parts in it give what the whole one would."""
+        """Make a layer of shards compute what the whole one would."""
         if self.peers.size == 1:
             return
         for name, weight in module.named_parameters():
@@ -114,7 +114,7 @@ class TensorShare:
 
     @torch.no_grad()
     def whole(self, layer: int, module: nn.Module, keep: bool) -> dict[str, Tensor]:
-        """The state dict of a layer put together, in main memory; all peers call it, who `keep` nothing as well."""
+        """Join a layer's state dict in main memory, on processes that `keep` it."""
         state = {}
         for name, tensor in module.state_dict().items():
             shard = self.shard(f"{layer}.{name}")
@@ -171,7 +171,7 @@ class TensorShare:
         module.register_forward_pre_hook(partial(self._to_experts, nowhere))
 
     def _connect_owner(self, owner: str, modules: dict[str, Any], readers: list[str]) -> None:
-        """Sum the gradient of what linear layers of one module read: once, where nothing else in there reads it."""
+        """Sum the gradient of what a module's linear layers read, once if possible."""
         module = modules[owner]
         weights = {name.rpartition(".")[0] or name for name, _ in module.named_parameters()}
         alone = all(f"{owner}.{name}" in self._plan for name in weights)
@@ -198,7 +198,7 @@ class TensorShare:
     def _to_experts(
         self, nowhere: int, _: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [T, H], the experts of each [T, K], and how much these count [T, K].
+        """Route tokens [T, H] to this process's experts [T, K] with weights [T, K].
 
         Args:
             nowhere: the expert of tokens that come to none of this process's.
@@ -212,7 +212,7 @@ class TensorShare:
         return hidden, torch.where(inside, experts - own.start, nowhere), weights.masked_fill(~inside, 0)
 
     def _look_up(self, words: nn.Embedding, ids: Tensor) -> Tensor:
-        """The embeddings of tokens, each of which one process has."""
+        """Look up embeddings whose words are spread over the processes."""
         own = self.peers.part(self._spec.config.vocab_size)
         padding = words.padding_idx
         padding = padding - own.start if padding is not None and own.start <= padding < own.stop else None
@@ -221,7 +221,7 @@ class TensorShare:
         return summed(found.masked_fill(outside[..., None], 0), self.peers)
 
     def _draw_apart(self, module: nn.Module, forward: Any, *inputs: Any, **named: Any) -> Any:
-        """A forward pass with random numbers of this process, as its heads are; afterwards all draw alike again."""
+        """Run with this process's own random numbers; afterwards all draw alike again."""
         if not module.training or self.peers.group is None:  # without a group only shapes count
             return forward(*inputs, **named)
         seed = int(torch.randint(2**62, (), device="cpu")) + self.peers.rank
@@ -231,21 +231,21 @@ class TensorShare:
 
 
 def _touch(module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> Tensor:
-    """Let experts have a gradient, of zeros, where no token came to any of them: the others' sums wait for it."""
+    """Give unused experts a gradient of zeros, which the others' sums wait for."""
     if output.requires_grad or not torch.is_grad_enabled():
         return output
     return output + sum(tensor[:0].sum() for tensor in (inputs[0], inputs[2], *module.parameters()))
 
 
 def part_shapes(spec: ModelSpec, layer: int, size: int) -> dict[str, torch.Size]:
-    """`ModelSpec.shapes` of the largest part that one of so many processes has."""
+    """Get the shapes of the largest shards of a layer over `size` processes."""
     share = TensorShare(spec, Peers(size))
     shards = {name: (shape, share.shard(f"{layer}.{name}")) for name, shape in spec.shapes(layer).items()}
     return {name: torch.Size(shard.part_shape) if shard else shape for name, (shape, shard) in shards.items()}
 
 
 def plan_of(spec: ModelSpec) -> dict[str, str]:
-    """How the weights of a layer are cut: a word by the name of a module, or of a weight that is no linear layer's."""
+    """Get how weights are sharded, by the name of a module or a weight."""
     plan = spec.family.tensor_plan
     if plan is None:
         found: dict[str, str] = getattr(spec.config, "base_model_tp_plan", None) or {}
@@ -261,7 +261,7 @@ def plan_of(spec: ModelSpec) -> dict[str, str]:
 
 
 def obstacle(spec: ModelSpec, size: int, spread: bool = False) -> str | None:
-    """Why so many processes cannot share each layer of a model, if so."""
+    """Say why `size` processes cannot share each layer; None if they can."""
     if size == 1:
         return None
     plan, heads, experts = plan_of(spec), key_heads(spec.config), n_experts(spec.config)

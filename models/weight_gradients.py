@@ -23,19 +23,19 @@ Remembered = list[tuple[nn.Linear, Tensor, Tensor]]  # with the layer's input an
 
 
 def linear_layers(module: nn.Module) -> list[nn.Linear]:
-    """Those of a module whose weights' gradients can wait; a class derived from Linear may compute something else."""
+    """List the plain linear layers, whose weight gradients can wait."""
     return [layer for layer in module.modules() if type(layer) is nn.Linear]
 
 
 class WeightGradients:
-    """What is left to do of the backward passes through some layers, oldest first."""
+    """The unfinished backward passes through some layers, oldest first."""
 
     def __init__(self) -> None:
         self.collecting: Remembered = []  # what the backward pass under way has left
         self._waiting: deque[Remembered] = deque()
 
     def defer(self, module: nn.Module) -> None:
-        """Let the linear layers inside of a module leave the gradients of their weights for later; not under autocast.
+        """Make a module's linear layers defer their weight gradients; not under autocast.
 
         torch.compile leaves them out and fuses what lies between: what it took in would have a backward of its own.
         """
@@ -43,12 +43,11 @@ class WeightGradients:
             vars(linear)["forward"] = torch.compiler.disable(MethodType(self._forward, linear))
 
     def close(self) -> None:
-        """A backward pass is over; what it left is one piece of work."""
+        """End a backward pass; what it left is one piece of work."""
         self._waiting.append(self.collecting)
         self.collecting = []
 
     def __len__(self) -> int:
-        """How many backward passes are incomplete."""
         return len(self._waiting)
 
     def compute(self) -> None:

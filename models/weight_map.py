@@ -21,7 +21,7 @@ from models.family import Family, Rule
 
 
 class Binding(NamedTuple):
-    """Tensors on disk and tensors of a layer that hold the same numbers in the same order.
+    """Tensors on disk and tensors of a layer with the same numbers in the same order.
 
     Attributes:
         disk: names on disk; with several of them there is one name in the layer.
@@ -38,7 +38,7 @@ class Binding(NamedTuple):
     groups: int = 1
 
     def disk_shapes(self, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
-        """Name and shape on disk of each tensor, from the shapes of the layer's."""
+        """Get name and shape of each tensor on disk from the layer's shapes."""
         first = shapes[self.names[0]]
         if len(self.disk) == len(self.names) == 1 and not self.stacked:
             return {self.disk[0]: first}
@@ -66,9 +66,7 @@ class WeightMap:
     is_part: bool = False  # whether the checkpoint holds more than this model, as those with a vision tower do
 
     def for_names(self, disk_names: Iterable[str]) -> WeightMap:
-        """The same table in the spelling of a checkpoint: how names begin, which that of its embedding shows, and which
-        rules its blocks go by.
-        """
+        """Adapt the table to a checkpoint's names: their prefix, and the rules in use."""
         disk_names = list(disk_names)
         embedding = replace(self, prefix=None).tied_embedding
         rest = embedding.removeprefix(self.family.prefix)
@@ -79,7 +77,7 @@ class WeightMap:
         return replace(spelled, family=replace(self.family, block=block_rules(self.family, full)))
 
     def binding(self, disk_name: str) -> Binding | None:
-        """The binding of a tensor on disk, or None where the family has none for it."""
+        """Get the binding of a tensor on disk; None if the family has none."""
         for name in self._full_names(disk_name):
             for rule, patterns in self._disk_patterns:
                 match = next((found for each in patterns if (found := each.fullmatch(name))), None)
@@ -95,7 +93,7 @@ class WeightMap:
         return None
 
     def binding_of(self, layer: int, name: str) -> Binding:
-        """The binding of a tensor in a layer's state dict.
+        """Get the binding of a tensor in a layer's state dict.
 
         Raises:
             KeyError: the family has no such tensor.
@@ -108,11 +106,11 @@ class WeightMap:
         raise KeyError(f"{self.family.name} has no tensor {name} in layer {layer}")
 
     def bindings(self, layer: int, names: Iterable[str]) -> list[Binding]:
-        """The bindings that cover the tensors of a layer, each once, in the order of their first names."""
+        """Get the bindings that cover the tensors of a layer, each once."""
         return list(dict.fromkeys(self.binding_of(layer, name) for name in names))
 
     def on_disk(self, layer: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of a layer as they lie on disk, by their names there; those of a binding have to be complete."""
+        """Convert a layer's tensors to those on disk; bindings must be complete."""
         shapes, found = {name: tensor.shape for name, tensor in state.items()}, dict[str, Tensor]()
         for binding in self.bindings(layer, state):
             wanted = binding.disk_shapes(shapes)
@@ -121,7 +119,7 @@ class WeightMap:
         return found
 
     def is_carried(self, disk_name: str) -> bool:
-        """Whether the tensor is kept beside the layers only to be given back."""
+        """Whether a tensor is kept only to be given back."""
         prefix = self.family.prefix if self.prefix is None else self.prefix
         other = self.is_part and not disk_name.startswith(prefix) and self.binding(disk_name) is None
         return other or any(re.search(each, disk_name) for each in self.family.carried)
@@ -132,7 +130,7 @@ class WeightMap:
 
     @property
     def tied_head(self) -> str:
-        """The name on disk of the head's copy of the embedding; tied checkpoints mostly leave it out."""
+        """The head's name on disk; tied checkpoints mostly leave it out."""
         return self.binding_of(self.head_layer, self.family.tie.head).disk[0]
 
     @property
@@ -146,14 +144,14 @@ class WeightMap:
         return [(rule, [pattern(template) for template in rule.disk_names]) for rule in rules]
 
     def _full_names(self, disk_name: str) -> list[str]:
-        """What the family may call a tensor that has this name on disk."""
+        """List the family's possible names of a tensor on disk."""
         if self.prefix is None:
             return [disk_name]
         inside = [self.family.prefix + disk_name.removeprefix(self.prefix)] if disk_name.startswith(self.prefix) else []
         return [*inside, disk_name.removeprefix(self._outer_prefix)]
 
     def _name_on_disk(self, name: str) -> str:
-        """What a tensor that the family calls so is called on disk."""
+        """Put the checkpoint's prefix before the family's name of a tensor."""
         assert self.prefix is not None
         if name.startswith(self.family.prefix):
             return self.prefix + name.removeprefix(self.family.prefix)
@@ -161,12 +159,12 @@ class WeightMap:
 
     @property
     def _outer_prefix(self) -> str:
-        """How names begin that do not take the prefix, such as `lm_head.weight`: with the words before it."""
+        """The prefix of names such as `lm_head.weight`, which lack the family's prefix."""
         outside = (self.prefix or "").removesuffix(self.family.prefix)
         return outside if outside.endswith(".") and outside != self.prefix else ""
 
     def _layer_of(self, rule: Rule, found: Mapping[str, str]) -> int | None:
-        """The layer of a matched rule; None where a number is out of range or would not come back as written."""
+        """Get the layer of a matched rule; None for a number out of range."""
         if "e" in found and not _counts(found["e"], self.n_experts):
             return None
         if rule in self.family.embedding:
@@ -195,7 +193,7 @@ class WeightMap:
 
 
 def reshape_rows(tensors: Sequence[Tensor], shapes: Sequence[torch.Size], groups: int = 1) -> list[Tensor]:
-    """The numbers of `tensors`, read row by row one after the other, as tensors of other shapes.
+    """Give the numbers of `tensors`, read row by row, as tensors of other shapes.
 
     Several tensors are joined into a new one; one tensor is cut into views of itself.
 
@@ -221,12 +219,12 @@ def _reshape_in_turns(tensors: Sequence[Tensor], shapes: Sequence[torch.Size], g
 
 
 def _counts(number: str, limit: int) -> bool:
-    """Whether the text is one of 0 .. limit-1 as Python writes it: "00" and other digits would not come back."""
+    """Whether a text is a number below `limit` as Python writes it: not "00"."""
     return number.isascii() and number == str(int(number)) and int(number) < limit
 
 
 def pattern(template: str) -> re.Pattern[str]:
-    """The regular expression of a name with `{i}`, `{e}` and `*`."""
+    """Compile a name with `{i}`, `{e}` and `*`."""
     escaped = re.escape(template)
     for mark, group in ((r"\{i\}", r"(?P<i>\d+)"), (r"\{e\}", r"(?P<e>\d+)"), (r"\*", r"(?P<rest>.+)")):
         escaped = escaped.replace(mark, group)
@@ -234,7 +232,7 @@ def pattern(template: str) -> re.Pattern[str]:
 
 
 def block_rules(family: Family, names: Collection[str]) -> tuple[Rule, ...]:
-    """The rules of a family that fit what lies on disk; all that it has for itself where nothing shows.
+    """Choose a family's block rules that fit the names on disk.
 
     Args:
         names: on disk, in the family's spelling.

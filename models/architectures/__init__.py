@@ -21,6 +21,6 @@ FAMILIES: dict[str, Family] = {
 
 
 def declared_family(fields: dict[str, Any]) -> Family | None:
-    """Find the family that a file declares for a config.json; None where it is to be derived."""
+    """Find the declared family of a config.json; None if it is to be derived."""
     family = FAMILIES.get(fields["model_type"])
     return family.variant(fields) if family and family.variant else family

@@ -46,14 +46,14 @@ FIELDS = (
 
 
 class NormalisedHead(Head):
-    """A head that sees only the direction of its weight's rows."""
+    """Project with the normalised rows of the weight."""
 
     def projection(self) -> Tensor:
         return F.normalize(super().projection())
 
 
 class AlibiPositions(Positions):
-    """ALiBi biases for a block that knows only rotary angles: angles of zero, and the biases inside the mask.
+    """Put ALiBi biases into the mask of a block that knows only rotary angles.
 
     Biases are slopes times distances, computed in fp32: rounded to bf16, near keys still differ from each other. The
     mask is [B, heads, S, S], one for all rows where no row is packed. Flex attention needs none.
@@ -85,7 +85,7 @@ class AlibiPositions(Positions):
 
 
 def translate(raw: dict[str, Any]) -> dict[str, Any]:
-    """Baichuan's config.json in the fields of transformers' LlamaConfig."""
+    """Translate Baichuan's config.json to the fields of LlamaConfig."""
     return {"model_type": "llama"} | {name: raw[name] for name in FIELDS if name in raw}
 
 

@@ -28,14 +28,14 @@ from models.family import Family, Rule, Tie
 
 
 def alibi_slopes(n_heads: int) -> Tensor:
-    """The slope of each head's bias, [heads] fp32 (arXiv:2108.12409)."""
+    """Compute the ALiBi slope of each head, [heads] fp32 (arXiv:2108.12409)."""
     with torch.device("cpu"):
         first_two_keys = build_alibi_tensor(torch.ones(1, 2), n_heads, torch.float32)
     return first_two_keys[:, 0, 1]
 
 
 class BloomPositions(Positions):
-    """Causal masks and ALiBi biases as Bloom's blocks take them.
+    """Make causal masks and ALiBi biases in the form of Bloom's blocks.
 
     The bias of a key is its position times the head's slope. Softmax ignores what is added to a whole row, so positions
     may be counted from the beginning of each document.
@@ -71,14 +71,17 @@ class BloomPositions(Positions):
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float
 ) -> tuple[Tensor, None]:
-    """Bloom's arithmetic as transformers calls attention, with the biases in the mask."""
+    """Compute Bloom's attention as transformers calls it, biases in the mask."""
     scores = (query @ key.transpose(2, 3)) * scaling + attention_mask
     weights = module.attention_dropout(F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype))
     return (weights @ value).transpose(1, 2), None
 
 
 class OpenBloomAttention(BloomAttention):
-    """Bloom's attention, by flex attention or over shared rows as well: there `alibi` says whether rows are shared."""
+    """Run Bloom's attention by flex attention or over shared rows.
+
+    `alibi` is the bias tensor, or else says whether rows are shared.
+    """
 
     def forward(
         self,

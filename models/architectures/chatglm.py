@@ -27,7 +27,7 @@ PUBLISHED = {
 
 
 def translate(raw: dict[str, Any]) -> dict[str, Any]:
-    """ChatGLM's config.json in the fields of transformers' GlmConfig.
+    """Translate ChatGLM's config.json to the fields of GlmConfig.
 
     Raises:
         CheckpointError: a field is missing, or has a value that no published checkpoint has.

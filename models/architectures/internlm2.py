@@ -17,7 +17,7 @@ DROPPED = ("bias", "auto_map", "architectures", "attn_implementation")
 
 
 def translate(raw: dict[str, Any]) -> dict[str, Any]:
-    """InternLM2's config.json in the fields of transformers' LlamaConfig.
+    """Translate InternLM2's config.json to the fields of LlamaConfig.
 
     Raises:
         CheckpointError: it has biases, which no published checkpoint has.

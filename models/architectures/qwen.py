@@ -22,7 +22,7 @@ QWEN2 = llama.relative("qwen2", modeling_qwen2, "Qwen2")
 
 
 def translate(raw: dict[str, Any]) -> dict[str, Any]:
-    """Qwen's config.json in the fields of transformers' Qwen2Config.
+    """Translate Qwen's config.json to the fields of Qwen2Config.
 
     Raises:
         CheckpointError: a field is missing, or has a value that no published checkpoint has.

@@ -22,7 +22,7 @@ LEAST = 128  # tokens for which there is room at first
 
 
 class KeyValueCache:
-    """What the blocks of a process remember; transformers' layers call `update`."""
+    """Keys and values of the tokens so far; transformers' layers call `update`."""
 
     # By which blocks of linear attention add to what `layers` holds of them.
     update_conv_state, update_recurrent_state = Cache.update_conv_state, Cache.update_recurrent_state
@@ -35,7 +35,6 @@ class KeyValueCache:
 
     @property
     def longest(self) -> int:
-        """The tokens of the longest row."""
         return max(self.lengths, default=0)
 
     @property
@@ -44,14 +43,14 @@ class KeyValueCache:
         return len(set(self.lengths)) <= 1
 
     def positions(self, count: int, device: torch.device) -> Tensor:
-        """The position ids of the next `count` tokens of each row, [rows, count]."""
+        """Give the position ids of the next `count` tokens of each row, [rows, count]."""
         if self._positions is None or self._positions.shape[1] != count:
             begins = torch.tensor(self.lengths, device=device)
             self._positions = begins[:, None] + torch.arange(count, device=device)
         return self._positions
 
     def update(self, keys: Tensor, values: Tensor, block: int, *_: Any) -> tuple[Tensor, Tensor]:
-        """Add the keys and values of the next tokens, [rows, heads, count, width]; gives all so far.
+        """Add the next tokens' keys and values [rows, heads, count, width]; return all.
 
         Rows of different lengths take one token at a time.
         """
@@ -70,19 +69,19 @@ class KeyValueCache:
         return held[0][:, :, : longest + count], held[1][:, :, : longest + count]
 
     def get_conv_state(self, block: int, state_idx: int = 0) -> Tensor | None:
-        """What the convolution of a block of linear attention remembers; None before its first token."""
+        """Get the convolution state of a linear-attention block; None at first."""
         return self.layers[block].conv_states[state_idx]
 
     def get_recurrent_state(self, block: int, state_idx: int = 0) -> Tensor | None:
-        """What a block of linear attention remembers of all tokens; None before the first."""
+        """Get the recurrent state of a linear-attention block; None at first."""
         return self.layers[block].recurrent_states[state_idx]
 
     def is_recording_past(self, block: int) -> bool:
-        """Whether tokens may be taken back, which is for transformers' assisted generation."""
+        """Say no to transformers' assisted generation, which takes tokens back."""
         return False
 
     def advance(self, count: int) -> None:
-        """All blocks have seen the next `count` tokens."""
+        """Count the next `count` tokens, once all blocks have seen them."""
         self.lengths = [length + count for length in self.lengths]
         self._positions = None
 

@@ -81,7 +81,7 @@ def by_cudnn(*arguments: Any, **options: Any) -> tuple[Tensor, None]:
 def _in_window(
     module: nn.Module, window: int | None, query: Tensor, key: Tensor, value: Tensor, **options: Any
 ) -> Tensor:
-    """Attention of one document a row, [B, heads, S, D] to [B, S, heads, D], of which a token sees `window` tokens.
+    """Attend within one document a row, to at most `window` tokens.
 
     Each block of queries is given the keys that it can see, so neither masks nor scores of S x S are made.
     """
@@ -151,14 +151,14 @@ for name, function in ((BY_DOCUMENT, by_document), (BY_CUDNN, by_cudnn), (VARLEN
 
 
 class Documents:
-    """The lengths of the documents in each row of a micro-batch; each row sums to the same."""
+    """Lengths of the documents in each row of a micro-batch; rows have equal sums."""
 
     def __init__(self, rows: Iterable[Iterable[int]]) -> None:
         self.rows = tuple(tuple(row) for row in rows)
 
     @classmethod
     def of(cls, position_ids: Tensor) -> Documents:
-        """From position ids [B, S], which restart with each document; the host waits for them."""
+        """Read the lengths from position ids [B, S]; the host waits for the device."""
         rows = []
         for row in (position_ids.diff(dim=1) != 1).tolist():
             ends = [index + 1 for index, restart in enumerate(row) if restart] + [len(row) + 1]
@@ -167,7 +167,7 @@ class Documents:
 
     @classmethod
     def laid_out(cls, rows: Sequence[Sequence[int]], length: int) -> Documents:
-        """From the lengths of the samples that were put into each row, before it was padded to `length`.
+        """Take the lengths of the samples in each row, before padding to `length`.
 
         Padding goes on counting behind a single sample, and is a document of its own behind several.
         """
@@ -185,7 +185,7 @@ class Documents:
         return any(len(row) > 1 for row in self.rows)
 
     def flash_arguments(self, device: torch.device) -> dict[str, Any]:
-        """What flash-attn's kernel for lengths of all kinds takes, the rows one after the other."""
+        """Make the arguments of flash-attn's variable-length kernel."""
         ends = [0, *accumulate(chain.from_iterable(self.rows))]
         # From pinned memory, so that the host does not wait for the copy.
         cumulative = torch.tensor(ends, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -195,12 +195,12 @@ class Documents:
 
 
 def unmarked(position_ids: Tensor) -> Tensor:
-    """Ordinary position ids on padding too."""
+    """Make ordinary position ids of those that mark padding."""
     return torch.where(position_ids < 0, -1 - position_ids, position_ids)
 
 
 def document_lengths(position_ids: Tensor) -> Tensor:
-    """For each token of `position_ids` [B, S] the length of its document, padding not counted."""
+    """Give each token of `position_ids` [B, S] its document's length, without padding."""
     documents = (position_ids == 0).cumsum(dim=1)
     last = torch.full((len(position_ids), position_ids.shape[1] + 1), -1, device=position_ids.device)
     last.scatter_reduce_(1, documents, position_ids, "amax")

@@ -42,7 +42,7 @@ Rotary = Callable[..., nn.Module] | None  # makes the module that turns position
 
 
 def attention_kind(config: PreTrainedConfig, index: int) -> str:
-    """Whether block `index` (from 0) attends to everything before it or to a sliding window."""
+    """Name the kind of attention of block `index` (from 0)."""
     layer_types = getattr(config, "layer_types", None)
     if layer_types:
         return str(layer_types[index])
@@ -50,7 +50,7 @@ def attention_kind(config: PreTrainedConfig, index: int) -> str:
 
 
 def _same_memory(known: Tensor, other: Tensor) -> bool:
-    """Whether two tensors that both exist are one; hooks of ZeRO hand on views."""
+    """Whether two living tensors are one; ZeRO's hooks pass views."""
     return known.data_ptr() == other.data_ptr() != 0 and known.shape == other.shape
 
 
@@ -78,14 +78,17 @@ class Positions:
         self._documents: tuple[Tensor, int | None, Documents] | None = None
 
     def share(self, sharing: Sharing) -> None:
-        """Tell with whom the process shares its rows and its layers."""
+        """Set the processes that share rows and layers with this one."""
         self.sharing = sharing
         if sharing.sequence.size > 1:
             share_attention()
             self.part = Exchanged(sharing.sequence)
 
     def own(self, whole: Tensor, dim: int) -> Tensor:
-        """Of what there is for each token of whole rows, or is the same for all, what belongs to hidden states.
+        """Take this process's tokens of something for whole rows.
+
+        Args:
+            dim: the dimension that counts tokens; negative.
 
         Args:
             dim: which dimension counts tokens; negative.
@@ -93,7 +96,9 @@ class Positions:
         return whole if self.part is None or whole.shape[dim] == 1 else self.part.own(whole, dim)
 
     def expect(self, documents: Iterable[Documents]) -> None:
-        """Tell what the coming micro-batches hold, in the order of their forward passes, in place of what was told.
+        """Set the documents of the coming micro-batches, in the order of their forward passes.
+
+        The position ids of other micro-batches are read.
 
         Micro-batches that nobody told about are looked at.
         """
@@ -102,7 +107,7 @@ class Positions:
     def __call__(
         self, kind: str, hidden: Tensor, position_ids: Tensor, cache: KeyValueCache | None = None
     ) -> Arguments:
-        """The arguments of a block of this kind of attention, for `hidden` [B, S, H] at `position_ids` [B, S].
+        """Make the arguments of a block for `hidden` [B, S, H] at `position_ids` [B, S].
 
         Where rows are shared, `hidden` has the process's own tokens only.
         """
@@ -120,7 +125,7 @@ class Positions:
         return self._last[2][kind]
 
     def arguments(self, hidden: Tensor, position_ids: Tensor, cache: KeyValueCache | None) -> dict[str, Arguments]:
-        """The arguments for every kind of attention in the model; padding is still marked here.
+        """Make the arguments of every kind of attention in the model.
 
         Args:
             hidden: tells shape, dtype and device; where rows are shared, it has whole rows and no numbers.
@@ -140,7 +145,7 @@ class Positions:
         }
 
     def documents(self, position_ids: Tensor) -> Documents:
-        """The documents of a micro-batch: as told ahead, else read from its position ids."""
+        """Get the documents of a micro-batch: expected ones, else read from its position ids."""
         version = _version(position_ids)
         known = self._documents
         if known is None or not _same_memory(known[0], position_ids) or known[1] != version:
@@ -153,7 +158,7 @@ class Positions:
     def scope(
         self, kind: str, hidden: Tensor, positions: Tensor, cache: KeyValueCache | None, documents: Documents | None
     ) -> Arguments:
-        """Who may see whom, in the form that the attention kernel takes; `documents` are None with a cache."""
+        """Make the mask in the kernel's form; `documents` are None with a cache."""
         kernel = self.config._attn_implementation
         if kind == LINEAR:  # by its nature no token sees what follows
             return {"attention_mask": None} | ({} if cache is not None else {"documents": documents})
@@ -175,14 +180,14 @@ class Positions:
         return {"attention_mask": self.mask(kind, hidden) if packed is None else packed}
 
     def slopes_on(self, device: torch.device) -> Tensor:
-        """Those of the heads that attention has here, on `device`, where they stay: the host would wait for a copy."""
+        """Get this process's slopes on `device`, where they stay: copying makes the host wait."""
         assert self.slopes is not None
         self.slopes = self.slopes.to(device)
         slopes = self.slopes[self.sharing.tensor.part(len(self.slopes))]
         return slopes[self.sharing.sequence.part(len(slopes))]
 
     def angles(self, hidden: Tensor, position_ids: Tensor, longest: int) -> dict[str, Angles]:
-        """The rotary angles (cos, sin) for every kind of attention, here the same for all.
+        """Compute the rotary angles (cos, sin) of every kind of attention.
 
         Args:
             longest: no document has more tokens, those in a cache among them.
@@ -193,14 +198,14 @@ class Positions:
         return dict.fromkeys(self.kinds, self.rotary.to(hidden.device)(hidden, unmarked(position_ids)))
 
     def mask(self, kind: str, hidden: Tensor) -> Any:
-        """The mask of rows that are one document each; None where plain causal attention is enough."""
+        """Make the mask of unpacked rows; None where plain causal attention is enough."""
         return _MASKS[kind](
             config=self.config, inputs_embeds=hidden, attention_mask=None, past_key_values=None, position_ids=None
         )
 
 
 def packed_mask(position_ids: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """The mask of packed rows for plain arithmetic: [B, 1, S, S], 0 where a token is seen, else the least number.
+    """Make the additive mask [B, 1, S, S] of packed rows.
 
     The same as transformers makes, which waits for the device to see whether rows are packed.
     """
@@ -211,26 +216,25 @@ def packed_mask(position_ids: Tensor, window: int | None, dtype: torch.dtype) ->
 
 
 def cached_mask(positions: Tensor, cache: KeyValueCache, window: int | None, dtype: torch.dtype) -> Tensor:
-    """The mask [B, 1, S, keys] of new tokens at `positions` [B, S] over the keys of a cache and their own."""
+    """Make the mask [B, 1, S, keys] of new tokens over a cache's keys and their own."""
     keys = torch.arange(cache.longest + positions.shape[1], device=positions.device)
     queries = positions[..., None]
     return _numbers(keys <= queries if window is None else (keys <= queries) & (keys > queries - window), dtype)
 
 
 def _is_causal(positions: Tensor, cache: KeyValueCache, window: int | None) -> bool:
-    """Whether plain causal attention says the same as `cached_mask`."""
+    """Whether plain causal attention equals `cached_mask`."""
     length = positions.shape[1]
     return cache.level and (length == 1 or not cache.longest) and (window is None or cache.longest + length <= window)
 
 
 def _numbers(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask to add to scores: 0 where a key is seen."""
     return torch.where(seen, torch.zeros((), dtype=dtype, device=seen.device), torch.finfo(dtype).min)[:, None]
 
 
 @contextmanager
 def fp32_products() -> Iterator[None]:
-    """No TF32 in here: transformers 5.17 takes angles by a matrix product, which would keep 10 bits of positions."""
+    """Turn TF32 off: transformers 5.17 makes angles by a product, 10 bits of positions."""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -240,5 +244,4 @@ def fp32_products() -> Iterator[None]:
 
 
 def _version(tensor: Tensor) -> int | None:
-    """Changes with the tensor's contents, as far as autograd counts."""
     return None if tensor.is_inference() else tensor._version

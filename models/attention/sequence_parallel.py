@@ -36,22 +36,22 @@ Kernel = Callable[..., tuple[Tensor, Any]]  # as transformers calls attention
 
 
 class PartOfRows(ABC):
-    """Which tokens of each row are a process's own, and how attention reaches the others."""
+    """This process's tokens of each row, and how attention reaches the others."""
 
     @abstractmethod
     def own(self, whole: Tensor, dim: int) -> Tensor:
-        """Of what there is for each token of whole rows, the own tokens' part; `dim`, negative, counts tokens."""
+        """Take the own tokens of something for whole rows; `dim`, negative, counts tokens."""
 
     @abstractmethod
     def attend(
         self, kernel: Kernel, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
     ) -> Tensor:
-        """What a kernel gives for own tokens [B, heads, S / n, D] with those of whole rows: [B, S / n, heads, D]."""
+        """Run a kernel on whole rows: own tokens [B, heads, S / n, D] to [B, S / n, heads, D]."""
 
 
 @dataclass(frozen=True)
 class Exchanged(PartOfRows):
-    """The part of one process, of as many as there are peers."""
+    """The part of one process of a group."""
 
     peers: Peers
 
@@ -75,7 +75,7 @@ class Exchanged(PartOfRows):
         return result
 
     def _repeated(self, keys: Tensor, heads: int) -> Tensor:
-        """Key heads, as often as it takes to deal them out evenly, each beside the queries that it belongs to."""
+        """Repeat key heads until they divide evenly, each beside its queries."""
         count, size = keys.shape[1], self.peers.size
         times = size // math.gcd(size, count)
         if heads // count % times:
@@ -85,7 +85,7 @@ class Exchanged(PartOfRows):
 
 @dataclass(frozen=True)
 class Folded(PartOfRows):
-    """All parts in one process, the parts of a row as rows of their own: what is exchanged is only laid together.
+    """Simulate all parts in one process, as rows of their own.
 
     By it a single process sees whether a model whose rows are shared computes what it computes with whole rows.
     """
@@ -114,7 +114,7 @@ class _Changed:
 
 
 class _Exchange(torch.autograd.Function):
-    """Each process gives a part of dimension `split` to each other one, and gets theirs in `joined`."""
+    """Send a part of dimension `split` to each other process, and join theirs in `joined`."""
 
     @staticmethod
     def forward(context: Any, tensor: Tensor, peers: Peers, split: int, joined: int) -> Tensor:
@@ -134,7 +134,7 @@ def _exchange(tensor: Tensor, peers: Peers, split: int, joined: int) -> Tensor:
 
 
 class SummedOverRows(torch.autograd.Function):
-    """What processes know of their own tokens -> what is known of whole rows, the same for each.
+    """Sum over the processes of shared rows; each gets the gradient of its own tokens.
 
     As each of them goes on with it, and each step averages over them, the gradient counts once for each.
     """
@@ -152,7 +152,7 @@ class SummedOverRows(torch.autograd.Function):
 
 
 def over_parts(kernel: Kernel) -> Kernel:
-    """A kernel that, told `part_of_rows`, reaches whole rows; else it is as it was."""
+    """Wrap a kernel so that it reaches whole rows where it gets `part_of_rows`."""
 
     @wraps(kernel)
     def attend(
@@ -177,7 +177,7 @@ def _apart_from_compiled(part: PartOfRows) -> Callable[..., Tensor]:
 
 
 def share_attention() -> None:
-    """Let every attention kernel of this process understand `part_of_rows`, from the first call on."""
+    """Let every attention kernel of this process understand `part_of_rows`."""
     if EAGER in ALL_ATTENTION_FUNCTIONS.valid_keys():
         return
     for name in ALL:
@@ -187,7 +187,7 @@ def share_attention() -> None:
 
 
 def _own_arithmetic(module: Any, *arguments: Any, **options: Any) -> tuple[Tensor, Any]:
-    """What a layer takes where the table has no entry: the function beside its class."""
+    """Find the attention function beside a layer's class, for those without an entry."""
     kind = type(vars(module)["_module"] if isinstance(module, _Changed) else module)
     found: tuple[Tensor, Any] = vars(sys.modules[kind.__module__])["eager_attention_forward"](
         module, *arguments, **options

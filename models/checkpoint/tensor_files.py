@@ -40,8 +40,6 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a header says of a tensor."""
-
     dtype: torch.dtype
     shape: torch.Size
 
@@ -83,11 +81,11 @@ class SafetensorsFile:
         return iter(self._infos)
 
     def info(self, name: str) -> TensorInfo:
-        """Dtype and shape of a tensor; KeyError where there is none of this name."""
+        """Get dtype and shape of a tensor; KeyError for unknown names."""
         return self._infos[name]
 
     def read(self, name: str) -> Tensor:
-        """A tensor; its bytes are read from the disk when they are used, and a change of them stays in memory.
+        """Map a tensor; changes of it stay in memory. KeyError for unknown names.
 
         Raises KeyError as `info`.
         """
@@ -102,9 +100,7 @@ class SafetensorsFile:
 
 
 class SafetensorsWriter:
-    """Writes a set of safetensors files whose contents are announced up front: the names of each file's tensors, in
-    order, and each tensor's dtype and shape.
-    """
+    """Write safetensors files whose names, dtypes and shapes are known ahead."""
 
     def __init__(self, folder: Path, files: dict[str, list[str]], infos: dict[str, TensorInfo]) -> None:
         self.infos = infos
@@ -115,12 +111,12 @@ class SafetensorsWriter:
             self._announce(self._handles[-1], names)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Put a tensor in its place, cast to the announced dtype; threads may do so side by side."""
+        """Write a tensor, cast to its announced dtype; threads may do so side by side."""
         descriptor, place = self._places.pop(name)
         write_at(descriptor, place, tensor.detach().to(device="cpu", dtype=self.infos[name].dtype))
 
     def write_behind(self) -> None:
-        """Send what was written so far on to the disk."""
+        """Start sending what was written to the disk."""
         for handle in self._handles:
             write_behind(Path(handle.name))
 
@@ -153,7 +149,7 @@ CENTRAL_CHECKSUM = 16  # where it stands in its entry
 
 
 class MappedFile:
-    """A torch archive, mapped into memory: what was touched counts as memory until the last tensor is gone.
+    """A torch archive mapped into memory; its touched pages count as memory while it lives.
 
     Raises:
         CheckpointError: as `load_archive`, or not a dict of plain tensors.
@@ -183,7 +179,7 @@ class MappedFile:
 
 
 def load_archive(path: Path) -> Any:
-    """What is in a torch archive, memory-mapped: tensors, containers, and what the caller has declared safe.
+    """Load a torch archive, memory-mapped and unpickled with `weights_only`.
 
     Raises:
         CheckpointError: missing, damaged, refused or not readable.
@@ -205,7 +201,7 @@ def load_archive(path: Path) -> Any:
 
 
 def save_state_dict(state: Mapping[str, Tensor], path: Path) -> None:
-    """Write a layer; an OSError where the disk is full or cannot be written, which torch hides in a RuntimeError."""
+    """Write a layer; raise OSError on a full disk, where torch raises RuntimeError."""
     # A tensor that is a part of a larger one would drag the whole of it into the file.
     own = {
         name: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
@@ -227,7 +223,7 @@ def save_state_dict(state: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _write_frame(state: dict[str, Tensor], path: Path) -> None:
-    """Everything but the tensors, whose places stay holes."""
+    """Write everything but the tensors, whose places stay holes."""
     try:
         with open(path, "wb") as file, torch.serialization.skip_data():
             torch.save(state, file)
@@ -246,7 +242,7 @@ def _fill(descriptor: int, entry: zipfile.ZipInfo, storage: torch.UntypedStorage
 
 
 def _write_checksums(descriptor: int, directory: int, entries: list[zipfile.ZipInfo]) -> None:
-    """Put the checksums into the list of contents at the end of the archive."""
+    """Put the checksums into the archive's directory."""
     for entry in entries:
         _, *lengths = CENTRAL.unpack(os.pread(descriptor, CENTRAL.size, directory))
         os.pwrite(descriptor, struct.pack("<L", entry.CRC), directory + CENTRAL_CHECKSUM)

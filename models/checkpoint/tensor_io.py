@@ -36,7 +36,7 @@ PIECE = 64 * 2**20  # bytes a write; a call takes 2 GB at most
 
 
 def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """What `work` gives for every item, in their order; the first error is raised when all have ended.
+    """Call `work` on every item in threads; return results in order.
 
     `work` must not print or log: a progress bar's lock and the logger's, taken by two threads, wait for each other.
     """
@@ -46,7 +46,7 @@ def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> list[R
 
 @contextmanager
 def byte_bar(what: str, total: int, shown: bool = True) -> Iterator[tqdm[NoReturn]]:
-    """A bar that counts to `total` bytes, with its rate and warnings above it; in a log one line at the end."""
+    """Show a progress bar in bytes; in a log one line at the end."""
     bar = tqdm(desc=what, total=total, unit="B", unit_scale=True, smoothing=0.05, disable=None if shown else True)
     begin = time.monotonic()
     with logging_redirect_tqdm(), bar:
@@ -57,7 +57,7 @@ def byte_bar(what: str, total: int, shown: bool = True) -> Iterator[tqdm[NoRetur
 
 
 def write_at(descriptor: int, place: int, tensor: Tensor) -> None:
-    """Write a tensor's bytes to a place in a file; an OSError where the disk is full or cannot be written."""
+    """Write a tensor's bytes to a place in a file."""
     rest = _bytes_of(tensor)
     while rest:
         written = os.pwrite(descriptor, rest[:PIECE], place)
@@ -66,7 +66,7 @@ def write_at(descriptor: int, place: int, tensor: Tensor) -> None:
 
 
 def write_behind(path: Path) -> None:
-    """Start bringing a file's new pages to the disk, without waiting, and let go of those that are there already."""
+    """Start writing a file's new pages to the disk, and drop the clean ones."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -75,14 +75,14 @@ def write_behind(path: Path) -> None:
 
 
 def sync_files(folder: Path) -> None:
-    """Wait until everything in a folder is on the disk; raises as `sync`."""
+    """Sync everything in a folder."""
     found = sorted(folder.rglob("*"))
     in_parallel(sync, [path for path in found if path.is_file()])
     in_parallel(sync, [folder, *(path for path in found if path.is_dir())])
 
 
 def checksum(tensor: Tensor) -> int:
-    """CRC-32 of a tensor's bytes, as zip files have it; some 4 GB/s a core."""
+    """Compute the CRC-32 of a tensor's bytes, as in zip files."""
     return zlib.crc32(_bytes_of(tensor))
 
 

@@ -27,7 +27,7 @@ TYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}  # as the converter calls
 
 
 def hg_to_gguf(input_path: str | Path, save_path: str | Path, dtype: str | None, converter: str) -> str:
-    """Write the GGUF file of a HuggingFace folder; gives a line on what is in it.
+    """Write the GGUF file of a HuggingFace folder; return a line on its content.
 
     Args:
         dtype: of the matrices, by the converter's name, such as q8_0; as stored where absent.

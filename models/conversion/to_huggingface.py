@@ -81,7 +81,7 @@ def pp_to_hg(
 
 
 class Export:
-    """One export of a pipeline folder; what every file will hold is settled before the first byte is written.
+    """One export of a pipeline folder, planned before the first byte is written.
 
     Args:
         writers: the layers of each writer, where there are several; each layer has one.
@@ -121,7 +121,7 @@ class Export:
         self.files = files if len(self.writers) == 1 else cut_between(files, self.writer_of)
 
     def write_weights(self, target: Path, writer: int = 0) -> None:
-        """The weight files of one writer; the first one shows its progress."""
+        """Write the weight files of one writer; the first one shows its progress."""
         own = {name for name, its_writer in self.writer_of.items() if its_writer == writer}
         files = {file: names for file, names in self.files.items() if own.issuperset(names)}
         total = sum(self.infos[name].nbytes for names in files.values() for name in names)
@@ -133,7 +133,7 @@ class Export:
                 tensors.clear()  # or this layer would stay in memory while the next one is read
 
     def write_side_files(self, target: Path) -> None:
-        """The index where there are several weight files, config, tokenizer and whatever else lay in the original."""
+        """Write the index, config, tokenizer and the other files of the original."""
         if odd := odd_prefix(self.weight_map):
             logger.warning("warning: %s: %s", self.folder, odd)
         if list(self.files) != [SINGLE_FILE]:
@@ -155,7 +155,7 @@ class Export:
             self.options.add_card(self.folder, target)
 
     def verify(self, target: Path) -> None:
-        """Read every tensor back from the disk; a CheckpointError where one differs from what the layers hold."""
+        """Read every tensor back and compare it with the layers."""
         written: dict[str, SafetensorsFile] = {}
         for file in self.files:
             forget_cached(target / file)
@@ -169,7 +169,7 @@ class Export:
                 tensors.clear()
 
     def _assign(self) -> dict[str, int]:
-        """The writer of each tensor; what belongs to no layer is the first one's."""
+        """Assign each tensor to a writer; what belongs to no layer goes to the first."""
         assigned = dict.fromkeys(self.carried or (), 0)
         for writer, layers in enumerate(self.writers):
             for layer in layers:
@@ -178,7 +178,7 @@ class Export:
         return assigned
 
     def _layers(self, writer: int) -> Iterator[dict[str, Tensor]]:
-        """Every tensor of a writer that belongs on disk, under its name there, layer by layer."""
+        """Yield the tensors of a writer under their names on disk, layer by layer."""
         for layer in self.writers[writer]:
             yield self._layer(layer)
         if self.carried and not self.native and writer == 0:
@@ -196,7 +196,7 @@ class Export:
         return found
 
     def _config(self) -> dict[str, Any]:
-        """config.json for other weights than the original's."""
+        """Make the config.json of changed weights."""
         config = raw = self.spec.raw
         if self.native:
             named = {"architectures": [self.native.architecture]}
@@ -205,7 +205,7 @@ class Export:
 
 
 def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """A config.json that says this dtype of the weights."""
+    """Set the dtype of a config.json."""
     keys = config.keys() & {"dtype", "torch_dtype"} or {"torch_dtype"}  # transformers 5's name, the one before
     return config | dict.fromkeys(sorted(keys), str(dtype).removeprefix("torch."))
 
@@ -219,7 +219,7 @@ Files = dict[str, list[str]]  # file name -> its tensors, in order
 def original_infos(
     source: PipelineSource, weight_map: WeightMap, manifest: Manifest | None, carried: Mapping[str, TensorInfo]
 ) -> Infos:
-    """Every tensor of the folder that the layers came from, layer by layer.
+    """Plan the tensors of the original folder, layer by layer.
 
     The manifest's dtypes count: a run may have trained in another one. Layers without a manifest, which another tool
     wrote, keep their own, and a tied head stays out.
@@ -259,7 +259,7 @@ def original_infos(
 
 
 def native_infos(source: PipelineSource, original: WeightMap, native: WeightMap, infos: Infos) -> Infos:
-    """The tensors under the names of the native layout, each with the dtype of the original it comes from."""
+    """Plan the tensors of the native layout, with the dtypes of the originals."""
     renamed: Infos = {}
     for layer in range(source.spec.n_layers):
         shapes = source.spec.shapes(layer)
@@ -272,7 +272,7 @@ def native_infos(source: PipelineSource, original: WeightMap, native: WeightMap,
 
 
 def cast(infos: Infos, dtype: torch.dtype, exceptions: Mapping[str, object]) -> Infos:
-    """The same tensors in another dtype; integers and carried tensors stay as they are."""
+    """Change the planned dtype; integers and carried tensors stay."""
     return {
         name: TensorInfo(dtype, info.shape) if info.dtype.is_floating_point and name not in exceptions else info
         for name, info in infos.items()
@@ -280,7 +280,7 @@ def cast(infos: Infos, dtype: torch.dtype, exceptions: Mapping[str, object]) -> 
 
 
 def divide(infos: Infos, max_shard_bytes: int) -> Files:
-    """Files of which none is larger than asked unless one tensor alone is."""
+    """Divide tensors into files of at most `max_shard_bytes`."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, info in infos.items():
@@ -293,7 +293,7 @@ def divide(infos: Infos, max_shard_bytes: int) -> Files:
 
 
 def cut_between(files: Files, writers: Mapping[str, int]) -> Files:
-    """The same division, but a file that several of the tensors' writers would share is cut into one for each."""
+    """Split files that several writers would share."""
     pieces = []
     for names in files.values():
         its_writers = sorted({writers[name] for name in names})
@@ -302,7 +302,7 @@ def cut_between(files: Files, writers: Mapping[str, int]) -> Files:
 
 
 def _numbered(shards: list[list[str]]) -> Files:
-    """Under the names that transformers gives."""
+    """Name files as transformers does."""
     if len(shards) == 1:
         return {SINGLE_FILE: shards[0]}
     count = len(shards)

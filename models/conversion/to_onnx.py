@@ -48,7 +48,7 @@ Past = list[tuple[Tensor, Tensor]]  # for each block keys and values [B, heads, 
 
 
 def hg_to_onnx(input_path: str | Path, save_path: str | Path, overwrite: bool = False) -> str:
-    """Write the ONNX folder of a HuggingFace folder, a pipeline folder or a checkpoint; gives a line on the check.
+    """Write the ONNX folder of a model folder; return a line on the check.
 
     Raises:
         CheckpointError: a package is missing, the input is damaged, unknown or of a kind that one graph cannot
@@ -81,7 +81,7 @@ def hg_to_onnx(input_path: str | Path, save_path: str | Path, overwrite: bool = 
 
 
 def _obstacle(spec: ModelSpec) -> str | None:
-    """Why no single graph computes a model for all texts, or what reads it would find no config.json."""
+    """Say why no single graph can compute a model; None if one can."""
     if spec.has_experts:
         return "a mixture of experts, where each token takes other weights, which one graph cannot do"
     if depends_on_length(spec.config):
@@ -91,7 +91,7 @@ def _obstacle(spec: ModelSpec) -> str | None:
 
 
 class GivenCache(KeyValueCache):
-    """Keys and values from outside, none before the first pass; `present` has those of this pass behind them."""
+    """A cache given from outside; `present` adds this pass's keys and values."""
 
     def __init__(self, past: Past) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class GivenCache(KeyValueCache):
 
 
 class TracedModel(nn.Module):
-    """A model as the function that is traced; from now on it computes its attention without a kernel."""
+    """A model as the function to trace, with plain attention."""
 
     def __init__(self, model: CausalLM) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class TracedModel(nn.Module):
         self.positions = model.spec.positions()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, past: Past) -> tuple[Tensor, Past]:
-        """Logits [B, S, V] for `input_ids` [B, S], and the keys and values of all tokens so far.
+        """Compute logits [B, S, V] for `input_ids` [B, S], and all keys and values so far.
 
         Args:
             attention_mask: [B, tokens in `past` + S]; 0 for padding, which stands on the left.
@@ -137,7 +137,7 @@ class TracedModel(nn.Module):
 
 
 def _trace(model: CausalLM) -> Any:
-    """What torch's exporter makes of a model; rows, tokens and tokens of the past may be any number."""
+    """Export a model with free numbers of rows and tokens."""
     traced = TracedModel(model).eval()
     ids = torch.zeros(2, 3, dtype=torch.int64)  # 0 and 1 would be taken for constants
     with torch.no_grad():
@@ -161,7 +161,7 @@ def _trace(model: CausalLM) -> Any:
 
 @torch.no_grad()
 def _compare(model: CausalLM, path: Path, save_path: str | Path) -> str:
-    """Let onnxruntime answer two prompts greedily, token by token, and compare with passes without a cache.
+    """Compare onnxruntime's greedy answers with passes without a cache.
 
     Raises:
         CheckpointError: logits or tokens differ.

@@ -53,7 +53,7 @@ def hg_to_pp(input_path: str | Path, save_path: str | Path, overwrite: bool = Fa
 
 
 def paths_of(source: Path, names: list[str]) -> dict[str, Path]:
-    """Where the files of a folder lie, by name.
+    """Locate a folder's files by name.
 
     Raises:
         CheckpointError: one is a link to somewhere else on this machine.
@@ -68,7 +68,7 @@ def paths_of(source: Path, names: list[str]) -> dict[str, Path]:
 
 
 def copy_files(source: Path, target: Path, names: list[str], in_folders: bool = True) -> None:
-    """Copy files byte for byte; the links of HuggingFace's cache, from snapshots/<revision>/ to blobs/, are its own.
+    """Copy files byte for byte, also through links into HuggingFace's cache.
 
     Args:
         in_folders: the names have folders; else all files lie side by side.
@@ -86,7 +86,7 @@ def copy_files(source: Path, target: Path, names: list[str], in_folders: bool = 
 
 
 def copy_side_files(source: Path, target: Path, in_folders: bool = False) -> None:
-    """Make a folder of layer files a complete pipeline folder: config, tokenizer, manifest, carried tensors.
+    """Complete a folder of layer files: config, tokenizer, manifest, carried tensors.
 
     Args:
         source: of either layout: what the layers or the training came from; from scratch it needs no weights.
@@ -124,7 +124,7 @@ def _verify(source: HuggingFaceSource, target: Path) -> None:
 
 
 def _write_carried(source: HuggingFaceSource, target: Path) -> Manifest:
-    """Write the tensors that belong to no layer; gives what else an export needs."""
+    """Write the tensors that belong to no layer; return the manifest."""
     if carried := source.carried:
         infos = {name: source.info(name) for name in carried}
         with SafetensorsWriter(target, {CARRIED: carried}, infos) as writer:
@@ -139,7 +139,7 @@ def _write_carried(source: HuggingFaceSource, target: Path) -> Manifest:
 
 
 def _safetensors_name(file: str) -> str:
-    """pytorch_model-00001-of-00002.bin -> model-00001-of-00002.safetensors."""
+    """Rename pytorch_model-00001-of-00002.bin to model-00001-of-00002.safetensors."""
     return (
         file if file.endswith(".safetensors") else f"{file.removeprefix('pytorch_').removesuffix('.bin')}.safetensors"
     )

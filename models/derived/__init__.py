@@ -38,7 +38,7 @@ _families: dict[str, Family] = {}  # by config.json
 
 
 def proven(config: PreTrainedConfig, fields: dict[str, Any], declared: Family | None, whole: str | None) -> Family:
-    """The family of a config, which was held against transformers now or before.
+    """Get the family of a config, proven against transformers now or before.
 
     Args:
         fields: of the config.json that `config` was read from.
@@ -53,10 +53,8 @@ def proven(config: PreTrainedConfig, fields: dict[str, Any], declared: Family | 
         try:
             found = proof_of(config, fields, declared)
         except CheckpointError as error:
-            reason = str(error)
-            raise Underivable(
-                reason if reason.startswith(config.model_type) else f"{config.model_type}: {reason}"
-            ) from None
+            named = str(error).startswith(config.model_type)
+            raise Underivable(str(error) if named else f"{config.model_type}: {error}") from None
         except Exception as error:  # whatever torch makes of a small model
             if isinstance(error, KeyError) and json.dumps(str(error.args[0] if error.args else "")) in key:
                 raise  # a word of config.json that transformers does not know; `reason_of` names its field
@@ -79,7 +77,7 @@ def proven(config: PreTrainedConfig, fields: dict[str, Any], declared: Family | 
 
 
 def proof_of(config: PreTrainedConfig, fields: dict[str, Any], declared: Family | None = None) -> Proof:
-    """What is known of the family of a config, which is proven here where nothing is.
+    """Get the kept proof of a config's family, or prove it now.
 
     Raises:
         Underivable: it does not hold.
@@ -111,13 +109,13 @@ def _part(error: Exception) -> str:
 
 
 def folder() -> Path:
-    """Where proofs are kept."""
+    """Find the folder of kept proofs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipetune" / "proofs"
 
 
 @cache
 def _code() -> str:
-    """A digest of the models wing, which changes with what is proven."""
+    """Digest the code of models/, which changes with what is proven."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())

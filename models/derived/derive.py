@@ -40,7 +40,7 @@ NEVER_LEARNED = r"rotary_emb\.inv_freq$"  # computed, but older checkpoints hold
 
 
 def small_model(config: PreTrainedConfig, fields: dict[str, Any]) -> Any:
-    """transformers' model with the traits of a config, small, in fp32 and with its plain attention.
+    """Build transformers' model of a config, small, in fp32, with eager attention.
 
     Args:
         fields: of the config.json that `config` was read from.
@@ -51,7 +51,7 @@ def small_model(config: PreTrainedConfig, fields: dict[str, Any]) -> Any:
 
 
 def bare_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> Any:
-    """transformers' model of the real width, without blocks and with few words."""
+    """Build transformers' model at real width, without blocks and with few words."""
     bare = copy.deepcopy(config)
     bare.num_hidden_layers, bare.vocab_size, bare.pad_token_id = 0, FEW_WORDS, None
     bare._experts_implementation = "eager"  # what a run takes may be refused where there are no experts
@@ -59,7 +59,7 @@ def bare_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> 
 
 
 def check_rotation(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
-    """Transformers reads `rotary_dim` for some families in some releases; else it rotates whole heads.
+    """Refuse a `rotary_dim` that this release of transformers does not read.
 
     Args:
         fields: of the config.json that `config` was read from.
@@ -77,7 +77,7 @@ def check_rotation(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
 
 
 def derive(config: PreTrainedConfig, fields: dict[str, Any], whole: str | None = None) -> Family:
-    """The family of a config.
+    """Derive the family of a config.
 
     Args:
         fields: of the config.json that `config` was read from.
@@ -133,7 +133,7 @@ def derive(config: PreTrainedConfig, fields: dict[str, Any], whole: str | None =
 
 @torch.no_grad()
 def _check_dropout(config: PreTrainedConfig) -> None:
-    """Blocks drop by themselves; what is dropped around them, by a module or a function, would be left out."""
+    """Refuse dropout outside of the blocks, which would be left out."""
     fields = [name for name, value in config.to_dict().items() if is_dropout(name) and value]
     for name in fields:
         alone = copy.deepcopy(config)
@@ -146,7 +146,7 @@ def _check_dropout(config: PreTrainedConfig) -> None:
 
 
 class Made(NamedTuple):
-    """What a block of some kind is: its class, its child in which tokens meet, and what it is given."""
+    """How blocks of one kind are made: class, mixing child, arguments."""
 
     block: Any
     mixer: str
@@ -154,7 +154,7 @@ class Made(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """What is done to hidden states before the first block and after the norm.
+    """What happens to hidden states before the first block and after the norm.
 
     Attributes:
         scale: what embeddings are multiplied with.
@@ -171,7 +171,7 @@ class Ends(NamedTuple):
     @classmethod
     @torch.no_grad()
     def measured(cls, config: PreTrainedConfig, outline: Outline) -> Ends:
-        """As transformers' model of the real width does it.
+        """Measure them on transformers' model of the real width.
 
         Raises:
             Underivable: something else is done than to multiply and to squeeze.
@@ -189,7 +189,7 @@ class Ends(NamedTuple):
 
 
 def _ends(config: PreTrainedConfig, outline: Outline, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Embeddings, hidden states before the norm, logits as plain products, and as the model gives them."""
+    """Get embeddings, hidden states before the norm, plain logits and the model's logits."""
     model = bare_model(config).to(dtype).eval()
     base = getattr(model, outline.base)
     seen: list[Tensor] = []
@@ -203,7 +203,7 @@ def _ends(config: PreTrainedConfig, outline: Outline, dtype: torch.dtype) -> tup
 
 
 def _ratio(one: Tensor, other: Tensor) -> float | None:
-    """The number by which one differs from the other everywhere."""
+    """Find the constant ratio of two tensors; None if there is none."""
     quotient = (one / other).flatten()
     constant = torch.allclose(quotient, quotient[0].expand_as(quotient), rtol=1e-6)
     return float(quotient.median()) if constant else None
@@ -221,14 +221,14 @@ def _block(made: dict[str, Made], config: PreTrainedConfig, index: int) -> nn.Mo
 
 
 def _layers_ahead(config: PreTrainedConfig, outline: Outline) -> list[str]:
-    """Patterns of what predicts tokens further ahead, numbered on behind the blocks; transformers passes over it."""
+    """List patterns of the layers behind the blocks that predict further ahead."""
     counts = [count for name in AHEAD if isinstance(count := getattr(config, name, None), int)]
     first = config.num_hidden_layers
     return [rf"\.{outline.blocks}\.{number}\." for number in range(first, first + max(counts, default=0))]
 
 
 def _unreached(model: Any, outline: Outline) -> tuple[str, ...]:
-    """The weights of a block that the backward pass of no block reaches, an expert's taken with those of the others."""
+    """Find the weights of a block that no gradient reaches."""
     ids = torch.arange(FIRST, FIRST + LENGTH)[None]
     model(input_ids=ids, use_cache=False).logits.square().mean().backward()
     blocks = getattr(model, outline.base).get_submodule(outline.blocks)
@@ -249,7 +249,7 @@ def _head(ends: Ends, family: Family, config: PreTrainedConfig) -> Head:
 
 
 def _router(model: Any, outline: Outline) -> str | None:
-    """The submodule of a block whose outputs transformers takes for its loss of the router, where it has one."""
+    """Find the submodule that transformers takes router losses from; None if none."""
     recorded = (getattr(outline.model, "_can_record_outputs", None) or {}).get("router_logits")
     if recorded is None or not hasattr(model.config, AUXILIARY):
         return None

@@ -41,7 +41,7 @@ MASKS = {
 
 
 class Underivable(CheckpointError):
-    """The architecture has a part that is not understood."""
+    """An architecture has a part that cannot be derived."""
 
 
 class Source(NamedTuple):
@@ -57,7 +57,7 @@ class Source(NamedTuple):
 
 
 class Call(NamedTuple):
-    """How a module that turns positions into angles is called.
+    """How a module is called that turns positions into angles.
 
     Attributes:
         module: its path below the base model.
@@ -73,7 +73,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Outline:
-    """What a decoder is made of.
+    """The parts of a decoder.
 
     Attributes:
         model: transformers' class of the whole model.
@@ -99,13 +99,13 @@ class Outline:
 
 
 class Mark(NamedTuple):
-    """Stands for a mask of a kind."""
+    """A stand-in for a mask of some kind."""
 
     kind: str
 
 
 class Watched:
-    """What happens in one forward pass around the blocks of a model."""
+    """Records of one forward pass around the blocks."""
 
     def __init__(self, base: Any, blocks: nn.ModuleList, embedding: nn.Module) -> None:
         self.calls: list[Call] = []
@@ -211,7 +211,7 @@ class Watched:
 
 
 def outline_of(model: Any) -> Outline:
-    """The outline of a small model of transformers.
+    """Find the outline of a small model of transformers.
 
     Raises:
         Underivable: a part is not understood.
@@ -255,7 +255,7 @@ def path_of(root: nn.Module, module: nn.Module | None, what: str) -> str:
 
 @contextmanager
 def marked_masks(module: Any) -> Iterator[None]:
-    """Let the functions that make masks give marks instead, in a module of transformers."""
+    """Make a module's mask functions return marks."""
     real = {name: getattr(module, name) for name in dir(module) if name.startswith("create_") and "mask" in name}
     for name in real:
         setattr(module, name, partial(_mark, MASKS.get(name, name)))
@@ -278,7 +278,7 @@ Tables = tuple[tuple[Rule, ...], tuple[Rule, ...], tuple[Rule, ...]]  # of embed
 
 
 def tables_of(model: Any, outline: Outline, whole: str | None = None) -> Tables:
-    """The rules of the three kinds of layer.
+    """Learn the naming rules of the three kinds of layer.
 
     Args:
         whole: the `model_type` of the model of images and text whose part for text this is, to be saved with it.
@@ -327,7 +327,7 @@ def tables_of(model: Any, outline: Outline, whole: str | None = None) -> Tables:
 
 
 def _saved_as_part(model: Any, tensors: dict[str, Tensor], outline: Outline, whole: str) -> dict[str, Tensor]:
-    """What the saver makes of the tensors in a model of another type, under names that begin as those of this one."""
+    """Save the tensors as transformers does inside a model of images and text."""
     mapping = [
         *(get_checkpoint_conversion_mapping(whole) or ()),
         *get_model_conversion_mapping(model, add_legacy=False),
@@ -345,7 +345,7 @@ def _saved_as_part(model: Any, tensors: dict[str, Tensor], outline: Outline, who
 
 
 def _in_order(tensors: dict[str, Tensor], names: Iterable[str], whole: Tensor | None = None) -> list[str]:
-    """Names of tensors by the place of their first numbers: in what they make up, or by themselves."""
+    """Sort names by the place of their first numbers."""
     firsts = {name: int(tensors[name].flatten()[0]) for name in names}
     if whole is not None and len(firsts) > 1:
         places = {int(number): place for place, number in enumerate(whole.flatten())}
@@ -360,7 +360,7 @@ def _check_order(disk: list[Tensor], module: list[Tensor]) -> None:
 
 
 def _templates(names: list[str], block: str) -> list[str]:
-    """The names with `{i}` for the number of the block and, where they are those of experts, `{e}`, each once."""
+    """Generalise names: `{i}` for the block, `{e}` for the expert."""
     general = [re.sub(rf"(?<=\.){block}(?=\.)", "{i}", name, count=1) for name in names]
     if len(general) > 1:
         general = [re.sub(r"(?<=\.)\d+(?=\.)", "{e}", name, count=1) for name in general]
@@ -372,7 +372,7 @@ def _one_or_more(names: list[str]) -> str | tuple[str, ...]:
 
 
 def _shortened(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """One rule for all weights that have the same names on both sides, behind the others."""
+    """Replace rules with equal names on both sides by one general rule."""
     special, beginnings = [], dict[str, None]()
     for rule in rules:
         rest = rule.module.removeprefix("block.") if isinstance(rule.module, str) else None

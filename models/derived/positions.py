@@ -19,7 +19,7 @@ from models.derived.outline import ANGLES, CACHE, CONSTANT, EMPTY, HIDDEN, MASK,
 
 
 class DerivedPositions(Positions):
-    """Masks as in declared families; angles by the modules that transformers' own model has.
+    """Masks as in declared families; angles by transformers' own modules.
 
     Args:
         calls: of the modules that make angles.
@@ -82,7 +82,7 @@ class DerivedPositions(Positions):
 
 
 def by_document(mixer: Any) -> None:
-    """Let a module in which tokens meet see each document of a packed row alone; blocks hand on `documents`."""
+    """Make a mixing module see each document of a packed row alone."""
     together = mixer.forward
 
     def forward(hidden_states: Tensor, documents: Documents | None = None, **options: Any) -> Any:
@@ -107,7 +107,7 @@ class _Part(NamedTuple):
     tokens: slice
 
     def of(self, value: Any) -> Any:
-        """What belongs to them of hidden states, positions or angles [B, S, ...]."""
+        """Slice hidden states, positions or angles [B, S, ...]."""
         if not isinstance(value, Tensor):
             return value
         row = value[self.row : self.row + 1] if len(value) > 1 else value

@@ -48,7 +48,7 @@ def outcome(model: CausalLM, rows: list[list[int]]) -> list[Tensor]:
     """Logits of real tokens, router sums and every gradient."""
     model.zero_grad()
     positions = position_ids(rows, max(sum(row) for row in rows))
-    hidden, _, *sums = model.stream(random_ids(len(rows), positions.shape[1]), positions)
+    hidden, _, *sums = model.activations(random_ids(len(rows), positions.shape[1]), positions)
     logits = model.head.project(model.head.norm(hidden))[positions >= 0]
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
     ((logits * weights).sum() + sum(each.square().sum() for each in sums)).backward()

@@ -22,9 +22,8 @@ from transformers import (
 )
 
 from models import CausalLM, load_model
-from models import generation as generate
 from models.attention.cache import KeyValueCache
-from models.generation import Request, Sampling, choose, generate_many, stop_ids
+from models.generation import Request, Sampling, choose, generate, generate_many, stop_ids
 from tests.conftest import ORIGINALS
 from tests.models.cases import CASES
 from tests.models.helpers import oracle, random_ids

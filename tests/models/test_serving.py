@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import pytest
 from transformers import AutoTokenizer
 
-from models import generation as generate
 from models import load_model
+from models.generation import generate
 from tests.conftest import CHATML, save_tokenizer
 from tests.environments import environment
 from tests.launching import Launch

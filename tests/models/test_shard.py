@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor
 
+from models import shard
 from models.process_groups import Peers
 from models.shard import Shard, in_common
 

@@ -33,10 +33,9 @@ import torch
 from deepspeed.utils import groups
 
 import models.offload
-from models import generation as generate
 from models import load_model
 from models.api import read_spec
-from models.generation import Sampling
+from models.generation import Sampling, generate
 from tests.pretend import kernels, planted
 from tests.pretend.cuda import Event, Stream
 from tests.pretend.watch import Watch

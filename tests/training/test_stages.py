@@ -102,7 +102,7 @@ class Noted(Passes):
         self.under_way: list[tuple[int, int]] = []
 
     def take(self) -> torch.Tensor:
-        groups, rows = {work.group for work in self._given}, sum(len(work.texts) for work in self._given)
+        groups, rows = {work.group for work in self._queue}, sum(len(work.texts) for work in self._queue)
         self.under_way.append((len(groups), rows))
         return super().take()
 

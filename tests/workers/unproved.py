@@ -87,8 +87,8 @@ def parts_swapped() -> None:
     """Each of two processes that share a layer takes the part of the other."""
     from models.tensor_parallel import TensorShare
 
-    cut = TensorShare.cut
-    TensorShare.cut = lambda self, name: cut(  # type: ignore[method-assign]
+    cut = TensorShare.shard
+    TensorShare.shard = lambda self, name: cut(  # type: ignore[method-assign]
         TensorShare(self._spec, replace(self.peers, rank=1 - self.peers.rank), self._spread), name
     )
 

@@ -61,8 +61,8 @@ class Pipeline(Passes):
         self._tell(work)
 
     def forget(self) -> None:
-        while self._given:
-            self.inputs(self._given.popleft())
+        while self._queue:
+            self.inputs(self._queue.popleft())
 
     def inputs(self, work: Pass) -> Tensor:
         """Token ids on the first stage, hidden states of the stage before on the others."""
@@ -118,8 +118,8 @@ class Together(Pipeline):
         super().__init__(model, place, groups=1)
 
     def forget(self) -> None:
-        while self._given:  # the others compute it, and sum with this one
-            self.hand_on(self.compute(self._given.popleft()))
+        while self._queue:  # the others compute it, and sum with this one
+            self.hand_on(self.compute(self._queue.popleft()))
 
     def inputs(self, work: Pass) -> Tensor:
         """Token ids."""

@@ -13,7 +13,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from models.conversion.check import check
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from models.conversion.to_pipeline import hg_to_pp
 from tests.conftest import ORIGINALS, TINY
@@ -118,10 +117,7 @@ def test_angles_are_said_where_older_releases_look_for_them(model_type: str, tmp
     config = CONFIG_MAPPING[model_type](**fields)
     make = AutoModelForImageTextToText if vision else AutoModelForCausalLM
     make.from_config(config).save_pretrained(tmp_path / "base")
-    assert any(next(iter(older)) in told for told in check(tmp_path / "base")["transformers 4"])
     found = compatible(tmp_path / "base", tmp_path)
-    servers = check(found)
-    assert servers["transformers 4"] == servers["transformers 5"]
     said = read_config(found)
     assert (said["text_config"] if vision else said).items() >= older.items()
     assert (

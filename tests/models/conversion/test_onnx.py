@@ -14,10 +14,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from models import generation as generate
 from models import load_model
 from models.conversion import to_onnx
 from models.conversion.to_pipeline import hg_to_pp
+from models.generation import generate
 from tests.conftest import ROOT
 from tests.models.cases import CASES
 from tests.models.command_line import convert, refusal

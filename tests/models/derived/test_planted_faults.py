@@ -49,8 +49,8 @@ def capless(family: Family) -> Family:
 def leaking(family: Family) -> Family:
     """Attention that goes through the documents of a row, with positions that restart."""
 
-    def positions(family_: Family, config: Any) -> Any:
-        made: DerivedPositions = family.positions(family_, config)  # type: ignore[misc]
+    def positions(config: Any, rotary: Any) -> Any:
+        made: Any = family.positions(config, rotary)  # type: ignore[misc]
 
         class Leaking(DerivedPositions):
             def documents(self, position_ids: Tensor) -> Documents:
@@ -75,8 +75,8 @@ def swapped_experts(family: Family) -> Family:
 def restarting(family: Family) -> Family:
     """Positions that begin anew with each token that comes through the cache."""
 
-    def positions(family_: Family, config: Any) -> Any:
-        made: DerivedPositions = family.positions(family_, config)  # type: ignore[misc]
+    def positions(config: Any, rotary: Any) -> Any:
+        made: Any = family.positions(config, rotary)  # type: ignore[misc]
 
         class Restarting(DerivedPositions):
             def arguments(self, hidden: Tensor, position_ids: Tensor, cache: KeyValueCache | None) -> Any:
