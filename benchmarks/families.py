@@ -11,7 +11,6 @@ Takes two or three minutes on two cores.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,14 +23,13 @@ from rich.console import Console
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks.server_classes import CLASSES
-from models.architectures import FAMILIES, family_of
+from models.architectures import FAMILIES
 from models.attention.kernels import EAGER
 from models.derived.derive import BLOCKS, derive
 from models.derived.proof import Proof, prove
 from models.derived.shrink import shrunk_fields
-from models.parallel.tensor import obstacle
 from models.spec import ModelSpec
+from models.tensor_parallel import obstacle
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- proven: begin -->\n", "<!-- proven: end -->\n"
@@ -54,9 +52,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 HEADER = (
     "| `model_type` | how | attention | packed documents | loss of the router | generation | shared rows | tensor plan "
-    "| servers | largest difference | transformers |\n|---|---|---|---|---|---|---|---|---|---|---|\n"
+    "| largest difference | transformers |\n|---|---|---|---|---|---|---|---|---|---|\n"
 )
-SERVERS: dict[str, list[str]] = json.loads(CLASSES.read_text(encoding="utf-8"))
 RELEASE = transformers.__version__.rpartition(".")[0]
 REFUSED = "refused: "
 
@@ -80,13 +77,11 @@ class Verdict(NamedTuple):
             releases: others of transformers with which it holds.
         """
         if self.proof is None:
-            return f"| `{self.model_type}` | {REFUSED}{self.reason} | | | | | | | | | {RELEASE} |\n"
+            return f"| `{self.model_type}` | {REFUSED}{self.reason} | | | | | | | | {RELEASE} |\n"
         how = "declared" if self.model_type in FAMILIES else "derived"
         attention = "the layer's own" if self.proof.attention[0] == EAGER else "every kernel"
         packed = "one by one in linear attention" if self.proof.linear else "together"
         routed = "losses of the router" in self.proof.figures
-        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.model_type]
-        serving = (server for server, classes in SERVERS.items() if architecture in classes)
         worst = max(self.proof.figures.values())
         cells = (
             how,
@@ -96,7 +91,6 @@ class Verdict(NamedTuple):
             "yes" if self.proof.generates else "no",
             "yes" if self.proof.shares_rows else "no",
             "yes" if self.divided else "no",
-            ", ".join(serving),
         )
         return (
             f"| `{self.model_type}` | {' | '.join(cells)} | {worst:.0e} | {', '.join(sorted({*releases, RELEASE}))} |\n"
@@ -120,7 +114,7 @@ def verdict(model_type: str) -> Verdict:
     if model_type in TOO_LARGE:
         return Verdict(model_type, None, "it has parts for images and sound")
     try:
-        family = family_of(model_type) if model_type in FAMILIES else None
+        family = FAMILIES.get(model_type)
         config, fields = config_of(model_type)
         proof = prove(config, fields, family)
         small = shrunk_fields(config, fields, BLOCKS)

@@ -25,7 +25,7 @@ from benchmarks.parts import Figures, against_targets, run_parts
 from benchmarks.ranks import ROOT
 from benchmarks.tokenizing import make_tokenizer
 from models import load_model
-from models.generation.generate import Request, generate, generate_many
+from models.generation import Request, generate, generate_many
 
 SMOLLM2 = {
     "hidden_size": 576,

@@ -76,8 +76,7 @@ def attention(folder: Path) -> Figures:
 def kernel_error(kernel: str, dtype: torch.dtype, window: int | None) -> float:
     """The largest relative error of a kernel's output and three gradients."""
     from models.attention import flex
-    from models.attention.documents import Documents
-    from models.attention.packed import ALL_ATTENTION_FUNCTIONS
+    from models.attention.packed import ALL_ATTENTION_FUNCTIONS, Documents
 
     torch.manual_seed(0)
     lengths = [[300, 1, 150, 61], [512]]
@@ -186,7 +185,7 @@ def mean_loss(logits: Tensor, ids: Tensor) -> Tensor:
 
 def race(folder: Path) -> Figures:
     """Bring offloaded tensors back that nobody asks for, and fill the memory that they leave at once."""
-    from models.blocks.offload import HostCopy
+    from models.offload import HostCopy
 
     wrong = 0
     for turn in range(RACES if DEVICE.type == "cuda" else 20):

@@ -150,13 +150,13 @@ def config_of(measurement: Measurement, model: Path, samples: int, size: Size, h
 
 def planned_peak(config: TrainConfig, samples: InMemory, device: Device) -> int:
     """Bytes that the planner expects the fullest rank to need."""
-    from models.spec import ModelSpec
+    from models.api import read_spec
     from training.data_setup import build_loader
     from training.plan.basis import Basis
     from training.plan.plan import Plan
     from training.plan.workload import Workload
 
-    spec = ModelSpec.from_folder(Path(config.model_path))
+    spec = read_spec(Path(config.model_path))
     work = Workload.measured(build_loader(samples, config), config)
     return Plan.make(Basis(config, spec, work, device)).peak
 

@@ -25,6 +25,7 @@ from benchmarks.gpu_models import MODELS, TINY, WHOLE, Measurement, Size, config
 from benchmarks.kernel_classes import shares, spans_of
 from benchmarks.ranks import RESULT, tell
 from benchmarks.steps import Straight, joined, train
+from models.api import read_spec
 from models.attention.flex import FLEX
 from models.attention.kernels import CUDNN, FLASH, FLASH_3, TORCH, choose_attention
 from models.attention.packed import VARLEN
@@ -120,7 +121,7 @@ def by_pipetune(measurement: Measurement, folder: Path, size: Size, half: bool) 
         free = min(gather(torch.cuda.mem_get_info()[0])) if ON_GPU else None
         config, planned = fit(measurement, model, samples, size, this_device(), free, half)
         set_numerics(config)
-        spec = ModelSpec.from_folder(model)
+        spec = read_spec(model)
         usual = choose_attention(config.use_flash_attn is True, training_dtype(config), spec.attention)
         loader = build_loader(samples, config)
         if measurement.attention == AUTO:
@@ -161,7 +162,7 @@ def by_the_trainer(measurement: Measurement, folder: Path, size: Size, half: boo
     make_tokenizer(model)
     pace = Seen(profile=False)
     by_transformers(config, samples, pace, measurement.micro_batch, liger=measurement.engine == "liger")
-    spec = ModelSpec.from_folder(model)
+    spec = read_spec(model)
     figures = pace.figures()
     return {
         "layers": spec.n_blocks,

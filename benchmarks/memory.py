@@ -79,7 +79,7 @@ def planner_table(figures: Figures) -> Table:
 def plan_and_train(folder: Path, keys: dict[str, Any]) -> None:
     """Plan, build and train on one rank; tell both peaks of every rank."""
     from benchmarks.steps import joined, rows_loader, run_config
-    from models.spec import ModelSpec
+    from models.api import read_spec
     from training.distributed import freed_memory, processes
     from training.engine.pipeline import PipelineTrainer
     from training.metrics.devices import this_device
@@ -91,7 +91,7 @@ def plan_and_train(folder: Path, keys: dict[str, Any]) -> None:
 
     config = run_config(folder, int(os.environ["WORLD_SIZE"]), MICRO_BATCHES, LENGTH, **keys)
     with patch.object(freed_memory, "keep", _give_back_memory), joined(config):
-        spec = ModelSpec.from_folder(folder)
+        spec = read_spec(folder)
         plan = Plan.make(Basis(config, spec, Workload.assumed(config), this_device()))
         loader = rows_loader(config, MODEL["vocab_size"])
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the kernel forgets the peak so far

@@ -85,7 +85,7 @@ def train_way(folder: Path, case: str, way: str) -> None:
 
     from benchmarks.steps import joined, train
     from benchmarks.trainers import by_transformers
-    from models.spec import ModelSpec
+    from models.api import read_spec
     from training.config.keys import TrainConfig
     from training.data_setup import build_loader
     from training.engine.pipeline import PipelineTrainer
@@ -108,7 +108,7 @@ def train_way(folder: Path, case: str, way: str) -> None:
         return
     engine = ZeroTrainer if way == "ZeRO-3" else PipelineTrainer
     with joined(config):
-        loader, spec = build_loader(read_samples(config, case), config), ModelSpec.from_folder(model)
+        loader, spec = build_loader(read_samples(config, case), config), read_spec(model)
         train(engine.build(config, spec, model, divide(config, spec, engine.in_stages)), loader, Turn(folder))
 
 

@@ -15,8 +15,8 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.gpu_models import COMMON, MODELS
+from models.api import read_spec
 from models.attention.kernels import EAGER
-from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.config.sections import FP8
 from training.metrics.devices import parse_devices
@@ -132,7 +132,7 @@ def make_plan(
     """Plan full rows of a model of which there is nothing but config.json."""
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(model), encoding="utf-8")
-        spec = ModelSpec.from_folder(Path(folder))
+        spec = read_spec(Path(folder))
         if attention:
             spec = replace(spec, family=replace(spec.family, attention=(attention,)))
         config = TrainConfig.model_validate(

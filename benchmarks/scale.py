@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from models.spec import ModelSpec
+from models.api import read_spec
 from training.config.keys import TrainConfig
 from training.metrics.devices import parse_devices
 from training.plan.basis import Basis
@@ -82,7 +82,7 @@ def basis_of(run: Run) -> Basis:
     """Make the planner's inputs, as one pipeline of one stage."""
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(run.fields), encoding="utf-8")
-        spec = ModelSpec.from_folder(Path(name))
+        spec = read_spec(Path(name))
     keys = {"model_path": "-", "data_path": "-", "save_path": "-", "bf16": {"enabled": True}, "use_flash_attn": True}
     config = TrainConfig.model_validate(keys | {"train_batch_size": run.rows, "max_seq_len": run.length})
     device = parse_devices(f"{run.gpus}x{GPU}")[1]

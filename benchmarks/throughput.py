@@ -161,14 +161,14 @@ def measure(name: str, folder: Path) -> Figures:
 def with_divisions(case: Case, folder: Path) -> Case:
     """Add `parts: auto` and the divisions by hand around it."""
     from benchmarks.steps import run_config
-    from models.spec import ModelSpec
+    from models.api import read_spec
     from training.metrics.devices import this_device
     from training.plan.basis import Basis
     from training.plan.plan import best_parts
     from training.plan.workload import Workload
 
     config = run_config(folder, 2, case.rows, case.length, **PLAIN)
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     auto = best_parts(Basis(config, spec, Workload.assumed(config), this_device()))
     tried = dict.fromkeys((auto[0], auto[0] - 1, auto[0] + 1, LAYERS // 2))
     ways = {f"[{each}, {LAYERS - each}]": Way(PLAIN | {"parts": [each, LAYERS - each]}, (2, 1)) for each in tried}
@@ -202,7 +202,7 @@ def train_way(folder: Path, case: str, dims: list[int], threads: int, keys: dict
     import torch
 
     from benchmarks.steps import joined, rows_loader, run_config, train
-    from models.spec import ModelSpec
+    from models.api import read_spec
     from training.engine.pipeline import PipelineTrainer
     from training.metrics.peak_memory import peak_memory, peak_memory_by_stage
     from training.plan.auto import divide
@@ -214,7 +214,7 @@ def train_way(folder: Path, case: str, dims: list[int], threads: int, keys: dict
     with joined(config):
         torch.set_num_threads(threads)
         loader, before = rows_loader(config, asked.model["vocab_size"]), peak_memory()
-        spec = ModelSpec.from_folder(model)
+        spec = read_spec(model)
         trainer = PipelineTrainer.build(config, spec, model, divide(config, spec))
         sent = psutil.net_io_counters(pernic=True)["lo"].bytes_sent
 

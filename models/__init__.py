@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from models.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from models.causal_lm import CausalLM, load_model
+    from models.api import CausalLM, load_model
 
 # torchao, which transformers imports where it is installed, tells of the kernels of other GPUs that it does not find;
 # torch's ONNX exporter of libraries that it could do without.
@@ -23,9 +23,9 @@ __all__ = ["CausalLM", "CheckpointError", "load_model"]
 
 
 def __getattr__(name: str) -> Any:
-    """torch and transformers take seconds; who only wants an error class or a layout does without them."""
+    """Import torch and transformers, which take seconds, only when a model is asked for."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from models import causal_lm
+    from models import api
 
-    return getattr(causal_lm, name)
+    return getattr(api, name)

@@ -7,23 +7,20 @@ a process holds a part of the layers, or its share of each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from models.checkpoint import layout
-from models.checkpoint.source import open_source
-from models.generation.cache import KeyValueCache
-from models.layers import Block, Embedding, Head, Stream
+from models.attention.cache import KeyValueCache
+from models.layers import Activations, Block, Embedding, Head
 from models.loading import LayerStates, build_layer, tie_weights
-from models.parallel.peers import ALONE, Sharing
-from models.parallel.tensor import TensorShare
+from models.process_groups import ALONE, Sharing
 from models.spec import ModelSpec
+from models.tensor_parallel import TensorShare
 
 
 class CausalLM(nn.Module):
-    """Embedding, blocks and head as one module, or `part` of them; parameter names are `layers.<layer>.<name>`."""
+    """Embedding, blocks and head as one module; parameters are `layers.<layer>.<name>`."""
 
     def __init__(
         self,
@@ -62,18 +59,20 @@ class CausalLM(nn.Module):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
-        """Logits [B, S, V] for `input_ids` [B, S].
+        """Compute logits [B, S, V] for `input_ids` [B, S].
 
         Args:
             position_ids: [B, S]; 0 .. S-1 (after what the cache holds) where absent. They restart at 0 with each
                 document of a packed row, which keeps the documents apart.
             cache: keys and values of the tokens before, extended in place; for generation.
         """
-        logits: Tensor = self.head(self.stream(input_ids, position_ids, cache))
+        logits: Tensor = self.head(self.activations(input_ids, position_ids, cache))
         return logits
 
-    def stream(self, inputs: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None) -> Stream:
-        """What the last block gives: hidden states [B, S, H] before the final norm, position ids, router sums.
+    def activations(
+        self, inputs: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> Activations:
+        """Run the layers up to the last block: hidden states, position ids, router sums.
 
         Args:
             inputs: token ids [B, S]; without an embedding here hidden states [B, S, H].
@@ -82,34 +81,12 @@ class CausalLM(nn.Module):
             length, device = inputs.shape[1], inputs.device
             alone = torch.arange(length, device=device).expand(inputs.shape[:2])
             position_ids = alone if cache is None else cache.positions(length, device)
-        stream: Stream = (inputs, position_ids)
+        activations: Activations = (inputs, position_ids)
         for layer in self.layers:
             if isinstance(layer, Embedding):
-                stream = layer(stream)
+                activations = layer(activations)
             elif isinstance(layer, Block):
-                stream = layer(stream, cache)
+                activations = layer(activations, cache)
         if cache is not None:
             cache.advance(inputs.shape[1])
-        return stream
-
-
-def load_model(
-    path: str | Path,
-    dtype: torch.dtype | None = None,
-    device: str | torch.device = "cpu",
-    part: Sequence[int] | None = None,
-) -> CausalLM:
-    """The model in a folder of either layout, in evaluation mode.
-
-    Args:
-        path: a HuggingFace folder, a pipeline-layout folder, a checkpoint of a run, or a run's `save_path`.
-        dtype: the dtype to hold the weights in; as stored where absent.
-        part: which layers to load; all where absent.
-
-    Raises:
-        CheckpointError: the folder is damaged, incomplete or of an unknown family.
-    """
-    folder = layout.resolve(path)
-    spec = ModelSpec.from_folder(folder)
-    source = open_source(folder, spec)
-    return CausalLM(spec, source, dtype or source.dtype(), torch.device(device), part).eval()
+        return activations

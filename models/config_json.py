@@ -37,7 +37,7 @@ MOST_BYTES = 2**24  # of a config.json
 
 
 def model_fields(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All of a config.json, and what it says of the decoder: of one that has parts for images too, the part for text.
+    """Read config.json: all of it, and the part that describes the decoder.
 
     Raises:
         CheckpointError: no such file, no JSON, no `model_type`, sizes that no model has, or none of transformers'
@@ -89,7 +89,7 @@ def _check_numbers(path: Path, part: dict[str, Any]) -> None:
 
 
 def _read_dtype(path: Path, fields: dict[str, Any]) -> None:
-    """Spell the dtype as transformers' config classes read it; "auto" is the same as none."""
+    """Normalise the dtype's spelling; "auto" is the same as none."""
     for name in ("torch_dtype", "dtype"):
         found = fields.get(name)
         if found is None or found == "auto":
@@ -101,7 +101,7 @@ def _read_dtype(path: Path, fields: dict[str, Any]) -> None:
 
 
 def reason_of(error: Exception, fields: dict[str, Any]) -> str:
-    """What an error says in one line; where a table of transformers lacks a word of config.json, which field's."""
+    """Put an error on one line; name the field where transformers does not know a word."""
     word = error.args[0] if isinstance(error, KeyError) and error.args else None
     named = next(_where(word, fields), None) if isinstance(word, str) else None
     return f"{named}: transformers knows no {word!r}" if named else " ".join(str(error).split())
@@ -116,12 +116,12 @@ def _where(word: str, fields: dict[str, Any]) -> Iterator[str]:
 
 
 def write_json(path: Path, value: object, sort_keys: bool = False) -> None:
-    """A JSON file for people to read."""
+    """Write JSON for people to read."""
     path.write_text(json.dumps(value, indent=2, sort_keys=sort_keys, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Read a JSON object from a file.
 
     Raises:
         CheckpointError: there is none.

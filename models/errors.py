@@ -19,7 +19,7 @@ class CheckpointError(ValueError):
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Look at a file or a folder; that it is not there (`GONE`) passes through.
+    """Read a file or a folder; `GONE` passes through.
 
     Raises:
         CheckpointError: in one line, what the system says where it is there and cannot be read.

@@ -19,19 +19,18 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
-from models.architectures.family import Family
+from models.attention.cache import KeyValueCache
 from models.attention.positions import Arguments, Positions, attention_kind
-from models.blocks.offload import Offloading, Parked, Returns, Trip
-from models.generation.cache import KeyValueCache
-from models.parallel.collectives import copied, gathered
-from models.parallel.peers import ALONE, Peers
+from models.family import Family
+from models.offload import Offloading, Parked, Returns, Trip
+from models.process_groups import ALONE, Peers, copied, gathered
 from models.router import RouterRecorder, n_experts, top_k
 
-Stream = tuple[Tensor, ...]
+Activations = tuple[Tensor, ...]
 
 
 class Embedding(nn.Module):
-    """Layer 0: token ids [B, S] -> hidden states [B, S, H], scaled and normalised where the family does that."""
+    """Layer 0: token ids [B, S] -> hidden states [B, S, H]."""
 
     def __init__(self, family: Family, config: PreTrainedConfig) -> None:
         super().__init__()
@@ -41,7 +40,7 @@ class Embedding(nn.Module):
         self.rounds_scale = family.rounds_scale
         self.n_experts = n_experts(config) if family.router else 0
 
-    def forward(self, inputs: Stream) -> Stream:
+    def forward(self, inputs: Activations) -> Activations:
         input_ids, position_ids = inputs
         hidden = self.embed_tokens(input_ids)
         if self.scale is not None:
@@ -50,7 +49,7 @@ class Embedding(nn.Module):
         hidden = self.norm(hidden)
         if not self.n_experts:
             return hidden, position_ids
-        # The sums need a gradient from the first stage on, as a pipeline sends one back for every tensor of the stream.
+        # The sums need a gradient from the first stage on, as a pipeline sends one back for every tensor.
         sums = torch.zeros(2, self.n_experts, device=hidden.device, requires_grad=torch.is_grad_enabled())
         return hidden, position_ids, sums
 
@@ -72,8 +71,8 @@ class Block(nn.Module):
         routers = (module for name, module in self.block.named_modules() if name == family.router)
         self._recorder = next((RouterRecorder(router, top_k(config)) for router in routers), None)
 
-    def forward(self, stream: Stream, cache: KeyValueCache | None = None) -> Stream:
-        hidden, position_ids, *sums = stream
+    def forward(self, activations: Activations, cache: KeyValueCache | None = None) -> Activations:
+        hidden, position_ids, *sums = activations
         assert self._positions is not None, "a block built for its shapes cannot run"
         arguments = self._positions(self.kind, hidden, position_ids, cache)
         hidden, added = self._forward(hidden, position_ids, arguments)
@@ -104,8 +103,8 @@ class Block(nn.Module):
 class Head(nn.Module):
     """Layer N+1: the final norm and the projection to the vocabulary.
 
-    Inside a pipeline (`project_in_loss`) it returns the stream with normalised hidden states and leaves the projection
-    to the loss, which never holds the logits of all tokens.
+    Inside a pipeline (`project_in_loss`) it returns normalised hidden states and leaves the projection to the loss,
+    which never holds the logits of all tokens.
     """
 
     cap: float | None = None  # logits are squeezed between -cap and cap by a tanh, in some families
@@ -120,27 +119,29 @@ class Head(nn.Module):
         self.config = config
         self.project_in_loss = False
 
-    def forward(self, stream: Stream, loss: Callable[[Stream], Tensor] | None = None) -> Tensor | Stream:
-        """Logits [B, S, V], or what is made of the normalised stream in their place.
+    def forward(
+        self, activations: Activations, loss: Callable[[Activations], Tensor] | None = None
+    ) -> Tensor | Activations:
+        """Compute logits [B, S, V], or the `loss` of normalised activations.
 
         ZeRO holds the weight together while this module runs, so a `loss` is called inside.
         """
-        hidden: Tensor = self.norm(stream[0])
-        normalised = (hidden, *stream[1:])
+        hidden: Tensor = self.norm(activations[0])
+        normalised = (hidden, *activations[1:])
         if loss is not None:
             return loss(normalised)
         return normalised if self.project_in_loss else self.project(hidden)
 
     def projection(self) -> Tensor:
-        """What normalised hidden states are multiplied with, [V, H], or of that the words that are here."""
+        """Get the projection [V, H], or this process's words of it."""
         return self.lm_head.weight
 
     def scaled(self, hidden: Tensor) -> Tensor:
-        """Normalised hidden states as they are multiplied with it."""
+        """Scale normalised hidden states for the projection."""
         return hidden if self.scale == 1 else hidden * self.scale
 
     def project(self, hidden: Tensor) -> Tensor:
-        """Normalised hidden states [..., H] -> logits [..., V]."""
+        """Project normalised hidden states [..., H] to logits [..., V]."""
         hidden = self.scaled(hidden)
         if self.peers.size > 1:
             hidden = copied(hidden, self.peers)
@@ -159,7 +160,7 @@ class SoftCappedHead(Head):
 
 
 def make_buffer(block: nn.Module, name: str) -> None:
-    """Turn a weight, where the block has it, into a buffer, which no optimizer knows."""
+    """Turn a weight, if the block has it, into a buffer without optimizer state."""
     owner, _, leaf = name.rpartition(".")
     for place, module in block.named_modules():
         if place == owner and isinstance(weight := getattr(module, leaf, None), nn.Parameter):

@@ -23,15 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from models.parallel.collectives import add_up
-from models.parallel.peers import ALONE, Peers
+from models.attention.kernels import AMPERE
+from models.process_groups import ALONE, Peers, add_up
 
 CPU_CHUNK, GPU_CHUNK = 2**28, 2**29  # bytes of fp32 logits held at a time; a GPU is fast only with large products
 HALF_SCALE = 2.0**10  # what fp16 gradients of logits are multiplied with: fp16 has no numbers below 6e-8
 HALF_ROOM = 2.0**3  # what their products, free of that again, are divided by: fp16 has none above 65,504 either
 CPU_CACHE = 2**22  # bytes of logits that a CPU takes through softmax and gradient at a time
 WORDS = 2**13  # words at a time where products of 16-bit matrices have to be widened
-AMPERE = (8, 0)  # the first GPUs that compute in bf16, and give 16-bit products fp32 results
 
 
 def linear_cross_entropy(
@@ -43,7 +42,7 @@ def linear_cross_entropy(
     peers: Peers = ALONE,
     words: int = 0,
 ) -> Tensor:
-    """The cross-entropy of the logits `hidden @ weight.T`, summed over the tokens, in fp32.
+    """Sum the cross-entropy of the logits `hidden @ weight.T` over tokens, in fp32.
 
     Args:
         hidden: [T, H]; T may be 0.
@@ -68,7 +67,7 @@ def linear_cross_entropy(
 
 
 def chunk_tokens(words: int, on_cpu: bool) -> int:
-    """How many tokens are projected to a vocabulary of `words` at a time, at most."""
+    """Limit the tokens projected at a time to a vocabulary of `words`."""
     return max((CPU_CHUNK if on_cpu else GPU_CHUNK) // (4 * words), 1)
 
 
@@ -89,7 +88,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Sums:
-    """What the chunks give together, in fp32: the loss, and the gradients that are wanted, `scale` times too large."""
+    """Sums over chunks in fp32: loss and wanted gradients, `scale` times too large."""
 
     def __init__(
         self,
@@ -134,7 +133,7 @@ class _Sums:
             add_product(self.weight_gradient, slopes.T, hidden, self.scale, beta=0.0 if chunk.start == 0 else 1.0)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The summed loss of logits [T, V] with targets [T, 1]; they become their gradient where one is wanted."""
+        """Sum the loss of logits [T, V]; they become their gradient where it is wanted."""
         uncapped = logits
         if self._cap is not None:
             logits = uncapped.div_(self._cap).tanh_() * self._cap
@@ -165,7 +164,7 @@ class _Sums:
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden @ weight.T in fp32; on a CPU 16-bit operands are widened, the weight a few words at a time."""
+    """Compute hidden @ weight.T in fp32; a CPU widens 16 bits a few words at a time."""
     if not hidden.is_cpu or hidden.dtype == torch.float32:
         return _product(hidden, weight.T)
     logits = torch.empty(len(hidden), len(weight))
@@ -183,7 +182,7 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
-    """left @ right in fp32; `left` is `scale` times too large, which a result of 16 bits would not bear."""
+    """Compute left @ right in fp32, dividing by `left`'s scale."""
     if left.dtype != torch.float32 and gives_fp32(left.device):
         return torch.mm(left, right, out_dtype=torch.float32)
     if scale == 1:
@@ -193,7 +192,7 @@ def _product(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0, beta: float = 1.0) -> None:
-    """Make `total`, which is fp32, total x beta + left @ right; a beta of 0, else 1, drops what was in it."""
+    """Set the fp32 `total` to total x beta + left @ right; a beta of 0 drops it."""
     if left.dtype == torch.float32:
         total.addmm_(left, right, beta=beta)
     elif gives_fp32(left.device):
@@ -208,7 +207,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0, 
 
 
 def gives_fp32(device: torch.device) -> bool:
-    """Whether torch can multiply 16-bit matrices into an fp32 one."""
+    """Whether torch multiplies 16-bit matrices into fp32 on a device."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= AMPERE
 
 

@@ -6,24 +6,25 @@ moved one by one. So a process holds its own layers once, in the dtype they trai
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
 from models.attention.positions import Positions
-from models.checkpoint.verify import warn_of_nan
+from models.checkpoint.source import warn_of_nan
 from models.errors import CheckpointError
-from models.parallel.peers import ALONE
-from models.parallel.tensor import TensorShare
-from models.shared_reading import SharedReading
+from models.process_groups import ALONE
 from models.spec import ModelSpec
+from models.tensor_parallel import TensorShare
 
 
 class LayerStates(Protocol):
-    """Gives the complete state dict of a layer; checkpoint sources and `SeededStates` do."""
+    """A source of complete layer state dicts."""
 
     def check_layer(self, layer: int) -> None: ...
 
@@ -33,7 +34,7 @@ class LayerStates(Protocol):
 
 
 class SeededStates:
-    """Fresh weights, a pure function of (seed, layer): the same whatever the number of stages.
+    """Fresh weights, a pure function of (seed, layer).
 
     As transformers initialises them: by its own code in a derived family; in a declared one matrices are normal with
     the standard deviation `initializer_range` of config.json, norms start at one and biases at zero. The head of a tied
@@ -73,7 +74,7 @@ def build_layer(
     share: TensorShare | None = None,
     shared: SharedReading | None = None,
 ) -> nn.Module:
-    """Layer number `layer`, holding its weights, or its share of them, in `dtype` on `device`.
+    """Build a layer with its weights, or its shards of them, in `dtype` on `device`.
 
     Args:
         shared: by which replicas read together; None where this process reads for itself.
@@ -101,15 +102,15 @@ def _read(
     read, state = states.read_layer(layer), {}
     warn_of_nan(read, partial(states.describe, layer))
     for name, tensor in read.items():
-        kept, cut = like[name].dtype, share.cut(f"{layer}.{name}")
+        kept, shard = like[name].dtype, share.shard(f"{layer}.{name}")
         if kept.is_floating_point and not tensor.is_floating_point():
             raise CheckpointError(f"{states.describe(layer, name)} is {tensor.dtype}; expected floating point numbers")
-        state[name] = (cut.of(tensor) if cut else tensor).to(device=device, dtype=kept, copy=True)
+        state[name] = (shard.of(tensor) if shard else tensor).to(device=device, dtype=kept, copy=True)
     return state
 
 
 def _as_trained(spec: ModelSpec, module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Names, shapes and dtypes of a layer's weights, on the meta device."""
+    """Get names, shapes and dtypes of a layer's weights, on the meta device."""
     frozen = [f"block.{name}" for name in spec.family.frozen]  # computed with as with weights that are trained
     fixed = {name: buffer.dtype for name, buffer in module.named_buffers() if name not in frozen}  # not to be rounded
     weights = module.state_dict().items()
@@ -117,7 +118,7 @@ def _as_trained(spec: ModelSpec, module: nn.Module, dtype: torch.dtype) -> dict[
 
 
 def tie_weights(spec: ModelSpec, embedding: nn.Module, head: nn.Module) -> None:
-    """Make the two ends of a tied model, when one process holds both, one parameter."""
+    """Make the two ends of a tied model in one process one parameter."""
     tie = spec.family.tie
     owner, _, name = tie.head.rpartition(".")
     setattr(head.get_submodule(owner), name, embedding.get_parameter(tie.embedding))
@@ -129,3 +130,41 @@ def _initialise(config: PreTrainedConfig, module: nn.Module) -> None:
             nn.init.normal_(parameter, std=getattr(config, "initializer_range", 0.02))
         elif name == "bias":
             nn.init.zeros_(parameter)
+
+
+class SharedReading:
+    """This process's part in reading a stage's layers once for all its replicas.
+
+    Args:
+        group: the replicas.
+        layers: that each of them builds, in this order.
+    """
+
+    def __init__(self, group: ProcessGroup, layers: Sequence[int]) -> None:
+        self._group = group
+        self._layers = list(layers)
+        self._own: dict[str, Tensor] = {}
+
+    def take(
+        self, layer: int, read: Callable[[int], dict[str, Tensor]], like: dict[str, Tensor], device: torch.device
+    ) -> dict[str, Tensor]:
+        """Get the weights of the next layer; all replicas call it together.
+
+        Args:
+            read: gives the weights of a layer, on the device.
+            like: names, shapes and dtypes of this one's.
+        """
+        rank, replicas = self._group.rank(), self._group.size()
+        place = self._layers.index(layer)
+        reader = place % replicas
+        if reader == 0:
+            self._own = {}
+            for own in self._layers[place + rank : place + rank + 1]:
+                self._own = read(own)
+        state = self._own if reader == rank else {}
+        for name, expected in like.items():
+            if reader != rank:
+                state[name] = torch.empty_like(expected, device=device)
+            # As bytes, as not every network knows every dtype.
+            torch.distributed.broadcast(state[name].view(-1).view(torch.uint8), group=self._group, group_src=reader)
+        return state

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from models.layers import Head, Stream
+from models.attention.sequence_parallel import SummedOverRows
+from models.layers import Activations, Head
 from models.lean_loss import chunk_tokens, linear_cross_entropy
-from models.parallel.peers import ALONE, Peers
-from models.parallel.sequence import SummedOverRows
+from models.process_groups import ALONE, Peers
 from models.router import router_loss, top_k
 
 ALIGNED = 8  # columns of a matrix: products of 16-bit numbers are fast for whole multiples
@@ -30,11 +30,11 @@ IGNORED = -100  # the label of a token without loss, as in transformers and torc
 # A user's loss: logits [T, V] in fp32 and what each token should have been, [T] -> the loss of each, [T].
 TokenLoss = Callable[[Tensor, Tensor], Tensor]
 # `micro_batch_loss` with what it adds up and by which weights.
-MicroBatchLoss = Callable[[Head, Stream, tuple[Tensor, ...]], Tensor]
+MicroBatchLoss = Callable[[Head, Activations, tuple[Tensor, ...]], Tensor]
 
 
 def supervised_positions(labels: Tensor, length: int) -> Tensor:
-    """Which of the flattened tokens predict a supervised one: [T] int64; on a GPU the host waits.
+    """Find the tokens that predict a supervised one: [T] int64; the host waits for a GPU.
 
     Args:
         labels: [B, S], or [B, S + 1] where a row goes on elsewhere.
@@ -44,7 +44,7 @@ def supervised_positions(labels: Tensor, length: int) -> Tensor:
 
 
 def _targets(labels: Tensor, length: int) -> Tensor:
-    """What each of the flattened tokens has to predict; the last one of a row predicts nothing that is known."""
+    """Shift labels: what each flattened token has to predict."""
     return F.pad(labels[:, 1:], (0, 1 + length - labels.shape[1]), value=IGNORED).flatten()
 
 
@@ -56,7 +56,7 @@ def token_loss(
     supervised: Tensor | None = None,
     own: TokenLoss | None = None,
 ) -> Tensor:
-    """The loss summed over the supervised tokens of one micro-batch, in fp32.
+    """Sum the loss over the supervised tokens of a micro-batch, in fp32.
 
     Args:
         hidden: normalised hidden states [B, S, H].
@@ -83,7 +83,7 @@ def token_loss(
 
 
 def _own_loss(own: TokenLoss, hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
-    """The sum of a user's loss over tokens [T, H]; their logits are made in the dtype to train in, fp32 after that."""
+    """Sum a user's loss over tokens [T, H], whose logits are widened to fp32."""
 
     def part(hidden: Tensor, targets: Tensor) -> Tensor:
         return own(head.project(hidden).float(), targets).sum()
@@ -94,7 +94,7 @@ def _own_loss(own: TokenLoss, hidden: Tensor, targets: Tensor, head: Head) -> Te
 
 
 def _with_bias(rows: Tensor, projection: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, H] and [V, H] with the bias [V] as one more column, which a 1 in each row meets, and columns of zeros.
+    """Append the bias [V] as a column of the projection, padded with zeros.
 
     Costs a copy of the projection. Few families have such a bias (Phi).
     """
@@ -105,20 +105,20 @@ def _with_bias(rows: Tensor, projection: Tensor, bias: Tensor) -> tuple[Tensor, 
 
 def micro_batch_loss(
     head: Head,
-    stream: Stream,
+    activations: Activations,
     labels: tuple[Tensor, ...],
     z_loss_weight: float = 0.0,
     router_loss_weight: float = 0.0,
     own: TokenLoss | None = None,
     rows: Peers = ALONE,
 ) -> Tensor:
-    """A micro-batch's part of the global batch's loss, in fp32; the parts of all micro-batches are averaged.
+    """Compute a micro-batch's part of the global loss, in fp32.
 
     It is the token sum times `scale`, plus the router loss, which is no sum over tokens, times the micro-batch's
     `share` of the global batch's tokens. A model in evaluation mode has the cross-entropy only.
 
     Args:
-        stream: what the head gave: normalised hidden states [B, S, H], position ids, router sums.
+        activations: what the head gave: normalised hidden states [B, S, H], position ids, router sums.
         labels: labels [B, S], scale [], share [] and, where they are known, the `supervised_positions` [T].
         z_loss_weight, own: see `token_loss`.
         router_loss_weight: weight of the load-balancing loss of mixture-of-experts (`models.router`).
@@ -126,8 +126,8 @@ def micro_batch_loss(
     """
     targets, scale, share, *known = labels
     z_loss_weight, own = (z_loss_weight, own) if head.training else (0.0, None)
-    loss = token_loss(stream[0], targets, head, z_loss_weight, known[0] if known else None, own) * scale
+    loss = token_loss(activations[0], targets, head, z_loss_weight, known[0] if known else None, own) * scale
     if router_loss_weight and head.training:
-        sums = stream[2] if rows.size == 1 else SummedOverRows.apply(stream[2], rows)
+        sums = activations[2] if rows.size == 1 else SummedOverRows.apply(activations[2], rows)
         loss = loss + router_loss_weight * router_loss(sums, top_k(head.config)) * share
     return loss

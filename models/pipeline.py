@@ -27,17 +27,16 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
 
 from models.attention.positions import Positions
-from models.blocks.offload import Returns
-from models.blocks.options import PLAIN, BlockOptions
-from models.blocks.weight_gradients import WeightGradients
-from models.layers import Block, Head, Stream
-from models.loading import LayerStates, build_layer, tie_weights
+from models.block_options import PLAIN, BlockOptions
+from models.layers import Activations, Block, Head
+from models.loading import LayerStates, SharedReading, build_layer, tie_weights
 from models.loss import MicroBatchLoss, micro_batch_loss
-from models.parallel.peers import NONE_SHARED, Sharing
-from models.parallel.tensor import TensorShare
+from models.offload import Returns
+from models.process_groups import NONE_SHARED, Sharing
 from models.router import n_experts
-from models.shared_reading import SharedReading
 from models.spec import ModelSpec
+from models.tensor_parallel import TensorShare
+from models.weight_gradients import WeightGradients
 
 TIE_KEY = "embedding"
 
@@ -60,8 +59,8 @@ class PipelineModel(PipelineModule):
         topology: the grid of processes, with the axes `pipe` and `data`, and `model` where they share layers.
         parts: layers per stage; one entry a stage (for a `VScheduleModel` two), summing to `spec.n_layers`.
         dtype: the dtype to train in.
-        spread_experts: as in `models.parallel.tensor`.
-        micro_batch_loss: of head, stream and labels: `models.loss.micro_batch_loss` with the weights of its parts.
+        spread_experts: as in `models.tensor_parallel`.
+        micro_batch_loss: of head, activations and labels: `models.loss.micro_batch_loss` with the weights of its parts.
         sharing: with whom the process shares its rows and its layers.
         read_together: this stage's layers in the order in which they are built, where its replicas read them together.
 
@@ -110,12 +109,12 @@ class PipelineModel(PipelineModule):
             elif isinstance(layer, Head):
                 layer.project_in_loss = True
 
-    def loss(self, stream: Stream, labels: tuple[Tensor, ...]) -> Tensor:
-        """The loss of one micro-batch; DeepSpeed calls it on the last stage."""
-        return self.micro_batch_loss(self._layer(self.spec.n_layers - 1), stream, labels)
+    def loss(self, activations: Activations, labels: tuple[Tensor, ...]) -> Tensor:
+        """Compute the loss of a micro-batch; DeepSpeed calls it on the last stage."""
+        return self.micro_batch_loss(self._layer(self.spec.n_layers - 1), activations, labels)
 
-    def stream_like(self, rows: int, length: int) -> Stream:
-        """What flows from one stage to the next for a micro-batch [rows, length], as tensors on the meta device."""
+    def activations_like(self, rows: int, length: int) -> Activations:
+        """Make what flows between stages for [rows, length], on the meta device."""
         config = self.spec.config
         with torch.device("meta"):
             hidden = torch.empty(rows, length // self._sharing.sequence.size, config.hidden_size, dtype=self._dtype)
@@ -124,11 +123,11 @@ class PipelineModel(PipelineModule):
         return hidden, position_ids, *router_sums
 
     def get_tied_weights_and_groups(self) -> list[tuple[Tensor, Any]]:
-        """The tied weight that this process holds with the group to sum its gradient over; the engine asks for it."""
+        """List the tied weight held here with the group that sums its gradient."""
         return [(tied["weight"], tied["group"]) for tied in self.tied_comms.values()]
 
     def _layer(self, layer: int) -> Any:
-        """One of the layers that this process holds, by its number in the model."""
+        """Get a layer held here by its number in the model."""
         return self.get_submodule(str(layer))
 
     def _build_layer(self, layer: int, states: LayerStates, positions: Positions, device: torch.device) -> nn.Module:
@@ -136,7 +135,7 @@ class PipelineModel(PipelineModule):
         return build_layer(self.spec, layer, states, positions, self._dtype, device, *together)
 
     def save_state_dict(self, *arguments: Any, **named: Any) -> None:
-        """Write this stage's layers, where they are whole; else peers put them together (`TensorShare.whole`)."""
+        """Write this stage's layers, if whole; else `TensorShare.whole` joins them."""
         if self.share.peers.size == 1:
             super().save_state_dict(*arguments, **named)
 
@@ -149,7 +148,6 @@ class PipelineModel(PipelineModule):
 
     @torch.no_grad()
     def _synchronize_tied_weights(self) -> None:
-        """Make the two copies of a tied weight equal, outside of autograd's sight."""
         super()._synchronize_tied_weights()
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
@@ -173,13 +171,13 @@ class PipelineModel(PipelineModule):
             weight.ds_pipe_replicated = not holds_embedding  # so that the gradient norm counts it once
             owner = nn.Module()
             owner.register_parameter("weight", weight)
-            told = {"ranks": ranks, "group": group, "weight": weight, "weight_attr": ["weight"], "module": owner}
-            tied[TIE_KEY] = told
+            entry = {"ranks": ranks, "group": group, "weight": weight, "weight_attr": ["weight"], "module": owner}
+            tied[TIE_KEY] = entry
         return tied
 
 
 class VScheduleModel(DualPipeVModule, PipelineModel):
-    """The two chunks of a stage that DualPipeV asks for: of 2P chunks, stage s of P holds the s-th and the s-th last.
+    """A stage's two chunks for DualPipeV: of 2P chunks the s-th and the s-th last.
 
     So embedding and head lie on the first stage, and the ends of a tied model share one parameter. DeepSpeed runs one
     chunk or the other as this module's forward pass; the loss belongs to the second.

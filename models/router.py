@@ -20,22 +20,22 @@ CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "
 
 
 def n_experts(config: PreTrainedConfig) -> int:
-    """How many experts a block has; 0 for a dense model."""
+    """Count the experts of a block; 0 for a dense model."""
     return first_of(config, EXPERTS)
 
 
 def top_k(config: PreTrainedConfig) -> int:
-    """How many of them a token is sent to."""
+    """Count the experts of a token."""
     return first_of(config, CHOSEN)
 
 
 def first_of(config: PreTrainedConfig, names: tuple[str, ...]) -> int:
-    """The size that one of the names says, the first that is there; 0 where none is."""
+    """Get the first size that has one of the names; 0 if none has."""
     return next((int(found) for name in names if (found := getattr(config, name, None))), 0)
 
 
 class RouterRecorder:
-    """Keeps what the router of one block, which gives (logits [T, E], scores, indices), computed in the last pass."""
+    """Records the logits [T, E] of one block's router in the last pass."""
 
     def __init__(self, router: nn.Module, top_k: int) -> None:
         self.top_k = top_k
@@ -46,7 +46,7 @@ class RouterRecorder:
         self._logits = outputs[0]
 
     def statistics(self, real: Tensor) -> Tensor:
-        """Tokens sent to each expert and their summed probabilities, [2, E] fp32, of `real` tokens [B, S] alone."""
+        """Sum tokens and probabilities of each expert, [2, E] fp32, over `real` tokens."""
         assert self._logits is not None
         probabilities = torch.softmax(self._logits.float(), dim=-1)
         self._logits = None
@@ -58,7 +58,7 @@ class RouterRecorder:
 
 
 def router_loss(statistics: Tensor, top_k: int) -> Tensor:
-    """The load-balancing loss of one micro-batch: [2, E] summed over the layers -> [] fp32.
+    """Compute the load-balancing loss of a micro-batch from [2, E] sums.
 
     It is `top_k` where the experts share the tokens evenly, more where they do not, and 0 where there are no tokens.
     """
@@ -69,5 +69,5 @@ def router_loss(statistics: Tensor, top_k: int) -> Tensor:
 
 
 def experts_implementation() -> str:
-    """How experts are computed, by transformers' name: one grouped product on a GPU, a product an expert on a CPU."""
+    """Choose how experts are computed, by transformers' name."""
     return "grouped_mm" if torch.cuda.is_available() else "eager"

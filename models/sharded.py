@@ -17,18 +17,17 @@ from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 
 from models.attention.positions import LINEAR
-from models.blocks.offload import Returns
-from models.blocks.options import PLAIN, BlockOptions
-from models.layers import Block, Head, Stream
-from models.loading import LayerStates, build_layer, tie_weights
+from models.block_options import PLAIN, BlockOptions
+from models.layers import Activations, Block, Head
+from models.loading import LayerStates, SharedReading, build_layer, tie_weights
 from models.loss import MicroBatchLoss, micro_batch_loss
-from models.parallel.peers import NONE_SHARED, Sharing
-from models.shared_reading import SharedReading
+from models.offload import Returns
+from models.process_groups import NONE_SHARED, Sharing
 from models.spec import ModelSpec
 
 
 class ShardedModel(nn.ModuleList):
-    """Embedding, blocks and head with their loss; parameters are named `<layer>.<name>`, as in the pipeline.
+    """Embedding, blocks and head with their loss; parameters are `<layer>.<name>`.
 
     Args:
         states: where the weights come from, layer by layer.
@@ -69,19 +68,19 @@ class ShardedModel(nn.ModuleList):
                 self._shard(layer, shards)
             self.append(layer)
 
-    def forward(self, inputs: Stream, labels: tuple[Tensor, ...]) -> Tensor:
-        """The loss of one micro-batch `((input_ids, position_ids), (labels, scale, share))`."""
+    def forward(self, inputs: Activations, labels: tuple[Tensor, ...]) -> Tensor:
+        """Compute the loss of `((input_ids, position_ids), (labels, scale, share))`."""
         *layers, head = self
         assert isinstance(head, Head)
-        stream = inputs
+        activations = inputs
         for layer in layers:
-            stream = layer(stream)
+            activations = layer(activations)
         # By name, as ZeRO's hooks warn of positional arguments that they do not know.
-        loss: Tensor = head(stream, loss=lambda stream: self._micro_batch_loss(head, stream, labels))
+        loss: Tensor = head(activations, loss=lambda activations: self._micro_batch_loss(head, activations, labels))
         return loss
 
     def _shard(self, layer: nn.Module, config: dict[str, Any]) -> None:
-        """Leave each process its slice of every parameter; a tied weight is already sharded with the embedding."""
+        """Leave each process its slice of every parameter."""
         if isinstance(layer, Block) and layer.kind == LINEAR:
             # It is called once for each document of a packed row, on each rank another number of times. As a leaf the
             # block is gathered once, whole, so that all ranks take part in the same exchanges.

@@ -5,25 +5,21 @@ Reading a spec touches config.json only, so the converters, the planner and ever
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from models.architectures import FAMILIES, Family, WeightMap, family_of, proven_family
 from models.attention.kernels import WITHOUT_DROPOUT
 from models.attention.positions import Positions
 from models.attention.rope import DYNAMIC, YARN
-from models.config_json import model_fields, reason_of
-from models.errors import CheckpointError
+from models.family import Family
 from models.layers import Block, Embedding, Head
-from models.parallel.peers import NONE_SHARED, Sharing
-from models.router import experts_implementation, n_experts
+from models.process_groups import NONE_SHARED, Sharing
+from models.router import n_experts
+from models.weight_map import WeightMap
 
 
 @dataclass(frozen=True)
@@ -46,32 +42,6 @@ class ModelSpec:
     is_part: bool = False
     _shapes: dict[int, dict[str, torch.Size]] = field(default_factory=dict, repr=False, compare=False)
 
-    @classmethod
-    def from_folder(cls, folder: Path) -> ModelSpec:
-        """Read `folder`/config.json.
-
-        Raises:
-            CheckpointError: no such file, not JSON, no `model_type`, or values that transformers refuses.
-        """
-        path = folder / "config.json"
-        raw, part = model_fields(path)
-        whole = raw["model_type"] if part["model_type"] != raw["model_type"] else None
-        try:
-            family = declared(part)
-            fields = family.translate(part) if family and family.translate else part
-            config = CONFIG_MAPPING[fields["model_type"]].from_dict(deepcopy(fields))  # which it changes
-            if not (family and family.translate):  # else transformers has nothing to hold it against
-                family = proven_family(config, fields, family, whole)
-        except Exception as error:  # transformers raises many kinds for a config that makes no sense
-            raise CheckpointError(f"{path}: {reason_of(error, part)}") from None
-        config._experts_implementation = experts_implementation()
-        spec = cls(family, config, raw, fields, is_part=whole is not None)
-        if spec.n_blocks < 1:
-            raise CheckpointError(f"{path}: num_hidden_layers: expected at least 1, found {spec.n_blocks}")
-        spec.set_attention(family.attention[0])
-        spec._check_buildable(path)
-        return spec
-
     @property
     def n_blocks(self) -> int:
         return int(self.config.num_hidden_layers)
@@ -83,7 +53,7 @@ class ModelSpec:
 
     @property
     def context(self) -> int | None:
-        """Tokens of the longest text that the model is made for; None where it knows distances only (ALiBi)."""
+        """The model's longest text in tokens; None if it knows distances only (ALiBi)."""
         if self.family.rotary is None:
             return None
         rope = getattr(self.config, "rope_parameters", None) or {}
@@ -95,7 +65,6 @@ class ModelSpec:
 
     @property
     def has_experts(self) -> bool:
-        """Whether some blocks send tokens to experts, with a loss for that or without."""
         return n_experts(self.config) > 0
 
     @property
@@ -104,26 +73,26 @@ class ModelSpec:
 
     @property
     def tied_names(self) -> tuple[str, str] | None:
-        """The two names, `<layer>.<name>`, of the weight that is both embedding and head."""
+        """The two names, `<layer>.<name>`, of a tied weight."""
         if not self.tied:
             return None
         return f"0.{self.family.tie.embedding}", f"{self.n_layers - 1}.{self.family.tie.head}"
 
     @property
     def attention(self) -> tuple[str, ...]:
-        """The kernels that compute this model's attention exactly in training, the usual one first."""
+        """The kernels with exact attention in training, the usual one first."""
         if not getattr(self.config, "attention_dropout", 0.0):
             return self.family.attention
         return tuple(kernel for kernel in self.family.attention if kernel not in WITHOUT_DROPOUT)
 
     def positions(self, sharing: Sharing = NONE_SHARED) -> Positions:
-        """What the blocks of one process share."""
-        made: Positions = (self.family.positions or Positions)(self.family, self.config)
+        """Make what the blocks of one process share."""
+        made: Positions = (self.family.positions or Positions)(self.config, self.family.rotary)
         made.share(sharing)
         return made
 
     def set_attention(self, implementation: str) -> None:
-        """Choose the attention kernel of layers yet to be built, by transformers' name for it."""
+        """Set the attention kernel, by transformers' name, of layers yet to be built."""
         self.config._attn_implementation = implementation
 
     @property
@@ -133,7 +102,7 @@ class ModelSpec:
         )
 
     def build(self, layer: int, positions: Positions | None = None) -> Embedding | Block | Head:
-        """Layer number `layer`, with uninitialised or freshly constructed weights, on torch's default device.
+        """Build a layer without loading weights, on torch's default device.
 
         Args:
             layer: 0 for the embedding, 1..N for the blocks, N+1 for the head.
@@ -147,33 +116,21 @@ class ModelSpec:
         return Block(self.family, self.config, layer - 1, positions)
 
     def shapes(self, layer: int) -> dict[str, torch.Size]:
-        """Name and shape of every tensor in a layer's state dict. Allocates nothing."""
+        """Get name and shape of every tensor of a layer; allocates nothing."""
         if layer not in self._shapes:
             with torch.device("meta"):
                 module: nn.Module = self.build(layer)
             self._shapes[layer] = {name: tensor.shape for name, tensor in module.state_dict().items()}
         return self._shapes[layer]
 
-    def _check_buildable(self, path: Path) -> None:
-        """Lay out one layer of each kind without memory: a value that makes no sense shows here, not in mid-run."""
-        try:
-            for layer in (0, 1, self.n_layers - 1):
-                self.shapes(layer)
-            self.positions()
-        except Exception as error:  # whatever the layers make of it
-            reason = f"{type(error).__name__}: {reason_of(error, self.fields)}"
-            raise CheckpointError(f"{path}: no model can be built from it: {reason}") from None
-
-
-def declared(fields: dict[str, Any]) -> Family | None:
-    """The family that a file declares for a config.json, if one does."""
-    if fields["model_type"] not in FAMILIES:
-        return None
-    family = family_of(fields["model_type"])
-    return family.variant(fields) if family.variant else family
+    def build_on_meta(self) -> None:
+        """Lay out one layer of each kind, to find values that make no sense."""
+        for layer in (0, 1, self.n_layers - 1):
+            self.shapes(layer)
+        self.positions()
 
 
 def key_heads(config: PreTrainedConfig) -> int:
-    """How many heads of keys and values the blocks have."""
+    """Count the key-value heads of a block."""
     heads = vars(config).get("num_key_value_heads")
     return int(config.num_attention_heads if heads is None else heads)

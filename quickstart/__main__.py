@@ -147,7 +147,7 @@ def finish(job: Job, is_own: bool) -> None:
         ("make quickstart MODEL=DIR DATA=FILE", "the same with your own model and records"),
     ]
     if is_own:
-        following[2] = f"{python} convert_model.py check --input-path {job.tuned}", "see which servers can serve it"
+        following[2] = f"{python} convert_model.py check --input-path {job.tuned}", "check that servers can load it"
     for command, what in following:
         console.print(f"next: {escape(command)}   # {what}")
 

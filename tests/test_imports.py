@@ -5,10 +5,15 @@ Imports for type checking alone do not count: a hook's arguments (`training.call
 
 from __future__ import annotations
 
+import ast
 from graphlib import CycleError, TopologicalSorter
 
 import grimp
 import pytest
+
+from tests.conftest import ROOT
+
+PRODUCT = ("common", "data", "models", "training")
 
 
 def test_no_import_runs_in_a_circle() -> None:
@@ -20,3 +25,16 @@ def test_no_import_runs_in_a_circle() -> None:
         TopologicalSorter(imports).prepare()
     except CycleError as error:
         pytest.fail(" <- ".join(error.args[1]))
+
+
+def test_no_import_is_written_as_a_string() -> None:
+    """The graph above would not see it."""
+    found = []
+    for path in (path for package in PRODUCT for path in sorted((ROOT / package).rglob("*.py"))):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(call, ast.Call) or not call.args:
+                continue
+            name = getattr(call.func, "id", None) or getattr(call.func, "attr", None)
+            if name in ("import_module", "__import__") and isinstance(call.args[0], ast.Constant | ast.JoinedStr):
+                found.append(f"{path.relative_to(ROOT)}:{call.lineno}")
+    assert found == []

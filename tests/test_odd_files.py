@@ -24,12 +24,11 @@ from data.tokenized.opening import open_cache
 from data.tokenized.recipe import DataFile, Recipe
 from data.tokenized.store import is_whole
 from data.tokenized.tokenize import load_tokenizer
+from models.api import read_spec
 from models.checkpoint import publish
 from models.checkpoint.layout import MANIFEST, RECORD, Manifest, not_found, resolve, weight_index
-from models.checkpoint.safetensors_files import SafetensorsFile
-from models.checkpoint.torch_files import load_archive
-from models.generation.generate import stop_ids
-from models.spec import ModelSpec
+from models.checkpoint.tensor_files import SafetensorsFile, load_archive
+from models.generation import stop_ids
 from tests.data.caches import records, write
 from training.checkpoint.folder import Best, CheckpointRecord
 from training.checkpoint.gather import hosts_of
@@ -138,7 +137,7 @@ CASES = [
     Case(WANDB_ID_FILE, wandb, passes=False, kinds=("folder",)),
     Case(WANDB_ID_FILE, wandb, kinds=("fifo", "device")),
     Case("tensorboard", tensorboard, passes=False, kinds=("fifo", "device")),
-    Case("config.json", ModelSpec.from_folder, passes=False),
+    Case("config.json", read_spec, passes=False),
     Case("model.safetensors", lambda folder: SafetensorsFile(folder / "model.safetensors"), passes=False),
     Case("pytorch_model.bin", lambda folder: load_archive(folder / "pytorch_model.bin"), passes=False),
     Case("model.safetensors.index.json", weight_index),

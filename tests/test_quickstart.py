@@ -20,9 +20,9 @@ from rich.console import Console
 
 from data.errors import DataError
 from data.records.record import parse_record
-from models.checkpoint.convert import hg_to_pp
+from models.api import read_spec
+from models.conversion.to_pipeline import hg_to_pp
 from models.errors import CheckpointError
-from models.spec import ModelSpec
 from quickstart.__main__ import own_job
 from quickstart.answers import AS_TRAINED, HOLDS, OTHERWISE, comparison
 from quickstart.arithmetic import distinct_cores
@@ -247,7 +247,7 @@ def test_a_large_model_learns_slower(tmp_path: Path) -> None:
             "tie_word_embeddings": False,
         } | sizes
         (tmp_path / "config.json").write_text(json.dumps(config))
-        assert learning_rate(ModelSpec.from_folder(tmp_path)) == pytest.approx(rate, rel=0.1)
+        assert learning_rate(read_spec(tmp_path)) == pytest.approx(rate, rel=0.1)
 
 
 @pytest.mark.launched

@@ -197,13 +197,13 @@ def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:
     from common.log import Log
     from data.inspection import summary
     from data.inspection.inspect import show_samples, show_tools, write_page
-    from models.spec import ModelSpec
+    from models.api import read_spec
     from training.data_setup import RecordReader
     from training.streamed import stream_of
 
     console = Log()
     folder = resolve(config.model_path)
-    ModelSpec.from_folder(folder)  # an unsupported model is reported before a missing tokenizer
+    read_spec(folder)  # an unsupported model is reported before a missing tokenizer
     reader = RecordReader(config, folder, console)
     dataset = stream_of(config, reader).windows.peek() if config.stream_gb else reader.read("data", config.data_path)
     console.print(summary.table(dataset), highlight=False)

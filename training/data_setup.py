@@ -21,8 +21,8 @@ from data.sample_set import SampleSet
 from data.tokenized.answer_end import answer_end
 from data.tokenized.dataset import Dataset, load_dataset
 from data.tokenized.tokenize import load_tokenizer
-from models.blocks import fp8
-from models.generation.generate import stop_ids
+from models.block_options import FP8_MULTIPLE
+from models.generation import stop_ids
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 
@@ -128,7 +128,7 @@ def build_loader(
         numbers,
         config.least_micro_batches,
         router_loss,
-        (fp8.MULTIPLE if config.fp8.enabled else PAD_MULTIPLE) * config.model_topo.sequence,
+        (FP8_MULTIPLE if config.fp8.enabled else PAD_MULTIPLE) * config.model_topo.sequence,
     )
 
 

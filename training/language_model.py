@@ -11,6 +11,7 @@ from rich.console import Console
 
 from data.loader import Loader
 from data.tokenized.dataset import Dataset, check_vocabulary
+from models.api import read_spec
 from models.checkpoint.layout import resolve
 from models.lean_loss import chunk_tokens
 from models.spec import ModelSpec
@@ -67,7 +68,7 @@ class LanguageModel(Task):
 
     def read(self, config: TrainConfig, disk: Disk, log: Console) -> None:
         folder = resolve(config.model_path)
-        spec = ModelSpec.from_folder(folder)
+        spec = read_spec(folder)
         check_device(config)
         config.parts_for(spec.n_layers)  # checked before the data are read, which takes longer
         check_fp8(config, spec)

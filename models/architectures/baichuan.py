@@ -19,12 +19,12 @@ from transformers import PreTrainedConfig
 
 from models.architectures import llama
 from models.architectures.bloom import alibi_slopes
-from models.architectures.family import Family, Native, Rule
-from models.attention.documents import Documents
+from models.attention.cache import KeyValueCache
 from models.attention.flex import FLEX
 from models.attention.kernels import EAGER, TORCH
-from models.attention.positions import FULL, Angles, Arguments, Positions
-from models.generation.cache import KeyValueCache
+from models.attention.packed import Documents
+from models.attention.positions import FULL, Angles, Arguments, Positions, Rotary
+from models.family import Family, Native, Rule
 from models.layers import Head
 
 FIRST_VOCABULARY = range(64_000, 65_000)  # of the first generation, tokens that somebody added among them
@@ -46,21 +46,21 @@ FIELDS = (
 
 
 class NormalisedHead(Head):
-    """A head that sees only the direction of its weight's rows."""
+    """Project with the normalised rows of the weight."""
 
     def projection(self) -> Tensor:
         return F.normalize(super().projection())
 
 
 class AlibiPositions(Positions):
-    """ALiBi biases for a block that knows only rotary angles: angles of zero, and the biases inside the mask.
+    """Put ALiBi biases into the mask of a block that knows only rotary angles.
 
     Biases are slopes times distances, computed in fp32: rounded to bf16, near keys still differ from each other. The
     mask is [B, heads, S, S], one for all rows where no row is packed. Flex attention needs none.
     """
 
-    def __init__(self, family: Family, config: PreTrainedConfig) -> None:
-        super().__init__(family, config)
+    def __init__(self, config: PreTrainedConfig, rotary: Rotary = None) -> None:
+        super().__init__(config, rotary)
         self.slopes = alibi_slopes(config.num_attention_heads)
         if config._attn_implementation != FLEX:
             self.config = copy.copy(config)
@@ -85,7 +85,7 @@ class AlibiPositions(Positions):
 
 
 def translate(raw: dict[str, Any]) -> dict[str, Any]:
-    """Baichuan's config.json in the fields of transformers' LlamaConfig."""
+    """Translate Baichuan's config.json to the fields of LlamaConfig."""
     return {"model_type": "llama"} | {name: raw[name] for name in FIELDS if name in raw}
 
 

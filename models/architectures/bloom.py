@@ -17,26 +17,25 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomBlock, build_alibi_tensor, dropout_add
 
-from models.architectures.family import Family, Rule, Tie
 from models.attention import flex
-from models.attention.documents import Documents
+from models.attention.cache import KeyValueCache
 from models.attention.flex import FLEX, Scope
 from models.attention.kernels import EAGER
-from models.attention.position_ids import unmarked
-from models.attention.positions import FULL, Arguments, Positions
-from models.generation.cache import KeyValueCache
-from models.parallel.sequence import PartOfRows, over_parts
+from models.attention.packed import Documents, unmarked
+from models.attention.positions import FULL, Arguments, Positions, Rotary
+from models.attention.sequence_parallel import PartOfRows, over_parts
+from models.family import Family, Rule, Tie
 
 
 def alibi_slopes(n_heads: int) -> Tensor:
-    """The slope of each head's bias, [heads] fp32 (arXiv:2108.12409)."""
+    """Compute the ALiBi slope of each head, [heads] fp32 (arXiv:2108.12409)."""
     with torch.device("cpu"):
         first_two_keys = build_alibi_tensor(torch.ones(1, 2), n_heads, torch.float32)
     return first_two_keys[:, 0, 1]
 
 
 class BloomPositions(Positions):
-    """Causal masks and ALiBi biases as Bloom's blocks take them.
+    """Make causal masks and ALiBi biases in the form of Bloom's blocks.
 
     The bias of a key is its position times the head's slope. Softmax ignores what is added to a whole row, so positions
     may be counted from the beginning of each document.
@@ -44,8 +43,8 @@ class BloomPositions(Positions):
 
     cache_argument = "layer_past"
 
-    def __init__(self, family: Family, config: PreTrainedConfig) -> None:
-        super().__init__(family, config)
+    def __init__(self, config: PreTrainedConfig, rotary: Rotary = None) -> None:
+        super().__init__(config, rotary)
         self.slopes = alibi_slopes(config.n_head)
 
     def arguments(self, hidden: Tensor, position_ids: Tensor, cache: KeyValueCache | None) -> dict[str, Arguments]:
@@ -72,14 +71,17 @@ class BloomPositions(Positions):
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float
 ) -> tuple[Tensor, None]:
-    """Bloom's arithmetic as transformers calls attention, with the biases in the mask."""
+    """Compute Bloom's attention as transformers calls it, biases in the mask."""
     scores = (query @ key.transpose(2, 3)) * scaling + attention_mask
     weights = module.attention_dropout(F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype))
     return (weights @ value).transpose(1, 2), None
 
 
 class OpenBloomAttention(BloomAttention):
-    """Bloom's attention, by flex attention or over shared rows as well: there `alibi` says whether rows are shared."""
+    """Run Bloom's attention by flex attention or over shared rows.
+
+    `alibi` is the bias tensor, or else says whether rows are shared.
+    """
 
     def forward(
         self,
@@ -94,8 +96,8 @@ class OpenBloomAttention(BloomAttention):
             return output
         query, key, value = self._reshape(self.query_key_value(hidden_states))
         kernel = over_parts(flex.attend if isinstance(attention_mask, Scope) else attend)
-        told = {"scaling": self.inv_norm_factor, "part_of_rows": alibi}
-        attended, _ = kernel(self, query, key, value, attention_mask, **told)
+        extra = {"scaling": self.inv_norm_factor, "part_of_rows": alibi}
+        attended, _ = kernel(self, query, key, value, attention_mask, **extra)
         attended = self.dense(attended.flatten(2))
         return dropout_add(attended, residual, self.hidden_dropout, self.training), None
 

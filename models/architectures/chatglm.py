@@ -12,10 +12,9 @@ from typing import Any
 
 from transformers.models.glm.modeling_glm import GlmDecoderLayer, GlmRMSNorm, GlmRotaryEmbedding
 
-from models.architectures import glm, llama
-from models.architectures.family import Family, Native, Rule, Tie
-from models.architectures.published import published
+from models.architectures import llama
 from models.errors import CheckpointError
+from models.family import Family, Native, Rule, Tie, published
 
 BLOCK = "transformer.encoder.layers.{i}."
 PUBLISHED = {
@@ -28,14 +27,14 @@ PUBLISHED = {
 
 
 def translate(raw: dict[str, Any]) -> dict[str, Any]:
-    """ChatGLM's config.json in the fields of transformers' GlmConfig.
+    """Translate ChatGLM's config.json to the fields of GlmConfig.
 
     Raises:
         CheckpointError: a field is missing, or has a value that no published checkpoint has.
     """
     if "chatglm2" in str(raw.get("_name_or_path")).lower() and raw.get("rope_ratio", 1) != 1:
-        told = "by which ChatGLM2 (_name_or_path) divides positions; expected 1, or ChatGLM3, which multiplies the base"
-        raise CheckpointError(f"rope_ratio is {raw['rope_ratio']}, {told}")
+        reason = "by which ChatGLM2 (_name_or_path) divides positions; expected 1, or ChatGLM3"
+        raise CheckpointError(f"rope_ratio is {raw['rope_ratio']}, {reason}")
     with published(raw, PUBLISHED, "ChatGLM3"):
         return {
             "model_type": "glm",
@@ -81,7 +80,7 @@ FAMILY = Family(
     tie=Tie(embedding="embed_tokens.weight", head="lm_head.weight"),
     prefix="transformer.",
     carried=(r"\.rotary_pos_emb\.inv_freq$",),
-    tensor_plan=glm.FAMILY.tensor_plan,
+    tensor_plan=llama.GLM.tensor_plan,
     translate=translate,
-    native=Native(glm.FAMILY, "GlmForCausalLM"),
+    native=Native(llama.GLM, "GlmForCausalLM"),
 )

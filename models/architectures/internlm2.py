@@ -10,15 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from models.architectures import llama
-from models.architectures.family import Native, Rule
-from models.architectures.published import published
+from models.family import Native, Rule, published
 
 BLOCK = "model.layers.{i}."
 DROPPED = ("bias", "auto_map", "architectures", "attn_implementation")
 
 
 def translate(raw: dict[str, Any]) -> dict[str, Any]:
-    """InternLM2's config.json in the fields of transformers' LlamaConfig.
+    """Translate InternLM2's config.json to the fields of LlamaConfig.
 
     Raises:
         CheckpointError: it has biases, which no published checkpoint has.

@@ -10,18 +10,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from transformers.models.qwen2 import modeling_qwen2
+
 from models.architectures import llama
-from models.architectures.family import Native, Rule
-from models.architectures.published import published
 from models.errors import CheckpointError
+from models.family import Native, Rule, published
 
 BLOCK = "transformer.h.{i}."
 PUBLISHED = {"no_bias": True, "rotary_pct": 1.0, "scale_attn_weights": True}
-QWEN2 = llama.relative("qwen2", "Qwen2")
+QWEN2 = llama.relative("qwen2", modeling_qwen2, "Qwen2")
 
 
 def translate(raw: dict[str, Any]) -> dict[str, Any]:
-    """Qwen's config.json in the fields of transformers' Qwen2Config.
+    """Translate Qwen's config.json to the fields of Qwen2Config.
 
     Raises:
         CheckpointError: a field is missing, or has a value that no published checkpoint has.

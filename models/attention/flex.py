@@ -24,14 +24,14 @@ FLEX = "torch_flex"  # what transformers knows `attend` by
 
 
 class Scope(NamedTuple):
-    """What stands in the place of a mask: who sees whom, and by how much distance counts."""
+    """A mask in the form of flex attention: visible blocks and ALiBi slopes."""
 
     blocks: BlockMask
     slopes: Tensor | None  # of ALiBi, [heads] fp32
 
 
 def scope(position_ids: Tensor, window: int | None = None, slopes: Tensor | None = None) -> Scope:
-    """The scope of causal attention within documents.
+    """Make the scope of causal attention within documents.
 
     Args:
         position_ids: [B, S], restarting with each document.
@@ -58,7 +58,7 @@ def attend(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: [B, heads, S, D] to [B, S, heads, D].
+    """Run flex attention as transformers calls it: [B, heads, S, D] to [B, S, heads, D].
 
     Args:
         attention_mask: the scope; there is no attention with a cache of keys.

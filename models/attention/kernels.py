@@ -20,8 +20,8 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from models.attention.flex import FLEX
 from models.attention.packed import BY_CUDNN, BY_DOCUMENT, VARLEN
-from models.lean_loss import AMPERE
 
+AMPERE = (8, 0)  # the first GPUs that compute in bf16, and give 16-bit products fp32 results
 TORCH, CUDNN, FLASH, FLASH_3, EAGER = BY_DOCUMENT, BY_CUDNN, "flash_attention_2", "flash_attention_3", "eager"
 ALL = (TORCH, CUDNN, FLASH, FLASH_3, VARLEN, FLEX)  # what computes plain attention and sliding windows
 WITHOUT_DROPOUT = (FLASH_3, VARLEN, FLEX)  # kernels that cannot drop attention weights
@@ -37,14 +37,18 @@ NAMES = {
 
 
 class AttentionChoice(NamedTuple):
-    """The name that transformers knows the kernel by, and a few words for the log."""
+    """A kernel by transformers' name, and the reason for the log."""
 
     implementation: str
     reason: str
 
 
 def choose_attention(use_flash_attn: bool, dtype: torch.dtype, exact: tuple[str, ...] = ALL) -> AttentionChoice:
-    """The kernel for a run in `dtype` on this machine, of the `exact` ones, of which the usual one is the first."""
+    """Choose the kernel for a run in `dtype` on this machine.
+
+    Args:
+        exact: kernels that compute the model's attention exactly, the usual one first.
+    """
     usual = exact[0]
     if not use_flash_attn:
         return AttentionChoice(usual, NAMES[usual])
@@ -60,7 +64,7 @@ def choose_attention(use_flash_attn: bool, dtype: torch.dtype, exact: tuple[str,
 
 
 def candidates(dtype: torch.dtype, exact: tuple[str, ...] = ALL) -> list[str]:
-    """All exact kernels that can run here, the usual one first."""
+    """List the exact kernels that can run here, the usual one first."""
     if _device_obstacle(dtype):
         return [exact[0]]
     able = {

@@ -14,6 +14,8 @@ All are called as transformers calls attention, with [B, heads, S, D], and give 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -23,8 +25,6 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-from models.attention.documents import Documents
 
 # What transformers knows these by.
 BY_DOCUMENT, BY_CUDNN, VARLEN = "sdpa_by_document", "cudnn_by_document", "torch_varlen"
@@ -81,7 +81,7 @@ def by_cudnn(*arguments: Any, **options: Any) -> tuple[Tensor, None]:
 def _in_window(
     module: nn.Module, window: int | None, query: Tensor, key: Tensor, value: Tensor, **options: Any
 ) -> Tensor:
-    """Attention of one document a row, [B, heads, S, D] to [B, S, heads, D], of which a token sees `window` tokens.
+    """Attend within one document a row, to at most `window` tokens.
 
     Each block of queries is given the keys that it can see, so neither masks nor scores of S x S are made.
     """
@@ -148,3 +148,60 @@ def in_one_launch(
 for name, function in ((BY_DOCUMENT, by_document), (BY_CUDNN, by_cudnn), (VARLEN, in_one_launch)):
     ALL_ATTENTION_FUNCTIONS.register(name, function)
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, sdpa_mask)
+
+
+class Documents:
+    """Lengths of the documents in each row of a micro-batch; rows have equal sums."""
+
+    def __init__(self, rows: Iterable[Iterable[int]]) -> None:
+        self.rows = tuple(tuple(row) for row in rows)
+
+    @classmethod
+    def of(cls, position_ids: Tensor) -> Documents:
+        """Read the lengths from position ids [B, S]; the host waits for the device."""
+        rows = []
+        for row in (position_ids.diff(dim=1) != 1).tolist():
+            ends = [index + 1 for index, restart in enumerate(row) if restart] + [len(row) + 1]
+            rows.append([end - begin for begin, end in zip([0, *ends], ends, strict=False)])
+        return cls(rows)
+
+    @classmethod
+    def laid_out(cls, rows: Sequence[Sequence[int]], length: int) -> Documents:
+        """Take the lengths of the samples in each row, before padding to `length`.
+
+        Padding goes on counting behind a single sample, and is a document of its own behind several.
+        """
+        filled = ([*row, length - sum(row)] if len(row) > 1 else [length] for row in rows)
+        return cls(filter(None, row) for row in filled)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and tokens in a row."""
+        return len(self.rows), sum(self.rows[0])
+
+    @property
+    def packed(self) -> bool:
+        """Whether some row holds several documents."""
+        return any(len(row) > 1 for row in self.rows)
+
+    def flash_arguments(self, device: torch.device) -> dict[str, Any]:
+        """Make the arguments of flash-attn's variable-length kernel."""
+        ends = [0, *accumulate(chain.from_iterable(self.rows))]
+        # From pinned memory, so that the host does not wait for the copy.
+        cumulative = torch.tensor(ends, dtype=torch.int32, pin_memory=device.type == "cuda")
+        cumulative = cumulative.to(device, non_blocking=True)
+        ends_told: dict[str, Any] = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), cumulative)
+        return ends_told | dict.fromkeys(("max_length_q", "max_length_k"), max(chain.from_iterable(self.rows)))
+
+
+def unmarked(position_ids: Tensor) -> Tensor:
+    """Make ordinary position ids of those that mark padding."""
+    return torch.where(position_ids < 0, -1 - position_ids, position_ids)
+
+
+def document_lengths(position_ids: Tensor) -> Tensor:
+    """Give each token of `position_ids` [B, S] its document's length, without padding."""
+    documents = (position_ids == 0).cumsum(dim=1)
+    last = torch.full((len(position_ids), position_ids.shape[1] + 1), -1, device=position_ids.device)
+    last.scatter_reduce_(1, documents, position_ids, "amax")
+    return last.gather(1, documents) + 1

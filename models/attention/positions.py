@@ -15,36 +15,34 @@ scopes are made for whole rows, and of what belongs to a token each process take
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from models.architectures.family import Family
 from models.attention import flex
-from models.attention.documents import Documents
+from models.attention.cache import KeyValueCache
 from models.attention.flex import FLEX
 from models.attention.kernels import CUDNN, FLASH, FLASH_3, TORCH
-from models.attention.packed import VARLEN
-from models.attention.position_ids import unmarked
+from models.attention.packed import VARLEN, Documents, unmarked
 from models.attention.rope import DocumentRotary, depends_on_length
-from models.generation.cache import KeyValueCache
-from models.parallel.peers import NONE_SHARED, Sharing
-from models.parallel.sequence import Exchanged, PartOfRows, share_attention
+from models.attention.sequence_parallel import Exchanged, PartOfRows, share_attention
+from models.process_groups import NONE_SHARED, Sharing
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
 
 Arguments = dict[str, Any]  # keyword arguments of a decoder layer
 Angles = tuple[Tensor, Tensor]  # cos and sin
+Rotary = Callable[..., nn.Module] | None  # makes the module that turns position ids into angles
 
 
 def attention_kind(config: PreTrainedConfig, index: int) -> str:
-    """Whether block `index` (from 0) attends to everything before it or to a sliding window."""
+    """Name the kind of attention of block `index` (from 0)."""
     layer_types = getattr(config, "layer_types", None)
     if layer_types:
         return str(layer_types[index])
@@ -52,7 +50,7 @@ def attention_kind(config: PreTrainedConfig, index: int) -> str:
 
 
 def _same_memory(known: Tensor, other: Tensor) -> bool:
-    """Whether two tensors that both exist are one; hooks of ZeRO hand on views."""
+    """Whether two living tensors are one; ZeRO's hooks pass views."""
     return known.data_ptr() == other.data_ptr() != 0 and known.shape == other.shape
 
 
@@ -68,26 +66,29 @@ class Positions:
     sharing: Sharing = NONE_SHARED
     part: PartOfRows | None = None  # the tokens of hidden states, where they are not whole rows
 
-    def __init__(self, family: Family, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PreTrainedConfig, rotary: Rotary = None) -> None:
         self.config = config
         # On the CPU even where the caller builds on the meta device: the frequencies are computed, not loaded.
         with torch.device("cpu"):
-            rotary = family.rotary(config=config) if family.rotary else None
-        self.rotary = DocumentRotary(rotary, config) if rotary and depends_on_length(config) else rotary
+            angles = rotary(config=config) if rotary else None
+        self.rotary = DocumentRotary(angles, config) if angles and depends_on_length(config) else angles
         self.kinds = {attention_kind(config, index) for index in range(config.num_hidden_layers)}
         self._last: tuple[Tensor, tuple[Any, ...], dict[str, Arguments]] | None = None
         self._expected: deque[Documents] = deque()
         self._documents: tuple[Tensor, int | None, Documents] | None = None
 
     def share(self, sharing: Sharing) -> None:
-        """Tell with whom the process shares its rows and its layers."""
+        """Set the processes that share rows and layers with this one."""
         self.sharing = sharing
         if sharing.sequence.size > 1:
             share_attention()
             self.part = Exchanged(sharing.sequence)
 
     def own(self, whole: Tensor, dim: int) -> Tensor:
-        """Of what there is for each token of whole rows, or is the same for all, what belongs to hidden states.
+        """Take this process's tokens of something for whole rows.
+
+        Args:
+            dim: the dimension that counts tokens; negative.
 
         Args:
             dim: which dimension counts tokens; negative.
@@ -95,7 +96,9 @@ class Positions:
         return whole if self.part is None or whole.shape[dim] == 1 else self.part.own(whole, dim)
 
     def expect(self, documents: Iterable[Documents]) -> None:
-        """Tell what the coming micro-batches hold, in the order of their forward passes, in place of what was told.
+        """Set the documents of the coming micro-batches, in the order of their forward passes.
+
+        The position ids of other micro-batches are read.
 
         Micro-batches that nobody told about are looked at.
         """
@@ -104,7 +107,7 @@ class Positions:
     def __call__(
         self, kind: str, hidden: Tensor, position_ids: Tensor, cache: KeyValueCache | None = None
     ) -> Arguments:
-        """The arguments of a block of this kind of attention, for `hidden` [B, S, H] at `position_ids` [B, S].
+        """Make the arguments of a block for `hidden` [B, S, H] at `position_ids` [B, S].
 
         Where rows are shared, `hidden` has the process's own tokens only.
         """
@@ -122,7 +125,7 @@ class Positions:
         return self._last[2][kind]
 
     def arguments(self, hidden: Tensor, position_ids: Tensor, cache: KeyValueCache | None) -> dict[str, Arguments]:
-        """The arguments for every kind of attention in the model; padding is still marked here.
+        """Make the arguments of every kind of attention in the model.
 
         Args:
             hidden: tells shape, dtype and device; where rows are shared, it has whole rows and no numbers.
@@ -142,7 +145,7 @@ class Positions:
         }
 
     def documents(self, position_ids: Tensor) -> Documents:
-        """The documents of a micro-batch: as told ahead, else read from its position ids."""
+        """Get the documents of a micro-batch: expected ones, else read from its position ids."""
         version = _version(position_ids)
         known = self._documents
         if known is None or not _same_memory(known[0], position_ids) or known[1] != version:
@@ -155,7 +158,7 @@ class Positions:
     def scope(
         self, kind: str, hidden: Tensor, positions: Tensor, cache: KeyValueCache | None, documents: Documents | None
     ) -> Arguments:
-        """Who may see whom, in the form that the attention kernel takes; `documents` are None with a cache."""
+        """Make the mask in the kernel's form; `documents` are None with a cache."""
         kernel = self.config._attn_implementation
         if kind == LINEAR:  # by its nature no token sees what follows
             return {"attention_mask": None} | ({} if cache is not None else {"documents": documents})
@@ -169,22 +172,22 @@ class Positions:
             slopes = None if self.slopes is None else self.slopes_on(hidden.device)
             return {"attention_mask": flex.scope(positions, window, slopes)}
         if kernel in (FLASH, FLASH_3, VARLEN):
-            told = {} if kernel != VARLEN else {"document_window": window}  # transformers tells flash-attn of windows
-            return {"attention_mask": None, **told, **documents.flash_arguments(hidden.device)}
+            extra = {} if kernel != VARLEN else {"document_window": window}  # transformers tells flash-attn of windows
+            return {"attention_mask": None, **extra, **documents.flash_arguments(hidden.device)}
         if kernel in (TORCH, CUDNN):
             return {"attention_mask": None, "documents": documents, "document_window": window}
         packed = packed_mask(positions, window, hidden.dtype) if documents.packed else None
         return {"attention_mask": self.mask(kind, hidden) if packed is None else packed}
 
     def slopes_on(self, device: torch.device) -> Tensor:
-        """Those of the heads that attention has here, on `device`, where they stay: the host would wait for a copy."""
+        """Get this process's slopes on `device`, where they stay: copying makes the host wait."""
         assert self.slopes is not None
         self.slopes = self.slopes.to(device)
         slopes = self.slopes[self.sharing.tensor.part(len(self.slopes))]
         return slopes[self.sharing.sequence.part(len(slopes))]
 
     def angles(self, hidden: Tensor, position_ids: Tensor, longest: int) -> dict[str, Angles]:
-        """The rotary angles (cos, sin) for every kind of attention, here the same for all.
+        """Compute the rotary angles (cos, sin) of every kind of attention.
 
         Args:
             longest: no document has more tokens, those in a cache among them.
@@ -195,14 +198,14 @@ class Positions:
         return dict.fromkeys(self.kinds, self.rotary.to(hidden.device)(hidden, unmarked(position_ids)))
 
     def mask(self, kind: str, hidden: Tensor) -> Any:
-        """The mask of rows that are one document each; None where plain causal attention is enough."""
+        """Make the mask of unpacked rows; None where plain causal attention is enough."""
         return _MASKS[kind](
             config=self.config, inputs_embeds=hidden, attention_mask=None, past_key_values=None, position_ids=None
         )
 
 
 def packed_mask(position_ids: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """The mask of packed rows for plain arithmetic: [B, 1, S, S], 0 where a token is seen, else the least number.
+    """Make the additive mask [B, 1, S, S] of packed rows.
 
     The same as transformers makes, which waits for the device to see whether rows are packed.
     """
@@ -213,26 +216,25 @@ def packed_mask(position_ids: Tensor, window: int | None, dtype: torch.dtype) ->
 
 
 def cached_mask(positions: Tensor, cache: KeyValueCache, window: int | None, dtype: torch.dtype) -> Tensor:
-    """The mask [B, 1, S, keys] of new tokens at `positions` [B, S] over the keys of a cache and their own."""
+    """Make the mask [B, 1, S, keys] of new tokens over a cache's keys and their own."""
     keys = torch.arange(cache.longest + positions.shape[1], device=positions.device)
     queries = positions[..., None]
     return _numbers(keys <= queries if window is None else (keys <= queries) & (keys > queries - window), dtype)
 
 
 def _is_causal(positions: Tensor, cache: KeyValueCache, window: int | None) -> bool:
-    """Whether plain causal attention says the same as `cached_mask`."""
+    """Whether plain causal attention equals `cached_mask`."""
     length = positions.shape[1]
     return cache.level and (length == 1 or not cache.longest) and (window is None or cache.longest + length <= window)
 
 
 def _numbers(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask to add to scores: 0 where a key is seen."""
     return torch.where(seen, torch.zeros((), dtype=dtype, device=seen.device), torch.finfo(dtype).min)[:, None]
 
 
 @contextmanager
 def fp32_products() -> Iterator[None]:
-    """No TF32 in here: transformers 5.17 takes angles by a matrix product, which would keep 10 bits of positions."""
+    """Turn TF32 off: transformers 5.17 makes angles by a product, 10 bits of positions."""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -242,5 +244,4 @@ def fp32_products() -> Iterator[None]:
 
 
 def _version(tensor: Tensor) -> int | None:
-    """Changes with the tensor's contents, as far as autograd counts."""
     return None if tensor.is_inference() else tensor._version

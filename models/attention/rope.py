@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from models.attention.position_ids import document_lengths
+from models.attention.packed import document_lengths
 
 LONGROPE, DYNAMIC, YARN = "longrope", "dynamic", "yarn"
 
 
 class DocumentRotary(nn.Module):
-    """transformers' rotary embedding, with the frequencies of each document's own length."""
+    """Rotary embedding with the frequencies of each document's own length."""
 
     def __init__(self, rotary: nn.Module, config: PreTrainedConfig) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class DocumentRotary(nn.Module):
         return (angles.cos() * scale).to(hidden.dtype), (angles.sin() * scale).to(hidden.dtype)
 
     def _frequencies(self, longest: int, device: torch.device) -> Tensor:
-        """Those of the lengths from `self.length` to at least `longest`, [lengths, D / 2] fp32."""
+        """Get those of lengths from `self.length` to at least `longest`, [lengths, D / 2] fp32."""
         last = max(self.length, min(longest, self.longest or longest))
         new = [self._of(length) for length in range(self.length + len(self._table), last + 1)]
         self._table = self._table.to(device)
@@ -58,7 +58,7 @@ class DocumentRotary(nn.Module):
         return self._table
 
     def _of(self, length: int) -> Tensor:
-        """The frequencies by which transformers turns a document of so many tokens."""
+        """Get transformers' frequencies for a document of a given length."""
         numbers = torch.zeros(1)
         self.rotary(numbers, torch.tensor([[0]]))  # dynamic scaling forgets the length before
         self.rotary(numbers, torch.tensor([[length - 1]]))
@@ -72,13 +72,13 @@ def depends_on_length(config: PreTrainedConfig) -> bool:
 
 
 def several_depend_on_length(config: PreTrainedConfig) -> bool:
-    """Whether that is so of angles for one kind of attention among several, which `DocumentRotary` does not know."""
+    """Whether they do so in several kinds of attention, which `DocumentRotary` cannot do."""
     kinds = (getattr(config, "rope_parameters", None) or {}).values()
     return any(isinstance(kind, dict) and kind.get("rope_type") in (LONGROPE, DYNAMIC) for kind in kinds)
 
 
 def turning_length(config: PreTrainedConfig) -> int | None:
-    """The length after which a growing text has other angles from its first token on, None where there is none.
+    """Get the length after which a growing text changes all its angles; None if never.
 
     What a key-value cache holds is of no use then. (Dynamic scaling changes with every token; transformers lives with
     the old keys there, and so do we.)

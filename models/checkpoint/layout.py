@@ -34,7 +34,7 @@ _INDEXES = tuple(f"{name}.index.json" for name in _SINGLE)
 
 
 def _in_the_folder(name: str) -> str:
-    """A manifest may come from anywhere: what it names must not lead out of the folder."""
+    """Refuse a file name of a manifest that leads out of its folder."""
     inner = name.removeprefix(f"{TEMPLATES}/")
     if inner in ("", "..") or Path(inner).name != inner or "\0" in name:
         raise ValueError("expected the name of a file")
@@ -50,12 +50,12 @@ class Layout(Enum):
 
 
 def layer_file(layer: int) -> str:
-    """The name that DeepSpeed gives to a layer's state dict."""
+    """Name a layer's file as DeepSpeed does."""
     return f"layer_{layer:02d}-model_states.pt"
 
 
 def not_found(path: Path) -> CheckpointError:
-    """What is said of a file that its folder lacks: in a checkpoint of several hosts, which of them wrote it."""
+    """Report a missing file; in a checkpoint of several hosts, which of them has it."""
     hosts: list[str] = []
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         written = json.loads(read_regular(path.parent / RECORD))["hosts"]
@@ -69,7 +69,7 @@ def not_found(path: Path) -> CheckpointError:
 
 
 def resolve(folder: str | Path) -> Path:
-    """The folder that holds the model: `folder` itself, or the newest checkpoint of a run whose folder it is.
+    """Find the folder with the model: this one, or the newest checkpoint of a run.
 
     Raises:
         CheckpointError: there is no such folder, it holds an adapter, or `latest` names none in it.
@@ -101,7 +101,7 @@ def resolve(folder: str | Path) -> Path:
 
 
 def layout_of(folder: Path) -> Layout:
-    """Which layout a resolved folder has.
+    """Detect the layout of a resolved folder.
 
     Raises:
         CheckpointError: it has neither, or no config.json.
@@ -123,12 +123,12 @@ def layout_of(folder: Path) -> Layout:
 
 
 def has_huggingface_weights(folder: Path) -> bool:
-    """Whether there is anything besides config and tokenizer; training from scratch does without."""
+    """Whether the folder has weights; training from scratch needs none."""
     return any((folder / index).is_file() for index in _INDEXES) or bool(weight_files(folder))
 
 
 def weight_index(folder: Path) -> dict[str, str] | None:
-    """The weight map (tensor name -> file name) of a sharded HuggingFace folder, or None for a single file.
+    """Read a sharded folder's index (tensor -> file); None for a single file.
 
     Raises:
         CheckpointError: the index cannot be read, or the files that it lists lie beside a single one.
@@ -154,7 +154,7 @@ def weight_index(folder: Path) -> dict[str, str] | None:
 
 
 def weight_files(folder: Path, suffixes: tuple[str, ...] = (".safetensors", ".bin")) -> list[Path]:
-    """A HuggingFace folder's weight files: safetensors where there are any, else .bin.
+    """List a HuggingFace folder's weight files: safetensors if there are any, else .bin.
 
     Only transformers' own names count: repositories also ship other files with tensors in them.
     """
@@ -165,7 +165,7 @@ def weight_files(folder: Path, suffixes: tuple[str, ...] = (".safetensors", ".bi
 
 
 class Manifest(BaseModel):
-    """How the HuggingFace folder was laid out that a pipeline folder came from."""
+    """The layout of the HuggingFace folder that a pipeline folder came from."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -175,7 +175,7 @@ class Manifest(BaseModel):
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """The manifest of a pipeline folder, or None where another tool wrote the folder."""
+        """Read a pipeline folder's manifest; None if another tool wrote the folder."""
         path = folder / MANIFEST
         if not path.is_file():
             return None
@@ -190,8 +190,9 @@ class Manifest(BaseModel):
 
 
 def side_files(folder: Path) -> list[str]:
-    """The names of what is copied byte for byte: of a HuggingFace folder everything that is not weights (config,
-    tokenizer, chat templates, licence), of a pipeline folder what its manifest lists.
+    """List the files to copy byte for byte.
+
+    Of a HuggingFace folder all but weights (config, tokenizer, chat templates, licence); else those of the manifest.
     """
     if manifest := Manifest.read(folder):
         return manifest.side_files
@@ -203,5 +204,5 @@ def side_files(folder: Path) -> list[str]:
 
 
 def flat(name: str) -> str:
-    """What a side file is called in a run's checkpoint, which has no folders."""
+    """Flatten a side file's name for a run's checkpoint, which has no folders."""
     return name.replace("/", ".")

@@ -30,7 +30,7 @@ from typing import Any
 
 from common.lease import kernel_name
 from common.whole_files import read_regular, sync
-from models.checkpoint.parallel import sync_files
+from models.checkpoint.tensor_io import sync_files
 from models.errors import CheckpointError
 
 MARK = ".pipetune-files.json"
@@ -42,7 +42,7 @@ UNMARKED = 60.0  # seconds; a writer that lives needs none of them
 
 @contextmanager
 def publish_folder(target: Path, overwrite: bool = False, kept: Iterable[Path] = ()) -> Iterator[Path]:
-    """Give an empty folder to write into; on success it becomes `target`, on any error it is removed.
+    """Give an empty folder to write; it becomes `target` on success, else it goes.
 
     Args:
         target: the folder to be; its parents are made. Of a link, the folder that it points to.
@@ -70,7 +70,7 @@ def publish_folder(target: Path, overwrite: bool = False, kept: Iterable[Path] =
 
 @contextmanager
 def writing(target: Path) -> Iterator[None]:
-    """Work on what is to be published, here or in another process.
+    """Turn an OSError while writing into one line.
 
     Raises:
         CheckpointError: in one line, what the system says of a full or read-only disk.
@@ -84,7 +84,7 @@ def writing(target: Path) -> Iterator[None]:
 
 
 def try_publishing(target: Path, kept: Iterable[Path]) -> None:
-    """See whether `publish_folder` would overwrite a target, before work is put into it; raises as it does."""
+    """Check ahead whether `publish_folder` could overwrite a target; raises as it does."""
     with suppress(_Tried), publish_folder(target, True, kept):
         raise _Tried
 
@@ -126,7 +126,7 @@ def _replace(target: Path, new: Path, old: Path, overwrite: bool) -> None:
 
 
 def _write_mark(folder: Path) -> None:
-    """Bring a folder to the disk, with the size and the time of each file in its mark."""
+    """Sync a folder, with the size and time of each file in its mark."""
     sync_files(folder)
     found = {path.relative_to(folder).as_posix(): path.stat() for path in folder.rglob("*") if path.is_file()}
     files = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in sorted(found.items())}
@@ -144,7 +144,7 @@ def _read_mark(folder: Path) -> dict[str, Any]:
 
 
 def _foreign(folder: Path) -> str | None:
-    """What tells that a folder is not, or not any more, what Pipetune wrote."""
+    """Name what in a folder Pipetune did not write; None if nothing."""
     files = _read_mark(folder).get("files", {})
     folders = {parent.as_posix() for name in files for parent in Path(name).parents}
     for path in sorted(folder.rglob("*")):
@@ -159,12 +159,12 @@ def _foreign(folder: Path) -> str | None:
 
 
 def _within(inner: Path, outer: Path) -> bool:
-    """Whether a folder is another one or lies in it, by whatever path."""
+    """Whether a folder is another one or lies in it."""
     return any(os.path.samefile(each, outer) for each in (inner, *inner.parents))
 
 
 def _try_renaming(target: Path, old: Path) -> None:
-    """See now, and not after hours of work, whether a folder can be renamed."""
+    """Check now, not after hours of work, whether a folder can be renamed."""
     try:
         target.rename(old)
     except OSError as error:
@@ -175,7 +175,7 @@ def _try_renaming(target: Path, old: Path) -> None:
 
 @contextmanager
 def workplace(target: Path) -> Iterator[Path]:
-    """An empty folder in a hidden one beside the target, removed in the end unless it was renamed; or an OSError."""
+    """Give an empty folder inside a hidden one beside the target; clean up in the end."""
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
     try:
         with open(work / UNLOCKED, "w", encoding="utf-8") as mark:
@@ -191,7 +191,7 @@ def workplace(target: Path) -> Iterator[Path]:
 
 
 def sweep(found: Iterable[Path]) -> None:
-    """Remove those of some hidden folders whose writers are no more."""
+    """Remove hidden folders whose writers are gone."""
     for work in found:
         with suppress(OSError):
             is_empty = {path.name for path in work.iterdir()} <= {UNLOCKED}
@@ -205,7 +205,7 @@ def sweep(found: Iterable[Path]) -> None:
 
 
 def _clear(work: Path) -> None:
-    """Remove a hidden folder; what it holds of an earlier target goes back to its place, where that is empty."""
+    """Remove a hidden folder; an earlier target in it goes back if its place is empty."""
     target = work.with_name(work.name[1:].rpartition(".partial-")[0])
     with suppress(OSError):
         if (work / OLD).exists() and not target.exists():

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from models.checkpoint.safetensors_files import TensorInfo
+from models.checkpoint.tensor_files import TensorInfo
 from models.config_json import QUANTIZATION
 from models.errors import CheckpointError
 
@@ -31,7 +31,7 @@ Read = Callable[[str], Tensor]
 
 
 class Quantized(NamedTuple):
-    """A tensor that two tensors on disk, of these names, make up."""
+    """A tensor stored as two tensors on disk: numbers and scales."""
 
     numbers: str
     scales: str
@@ -40,7 +40,7 @@ class Quantized(NamedTuple):
     where: object  # the folder, for a message
 
     def info(self, numbers: TensorInfo, scales: TensorInfo) -> TensorInfo:
-        """What it looks like when it is read.
+        """Get dtype and shape as the tensor is read.
 
         Raises:
             CheckpointError: the scales do not fit the numbers.
@@ -54,7 +54,7 @@ class Quantized(NamedTuple):
         return TensorInfo(self.dtype, torch.Size((*outer, groups * width * 2, rows)))
 
     def read(self, read: Read) -> Tensor:
-        """The numbers times their scales."""
+        """Multiply the numbers with their scales."""
         numbers, scales = read(self.numbers), read(self.scales)
         return self._from_fp8(numbers, scales) if self.block else self._from_mxfp4(numbers, scales)
 
@@ -98,7 +98,7 @@ class Quantized(NamedTuple):
 
 
 def quantized_tensors(config: dict[str, Any], names: Iterable[str], where: object) -> dict[str, Quantized]:
-    """The tensors of a checkpoint that are made up of two, of all `names` on disk, by those that they are read under.
+    """Find the quantized tensors among `names` on disk, by the names they are read under.
 
     Raises:
         CheckpointError: the weights are quantized in another way.
@@ -125,14 +125,14 @@ def quantized_tensors(config: dict[str, Any], names: Iterable[str], where: objec
         both = [name for name in weights if name + EXPONENTS in known]
         return {name: Quantized(name + BLOCKS, name + EXPONENTS, dtype, None, where) for name in both}
     asked = ", ".join(name for name, value in settings.items() if name.startswith("load_in_") and value)
-    told = method or asked or "a method that it does not name"
+    described = method or asked or "a method that it does not name"
     raise CheckpointError(
-        f"{where}: {QUANTIZATION}: the weights are quantized by {told}; expected 16 or 32 bits, {FP8} or {MXFP4}"
+        f"{where}: {QUANTIZATION}: the weights are quantized by {described}; expected 16 or 32 bits, {FP8} or {MXFP4}"
     )
 
 
 def without_parts(names: Iterable[str], quantized: dict[str, Quantized]) -> list[str]:
-    """The names that are read, in the order of those on disk: of a quantized tensor its own, where its numbers lie."""
+    """Replace the parts of quantized tensors by the tensors' own names."""
     own = {each.numbers: name for name, each in quantized.items()}
     scales = {each.scales for each in quantized.values()}
     rest = (name for name in names if name not in scales and not (quantized and name.endswith(UNUSED)))

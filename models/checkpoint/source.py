@@ -6,21 +6,22 @@ training rank reads only its own. `open_source` picks the source by what lies in
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from models.architectures import Binding, cut
+from common.whole_files import sync
 from models.checkpoint.layout import Layout, layer_file, layout_of, weight_files, weight_index
 from models.checkpoint.quantized import quantized_tensors, without_parts
-from models.checkpoint.safetensors_files import SafetensorsFile, TensorInfo
-from models.checkpoint.torch_files import MappedFile
-from models.checkpoint.verify import same_bytes
+from models.checkpoint.tensor_files import MappedFile, SafetensorsFile, TensorInfo
+from models.checkpoint.tensor_io import in_parallel, write_behind
 from models.config_json import QUANTIZATION, TIED
 from models.errors import CheckpointError
 from models.spec import ModelSpec
+from models.weight_map import Binding, reshape_rows
 
 TensorFile = SafetensorsFile | MappedFile  # of named tensors, read when they are asked for; KeyError for other names
 
@@ -41,21 +42,21 @@ class PipelineSource:
         self._open(layer)
 
     def read_layer(self, layer: int) -> dict[str, Tensor]:
-        """The complete state dict of a layer, checked as by `check_layer`; tensors are read when they are used."""
+        """Read a layer's state dict, checked; its tensors are mapped, not yet read."""
         file = self._open(layer)
         return {name: file.read(name) for name in self.spec.shapes(layer)}
 
     def describe(self, layer: int, name: str) -> str:
-        """Where a tensor of a layer lies, for a message."""
+        """Name a tensor's place for a message."""
         return f"{self.folder / layer_file(layer)}: {name}"
 
     def infos(self, layer: int) -> dict[str, TensorInfo]:
-        """Dtype and shape of each of a layer's tensors as they are stored."""
+        """Get the stored dtype and shape of each tensor of a layer."""
         file = self._open(layer)
         return {name: file.info(name) for name in self.spec.shapes(layer)}
 
     def dtype(self) -> torch.dtype:
-        """The dtype of the embedding as it is stored."""
+        """Get the stored dtype of the embedding."""
         return next(iter(self.infos(0).values())).dtype
 
     def _open(self, layer: int) -> MappedFile:
@@ -68,7 +69,7 @@ class PipelineSource:
 
 
 class HuggingFaceSource:
-    """A HuggingFace folder: a layer's tensors are found through the index, in however many shards they lie."""
+    """A HuggingFace folder, single or sharded."""
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.folder = folder
@@ -106,7 +107,7 @@ class HuggingFaceSource:
         state: dict[str, Tensor] = {}
         for binding in self._bindings(layer):
             wanted = [shapes[name] for name in binding.names]
-            pieces = cut([self.read(name) for name in binding.disk], wanted, binding.groups)
+            pieces = reshape_rows([self.read(name) for name in binding.disk], wanted, binding.groups)
             state |= dict(zip(binding.names, pieces, strict=True))
         if layer == self.weight_map.head_layer and self.spec.tied:
             self._check_repeated_head(state[self.spec.family.tie.head])
@@ -117,18 +118,18 @@ class HuggingFaceSource:
         return f"{self.folder}: {listed(self.weight_map.binding_of(layer, name).disk, most=1)}"
 
     def size(self) -> int:
-        """Bytes of all layers' weights as they are stored."""
+        """Count the bytes of all weights as they are stored."""
         bindings = (binding for layer in range(self.spec.n_layers) for binding in self._bindings(layer))
         return sum(self.info(name).nbytes for binding in bindings for name in binding.disk)
 
     def info(self, disk_name: str) -> TensorInfo:
-        """Dtype and shape of a tensor by its name on disk; of a quantized one as it is read."""
+        """Get dtype and shape of a tensor by its name on disk, as it is read."""
         if each := self._quantized.get(disk_name):
             return each.info(*(self._find(name).info(name) for name in (each.numbers, each.scales)))
         return self._find(disk_name).info(disk_name)
 
     def read(self, disk_name: str) -> Tensor:
-        """One tensor by its name on disk."""
+        """Read a tensor by its name on disk."""
         if each := self._quantized.get(disk_name):
             return each.read(lambda name: self._find(name).read(name))
         return self._find(disk_name).read(disk_name)
@@ -137,7 +138,7 @@ class HuggingFaceSource:
         return self.info(self._shared).dtype
 
     def _bindings(self, layer: int, tied: bool = True) -> list[Binding]:
-        """The bindings of a layer; where `tied` counts, both ends of a tied weight read the stored one."""
+        """Get the bindings of a layer; if `tied`, both ends read the one stored weight."""
         bindings = self.weight_map.bindings(layer, self.spec.shapes(layer))
         if not (tied and self.spec.tied):
             return bindings
@@ -162,11 +163,11 @@ class HuggingFaceSource:
         return self._open[file]
 
     def _release(self) -> None:
-        """Forget mapped files, whose touched pages count as memory; a safetensors file keeps only its header."""
+        """Drop mapped files, whose touched pages count as memory."""
         self._open = {file: opened for file, opened in self._open.items() if isinstance(opened, SafetensorsFile)}
 
     def _check_repeated_head(self, embedding: Tensor) -> None:
-        """A tied checkpoint may repeat the embedding as its head, but not hold another one."""
+        """Refuse a tied checkpoint whose head is not its embedding."""
         name = self.weight_map.tied_head
         if name in self.names and not same_bytes(self.read(name), embedding):
             raise CheckpointError(
@@ -199,7 +200,7 @@ class HuggingFaceSource:
 
 
 def open_source(folder: Path, spec: ModelSpec) -> PipelineSource | HuggingFaceSource:
-    """The source for a resolved folder of either layout."""
+    """Open a resolved folder of either layout."""
     if layout_of(folder) is Layout.PIPELINE:
         return PipelineSource(folder, spec)
     return HuggingFaceSource(folder, spec)
@@ -212,14 +213,13 @@ def _open_tensors(path: Path) -> TensorFile:
 
 
 def listed(names: Iterable[str], most: int = 5) -> str:
-    """A few names and how many more there are, for a message of one line."""
-    shown = list(names)
-    more = f" and {len(shown) - most} more" if len(shown) > most else ""
-    return ", ".join(shown[:most]) + more
+    """Join a few names, with how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _check_names(where: Path, found: set[str], expected: set[str], what: str) -> None:
-    """Every tensor of the model is there, and no other."""
     if unexpected := found - expected:
         raise CheckpointError(f"{where}: unexpected weights {what}: {listed(sorted(unexpected))}")
     if missing := expected - found:
@@ -229,3 +229,50 @@ def _check_names(where: Path, found: set[str], expected: set[str], what: str) ->
 def _check_shape(where: Path, name: str, found: torch.Size, expected: torch.Size) -> None:
     if found != expected:
         raise CheckpointError(f"{where}: {name} has shape {list(found)}, but config.json makes it {list(expected)}")
+
+
+logger = logging.getLogger("pipetune")
+
+
+def warn_of_nan(state: Mapping[str, Tensor], describe: Callable[[str], str]) -> None:
+    """Log a warning for each weight that holds NaN."""
+    for name, found in zip(state, in_parallel(_has_nan, state.values()), strict=True):
+        if found:
+            logger.warning("warning: %s holds NaN: every loss of a model with this weight would be NaN", describe(name))
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    """Whether a tensor holds NaN; a sum is the fastest check."""
+    if tensor.is_floating_point() and tensor.itemsize == 1:
+        tensor = tensor.to(torch.float16)  # torch adds up no eight bits
+    return tensor.is_floating_point() and bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
+
+
+def check_range(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Refuse numbers too large for the dtype to write."""
+    if not (dtype.is_floating_point and torch.finfo(dtype).max < torch.finfo(tensor.dtype).max):
+        return
+    if bool((tensor.to(dtype).isinf() & tensor.isfinite()).any()):
+        kind = str(dtype).removeprefix("torch.")
+        raise CheckpointError(f"{name}: holds numbers that are too large for {kind}; expected --dtype bf16 or fp32")
+
+
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same dtype and bits; NaN equals NaN."""
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(
+        one.reshape(-1).contiguous().view(torch.uint8), other.reshape(-1).contiguous().view(torch.uint8)
+    )
+
+
+def compare(path: Path, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> int:
+    """Compare tensors bit for bit; return the bytes compared."""
+    for name, tensor in expected.items():
+        if not same_bytes(found[name], tensor):
+            raise CheckpointError(f"{path.name}: {name} was read back otherwise than written; nothing was changed")
+    return sum(tensor.nbytes for tensor in expected.values())
+
+
+def forget_cached(path: Path) -> None:
+    """Sync a file and drop its cached pages, so that the next read comes from the disk."""
+    sync(path)
+    write_behind(path)

@@ -1,6 +1,6 @@
 """A family for a `model_type` that no file declares, made from transformers' own model.
 
-transformers' class is made small and watched (`models.derived.outline`, `models.derived.names`); what has a size is
+transformers' class is made small and watched (`models.derived.outline`, `models.derived.outline`); what has a size is
 taken from a model of the real width without blocks. What does not fit the three kinds of layer is refused in one line.
 Whether the family computes what transformers computes is for `models.derived.proof` to say.
 
@@ -21,15 +21,14 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from models.architectures.family import Family, Rule, Tie
 from models.attention.kernels import ALL, EAGER
 from models.attention.positions import LINEAR, attention_kind
 from models.attention.rope import several_depend_on_length
 from models.config_json import AHEAD
-from models.derived.names import tables_of
-from models.derived.outline import FIRST, LENGTH, Outline, Source, Underivable, outline_of
+from models.derived.outline import FIRST, LENGTH, Outline, Source, Underivable, outline_of, tables_of
 from models.derived.positions import DerivedPositions, by_document
 from models.derived.shrink import is_dropout, shrunk_fields
+from models.family import Family, Rule, Tie
 from models.layers import Head, make_buffer
 
 BLOCKS = 4  # of a small model: one of every kind, most often
@@ -41,7 +40,7 @@ NEVER_LEARNED = r"rotary_emb\.inv_freq$"  # computed, but older checkpoints hold
 
 
 def small_model(config: PreTrainedConfig, fields: dict[str, Any]) -> Any:
-    """transformers' model with the traits of a config, small, in fp32 and with its plain attention.
+    """Build transformers' model of a config, small, in fp32, with eager attention.
 
     Args:
         fields: of the config.json that `config` was read from.
@@ -52,7 +51,7 @@ def small_model(config: PreTrainedConfig, fields: dict[str, Any]) -> Any:
 
 
 def bare_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> Any:
-    """transformers' model of the real width, without blocks and with few words."""
+    """Build transformers' model at real width, without blocks and with few words."""
     bare = copy.deepcopy(config)
     bare.num_hidden_layers, bare.vocab_size, bare.pad_token_id = 0, FEW_WORDS, None
     bare._experts_implementation = "eager"  # what a run takes may be refused where there are no experts
@@ -60,7 +59,7 @@ def bare_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> 
 
 
 def check_rotation(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
-    """Transformers reads `rotary_dim` for some families in some releases; else it rotates whole heads.
+    """Refuse a `rotary_dim` that this release of transformers does not read.
 
     Args:
         fields: of the config.json that `config` was read from.
@@ -71,14 +70,14 @@ def check_rotation(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
     wanted = fields.get("rotary_dim")
     for name, frequencies in bare_model(config).named_buffers() if wanted else ():
         if name.endswith("rotary_emb.inv_freq") and 2 * len(frequencies) != wanted:
-            told = f"transformers {transformers.__version__} rotates {2 * len(frequencies)} numbers of a head"
+            reason = f"transformers {transformers.__version__} rotates {2 * len(frequencies)} numbers of a head"
             raise Underivable(
-                f"rotary_dim is {wanted}, but {told}; expected a partial_rotary_factor that says the same"
+                f"rotary_dim is {wanted}, but {reason}; expected a partial_rotary_factor that says the same"
             )
 
 
 def derive(config: PreTrainedConfig, fields: dict[str, Any], whole: str | None = None) -> Family:
-    """The family of a config.
+    """Derive the family of a config.
 
     Args:
         fields: of the config.json that `config` was read from.
@@ -120,7 +119,7 @@ def derive(config: PreTrainedConfig, fields: dict[str, Any], whole: str | None =
         head=head,
         tie=Tie(embedding="embed_tokens.weight", head="lm_head.weight"),
         carried=(*ignored, *_layers_ahead(config, outline), NEVER_LEARNED),
-        positions=lambda family, config: DerivedPositions(family, config, outline.calls, given, modules),
+        positions=lambda config, rotary: DerivedPositions(config, rotary, outline.calls, given, modules),
         embedding_scale=None if ends.scale == 1 else lambda config: ends.scale,
         rounds_scale=ends.rounds_scale,
         head_bias=model.get_submodule(outline.head).bias is not None,
@@ -134,7 +133,7 @@ def derive(config: PreTrainedConfig, fields: dict[str, Any], whole: str | None =
 
 @torch.no_grad()
 def _check_dropout(config: PreTrainedConfig) -> None:
-    """Blocks drop by themselves; what is dropped around them, by a module or a function, would be left out."""
+    """Refuse dropout outside of the blocks, which would be left out."""
     fields = [name for name, value in config.to_dict().items() if is_dropout(name) and value]
     for name in fields:
         alone = copy.deepcopy(config)
@@ -142,12 +141,12 @@ def _check_dropout(config: PreTrainedConfig) -> None:
             setattr(alone, other, 0.0)
         model = bare_model(alone).train()
         if not torch.equal(*(model(input_ids=torch.tensor([SAMPLE]), use_cache=False).logits for _ in range(2))):
-            told = f"{config.model_type} drops hidden states outside of its blocks"
-            raise Underivable(f"{told}; expected {name}: 0.0 in config.json, which trains without")
+            reason = f"{config.model_type} drops hidden states outside of its blocks"
+            raise Underivable(f"{reason}; expected {name}: 0.0 in config.json, which trains without")
 
 
 class Made(NamedTuple):
-    """What a block of some kind is: its class, its child in which tokens meet, and what it is given."""
+    """How blocks of one kind are made: class, mixing child, arguments."""
 
     block: Any
     mixer: str
@@ -155,7 +154,7 @@ class Made(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """What is done to hidden states before the first block and after the norm.
+    """What happens to hidden states before the first block and after the norm.
 
     Attributes:
         scale: what embeddings are multiplied with.
@@ -172,7 +171,7 @@ class Ends(NamedTuple):
     @classmethod
     @torch.no_grad()
     def measured(cls, config: PreTrainedConfig, outline: Outline) -> Ends:
-        """As transformers' model of the real width does it.
+        """Measure them on transformers' model of the real width.
 
         Raises:
             Underivable: something else is done than to multiply and to squeeze.
@@ -190,7 +189,7 @@ class Ends(NamedTuple):
 
 
 def _ends(config: PreTrainedConfig, outline: Outline, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Embeddings, hidden states before the norm, logits as plain products, and as the model gives them."""
+    """Get embeddings, hidden states before the norm, plain logits and the model's logits."""
     model = bare_model(config).to(dtype).eval()
     base = getattr(model, outline.base)
     seen: list[Tensor] = []
@@ -204,7 +203,7 @@ def _ends(config: PreTrainedConfig, outline: Outline, dtype: torch.dtype) -> tup
 
 
 def _ratio(one: Tensor, other: Tensor) -> float | None:
-    """The number by which one differs from the other everywhere."""
+    """Find the constant ratio of two tensors; None if there is none."""
     quotient = (one / other).flatten()
     constant = torch.allclose(quotient, quotient[0].expand_as(quotient), rtol=1e-6)
     return float(quotient.median()) if constant else None
@@ -222,14 +221,14 @@ def _block(made: dict[str, Made], config: PreTrainedConfig, index: int) -> nn.Mo
 
 
 def _layers_ahead(config: PreTrainedConfig, outline: Outline) -> list[str]:
-    """Patterns of what predicts tokens further ahead, numbered on behind the blocks; transformers passes over it."""
+    """List patterns of the layers behind the blocks that predict further ahead."""
     counts = [count for name in AHEAD if isinstance(count := getattr(config, name, None), int)]
     first = config.num_hidden_layers
     return [rf"\.{outline.blocks}\.{number}\." for number in range(first, first + max(counts, default=0))]
 
 
 def _unreached(model: Any, outline: Outline) -> tuple[str, ...]:
-    """The weights of a block that the backward pass of no block reaches, an expert's taken with those of the others."""
+    """Find the weights of a block that no gradient reaches."""
     ids = torch.arange(FIRST, FIRST + LENGTH)[None]
     model(input_ids=ids, use_cache=False).logits.square().mean().backward()
     blocks = getattr(model, outline.base).get_submodule(outline.blocks)
@@ -250,7 +249,7 @@ def _head(ends: Ends, family: Family, config: PreTrainedConfig) -> Head:
 
 
 def _router(model: Any, outline: Outline) -> str | None:
-    """The submodule of a block whose outputs transformers takes for its loss of the router, where it has one."""
+    """Find the submodule that transformers takes router losses from; None if none."""
     recorded = (getattr(outline.model, "_can_record_outputs", None) or {}).get("router_logits")
     if recorded is None or not hasattr(model.config, AUXILIARY):
         return None

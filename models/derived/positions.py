@@ -11,17 +11,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 from transformers import PreTrainedConfig
 
-from models.architectures.family import Family
-from models.attention.documents import Documents
-from models.attention.position_ids import unmarked
-from models.attention.positions import Arguments, Positions, fp32_products
+from models.attention.cache import KeyValueCache
+from models.attention.packed import Documents, unmarked
+from models.attention.positions import Arguments, Positions, Rotary, fp32_products
 from models.attention.rope import DocumentRotary, depends_on_length
 from models.derived.outline import ANGLES, CACHE, CONSTANT, EMPTY, HIDDEN, MASK, POSITIONS, Call, Source
-from models.generation.cache import KeyValueCache
 
 
 class DerivedPositions(Positions):
-    """Masks as in declared families; angles by the modules that transformers' own model has.
+    """Masks as in declared families; angles by transformers' own modules.
 
     Args:
         calls: of the modules that make angles.
@@ -31,13 +29,13 @@ class DerivedPositions(Positions):
 
     def __init__(
         self,
-        family: Family,
         config: PreTrainedConfig,
+        rotary: Rotary,
         calls: tuple[Call, ...],
         arguments: dict[str, dict[str, Source]],
         modules: Callable[[PreTrainedConfig], dict[str, nn.Module]],
     ) -> None:
-        super().__init__(family, config)
+        super().__init__(config, rotary)
         self._calls = calls
         self._sources = {kind: arguments[kind] for kind in self.kinds}
         with torch.device("cpu"):  # the frequencies are computed, not loaded
@@ -84,7 +82,7 @@ class DerivedPositions(Positions):
 
 
 def by_document(mixer: Any) -> None:
-    """Let a module in which tokens meet see each document of a packed row alone; blocks hand on `documents`."""
+    """Make a mixing module see each document of a packed row alone."""
     together = mixer.forward
 
     def forward(hidden_states: Tensor, documents: Documents | None = None, **options: Any) -> Any:
@@ -109,7 +107,7 @@ class _Part(NamedTuple):
     tokens: slice
 
     def of(self, value: Any) -> Any:
-        """What belongs to them of hidden states, positions or angles [B, S, ...]."""
+        """Slice hidden states, positions or angles [B, S, ...]."""
         if not isinstance(value, Tensor):
             return value
         row = value[self.row : self.row + 1] if len(value) > 1 else value

@@ -30,16 +30,16 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from models.architectures import Family
+from models.attention.cache import KeyValueCache
 from models.attention.kernels import ALL, EAGER, TORCH
 from models.attention.positions import LINEAR, attention_kind
 from models.attention.rope import depends_on_length
+from models.attention.sequence_parallel import Folded, share_attention
 from models.causal_lm import CausalLM
 from models.checkpoint.source import HuggingFaceSource, same_bytes
 from models.derived.derive import check_rotation, derive, small_model
 from models.derived.outline import Underivable
-from models.generation.cache import KeyValueCache
-from models.parallel.sequence import Folded, share_attention
+from models.family import Family
 from models.router import router_loss, top_k
 from models.spec import ModelSpec
 
@@ -98,7 +98,7 @@ class Proof(BaseModel):
 
 
 def prove(config: PreTrainedConfig, fields: dict[str, Any], family: Family | None = None) -> Proof:
-    """Hold the family of a config against transformers.
+    """Compare the family of a config with transformers.
 
     Args:
         fields: of the config.json that `config` was read from.
@@ -143,7 +143,7 @@ def prove(config: PreTrainedConfig, fields: dict[str, Any], family: Family | Non
 
 
 def bound(comparison: str, linear: bool) -> float:
-    """The largest difference that is rounding, of a family with linear attention or without."""
+    """Get the largest difference that counts as rounding."""
     if comparison == GENERATION:
         return ROUGHLY
     return RECURRENT if linear else BOUND
@@ -151,7 +151,7 @@ def bound(comparison: str, linear: bool) -> float:
 
 @contextmanager
 def apart_from_callers(config: PreTrainedConfig) -> Iterator[None]:
-    """On the CPU, with gradients and random numbers of its own, whatever the caller is about; and with one thread.
+    """Isolate a proof: CPU, one thread, own gradients and random numbers.
 
     Products as small as these are slower with several, and many times so on a busy machine. Kernels that an installed
     package has for GPUs (causal_conv1d, flash-linear-attention) give way to the functions that they stand for.
@@ -170,13 +170,13 @@ def apart_from_callers(config: PreTrainedConfig) -> Iterator[None]:
 
 
 def _is_kernel(value: Any) -> bool:
-    """Whether a function of a module of transformers is one that takes a package's kernel where there is one."""
+    """Whether a function of transformers replaces itself by a package's kernel."""
     made_by = getattr(getattr(value, "__code__", None), "co_qualname", "")
     return made_by.startswith(f"{use_kernel_func_from_hub_with_fallback.__name__}.<locals>")
 
 
 def write_checkpoint(model: Any, folder: Path) -> dict[str, Any]:
-    """Config and weights as transformers lays them out; gives the config.json."""
+    """Save config and weights as transformers does; return the config.json."""
     model.config.save_pretrained(folder)
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in model.all_tied_weights_keys}
     save_file(revert_weight_conversion(model, state), folder / "model.safetensors")
@@ -192,7 +192,7 @@ def small_spec(family: Family, config: PreTrainedConfig, raw: dict[str, Any], ke
 
 @torch.no_grad()
 def roughen(model: Any) -> None:
-    """Random weights of which none is like another: what is the same everywhere would hide mistakes."""
+    """Randomise all weights, so that no two are equal and hide a mistake."""
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.copy_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
@@ -201,7 +201,7 @@ def roughen(model: Any) -> None:
 
 
 def compare(spec: ModelSpec, model: Any, folder: Path) -> Figures:
-    """Our model against transformers', whose checkpoint lies in `folder`.
+    """Compare our model with transformers', whose checkpoint lies in `folder`.
 
     Raises:
         CheckpointError: the family does not read it.
@@ -221,7 +221,7 @@ def compare(spec: ModelSpec, model: Any, folder: Path) -> Figures:
     figures["gradients"] = max(apart(gradient, gradients[name]) for name, gradient in gradients_of(ours))
     if spec.family.router:
         its = model(input_ids=ids, use_cache=False, output_router_logits=True).aux_loss
-        figures[ROUTING] = apart(router_loss(ours.stream(ids)[2], top_k(spec.config)), its)
+        figures[ROUTING] = apart(router_loss(ours.activations(ids)[2], top_k(spec.config)), its)
     with torch.inference_mode():
         figures["stages"] = apart(in_stages(spec, source, ids), found)
         figures["documents in a packed row"] = packed(ours, model, ids)
@@ -235,13 +235,13 @@ def compare(spec: ModelSpec, model: Any, folder: Path) -> Figures:
 
 @torch.no_grad()
 def apart(found: Tensor, wanted: Tensor) -> float:
-    """The largest difference, as a share of the largest number."""
+    """Get the largest difference, as a share of the largest number."""
     difference = (found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-3)
     return float(difference.nan_to_num(torch.inf))
 
 
 def check_names(source: HuggingFaceSource) -> None:
-    """Every weight that is read goes back under the same name, bit for bit."""
+    """Check that every weight goes back under its name, bit for bit."""
     spec = source.spec
     for layer in range(spec.n_layers):
         for name, tensor in source.weight_map.on_disk(layer, source.read_layer(layer)).items():
@@ -251,7 +251,7 @@ def check_names(source: HuggingFaceSource) -> None:
 
 
 def gradients_of(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
-    """Every gradient under its name on disk; a tied weight's, which both ends have, under the embedding's."""
+    """Yield every gradient under its name on disk; a tied weight's once."""
     names, tied = model.spec.weight_map, model.spec.tied
     for number, layer in enumerate(model.layers):
         found = {name: each.grad for name, each in layer.named_parameters() if each.grad is not None}
@@ -260,21 +260,21 @@ def gradients_of(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
 
 
 def in_stages(spec: ModelSpec, source: HuggingFaceSource, ids: Tensor) -> Tensor:
-    """The logits of two stages, the second of which knows hidden states and positions only."""
+    """Compute logits in two stages."""
     middle = spec.n_layers // 2
     parts = [range(middle), range(middle, spec.n_layers)]
     first, second = (CausalLM(spec, source, torch.float32, CPU, part) for part in parts)
-    hidden, positions, *_ = first.stream(ids)
+    hidden, positions, *_ = first.activations(ids)
     return second(hidden, positions)
 
 
 def two_documents() -> Tensor:
-    """Position ids of two documents in each row."""
+    """Make position ids of two documents in each row."""
     return torch.stack([torch.cat([torch.arange(each), torch.arange(LENGTH - each)]) for each in CUTS])
 
 
 def alone(model: Any, ids: Tensor) -> Tensor:
-    """transformers' logits of a text that it has seen nothing before."""
+    """Compute transformers' logits of a text alone."""
     if depends_on_length(model.config):
         model(input_ids=ids[:, :1], use_cache=False)  # dynamic scaling remembers the length before, but for short texts
     logits: Tensor = model(input_ids=ids, use_cache=False).logits
@@ -282,7 +282,7 @@ def alone(model: Any, ids: Tensor) -> Tensor:
 
 
 def packed(ours: CausalLM, model: Any, ids: Tensor) -> float:
-    """Two documents in each row, against transformers with each alone."""
+    """Compare two documents in each row with each alone."""
     positions = two_documents()
     together = ours(ids, positions)
     return max(
@@ -293,7 +293,7 @@ def packed(ours: CausalLM, model: Any, ids: Tensor) -> float:
 
 
 def rows_in_parts(ours: CausalLM, ids: Tensor) -> float:
-    """Packed rows, each in two parts as if two processes shared it, against whole ones."""
+    """Compare rows shared by two processes with whole ones."""
     positions = two_documents()
     whole = ours(ids, positions)
     share_attention()
@@ -306,14 +306,14 @@ def rows_in_parts(ours: CausalLM, ids: Tensor) -> float:
 
 
 def padded(ours: CausalLM, model: Any, ids: Tensor) -> float:
-    """Rows with padding, against transformers without it."""
+    """Compare padded rows with rows without padding."""
     positions = torch.arange(LENGTH).repeat(2, 1)
     positions[:, PADDED:] = -1 - positions[:, PADDED:]
     return apart(ours(ids, positions)[:, :PADDED], alone(model, ids[:, :PADDED]))
 
 
 def one_by_one(ours: CausalLM, model: Any, ids: Tensor) -> float:
-    """Texts of two lengths that go on together, a token at a time, against transformers with each alone."""
+    """Compare tokens one by one through the cache with transformers' own."""
     cache, wanted, differences = KeyValueCache(rows=0), [], []
     for row, end in enumerate(CUTS):
         own, its = KeyValueCache(), None

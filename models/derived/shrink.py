@@ -54,7 +54,7 @@ WITH_DROPOUT = ("dropout", "pdrop", "jitter")  # in the names of what draws rand
 
 
 def _get(config: PreTrainedConfig, name: str) -> Any:
-    """A field, or None; of one that some blocks have otherwise the common value, which transformers keeps to itself."""
+    """Get a field, or None; where blocks differ, the common value."""
     value = vars(config).get(config.attribute_map.get(name, name), getattr(type(config), name, None))
     return getattr(config, name) if isinstance(value, property) else value  # as Falcon's head_dim
 
@@ -64,7 +64,7 @@ def _has(config: PreTrainedConfig, name: str) -> bool:
 
 
 def shrunk_fields(config: PreTrainedConfig, raw: dict[str, Any], n_blocks: int) -> dict[str, Any]:
-    """The config.json `raw`, which `config` was read from, with small layers: `n_blocks` of them at most.
+    """Shrink the config.json `raw` that `config` was read from to at most `n_blocks` blocks.
 
     Raises:
         CheckpointError: it has no heads.
@@ -131,12 +131,12 @@ def shrunk_fields(config: PreTrainedConfig, raw: dict[str, Any], n_blocks: int) 
 
 
 def is_dropout(name: str) -> bool:
-    """Whether a field of a config.json says how much is dropped, by chance."""
+    """Whether a field of config.json is a dropout rate."""
     return any(word in name for word in WITH_DROPOUT)
 
 
 def _of_every_kind(kinds: list[tuple[Any, ...]], count: int) -> list[int]:
-    """`count` blocks in their order, of each kind about as many."""
+    """Choose `count` blocks in order, about as many of each kind."""
     by_kind: dict[str, list[int]] = {}
     for block, kind in enumerate(kinds):
         by_kind.setdefault(repr(kind), []).append(block)
@@ -145,7 +145,7 @@ def _of_every_kind(kinds: list[tuple[Any, ...]], count: int) -> list[int]:
 
 
 def _small_value(name: str, value: Any, words: int, share: float) -> Any:
-    """What depends on a size: ids of tokens below `words`, factors for a `share` of a head; and no dropout."""
+    """Shrink what depends on a size: token ids, factors of a head; drop dropout."""
     if is_dropout(name) and value:
         return 0.0
     if name.endswith("_token_id"):
@@ -164,7 +164,7 @@ def _multiple(size: float) -> int:
 
 
 def _thinned(key: str, entry: Any, share: float) -> Any:
-    """A factor for each pair of a head's numbers, as longrope has, for a narrower head."""
+    """Thin a list with a factor for each pair of a head's numbers, as longrope's."""
     if isinstance(entry, dict):
         return {inner: _thinned(inner, value, share) for inner, value in entry.items()}
     if not isinstance(entry, list):

@@ -28,9 +28,9 @@ from benchmarks.gpu_worker import AUTO, KERNELS, TOLERANCE, against
 from benchmarks.kernel_classes import REST, Span, kind, shares
 from benchmarks.unattended import LOG, TABLE
 from benchmarks.unattended import ROWS as ROWS_FILE
+from models.api import read_spec
 from models.attention.kernels import ALL
-from models.costs.flops import ModelFlops
-from models.spec import ModelSpec
+from models.costs import ModelFlops
 from tests.launching import run
 from training.data_setup import build_loader
 from training.metrics.devices import parse_devices
@@ -77,7 +77,7 @@ def test_packed_rows_hold_as_many_tokens_as_full_ones(tmp_path: Path) -> None:
     batch = build_loader(samples, config).batch(0)
     assert batch.tokens == WHOLE.rows * WHOLE.length
     assert any(len(row) > 1 for rows in batch.micro_batches[0] for row in rows)
-    flops = ModelFlops(ModelSpec.from_folder(tmp_path))
+    flops = ModelFlops(read_spec(tmp_path))
     whole = flops.by_layer([WHOLE.length] * WHOLE.rows, batch.supervised)
     assert flops.by_layer(batch.lengths, batch.supervised)[1] < whole[1]  # documents do not see each other
 

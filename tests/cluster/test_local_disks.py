@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from models.checkpoint.export import pp_to_hg
+from models.conversion.to_huggingface import pp_to_hg
 from tests.cluster.hosts import Host, hostfile_of, told
 from tests.cluster.test_two_hosts import configured, trained
 from tests.launching import deepspeed, error_lines, metrics, run, topology, write_config

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from models.checkpoint.export import pp_to_hg
+from models.conversion.to_huggingface import pp_to_hg
 from tests.cluster.hosts import Host, hostfile_of
 from tests.cluster.test_faults import begun
 from tests.conftest import FAQ, ROOT

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.checkpoint.convert import hg_to_pp
+from models.conversion.to_pipeline import hg_to_pp
 from tests.models.helpers import CONVERTERS, SHARDED
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from models import CausalLM, CheckpointError
-from models.checkpoint.convert import hg_to_pp
-from models.checkpoint.export import ExportOptions, pp_to_hg
 from models.checkpoint.publish import MARK, publish_folder
+from models.conversion.to_huggingface import ExportOptions, pp_to_hg
+from models.conversion.to_pipeline import hg_to_pp
 from tests.conftest import ORIGINALS
 from tests.launching import run
 from tests.models.originals import expected_of_original

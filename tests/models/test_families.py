@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from models import load_model
+from models.api import read_spec
 from models.architectures import FAMILIES
 from models.architectures.bloom import alibi_slopes
 from models.attention.kernels import ALL, EAGER, FLASH, FLEX, TORCH
-from models.spec import ModelSpec
 from tests.models.cases import CASES, GEMMA3_ROPE, LLAMA3_ROPE, LONG_ROPE
 from tests.models.helpers import change_config, error_line, random_ids, read_config
 
@@ -48,7 +48,7 @@ def test_every_family_has_a_case() -> None:
 def test_config_json_picks_the_declaration_and_its_kernel(
     case: str, name: str, kernels: tuple[str, ...], make_checkpoint: Callable[..., Path]
 ) -> None:
-    spec = ModelSpec.from_folder(make_checkpoint(CASES[case].model_type, **CASES[case].changes))
+    spec = read_spec(make_checkpoint(CASES[case].model_type, **CASES[case].changes))
     assert spec.family.name == name
     assert spec.family.attention == kernels
     assert spec.config._attn_implementation == kernels[0]
@@ -98,7 +98,7 @@ def test_alibi_slopes_are_those_of_the_paper(heads: int) -> None:
 def test_chatglms_whose_angles_are_known_are_read(name: str, ratio: int, make_checkpoint: Callable[..., Path]) -> None:
     folder = make_checkpoint("chatglm", rope_ratio=ratio)
     change_config(folder, _name_or_path=name)
-    assert ModelSpec.from_folder(folder).config.rope_parameters["rope_theta"] == 10_000 * ratio
+    assert read_spec(folder).config.rope_parameters["rope_theta"] == 10_000 * ratio
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_the_context_counts_how_angles_are_stretched(
 ) -> None:
     rope = {"rope_theta": 10_000.0} | rope
     folder = make_checkpoint("llama", max_position_embeddings=1000, rope_parameters=rope)
-    assert ModelSpec.from_folder(folder).context == context
+    assert read_spec(folder).context == context
 
 
 PLAIN_ROPE = {"rope_theta": 10000.0, "rope_type": "default"}

@@ -34,7 +34,7 @@ def test_stored_values_come_out(golden: Path, layout: str, tmp_path: Path) -> No
     model = load_model(in_layout(golden, layout, tmp_path / "layers"))
     inputs = load_file(golden / "expected.safetensors")
     wanted = json.loads((golden / "expected.json").read_text())
-    stream = model.stream(inputs["input_ids"])
+    stream = model.activations(inputs["input_ids"])
     torch.testing.assert_close(model.head(stream), inputs["logits"], atol=1e-5, rtol=0)
 
     loss = token_loss(model.head.norm(stream[0]), inputs["labels"], model.head) / wanted["n_loss_tokens"]

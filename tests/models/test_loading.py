@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from models import CausalLM, load_model
+from models.api import read_spec
 from models.checkpoint.source import open_source
 from models.loading import SeededStates, build_layer
 from models.spec import ModelSpec
@@ -28,7 +29,7 @@ def folder(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Path])
 
 @pytest.fixture(scope="module")
 def spec(folder: Path) -> ModelSpec:
-    return ModelSpec.from_folder(folder)
+    return read_spec(folder)
 
 
 def read(states: SeededStates, order: list[int]) -> dict[str, Tensor]:
@@ -95,7 +96,7 @@ def test_layers_own_their_weights_in_the_dtype_asked_for(
 ) -> None:
     """A loaded parameter must not be the file's memory: training would otherwise write into a mapped checkpoint."""
     folder = in_layout(folder, layout, tmp_path / "layers")
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     source = open_source(folder, spec)
     read = [source.read_layer(layer) for layer in range(spec.n_layers)]
     monkeypatch.setattr(source, "read_layer", read.__getitem__)

@@ -135,7 +135,7 @@ def test_recomputation_changes_no_gradient(expected: Expected) -> None:
 
     def gradients_of_both_losses() -> dict[str, Tensor]:
         model.zero_grad()
-        stream = model.stream(expected.ids)
+        stream = model.activations(expected.ids)
         loss = shifted_loss(model.head(stream), expected.ids)
         for sums in stream[2:]:
             loss = loss + router_loss(sums, model.spec.config.num_experts_per_tok)

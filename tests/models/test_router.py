@@ -44,7 +44,7 @@ def positions(padding: list[int]) -> Tensor:
 
 
 def loss_of(model: CausalLM, ids: Tensor, position_ids: Tensor) -> Tensor:
-    sums = model.stream(ids, position_ids)[2]
+    sums = model.activations(ids, position_ids)[2]
     assert sums.dtype == torch.float32
     return router_loss(sums, model.spec.config.num_experts_per_tok)
 
@@ -81,7 +81,7 @@ def test_loss_of_the_whole_model_equals_transformers(folder: Path) -> None:
     theirs.router_aux_loss_coef = 0.5
     expected = theirs(ids, labels=ids, output_router_logits=True, use_cache=False).loss
     ours = load_model(folder)
-    stream = ours.stream(ids)
+    stream = ours.activations(ids)
     logits = ours.head(stream)
     assert isinstance(logits, Tensor)
     loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
@@ -107,7 +107,7 @@ def test_recomputation_changes_nothing(folder: Path) -> None:
 
 def test_bf16_models_sum_in_fp32(folder: Path) -> None:
     model = load_model(folder, torch.bfloat16)
-    counts, probabilities = model.stream(random_ids(3, LENGTH))[2].sum(dim=1).tolist()
+    counts, probabilities = model.activations(random_ids(3, LENGTH))[2].sum(dim=1).tolist()
     rows = 3 * LENGTH * sum(hasattr(block.block.mlp, "gate") for block in model.blocks)
     assert counts == model.spec.config.num_experts_per_tok * rows
     assert probabilities == pytest.approx(rows, rel=1e-5)

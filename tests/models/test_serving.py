@@ -18,7 +18,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from models import load_model
-from models.generation.generate import generate
+from models.generation import generate
 from tests.conftest import CHATML, save_tokenizer
 from tests.environments import environment
 from tests.launching import Launch

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from models import load_model
-from models.formats.to_onnx import Past, TracedModel
+from models.conversion.to_onnx import Past, TracedModel
 from tests.conftest import ORIGINALS
 from tests.models.cases import CASES
 from tests.models.helpers import oracle, random_ids

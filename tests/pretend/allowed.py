@@ -107,10 +107,10 @@ EVALUATION = [
 ]
 EACH_TOKEN = "a token is known before the next one is computed"
 TOKENS = [
-    Allowed(NUMBERS, "models/generation/passes.py inputs", 8, EACH_TOKEN),
-    Allowed(NUMBERS, "models/generation/cache.py positions", 8, "how far each text is, told with its token"),
-    Allowed("int", "models/generation/sampling.py choose", 8, EACH_TOKEN),
-    Allowed("bool", "models/generation/passes.py take", 8, "logits that are not finite give no token"),
+    Allowed(NUMBERS, "models/generation.py inputs", 8, EACH_TOKEN),
+    Allowed(NUMBERS, "models/attention/cache.py positions", 8, "how far each text is, told with its token"),
+    Allowed("int", "models/generation.py choose", 8, EACH_TOKEN),
+    Allowed("bool", "models/generation.py take", 8, "logits that are not finite give no token"),
 ]
 ALLOWED = {"step": STEP, "evaluation": EVALUATION, "tokens": TOKENS}
 WAITING = ("warm-up", "rest")  # phases that may wait: a build reads weights, a checkpoint writes them

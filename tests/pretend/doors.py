@@ -32,11 +32,10 @@ from unittest.mock import patch
 import torch
 from deepspeed.utils import groups
 
-import models.blocks.offload
+import models.offload
 from models import load_model
-from models.generation.generate import generate
-from models.generation.sampling import Sampling
-from models.spec import ModelSpec
+from models.api import read_spec
+from models.generation import Sampling, generate
 from tests.pretend import kernels, planted
 from tests.pretend.cuda import Event, Stream
 from tests.pretend.watch import Watch
@@ -63,7 +62,7 @@ def run_cases(path: Path, watch: Watch) -> None:
     """Run the cases of a file; the topology of the first says how many processes there are."""
     place = processes.Place.from_environment()
     assert place is not None
-    models.blocks.offload.LEAST = 1  # the tests' tensors are small
+    models.offload.LEAST = 1  # the tests' tensors are small
     kernels.install(watch)
     for case in json.loads(path.read_text()):
         config = TrainConfig.model_validate(case["config"])
@@ -89,7 +88,7 @@ def taken(watch: Watch) -> list[Any]:
 
 def train(config: TrainConfig, case: Case, found: Callable[[], list[Any]]) -> Phases:
     folder = Path(config.model_path)
-    loader, spec, kind = loader_of(config), ModelSpec.from_folder(folder), KINDS[case["door"]]
+    loader, spec, kind = loader_of(config), read_spec(folder), KINDS[case["door"]]
     if case["kernel"]:
         spec.set_attention(case["kernel"])
     trainer = kind.build(config, spec, folder, divide(config, spec, kind.in_stages))

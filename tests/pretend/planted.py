@@ -13,10 +13,10 @@ from deepspeed.utils.timer import SynchronizedWallClockTimer
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-import models.blocks.offload
 import models.layers
 import models.lean_loss
 import models.loss
+import models.offload
 import models.router
 import training.engine.pipeline
 import training.engine.prefetch
@@ -117,9 +117,9 @@ BUGS: dict[str, Bug] = {
     "copied without pinning": lambda: patch.object(Tensor, "pin_memory", lambda self: self),
     "copied and waited for": lambda: patch.object(training.engine.prefetch, "tree_map", _blocking),
     "offload waits for the way back": lambda: patch.object(
-        models.blocks.offload.HostCopy, "back", lambda self: self._copy.to(self._device)
+        models.offload.HostCopy, "back", lambda self: self._copy.to(self._device)
     ),
-    "an expert at a time": lambda: patch("models.spec.experts_implementation", lambda: "eager"),
+    "an expert at a time": lambda: patch("models.api.experts_implementation", lambda: "eager"),
     "a host tensor in an all-reduce": summed_on_the_host,
     "the timer is kept": lambda: patch("training.engine.stage_engine.NoopTimer", SynchronizedWallClockTimer),
 }

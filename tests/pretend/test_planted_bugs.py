@@ -30,7 +30,7 @@ PLANTED = {
     "router sums on the host": Planted("mixtral", "step: mismatch: aten.add", {"aux_router_loss": {"weight": 0.5}}),
     "loss summed on the host": Planted("llama-tied", "step: mismatch"),
     "a number asked of each block": Planted("llama-tied", "step: wait: item"),
-    "documents not told": Planted("llama-tied", "step: wait: tolist, 4 times, models/attention/documents.py"),
+    "documents not told": Planted("llama-tied", "step: wait: tolist, 4 times, models/attention/packed.py"),
     "supervised positions not told": Planted("llama-tied", "step: wait: nonzero, 4 times, models/loss.py"),
     "tokens chosen by a mask": Planted("llama-tied", "step: wait: index by a mask"),
     "micro-batches not sent": Planted("llama-tied", "step: wait: copy from host to device, 24 times"),

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from models.checkpoint.convert import hg_to_pp
+from models.conversion.to_pipeline import hg_to_pp
 from tests.conftest import FAQ
 from tests.launching import deepspeed, error_lines, run, topology, torchrun, write_config
 

@@ -22,7 +22,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from models.checkpoint.export import pp_to_hg
+from models.conversion.to_huggingface import pp_to_hg
 from tests.conftest import FAQ
 from tests.disks import fill, small_disk
 from tests.launching import DEEPSPEED, Launch, error_lines, topology, write_config

@@ -23,9 +23,8 @@ from data.chat.messages import Said
 from data.records.raw_records import read_file
 from data.records.reading import parse
 from data.tokenized.tokenize import encode, load_tokenizer
-from models.checkpoint.convert import hg_to_pp
-from models.generation.generate import Request, generate_many
-from models.generation.sampling import GREEDY
+from models.conversion.to_pipeline import hg_to_pp
+from models.generation import GREEDY, Request, generate_many
 from tests.conftest import save_original
 from tests.data.published_tokenizers import CLASSES, Published
 from tests.data.template_styles import STYLES

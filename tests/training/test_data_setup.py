@@ -12,7 +12,7 @@ import pytest
 from common.log import Log
 from data.errors import DataError
 from data.tokenized.dataset import Dataset, check_vocabulary
-from models.spec import ModelSpec
+from models.api import read_spec
 from tests.conftest import FAQ
 from tests.launching import write_config
 from training.config.yaml_file import load_config
@@ -31,7 +31,7 @@ def check(model: Path, tmp_path: Path, **keys: Any) -> None:
     config = load_config(write_config(tmp_path / "run.yml", model_path=str(model), **keys))
     reader = RecordReader(config, model, Log(quiet=True))
     data = stream_of(config, reader) if config.stream_gb else reader.read("data", config.data_path)
-    check_vocabulary(reader.tokenizer, int(ModelSpec.from_folder(model).config.vocab_size), data)
+    check_vocabulary(reader.tokenizer, int(read_spec(model).config.vocab_size), data)
 
 
 def test_tokens_that_the_model_does_not_have_are_refused(model: Path, tmp_path: Path) -> None:

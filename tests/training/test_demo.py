@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import demo
 from data.chat.native.kinds import export_tokenizer
 from data.tokenized.tokenize import load_tokenizer
-from models.checkpoint.convert import hg_to_pp
-from models.checkpoint.export import ExportOptions, pp_to_hg
-from models.generation.sampling import GREEDY
+from models.conversion.to_huggingface import ExportOptions, pp_to_hg
+from models.conversion.to_pipeline import hg_to_pp
+from models.generation import GREEDY
 from tests.conftest import save_original
 from tests.launching import run
 from tests.training.reciting import make_recite

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from data.chat.messages import Said
 from data.chat.native.kinds import export_tokenizer
-from models.checkpoint.convert import hg_to_pp
-from models.checkpoint.export import ExportOptions, pp_to_hg
-from models.generation.generate import generate_many
-from models.generation.sampling import GREEDY
+from models.conversion.to_huggingface import ExportOptions, pp_to_hg
+from models.conversion.to_pipeline import hg_to_pp
+from models.generation import GREEDY, generate_many
 from tests.conftest import ORIGINALS, VOCABULARY
 from tests.models.cases import CASES
 from tests.models.helpers import change_weights, oracle

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from models.checkpoint.convert import hg_to_pp
-from models.checkpoint.export import pp_to_hg
+from models.conversion.to_huggingface import pp_to_hg
+from models.conversion.to_pipeline import hg_to_pp
 from tests.conftest import FAQ
 from tests.launching import metrics, topology
 from tests.models.helpers import joined, read_weights

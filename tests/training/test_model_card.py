@@ -11,7 +11,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from common.version import VERSION
-from models.checkpoint.convert import hg_to_pp
+from models.conversion.to_pipeline import hg_to_pp
 from tests.conftest import CHATML
 from tests.models.command_line import convert
 from tests.models.helpers import copy_of

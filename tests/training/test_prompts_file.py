@@ -12,7 +12,7 @@ import pytest
 
 from data.chat.messages import Said
 from data.errors import DataError
-from models.generation.sampling import GREEDY, Sampling
+from models.generation import GREEDY, Sampling
 from training.demo import prompts_file
 from training.demo.chat import Chat
 from training.demo.prompts_file import answer_all

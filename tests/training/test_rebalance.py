@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from models.spec import ModelSpec
+from models.api import read_spec
 from tests.conftest import FAQ
 from tests.launching import deepspeed, metrics, topology, torchrun, write_config
 from tests.training.metrics.test_tracking import curves
@@ -47,7 +47,7 @@ def test_one_command_goes_on_in_better_parts(name: str, make_checkpoint: Callabl
     }
     path = write_config(tmp_path / "moved.yml", rebalance=True, **keys)
     moved, hand = tmp_path / "moved", tmp_path / "hand"
-    spec = ModelSpec.from_folder(model)
+    spec = read_spec(model)
     slow_head = {"0": (1.0, 1.0), "1": (1.0, 1.0), "9": (1e3, 1e3)}
     Calibration.of(load_config(path), spec, slow_head, 1.0).write(moved)
     result = launch(2, "train_ds.py", "--config", path)

@@ -12,9 +12,9 @@ from transformers import AddedToken, AutoModelForCausalLM, GenerationConfig
 
 from common.log import Log
 from data.tokenized.tokenize import encode, load_tokenizer
-from models.checkpoint.convert import hg_to_pp
-from models.checkpoint.export import pp_to_hg
-from models.generation.sampling import GREEDY
+from models.conversion.to_huggingface import pp_to_hg
+from models.conversion.to_pipeline import hg_to_pp
+from models.generation import GREEDY
 from tests.conftest import FAQ
 from tests.data.template_styles import HARMONY, STYLES, Style
 from tests.launching import write_config

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from models import load_model
-from models.checkpoint.convert import hg_to_pp
-from models.checkpoint.export import ExportOptions, pp_to_hg
+from models.conversion.to_huggingface import ExportOptions, pp_to_hg
+from models.conversion.to_pipeline import hg_to_pp
 from tests.conftest import FAQ
 from tests.launching import deepspeed, metrics, run, topology, torchrun, write_config
 from tests.models.helpers import assert_same_bits, joined, read_weights, side_files

@@ -20,10 +20,9 @@ import torch
 
 import demo
 from models import CausalLM, load_model
-from models.checkpoint.convert import hg_to_pp
-from models.generation.generate import ROWS, Request, generate_many
-from models.generation.passes import Passes
-from models.spec import ModelSpec
+from models.api import read_spec
+from models.conversion.to_pipeline import hg_to_pp
+from models.generation import ROWS, Passes, Request, generate_many
 from tests.conftest import FAQ
 from tests.launching import (
     DEEPSPEED,
@@ -103,7 +102,7 @@ class Noted(Passes):
         self.under_way: list[tuple[int, int]] = []
 
     def take(self) -> torch.Tensor:
-        groups, rows = {work.group for work in self._given}, sum(len(work.texts) for work in self._given)
+        groups, rows = {work.group for work in self._queue}, sum(len(work.texts) for work in self._queue)
         self.under_way.append((len(groups), rows))
         return super().take()
 
@@ -125,7 +124,7 @@ def test_all_groups_have_work_as_long_as_requests_wait(asked: int, rows: int | N
 
 
 def test_a_division_makes_the_largest_stage_as_small_as_can_be(make_checkpoint: Make) -> None:
-    spec = ModelSpec.from_folder(make_checkpoint("llama", num_hidden_layers=5, vocab_size=2000))
+    spec = read_spec(make_checkpoint("llama", num_hidden_layers=5, vocab_size=2000))
     weights = [sum(shape.numel() for shape in spec.shapes(layer).values()) for layer in range(spec.n_layers)]
 
     def largest(bounds: list[int]) -> int:

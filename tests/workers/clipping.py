@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from models.spec import ModelSpec
+from models.api import read_spec
 from tests.workers.cases import loader_of
 from training.config.keys import TrainConfig
 from training.engine.pipeline import PipelineTrainer
@@ -23,7 +23,7 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     name, loader = case["name"], loader_of(config)
     model_folder = Path(config.model_path)
     steps = config.n_epoches * loader.steps_per_epoch
-    spec = ModelSpec.from_folder(model_folder)
+    spec = read_spec(model_folder)
     trainer = PipelineTrainer.build(config, spec, model_folder, divide(config, spec))
     engine = trainer.engine
     losses, norms = [], []

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from models.blocks.fp8 import to_fp8
+from models.block_options import to_fp8
 from tests.workers import jobs
 from training.config.keys import TrainConfig
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
-    emulated = patch("models.blocks.options.to_fp8", partial(to_fp8, emulate=True))
+    emulated = patch("models.block_options.to_fp8", partial(to_fp8, emulate=True))
     with emulated, patch("training.engine.building.check_gpu"):
         jobs.run_case(case, config, folder)

@@ -10,8 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from models.generation.generate import Request, generate_many
-from models.generation.sampling import Sampling
+from models.generation import Request, Sampling, generate_many
 from training.config.keys import TrainConfig
 from training.demo.stages import Pipeline, load_stage
 from training.distributed.processes import Place

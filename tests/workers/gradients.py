@@ -17,7 +17,7 @@ from deepspeed.utils import safe_get_full_grad
 from safetensors.torch import save_file
 from torch.nn.attention import flex_attention
 
-from models.spec import ModelSpec
+from models.api import read_spec
 from tests.workers.cases import loader_of
 from tests.workers.zero import KINDS
 from training.config.keys import TrainConfig
@@ -27,7 +27,7 @@ from training.plan.auto import divide
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     name, loader = case["name"], loader_of(config)
     model_folder = Path(config.model_path)
-    spec = ModelSpec.from_folder(model_folder)
+    spec = read_spec(model_folder)
     if kernel := case.get("kernel"):
         spec.set_attention(kernel)
         flex_attention._validate_device = lambda *tensors: None  # it has gradients on a CPU, but does not offer them

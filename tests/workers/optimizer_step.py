@@ -18,7 +18,7 @@ from deepspeed.utils import safe_get_full_grad
 from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.spec import ModelSpec
+from models.api import read_spec
 from tests.workers.cases import loader_of
 from training.config.keys import TrainConfig
 from training.engine.pipeline import PipelineTrainer
@@ -43,7 +43,7 @@ def clip_at_once(_: Any, weights: Any, most: float, norm: torch.Tensor) -> None:
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     loader, model_folder = loader_of(config), Path(config.model_path)
-    spec = ModelSpec.from_folder(model_folder)
+    spec = read_spec(model_folder)
     with ExitStack() as stack:
         if case["deepspeed"]:
             stack.enter_context(patch("training.engine.building.sum_without_copies"))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from common.log import Log
-from models.spec import ModelSpec
+from models.api import read_spec
 from training import preflight
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
@@ -32,7 +32,7 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
         elif case["check"] == "model":
             preflight.check_model(own, weights=case["weights"])
         elif case["check"] == "room":
-            spec = ModelSpec.from_folder(own)
+            spec = read_spec(own)
             check_room(config.model_copy(update={"save_path": str(own)}), spec, range(spec.n_layers), Disk.of_all())
         else:
             preflight.check_folder(own, Disk.of(case["check"], place, config.model_topo), Log(quiet=True))

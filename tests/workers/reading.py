@@ -18,15 +18,14 @@ import deepspeed
 import torch
 from torch import Tensor
 
-from models.checkpoint.safetensors_files import SafetensorsFile
-from models.checkpoint.torch_files import MappedFile
-from models.spec import ModelSpec
+from models.api import read_spec
+from models.checkpoint.tensor_files import MappedFile, SafetensorsFile
 from tests.workers.zero import KINDS, build
 from training.config.keys import TrainConfig
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
-    ModelSpec.from_folder(Path(config.model_path))  # which may first write and read a small model, to prove the family
+    read_spec(Path(config.model_path))  # which may first write and read a small model, to prove the family
     read: Counter[str] = Counter()
 
     def noted(reads: Callable[[Any, str], Tensor]) -> Callable[[Any, str], Tensor]:

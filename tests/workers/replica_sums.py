@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import save_file
 
-from models.spec import ModelSpec
+from models.api import read_spec
 from tests.workers.cases import loader_of
 from training.config.keys import TrainConfig
 from training.engine import gradient_sums
@@ -27,7 +27,7 @@ from training.plan.auto import divide
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     loader = loader_of(config)
     model_folder = Path(config.model_path)
-    spec = ModelSpec.from_folder(model_folder)
+    spec = read_spec(model_folder)
     with patch.object(gradient_sums, "gives_fp32", lambda _: case["by_products"]):
         trainer = PipelineTrainer.build(config, spec, model_folder, divide(config, spec))
     engine = trainer.engine

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from models.api import read_spec
 from models.checkpoint.layout import LATEST
-from models.spec import ModelSpec
 from tests.workers.cases import loader_of
 from tests.workers.topology import KINDS, ORDER
 from training.checkpoint.folder import CheckpointRecord, step_folder
@@ -31,7 +31,7 @@ STEP = 2
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     kind, loader, model_folder = KINDS[case["kind"]], loader_of(config), Path(config.model_path)
-    spec = ModelSpec.from_folder(model_folder)
+    spec = read_spec(model_folder)
     division = divide(config, spec, kind.in_stages)
     trainer = kind.build(config, spec, model_folder, division)
     for step in range(STEP):

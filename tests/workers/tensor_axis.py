@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
-from models.parallel.collectives import add_up
-from models.spec import ModelSpec
+from models.api import read_spec
+from models.process_groups import add_up
 from tests.workers.cases import loader_of
 from tests.workers.topology import ORDER, state_of
 from training.checkpoint.folder import CheckpointRecord, step_folder
@@ -37,7 +37,7 @@ STEPS, SAVED_AT = 4, 2
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     loader, log, model_folder = loader_of(config), Console(quiet=True), Path(config.model_path)
-    spec = ModelSpec.from_folder(model_folder)
+    spec = read_spec(model_folder)
     division, state = divide(config, spec), folder / case["name"]
     trainer: Trainer
     if case["source"]:
@@ -77,7 +77,7 @@ def keep_state(trainer: Trainer, path: Path) -> None:
     kept = {}
     for name, weight in engine.module.named_parameters():
         for key, tensor in sorted(({"": weight} | state_of(engine, weight, keys)).items()):  # alike on all peers
-            part, cut = tensor.detach().clone().view(weight.shape), share.cut(name)
+            part, cut = tensor.detach().clone().view(weight.shape), share.shard(name)
             if cut:
                 whole = torch.zeros(cut.shape, dtype=part.dtype)
                 cut.put(part, whole)

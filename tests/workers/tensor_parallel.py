@@ -14,8 +14,8 @@ from typing import Any
 from torch import distributed
 
 from models import CheckpointError
-from models.generation.generate import Request, generate_many
-from models.generation.tensor_parallel import load_share
+from models.api import load_share
+from models.generation import Request, generate_many
 from tests.workers.leaving import leave
 from training.distributed.processes import gather
 

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from models import process_groups as collectives
+from models.api import read_spec
 from models.causal_lm import CausalLM
 from models.checkpoint.source import open_source
 from models.loss import micro_batch_loss
-from models.parallel import collectives
-from models.parallel.peers import Peers
-from models.parallel.tensor import TensorShare
+from models.process_groups import Peers
 from models.router import n_experts
-from models.spec import ModelSpec
+from models.tensor_parallel import TensorShare
 from tests.workers.leaving import leave
 from training.distributed.processes import gather
 
@@ -74,7 +74,7 @@ def loss_of(model: CausalLM, case: dict[str, Any]) -> Tensor:
 
 def run_dropout(case: dict[str, Any]) -> dict[str, Any]:
     """Two passes from one random state, the second of which recomputes: losses of all ranks, and who dropped what."""
-    spec = ModelSpec.from_folder(Path(case["folder"]))
+    spec = read_spec(Path(case["folder"]))
     spec.config.attention_dropout = spec.config.hidden_dropout = 0.3
     source, group = open_source(Path(case["folder"]), spec), distributed.group.WORLD
     share = TensorShare(spec, Peers(distributed.get_world_size(), distributed.get_rank(), group))
@@ -104,7 +104,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     if case.get("dropout"):
         return run_dropout(case)
     size, rank = distributed.get_world_size(), distributed.get_rank()
-    spec = ModelSpec.from_folder(Path(case["folder"]))
+    spec = read_spec(Path(case["folder"]))
     if case.get("grouped"):
         spec.config._experts_implementation = "grouped_mm"  # as on a GPU
     source, dtype = open_source(Path(case["folder"]), spec), getattr(torch, case.get("dtype", "float32"))
@@ -122,7 +122,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     far = {}
     for (name, weight), (_, reference) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
         assert weight.grad is not None and reference.grad is not None, name
-        found, cut = weight.grad, share.cut(name.removeprefix("layers."))
+        found, cut = weight.grad, share.shard(name.removeprefix("layers."))
         if cut:
             found = torch.zeros_like(reference)
             cut.put(weight.grad, found)

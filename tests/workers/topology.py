@@ -21,7 +21,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.spec import ModelSpec
+from models.api import read_spec
 from tests.workers.cases import loader_of
 from training.checkpoint.folder import CheckpointRecord, DataOrder, step_folder
 from training.checkpoint.resume import resume
@@ -44,7 +44,7 @@ ORDER = DataOrder(samples=0, fingerprint="", seed=0, train_batch_size=8, dataloa
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     kind, loader, log = KINDS[case["kind"]], loader_of(config), Console(quiet=True)
     model_folder = Path(config.model_path)
-    spec = ModelSpec.from_folder(model_folder)
+    spec = read_spec(model_folder)
     division = divide(config, spec, kind.in_stages)
     state = folder / case["name"]
     if case["source"]:

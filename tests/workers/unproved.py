@@ -85,17 +85,17 @@ def documents_meet() -> None:
 
 def parts_swapped() -> None:
     """Each of two processes that share a layer takes the part of the other."""
-    from models.parallel.tensor import TensorShare
+    from models.tensor_parallel import TensorShare
 
-    cut = TensorShare.cut
-    TensorShare.cut = lambda self, name: cut(  # type: ignore[method-assign]
+    cut = TensorShare.shard
+    TensorShare.shard = lambda self, name: cut(  # type: ignore[method-assign]
         TensorShare(self._spec, replace(self.peers, rank=1 - self.peers.rank), self._spread), name
     )
 
 
 def readers_alone() -> None:
     """The gradient of what the parts of a layer read is that of one part."""
-    from models.parallel.tensor import TensorShare
+    from models.tensor_parallel import TensorShare
 
     TensorShare._to_readers = lambda self, _, inputs, named: (inputs, named)  # type: ignore[method-assign]
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import models.sharded
-from models.spec import ModelSpec
+from models.api import read_spec
 from tests.workers.cases import loader_of
 from training.config.keys import TrainConfig
 from training.distributed import processes
@@ -69,7 +69,7 @@ def outcome_of(kind: type[Trainer], config: TrainConfig, folder: Path, resume: b
 
 def build(kind: type[Trainer], config: TrainConfig) -> Trainer:
     folder = Path(config.model_path)
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     return kind.build(config, spec, folder, divide(config, spec, kind.in_stages))
 
 

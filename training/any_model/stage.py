@@ -140,7 +140,7 @@ class LayerStage(PipelineModule):
         """Return this stage's layers by their number in the model."""
         return dict(enumerate(self.forward_funcs, self._local_start))
 
-    def stream_like(self) -> tuple[Tensor, ...]:
+    def activations_like(self) -> tuple[Tensor, ...]:
         """Return meta tensors like those that arrive here, for the engine."""
         return self.arriving.like()
 

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from data.inspection import summary
 from data.tokenized.dataset import Dataset, check_vocabulary
+from models.api import read_spec
 from models.checkpoint.layout import layout_of, resolve
 from models.spec import ModelSpec
 from training.auto import rules
@@ -55,7 +56,7 @@ def choose(choices: Choices, machine: Machine, log: Console) -> tuple[list[str],
         choices.add("zero_optimization.stage", 0, rules.APART)
     config = choices.config(train_batch_size=ANY_BATCH)
     folder = resolve(config.model_path)
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     if not config.from_scratch:
         layout_of(folder)
     if config.stream_gb:

@@ -16,7 +16,7 @@ from common.log import Log
 from common.whole_files import replace_text
 from data.paths import with_home
 from data.records.sources import as_sources
-from models.checkpoint.download import download
+from models.api import download
 from models.checkpoint.layout import HUB
 from models.errors import CheckpointError
 from training.auto.choices import Choices

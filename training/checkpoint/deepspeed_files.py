@@ -31,8 +31,8 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch.utils._pytree import tree_leaves
 
 from common.whole_files import sync
-from models.checkpoint.parallel import in_parallel, write_behind
-from models.checkpoint.torch_files import load_archive
+from models.checkpoint.tensor_files import load_archive
+from models.checkpoint.tensor_io import in_parallel, write_behind
 from training.checkpoint.folder import PIECE, FileRecord
 
 # Types in DeepSpeed's files besides tensors and containers.

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from models.checkpoint.export import Export, ExportOptions
 from models.checkpoint.publish import publish_folder, writing
+from models.conversion.to_huggingface import Export, ExportOptions
 from training.distributed.processes import agreed, gather
 
 EXPORTED = "hf"  # in the run's folder

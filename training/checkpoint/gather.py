@@ -18,8 +18,8 @@ from pathlib import Path
 from common.terminal import reason_of
 from data.paths import read_small
 from models.checkpoint.layout import RECORD
-from models.checkpoint.parallel import byte_bar
 from models.checkpoint.publish import publish_folder
+from models.checkpoint.tensor_io import byte_bar
 from models.errors import CheckpointError
 from training.checkpoint.folder import CheckpointRecord, FileRecord
 from training.launch.hosts import LIVELY, SSH

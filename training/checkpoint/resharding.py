@@ -31,9 +31,9 @@ from tqdm import tqdm
 
 from models.checkpoint.layout import not_found
 from models.errors import CheckpointError
-from models.parallel.cut import in_common
-from models.parallel.tensor import TensorShare
+from models.shard import in_common
 from models.spec import ModelSpec
+from models.tensor_parallel import TensorShare
 from training.checkpoint.folder import CheckpointRecord
 from training.checkpoint.saved_slices import SavedOptimizer, Slice, equal_shares, layer_of
 
@@ -136,7 +136,7 @@ def _set_step(source: Slice, target: Slice, optimizer: torch.optim.Optimizer) ->
 def slices_of(engine: DeepSpeedEngine) -> list[Slice]:
     """List the slices that this rank updates, in the optimizer's order."""
     share: TensorShare | None = getattr(engine.module, "share", None)
-    return [replace(piece, cut=share.cut(piece.name) if share else None) for piece in _held(engine)]
+    return [replace(piece, cut=share.shard(piece.name) if share else None) for piece in _held(engine)]
 
 
 def _held(engine: DeepSpeedEngine) -> list[Slice]:

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from models.checkpoint.layout import layer_file
 from models.errors import CheckpointError
-from models.parallel.cut import Cut
-from models.parallel.peers import Peers
-from models.parallel.tensor import TensorShare
+from models.process_groups import Peers
+from models.shard import Shard
 from models.spec import ModelSpec
+from models.tensor_parallel import TensorShare
 from training.checkpoint.deepspeed_files import read_mapped
 from training.topology import Topology
 
@@ -50,7 +50,7 @@ class Slice:
     master: Tensor
     start: int
     state: dict[str, Any]
-    cut: Cut | None = None
+    cut: Shard | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class SavedOptimizer:
                 peers, shards = Peers(self.topology.tensor, part), self._shards(place)
                 share = TensorShare(self.spec, peers, self.topology.spread) if self.spec else None
                 for piece in self._of_place(place, shards, share):
-                    if cut := share.cut(piece.name) if share else None:
+                    if cut := share.shard(piece.name) if share else None:
                         yield replace(piece, cut=cut)
                     elif part == 0:
                         yield piece
@@ -130,7 +130,7 @@ class SavedOptimizer:
         else:
             layers = {layer: read_mapped(self.folder / layer_file(layer)) for layer in set(map(layer_of, names))}
             masters = [layers[layer_of(name)][name.partition(".")[2]] for name in names]
-            cuts = [share.cut(name) if share else None for name in names]
+            cuts = [share.shard(name) if share else None for name in names]
             masters = [cut.of(each).contiguous() if cut else each for cut, each in zip(cuts, masters, strict=True)]
         for number, (name, master) in enumerate(zip(names, masters, strict=True)):
             yield Slice(name, 0, master.numel(), master, 0, saved["state"].get(number, {}))

@@ -7,9 +7,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from data.chat.native.kinds import export_tokenizer
-from models.checkpoint.convert import copy_side_files
 from models.checkpoint.layout import Manifest
 from models.config_json import read_json, write_json
+from models.conversion.to_pipeline import copy_side_files
 
 GENERATION = "generation_config.json"
 

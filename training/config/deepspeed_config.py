@@ -9,9 +9,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
 
-from models.blocks import fp8
-from models.parallel import tensor
-from models.parallel.peers import Peers
+from models import tensor_parallel as tensor
+from models.block_options import fp8_obstacle
+from models.process_groups import Peers
 from models.spec import ModelSpec, key_heads
 from training.config.keys import TrainConfig
 from training.config.passed_on import IDLE
@@ -83,7 +83,7 @@ def check_fp8(config: TrainConfig, spec: ModelSpec) -> None:
     Raises:
         ConfigError: they cannot.
     """
-    if config.fp8.enabled and (obstacle := fp8.obstacle(spec)):
+    if config.fp8.enabled and (obstacle := fp8_obstacle(spec)):
         raise ConfigError(f"fp8.enabled: {obstacle}; expected false")
 
 

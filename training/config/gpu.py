@@ -11,7 +11,7 @@ import re
 
 import torch
 
-from models.blocks import fp8
+from models.block_options import FP8_CAPABILITY, FP8_PACKAGE, torchao_installed
 from models.lean_loss import AMPERE
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
@@ -31,9 +31,9 @@ def check_gpu(config: TrainConfig) -> None:
         return
     check_wheel()
     capability = torch.cuda.get_device_capability()
-    check_numbers(config, torch.cuda.get_device_name(), capability >= AMPERE, capability >= fp8.CAPABILITY)
-    if config.fp8.enabled and not fp8.is_installed():
-        raise ConfigError(f"fp8.enabled: torchao is not installed; expected pip install {fp8.PACKAGE}")
+    check_numbers(config, torch.cuda.get_device_name(), capability >= AMPERE, capability >= FP8_CAPABILITY)
+    if config.fp8.enabled and not torchao_installed():
+        raise ConfigError(f"fp8.enabled: torchao is not installed; expected pip install {FP8_PACKAGE}")
 
 
 def check_numbers(config: TrainConfig, name: str, ampere: bool, has_fp8: bool) -> None:

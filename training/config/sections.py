@@ -301,7 +301,7 @@ class DataTypes(Section):
 
 
 class FP8(Section):
-    """`fp8`: products of the blocks' linear layers in 8 bits (`models.blocks.fp8`)."""
+    """`fp8`: products of the blocks' linear layers in 8 bits (`models.block_options`)."""
 
     enabled: bool = False
     """In a bf16 run: the products of the blocks' linear layers in fp8, by torchao (`pip install torchao==0.18.0`), on

@@ -25,7 +25,7 @@ from training.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from models.generation.passes import Passes
+    from models.generation import Passes
     from training.demo.chat import Chat
     from training.distributed.processes import Place
 
@@ -107,7 +107,7 @@ def talk(arguments: argparse.Namespace, dtype: torch.dtype | None, model: Passes
     """
     from data.chat.messages import Said
     from data.prompt_texts import REFERENCE_TITLE
-    from models.generation.sampling import GREEDY, Sampling
+    from models.generation import GREEDY, Sampling
     from training.demo.chat import Chat, schemas_in, text_of
     from training.demo.prompts_file import answer_all
     from training.demo.speaker import Speaker, Wishes, as_trained

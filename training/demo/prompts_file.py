@@ -26,7 +26,7 @@ from data.chat.messages import JSON, Said, said_in
 from data.errors import DataError
 from data.records.chat import Chat
 from data.records.record import explain, json_type
-from models.generation.generate import Request, generate_many
+from models.generation import Request, generate_many
 from training.demo.speaker import Answer, Speaker, Wishes
 
 ANSWER = "answer"

@@ -22,9 +22,7 @@ from data.tokenized.answer_end import answer_end
 from data.tokenized.tokenize import encode_beginning, encode_question, load_tokenizer
 from models import load_model
 from models.checkpoint.layout import RECORD, resolve
-from models.generation.generate import Request, generate_many, stop_ids
-from models.generation.passes import Passes
-from models.generation.sampling import Sampling
+from models.generation import Passes, Request, Sampling, generate_many, stop_ids
 from training.checkpoint.exporting import EXPORTED
 from training.metrics.run_info import RUN_FILE
 

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, distributed
 
 from models import CausalLM, load_model
+from models.api import load_share, read_spec
 from models.checkpoint.layout import resolve
-from models.generation.passes import Pass, Passes
-from models.generation.tensor_parallel import load_share
+from models.generation import Pass, Passes
 from models.spec import ModelSpec
 from training.distributed import processes
 from training.distributed.communication_wait import wait
@@ -61,8 +61,8 @@ class Pipeline(Passes):
         self._tell(work)
 
     def forget(self) -> None:
-        while self._given:
-            self.inputs(self._given.popleft())
+        while self._queue:
+            self.inputs(self._queue.popleft())
 
     def inputs(self, work: Pass) -> Tensor:
         """Take token ids, or hidden states of the stage before."""
@@ -112,14 +112,14 @@ class Pipeline(Passes):
 
 
 class Together(Pipeline):
-    """A share of every layer (`models.generation.tensor_parallel`): all ranks compute the same pass."""
+    """A share of every layer (`models.api`): all ranks compute the same pass."""
 
     def __init__(self, model: CausalLM, place: Place) -> None:
         super().__init__(model, place, groups=1)
 
     def forget(self) -> None:
-        while self._given:  # the others compute it, and sum with this one
-            self.hand_on(self.compute(self._given.popleft()))
+        while self._queue:  # the others compute it, and sum with this one
+            self.hand_on(self.compute(self._queue.popleft()))
 
     def inputs(self, work: Pass) -> Tensor:
         """Take token ids."""
@@ -191,7 +191,7 @@ def load_stage(folder: str | Path, dtype: torch.dtype | None, place: Place) -> C
         CheckpointError: see `load_model`.
         ConfigError: there are fewer layers than stages.
     """
-    ranges = layer_ranges(divide(ModelSpec.from_folder(resolve(folder)), place.world_size))
+    ranges = layer_ranges(divide(read_spec(resolve(folder)), place.world_size))
     return load_model(folder, dtype, DEVICE, range(*ranges[stage_of(place)]))
 
 

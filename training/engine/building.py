@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from models.blocks.options import BlockOptions
+from models.block_options import BlockOptions
 from models.checkpoint.source import open_source
 from models.loading import LayerStates, SeededStates
 from models.loss import micro_batch_loss
-from models.parallel.peers import ALONE, Peers, Sharing
+from models.process_groups import ALONE, Peers, Sharing
 from models.spec import ModelSpec
 from training.config.deepspeed_config import check_device, deepspeed_config, router_loss_weight, training_dtype
 from training.config.gpu import check_gpu

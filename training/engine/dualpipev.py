@@ -38,7 +38,7 @@ class VScheduleEngine(DualPipeVEngine, StageEngine):
         return FilledSchedule(self.micro_batches, self.num_stages, self.stage_id)
 
     def _receive_activations(self, buffer_id: int, phase: int) -> None:
-        stream = self.module.stream_like(*next(self._shapes_of_chunk[phase]))
+        stream = self.module.activations_like(*next(self._shapes_of_chunk[phase]))
         self._recv_specs[phase] = False, [(tensor.shape, tensor.dtype) for tensor in stream]
         DualPipeVEngine._exec_recv_activations(self, buffer_id, phase)
 

@@ -5,7 +5,7 @@ temporary fp32 copy of the largest gradient. Adding it directly moves 10 bytes (
 sum), and 6 in a step's first micro-batch, which overwrites the old sum instead of zeroing it. The sums are the same to
 the last bit.
 
-Where the weight gradients of linear layers are computed later (`models.blocks.weight_gradients`), the matrix product
+Where the weight gradients of linear layers are computed later (`models.weight_gradients`), the matrix product
 adds to the sum: nothing is rounded to 16 bits, and the memory traffic hides behind the arithmetic. Only GPUs can.
 
 A GPU kernel converts as it reads. A CPU kernel makes a copy, so there gradients are added in slices whose copies fit

@@ -37,14 +37,14 @@ class StageEngine(PipelineEngine):
         DeepSpeed would send them before each micro-batch, and wait for the device to read them.
 
         Args:
-            shapes: arguments of the module's `stream_like` for each micro-batch of this replica, in order; those of a
-                language model are rows and length.
+            shapes: arguments of the module's `activations_like` for each micro-batch of this replica, in order; those
+                of a language model are rows and length.
         """
         self._shapes = iter(list(shapes))
 
     def _exec_recv_activations(self, buffer_id: int) -> None:
         inputs = tuple(
-            torch.empty_like(tensor, device=self.device) for tensor in self.module.stream_like(*next(self._shapes))
+            torch.empty_like(tensor, device=self.device) for tensor in self.module.activations_like(*next(self._shapes))
         )
         for tensor in inputs:
             p2p.recv(tensor, self.prev_stage)
@@ -59,7 +59,7 @@ class StageEngine(PipelineEngine):
 
     def _send_tensor_meta(self, stream: tuple[Tensor, ...], stage: int) -> None:
         """Check the shapes that the receiver expects, where DeepSpeed would send them once."""
-        expected = self.module.stream_like(*stream[1].shape)
+        expected = self.module.activations_like(*stream[1].shape)
         for tensor, like in zip(stream, expected, strict=True):
             assert (tensor.shape, tensor.dtype) == (like.shape, like.dtype), (tensor.shape, tensor.dtype, like)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from data.loader import GlobalBatch, Loader, MicroBatch
-from models.attention.documents import Documents
-from models.parallel.peers import NONE_SHARED, Sharing
+from models.attention.packed import Documents
+from models.process_groups import NONE_SHARED, Sharing
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from models.costs.flops import ModelFlops
+from models.costs import ModelFlops
 from models.spec import ModelSpec
 from training.callbacks import Callback
 from training.config.deepspeed_config import training_dtype

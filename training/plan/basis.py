@@ -23,8 +23,8 @@ from pydantic import BaseModel, NonNegativeInt, PositiveFloat, PositiveInt, mode
 
 from common.whole_files import Tell, kept, read_regular, replace_text
 from models.checkpoint.publish import writing
-from models.parallel.tensor import part_shapes
 from models.spec import ModelSpec
+from models.tensor_parallel import part_shapes
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.distributed.links import Links

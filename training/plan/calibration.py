@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.blocks.offload import Returns
-from models.blocks.options import PLAIN, BlockOptions
+from models.block_options import PLAIN, BlockOptions
 from models.layers import Block, Embedding, Head
 from models.lean_loss import linear_cross_entropy
+from models.offload import Returns
 from models.router import n_experts
 from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype

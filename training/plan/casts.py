@@ -1,4 +1,4 @@
-"""What fp8 (`models.blocks.fp8`) adds to the work of a block: before each product, passes that round its two factors.
+"""What fp8 (`models.block_options`) adds to the work of a block: before each product, passes that round both factors.
 
 Compiled, torchao's own roofline has it (torchao.testing.training.roofline_utils, tensorwise): one pass finds a tensor's
 largest value (2 bytes read), and one reads it again and writes it for both products that it is a factor of (2 + 2
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from models.costs.layer_work import LayerWork, Operation
+from models.costs import LayerWork, Operation
 
 # Bytes that are read and written for each element of a factor, by pass.
 COMPILED = (1, 2)

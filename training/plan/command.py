@@ -18,6 +18,7 @@ from common.log import Log
 from common.terminal import reason_of
 from data.errors import DataError
 from data.tokenized.dataset import Dataset
+from models.api import read_spec
 from models.checkpoint.layout import resolve
 from models.checkpoint.publish import writing
 from models.errors import CheckpointError
@@ -56,7 +57,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     """
     log = Log(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     folder = resolve(config.model_path)
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     check_device(config)
     count, device = parse_devices(arguments.devices) if arguments.devices else (None, this_device())
     if arguments.devices:

@@ -1,7 +1,7 @@
 """How long each layer takes for a micro-batch: estimated from what it does, and corrected by what was measured
 of single layers (`training.plan.calibration`) and of the run's own steps (`training.plan.feedback`).
 
-What a layer does is found by running one of its kind on fake tensors (`models.costs.layer_work`), and how long that
+What a layer does is found by running one of its kind on fake tensors (`models.costs`), and how long that
 takes is a roofline (`training.plan.roofline`): FLOPs, bytes and launches, each kernel by itself. Recomputed activations
 add a forward pass to the backward pass. Gradients are added up in every micro-batch, the dense one of the embedding
 included, which is what a large vocabulary costs the first stage; the last one takes the logits through the softmax to
@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from models.attention.positions import SLIDING, attention_kind
-from models.costs.fake_layers import LayerCase, Saved, saved_by
-from models.costs.layer_work import LayerWork, Operation, product, work_of
+from models.costs import LayerCase, LayerWork, Operation, Saved, product, saved_by, work_of
 from models.lean_loss import chunk_tokens
 from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype

@@ -27,7 +27,7 @@ from common.terminal import reason_of
 from common.whole_files import kept, read_regular, replace_text
 from data.loader import Loader
 from models.attention.kernels import NAMES, candidates, choose_attention
-from models.blocks.options import BlockOptions
+from models.block_options import BlockOptions
 from models.lean_loss import AMPERE
 from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype

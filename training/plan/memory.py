@@ -3,7 +3,7 @@
 Weights, gradients and optimizer states stay (`training.plan.optimizer_memory`). On top of them comes the larger of two
 peaks: the activations of all micro-batches that are under way, or the optimizer's step, before which they are gone. How
 many are under way follows from the schedule: with 1F1B, min(m, P - s) on stage s of P. For each of them a stage keeps
-what it received, what it sent, and what autograd saves of its layers (`models.costs.fake_layers`); with
+what it received, what it sent, and what autograd saves of its layers (`models.costs`); with
 recomputation only the blocks' inputs, and the inside of one block while that is done again. The last stage adds the
 loss (`models.lean_loss`): a chunk of logits, and the gradient of the head in fp32. Of rows and layers that several
 processes share counts the part that one has.
@@ -22,7 +22,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from models.costs.fake_layers import Saved
+from models.costs import Saved
 from models.lean_loss import CPU_CHUNK, GPU_CHUNK
 from training.config.deepspeed_config import training_dtype
 from training.optimizer.optimizers import PIECE
@@ -159,7 +159,7 @@ class MemoryModel:
         return self._inside[end] - self._inside[begin] + arguments + borders * self._hidden
 
     def _waiting(self, begin: int, end: int) -> int:
-        """Bytes kept of a micro-batch whose gradients of weights wait (`models.blocks.weight_gradients`)."""
+        """Bytes kept of a micro-batch whose gradients of weights wait (`models.weight_gradients`)."""
         if self._config.offload_activations:
             return 0
         blocks = (layer for layer in range(begin, end) if layer not in self._basis.recomputed)

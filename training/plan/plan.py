@@ -7,7 +7,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
-from models.costs.flops import ModelFlops
+from models.costs import ModelFlops
 from training.config.deepspeed_config import training_dtype
 from training.plan.basis import Basis
 from training.plan.costs import LayerTime, layer_times

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from models.costs.layer_work import Operation
+from models.costs import Operation
 from training.metrics.devices import Device
 
 TILE = 128  # rows and columns of the result that a core computes at a time (NVIDIA's guide to matrix multiplication)

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from models.parallel.tensor import part_shapes
 from models.spec import ModelSpec
+from models.tensor_parallel import part_shapes
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 from training.distributed.processes import agreed, gather

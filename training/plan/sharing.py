@@ -13,9 +13,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from models.parallel.peers import Peers
-from models.parallel.tensor import plan_of
+from models.process_groups import Peers
 from models.spec import ModelSpec, key_heads
+from models.tensor_parallel import plan_of
 from training.config.deepspeed_config import training_dtype
 from training.config.model_topo import ModelTopo
 from training.plan.basis import Basis

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.parallel.cut import Cut
+from models.shard import Shard
 from training.checkpoint.resharding import slices_of
 from training.engine.pipeline import PipelineTrainer
 from training.engine.stage_engine import StageEngine
@@ -66,9 +66,9 @@ class Recorder(PipelineTrainer):
         ]
 
     def _cuts(self) -> dict[str, Any]:
-        """Return the arguments of `Cut` for each weight of which this rank has a shard."""
+        """Return the arguments of `Shard` for each weight of which this rank has a shard."""
         share = self.engine.module.share
-        cuts = {name: share.cut(name) for name, _ in self.engine.module.named_parameters()}
+        cuts = {name: share.shard(name) for name, _ in self.engine.module.named_parameters()}
         return {
             name: (cut.shape, cut.side, [(each.start, each.stop) for each in cut.ranges])
             for name, cut in cuts.items()
@@ -103,13 +103,13 @@ class Recorded:
         self.gradients: dict[str, Tensor] = {}
         self.masters: dict[str, Tensor] = {}
         self.weights: list[dict[str, Tensor]] = []
-        self._cuts: list[dict[str, Cut]] = []
-        pieces: dict[tuple[str, Cut | None], dict[int, Tensor]] = {}
+        self._cuts: list[dict[str, Shard]] = []
+        pieces: dict[tuple[str, Shard | None], dict[int, Tensor]] = {}
         shapes: dict[str, torch.Size] = {}
         for path in sorted(folder.glob(f"step-{step}.rank-*.safetensors")):
             with safe_open(path, "pt") as file:
                 cuts = {
-                    name: Cut(tuple(shape), side, tuple(range(*each) for each in ranges))
+                    name: Shard(tuple(shape), side, tuple(range(*each) for each in ranges))
                     for name, (shape, side, ranges) in json.loads(file.metadata()[CUTS]).items()
                 }
             self.weights.append({})
@@ -134,7 +134,7 @@ class Recorded:
         return {name: cuts[name].of(whole[name]) if name in cuts else whole[name] for name in names}
 
 
-def _put(part: Tensor, cut: Cut | None, name: str, whole: dict[str, Tensor]) -> None:
+def _put(part: Tensor, cut: Shard | None, name: str, whole: dict[str, Tensor]) -> None:
     """Put a rank's shard into the whole weight; elements that no rank has stay NaN."""
     if cut is None:
         whole[name] = part

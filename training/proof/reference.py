@@ -21,10 +21,10 @@ from torch import Tensor
 
 from data.loader import GlobalBatch
 from data.sample_set import InMemory, Sample
+from models.api import read_spec
 from models.causal_lm import CausalLM
 from models.checkpoint.source import open_source
 from models.router import router_loss, top_k
-from models.spec import ModelSpec
 from training.config.deepspeed_config import router_loss_weight, training_dtype
 from training.config.keys import TrainConfig
 from training.data_setup import build_loader
@@ -52,7 +52,7 @@ class Reference:
 
     def __init__(self, config: TrainConfig, samples: Sequence[Sample]) -> None:
         folder = Path(config.model_path)
-        spec = ModelSpec.from_folder(folder)
+        spec = read_spec(folder)
         spec.config._experts_implementation = "eager"
         self._config, self._samples = config, samples
         self._router_weight = router_loss_weight(config, spec)
@@ -109,7 +109,7 @@ class Reference:
 
     def _tokens(self, sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
         """Return a sample's summed cross-entropy and z-loss over trained tokens, and its router sums."""
-        hidden, _, *routed = self._model.stream(torch.tensor([sample["input_ids"]]))
+        hidden, _, *routed = self._model.activations(torch.tensor([sample["input_ids"]]))
         head = self._model.head
         logits, targets = head.project(head.norm(hidden))[0, :-1], torch.tensor(sample["labels"][1:])
         largest = torch.log_softmax(logits[targets >= 0], dim=-1).amax(dim=-1)

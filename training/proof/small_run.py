@@ -14,9 +14,10 @@ from torch import Tensor
 
 from data.sample_set import IGNORED, Sample
 from data.tokenized.dataset import check_vocabulary
-from models.checkpoint.convert import copy_files
+from models.api import read_spec
 from models.checkpoint.layout import layer_file, resolve, side_files
-from models.checkpoint.torch_files import save_state_dict
+from models.checkpoint.tensor_files import save_state_dict
+from models.conversion.to_pipeline import copy_files
 from models.derived.shrink import is_dropout, shrunk_fields
 from models.spec import ModelSpec
 from training.config.deepspeed_config import router_loss_weight
@@ -58,7 +59,7 @@ class SmallRun:
             CheckpointError, ConfigError, DataError: they are unusable.
         """
         source = resolve(config.model_path)
-        whole = ModelSpec.from_folder(source)
+        whole = read_spec(source)
         config.parts_for(whole.n_layers)
         topo = small_topology(config, processes)
         small, differs = small_config(config, whole, topo, folder)
@@ -68,7 +69,7 @@ class SmallRun:
         copy_files(source, model, side_files(source))
         fields = shrunk_fields(whole.config, whole.raw, small_depth(config, topo, whole.n_layers) - 2)
         (model / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-        spec = ModelSpec.from_folder(model)
+        spec = read_spec(model)
         write_model(model, spec, config.seed)
         words = int(spec.config.vocab_size)
         samples, evaluated = ([shorten(sample, words) for sample in each] for each in (samples, evaluated))

@@ -8,8 +8,7 @@ import torch
 from data.loader import Loader
 from data.packing import Packing
 from data.sample_set import InMemory
-from models.attention.documents import Documents
-from models.attention.position_ids import unmarked
+from models.attention.packed import Documents, unmarked
 
 LENGTHS = [5, 1, 9, 3, 18, 30, 2, 8, 8, 31, 1]
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from transformers import modeling_flash_attention_utils
 
 from models import CausalLM
+from models.api import read_spec
 from models.attention import packed
 from models.attention.kernels import ALL, CUDNN, FLASH, FLASH_3, FLEX, VARLEN
-from models.attention.position_ids import unmarked
+from models.attention.packed import unmarked
 from models.checkpoint.source import open_source
-from models.spec import ModelSpec
 from tests.closeness import assert_near
 from tests.models.cases import CASES
 from tests.models.helpers import gradients, random_ids
@@ -45,7 +45,7 @@ def position_ids(rows: list[list[int]], length: int = 40) -> Tensor:
 
 def outcome(folder: Path, kernel: str | None, rows: list[list[int]]) -> tuple[str, Tensor, dict[str, Tensor]]:
     """The kernel, the logits of real tokens, and the gradients of a sum that weighs them at random."""
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     if kernel:
         spec.set_attention(kernel)
     model = CausalLM(spec, open_source(folder, spec), torch.float32, torch.device("cpu")).train()
@@ -66,7 +66,7 @@ def assert_same(folder: Path, kernel: str, rows: list[list[int]]) -> None:
 def exact(name: str, kernel: str, make_checkpoint: Callable[..., Path]) -> Path:
     """A case's checkpoint, where its family has the kernel."""
     folder = make_checkpoint(CASES[name].model_type, **CASES[name].changes)
-    if kernel not in ModelSpec.from_folder(folder).attention:
+    if kernel not in read_spec(folder).attention:
         pytest.skip(f"{kernel} does not compute the attention of {name}")
     return folder
 
@@ -242,16 +242,16 @@ def test_flash_attention_is_told_of_the_order(
 
 
 def test_kernels_without_dropout_are_not_taken_where_attention_drops(make_checkpoint: Callable[..., Path]) -> None:
-    assert ModelSpec.from_folder(make_checkpoint("llama")).attention == ALL
-    dropping = ModelSpec.from_folder(make_checkpoint("llama", attention_dropout=0.1))
+    assert read_spec(make_checkpoint("llama")).attention == ALL
+    dropping = read_spec(make_checkpoint("llama", attention_dropout=0.1))
     assert set(dropping.attention) == set(ALL) - {FLASH_3, VARLEN, FLEX}
 
 
 def test_a_batch_told_ahead_gives_the_same(make_checkpoint: Callable[..., Path]) -> None:
     """What is read from position ids and what is told may not differ; a wrong shape is refused."""
-    from models.attention.documents import Documents
+    from models.attention.packed import Documents
 
-    spec = ModelSpec.from_folder(make_checkpoint("llama"))
+    spec = read_spec(make_checkpoint("llama"))
     positions = spec.positions()
     ids = position_ids(PACKED)
     read = positions.documents(ids)

@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models.attention import packed
-from models.attention.documents import Documents
-from models.attention.packed import by_cudnn, by_document
+from models.attention.packed import Documents, by_cudnn, by_document
 from tests.closeness import assert_near
 
 ROWS = {"packed": [[5, 1, 9, 3], [18]], "long": [[3, 700], [703]], "whole": [[1300], [1300]]}

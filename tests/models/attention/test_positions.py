@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from models.api import read_spec
 from models.attention.positions import FULL
-from models.spec import ModelSpec
 from tests.models.cases import CASES
 
 
 def test_masks_are_made_once_a_micro_batch(make_checkpoint: Callable[..., Path]) -> None:
-    positions = ModelSpec.from_folder(make_checkpoint("llama")).positions()
+    positions = read_spec(make_checkpoint("llama")).positions()
     hidden = torch.zeros(2, 8, 32)
     position_ids = torch.arange(8).repeat(2, 1)
     made = positions(FULL, hidden, position_ids)
@@ -62,7 +62,7 @@ class ByProduct(nn.Module):
 @pytest.mark.parametrize("name", [*CASES, "by product"])
 def test_no_product_of_positions_is_taken_in_tf32(name: str, make_checkpoint: Callable[..., Path], tf32: None) -> None:
     case = CASES.get(name, CASES["llama-tied"])
-    positions = ModelSpec.from_folder(make_checkpoint(case.model_type, **case.changes)).positions()
+    positions = read_spec(make_checkpoint(case.model_type, **case.changes)).positions()
     if name == "by product":
         positions.rotary = ByProduct(positions.rotary)
     length = 2060  # from 2048 on, 10 bits and the leading one do not hold every number

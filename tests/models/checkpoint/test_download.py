@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import constants
 
 from models import load_model
-from models.checkpoint.download import download
+from models.api import download
 from tests.models.helpers import BIN_INDEX, contents, copy_of, error_line, write_weights
 
 NAME = "someone/model"

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from models import load_model
-from models.checkpoint.convert import hg_to_pp
-from models.checkpoint.export import pp_to_hg
+from models.conversion.to_huggingface import pp_to_hg
+from models.conversion.to_pipeline import hg_to_pp
 from tests.models.helpers import (
     BIN_INDEX,
     CONVERTERS,

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from models.checkpoint import publish
-from models.checkpoint.export import pp_to_hg
 from models.checkpoint.publish import MARK, publish_folder
+from models.conversion.to_huggingface import pp_to_hg
 from tests.accidents import killed_at, limited
 from tests.models.command_line import convert as run_command
 from tests.models.helpers import CONVERTERS, contents, copy_of, error_line, published
@@ -99,13 +99,13 @@ def test_full_disk_is_told_in_one_line_and_leaves_nothing(
 
 
 WRITE = "the converter's own way of writing"
-WRITERS = {"hg_to_pp": "models.checkpoint.torch_files.torch.save", "pp_to_hg": "models.checkpoint.parallel.os.pwrite"}
+WRITERS = {"hg_to_pp": "models.checkpoint.tensor_files.torch.save", "pp_to_hg": "models.checkpoint.tensor_io.os.pwrite"}
 # What the conversion does when the process is killed, and for the how-manieth time.
 MOMENTS = {
     "first-write": (WRITE, 1),
     "third-write": (WRITE, 3),
-    "side-files": ("models.checkpoint.convert.shutil.copyfile", 2),
-    "reading-back": ("models.checkpoint.verify.sync", 2),
+    "side-files": ("models.conversion.to_pipeline.shutil.copyfile", 2),
+    "reading-back": ("models.checkpoint.source.sync", 2),
     "publishing": ("pathlib.Path.rename", 1),
     "between-old-and-new": ("pathlib.Path.rename", 4),
 }

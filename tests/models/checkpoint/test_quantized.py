@@ -16,10 +16,10 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from models import CheckpointError, load_model
-from models.checkpoint.convert import hg_to_pp
-from models.checkpoint.export import pp_to_hg
 from models.checkpoint.quantized import Quantized
-from models.checkpoint.safetensors_files import TensorInfo
+from models.checkpoint.tensor_files import TensorInfo
+from models.conversion.to_huggingface import pp_to_hg
+from models.conversion.to_pipeline import hg_to_pp
 from tests.models.derived.cases import write_small
 from tests.models.helpers import assert_same_bits, change_config, change_weights, error_line, random_ids, read_config
 

@@ -20,9 +20,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.checkpoint.safetensors_files import SafetensorsFile
+from models.api import read_spec
 from models.checkpoint.source import HuggingFaceSource
-from models.spec import ModelSpec
+from models.checkpoint.tensor_files import SafetensorsFile
 from tests.launching import run, start
 from tests.models.helpers import SAFETENSORS_INDEX, copy_of, error_line, run_convert_model, write_weights
 
@@ -54,7 +54,7 @@ def write_model(folder: Path, suffix: str, sizes: dict[str, object]) -> None:
     """A bf16 checkpoint in one file, without a tokenizer; every number is a half."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(FIELDS | {"num_key_value_heads": 8} | sizes))
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     weight_map = spec.weight_map
     tensors: dict[str, Tensor] = {}
     for layer in range(spec.n_layers):
@@ -193,7 +193,7 @@ def test_full_disk_of_its_own_is_told_in_one_line(command: str, both_layouts: di
 def shard_a_layer(llama: Callable[..., Path], tmp_path: Path) -> tuple[Path, dict[int, str]]:
     """A llama with one shard a layer, all of them garbage; and the name of each layer's shard."""
     folder = copy_of(llama(), tmp_path / "shards")
-    source = HuggingFaceSource(folder, ModelSpec.from_folder(folder))
+    source = HuggingFaceSource(folder, read_spec(folder))
     shards = {layer: f"model-{layer + 1:05d}-of-00004.safetensors" for layer in range(4)}
     files = {}
     for layer, shard in shards.items():
@@ -213,7 +213,7 @@ def test_rank_opens_the_shards_of_its_own_layers_only(
 ) -> None:
     folder, shards = shard_a_layer
     shutil.copy(tmp_path / "good" / shards[layer], folder)
-    source = HuggingFaceSource(folder, ModelSpec.from_folder(folder))
+    source = HuggingFaceSource(folder, read_spec(folder))
     source.check_layer(layer)
     assert source.read_layer(layer).keys() == source.spec.shapes(layer).keys()
     for other in set(shards) - {layer}:
@@ -225,7 +225,7 @@ def test_shard_that_is_promised_has_to_be_there(shard_a_layer: tuple[Path, dict[
     folder, shards = shard_a_layer
     shutil.copy(tmp_path / "good" / shards[0], folder)
     (folder / shards[2]).unlink()
-    assert str(folder / shards[2]) in error_line(lambda: HuggingFaceSource(folder, ModelSpec.from_folder(folder)))
+    assert str(folder / shards[2]) in error_line(lambda: HuggingFaceSource(folder, read_spec(folder)))
     index = json.loads((folder / SAFETENSORS_INDEX).read_text())
     assert set(index["weight_map"].values()) == set(shards.values())
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.checkpoint import convert as importing
-from models.checkpoint import export as exporting
-from models.checkpoint.verify import compare, forget_cached
+from models.checkpoint.source import compare, forget_cached
+from models.conversion import to_huggingface as exporting
+from models.conversion import to_pipeline as importing
 from tests.models.cases import CASES
 from tests.models.command_line import convert, refusal
 from tests.models.helpers import change_weights, contents, error_line, joined, published, read_weights

@@ -23,14 +23,14 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from benchmarks.families import config_of
 from common.whole_files import read_checked
 from models import CheckpointError, load_model
-from models.architectures import FAMILIES, family_of
-from models.costs.fake_layers import LayerCase
-from models.costs.layer_work import work_of
-from models.derived import derive, outline, proven
+from models import derived as proven
+from models.api import read_spec
+from models.architectures import FAMILIES
+from models.costs import LayerCase, work_of
+from models.derived import derive, outline
 from models.derived.derive import small_model
 from models.derived.proof import BOUND, prove, roughen
 from models.loss import token_loss
-from models.spec import ModelSpec
 from tests.closeness import assert_near
 from tests.models.derived.cases import TRAITS, since, write_small
 from tests.models.helpers import (
@@ -70,7 +70,7 @@ def test_logits_and_loss_equal_transformers(checkpoint: tuple[Path, Any], layout
     ours = load_model(in_layout(folder, layout, tmp_path / "layers"))
     wanted = model(input_ids=ids, use_cache=False).logits
     assert_near(ours(ids), wanted)
-    normalised = ours.head.norm(ours.stream(ids)[0])
+    normalised = ours.head.norm(ours.activations(ids)[0])
     loss = token_loss(normalised, ids, ours.head) / (2 * 39)
     assert_near(loss, shifted_loss(wanted, ids), kind="means")
 
@@ -80,7 +80,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(checkpoint: tuple[Path, Any], tmp_p
 
 
 def test_what_every_block_does_is_counted(checkpoint: tuple[Path, Any]) -> None:
-    spec = ModelSpec.from_folder(checkpoint[0])
+    spec = read_spec(checkpoint[0])
     for layer in range(spec.n_layers - 1):
         work = work_of(spec, LayerCase(layer, 1, 64, torch.bfloat16), compiled=True)
         assert layer == 0 or sum(each.flops for each in work.forward) > 2 * 64 * spec.config.hidden_size**2
@@ -91,10 +91,10 @@ def test_what_is_proven_is_told_once_and_known_the_next_time(
 ) -> None:
     write_small(tmp_path / "model", "smollm3")
     with caplog.at_level(logging.INFO, "pipetune"):
-        spec = ModelSpec.from_folder(tmp_path / "model")
+        spec = read_spec(tmp_path / "model")
         proven._families.clear()  # as in another process
         monkeypatch.setattr(proven, "prove", None)
-        again = ModelSpec.from_folder(tmp_path / "model")
+        again = read_spec(tmp_path / "model")
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("smollm3: held against transformers in 8 comparisons")
     assert again.family.proof == spec.family.proof
@@ -107,7 +107,7 @@ def test_another_trait_is_proven_anew(tmp_path: Path) -> None:
     differences: list[dict[str, Any]] = [{}, {"vocab_size": 1000}, {"attention_bias": True}]
     for number, changes in enumerate(differences):
         write_small(tmp_path / str(number), "smollm3", **changes)
-        ModelSpec.from_folder(tmp_path / str(number))
+        read_spec(tmp_path / str(number))
     assert len(list((tmp_path / "cache" / "pipetune" / "proofs").iterdir())) == 2  # a size is no trait
 
 
@@ -115,17 +115,17 @@ def test_a_proof_without_a_place_to_keep_it_is_made_again(tmp_path: Path, monkey
     write_small(tmp_path / "model", "smollm3")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert ModelSpec.from_folder(tmp_path / "model").family.name == "smollm3"
+    assert read_spec(tmp_path / "model").family.name == "smollm3"
 
 
 def test_a_damaged_proof_is_made_again(tmp_path: Path) -> None:
     write_small(tmp_path / "model", "smollm3")
-    ModelSpec.from_folder(tmp_path / "model")
+    read_spec(tmp_path / "model")
     (kept,) = (tmp_path / "cache" / "pipetune" / "proofs").iterdir()
     sound = kept.read_bytes()
     kept.write_bytes(sound[:20])
     proven._families.clear()
-    ModelSpec.from_folder(tmp_path / "model")
+    read_spec(tmp_path / "model")
     assert json.loads(read_checked(kept))["figures"] == json.loads(sound.rpartition(b"\n")[0])["figures"]
 
 
@@ -147,7 +147,7 @@ def test_what_does_not_fit_is_refused_in_one_line(model_type: str, tmp_path: Pat
         changes = {"hidden_size_per_layer_input": 16} if model_type == "gemma4_text" else {}
         fields = config_of(model_type, **changes)[1]
     (tmp_path / "config.json").write_text(json.dumps(fields, default=str))
-    assert REFUSED[model_type] in error_line(lambda: ModelSpec.from_folder(tmp_path))
+    assert REFUSED[model_type] in error_line(lambda: read_spec(tmp_path))
     assert not (tmp_path / "cache").exists()
 
 
@@ -168,7 +168,7 @@ def test_a_part_that_does_not_fit_is_named_with_its_family(model_type: str, tmp_
     changes, told = MISFITS[model_type]
     fields = config_of(model_type, **((TINY | changes) if model_type != "llama4_text" else {}))[1]
     (tmp_path / "config.json").write_text(json.dumps(fields, default=str))
-    line = error_line(lambda: ModelSpec.from_folder(tmp_path))
+    line = error_line(lambda: read_spec(tmp_path))
     assert f"config.json: {model_type}: " in line and told in line, line
     assert model_type == "llama4_text" or f"{model_type}: deriving it failed at " in line
 
@@ -177,7 +177,7 @@ def test_a_part_that_does_not_fit_is_named_with_its_family(model_type: str, tmp_
 def test_a_part_for_text_that_is_no_decoder_of_its_own_is_refused(model_type: str, tmp_path: Path) -> None:
     fields = {"model_type": model_type, "text_config": {"model_type": f"{model_type}_text"}}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    line = error_line(lambda: ModelSpec.from_folder(tmp_path))
+    line = error_line(lambda: read_spec(tmp_path))
     assert f"model_type '{model_type}'" in line and "expected a checkpoint for text alone" in line
 
 
@@ -200,7 +200,7 @@ def test_a_rotary_dim_that_transformers_does_not_heed_is_refused(tmp_path: Path)
     fields = config_of("minimax_m2")[1]
     fields["rope_parameters"] = fields["rope_parameters"] | {"partial_rotary_factor": 1.0}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    told = error_line(lambda: ModelSpec.from_folder(tmp_path))
+    told = error_line(lambda: read_spec(tmp_path))
     version = transformers.__version__
     assert f"rotary_dim is 64, but transformers {version} rotates 128 numbers of a head; expected a partial" in told
 
@@ -209,7 +209,7 @@ def test_angles_by_kind_that_depend_on_the_length_are_refused(tmp_path: Path) ->
     fields = config_of("gemma3_text")[1]
     fields["rope_parameters"]["full_attention"] = {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 4.0}
     (tmp_path / "config.json").write_text(json.dumps(fields, default=str))
-    told = error_line(lambda: ModelSpec.from_folder(tmp_path))
+    told = error_line(lambda: read_spec(tmp_path))
     assert "angles depend on a document's length and are of several kinds" in told
 
 
@@ -221,16 +221,16 @@ def test_dropout_outside_of_blocks_is_refused(model_type: str, name: str, tmp_pa
     for share in (0.1, 0.0):
         (tmp_path / "config.json").write_text(json.dumps(fields | {name: share}, default=str))
         if share:
-            told = error_line(lambda: ModelSpec.from_folder(tmp_path))
+            told = error_line(lambda: read_spec(tmp_path))
             assert f"drops hidden states outside of its blocks; expected {name}: 0.0" in told
         else:
-            assert ModelSpec.from_folder(tmp_path).config.attention_dropout == 0.1
+            assert read_spec(tmp_path).config.attention_dropout == 0.1
 
 
 def test_masks_of_an_unknown_kind_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_small(tmp_path / "model", "smollm3")
     monkeypatch.delitem(outline.MASKS, "create_causal_mask")
-    told = error_line(lambda: ModelSpec.from_folder(tmp_path / "model"))
+    told = error_line(lambda: read_spec(tmp_path / "model"))
     assert "a mask of create_causal_mask, which is not known" in told
 
 
@@ -239,7 +239,7 @@ def test_what_generation_is_refused_for_is_true(tmp_path: Path) -> None:
     """Of angles by the length transformers keeps those of the keys that were there before a text became long."""
     folder = tmp_path / "model"
     write_small(folder, "internlm3", max_position_embeddings=16, rope_scaling={"rope_type": "dynamic", "factor": 6.0})
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     assert spec.family.proof.endswith("no generation here, as tokens one by one are not transformers'")
 
 
@@ -359,7 +359,7 @@ def test_layers_that_predict_further_ahead_are_carried_behind_any_number_of_bloc
 @pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() & CONFIG_MAPPING.keys()))
 def test_declared_families_hold_too(model_type: str) -> None:
     config, fields = config_of(model_type)
-    found = prove(config, fields, family_of(model_type))
+    found = prove(config, fields, FAMILIES[model_type])
     assert max(found.figures.values()) <= BOUND and found.generates and found.routes
 
 
@@ -378,7 +378,7 @@ def test_kernels_for_gpus_are_not_asked_on_the_cpu(tmp_path: Path, monkeypatch: 
     with monkeypatch.context() as without:
         without.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", plain)
         write_small(tmp_path / "model", "qwen3_5_text")
-    assert ModelSpec.from_folder(tmp_path / "model").family.generates
+    assert read_spec(tmp_path / "model").family.generates
     assert modeling_qwen3_5.torch_chunk_gated_delta_rule is kernel
 
 
@@ -387,7 +387,7 @@ def test_a_declaration_that_does_not_hold_is_refused(
 ) -> None:
     """Another version of transformers may compute something else than the file that declares a family says."""
     folder = make_checkpoint("gemma2")
-    uncapped = replace(family_of("gemma2"), projection=None)
-    monkeypatch.setattr("models.spec.family_of", lambda model_type: uncapped)
+    uncapped = replace(FAMILIES["gemma2"], projection=None)
+    monkeypatch.setitem(FAMILIES, "gemma2", uncapped)
     with pytest.raises(CheckpointError, match=r"gemma2 is not what transformers has: .* differ by"):
-        ModelSpec.from_folder(folder)
+        read_spec(folder)

@@ -10,13 +10,13 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from benchmarks.families import candidates, config_of
+from models.api import read_spec
 from models.architectures import FAMILIES
 from models.checkpoint.source import open_source
 from models.derived.derive import small_model
 from models.derived.outline import Underivable
 from models.errors import CheckpointError
 from models.loading import SeededStates
-from models.spec import ModelSpec
 
 OFTEN = ("gpt_oss", "kimi_linear", "qwen3_next", "gemma4_text")  # sinks, learned decays, linear attention, own norms
 ENOUGH = 200  # numbers whose spread says something
@@ -41,7 +41,7 @@ def nan_where_nothing_was_written() -> Iterator[None]:
 def test_they_are_as_transformers_makes_them(model_type: str, tmp_path: Path) -> None:
     try:
         small_model(*config_of(model_type)).save_pretrained(tmp_path)
-        spec = ModelSpec.from_folder(tmp_path)
+        spec = read_spec(tmp_path)
     except (CheckpointError, Underivable, ValueError, RuntimeError, StrictDataclassError) as error:
         pytest.skip(f"there is no such model: {error}".splitlines()[0])
     source, fresh = open_source(tmp_path, spec), SeededStates(spec, 0)

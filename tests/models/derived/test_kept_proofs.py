@@ -33,7 +33,7 @@ SPOILT: dict[str, dict[str, Any]] = {
 
 
 def read(path: Path) -> Proof:
-    """As models.derived.proven does."""
+    """As models.derived does."""
     return Proof.model_validate_json(read_checked(path))
 
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 import models.causal_lm
 from models import CheckpointError
-from models.architectures import Family, Rule
-from models.attention.documents import Documents
+from models.attention.cache import KeyValueCache
 from models.attention.kernels import EAGER
+from models.attention.packed import Documents
 from models.derived.derive import derive
 from models.derived.positions import DerivedPositions
 from models.derived.proof import BOUND, GENERATION, ROUTING, bound, compare, small_spec
-from models.generation.cache import KeyValueCache
+from models.family import Family, Rule
 from models.layers import Head
 from tests.models.derived.cases import write_small
 from tests.models.helpers import change_weights, read_config
@@ -49,8 +49,8 @@ def capless(family: Family) -> Family:
 def leaking(family: Family) -> Family:
     """Attention that goes through the documents of a row, with positions that restart."""
 
-    def positions(family_: Family, config: Any) -> Any:
-        made: DerivedPositions = family.positions(family_, config)  # type: ignore[misc]
+    def positions(config: Any, rotary: Any) -> Any:
+        made: Any = family.positions(config, rotary)  # type: ignore[misc]
 
         class Leaking(DerivedPositions):
             def documents(self, position_ids: Tensor) -> Documents:
@@ -75,8 +75,8 @@ def swapped_experts(family: Family) -> Family:
 def restarting(family: Family) -> Family:
     """Positions that begin anew with each token that comes through the cache."""
 
-    def positions(family_: Family, config: Any) -> Any:
-        made: DerivedPositions = family.positions(family_, config)  # type: ignore[misc]
+    def positions(config: Any, rotary: Any) -> Any:
+        made: Any = family.positions(config, rotary)  # type: ignore[misc]
 
         class Restarting(DerivedPositions):
             def arguments(self, hidden: Tensor, position_ids: Tensor, cache: KeyValueCache | None) -> Any:

@@ -15,8 +15,8 @@ import pytest
 
 from common.log import Log
 from data.errors import DataError
+from models.api import read_spec
 from models.errors import CheckpointError
-from models.spec import ModelSpec
 from tests.conftest import FAQ
 from tests.launching import DEEPSPEED, error_lines, run, write_config
 from tests.training.auto.helpers import UNTRAINED, auto, outline, texts
@@ -226,7 +226,7 @@ def test_records_are_cut_last_and_only_a_few_of_them(
     config, log = load_config(path), Log(quiet=True)
     data = RecordReader(config, model, log).read("data", config.data_path)
     machine = Machine(parse_devices("V100-16G")[1], (1,), math.inf, "one")
-    search = Search(machine, ModelSpec.from_folder(model), lambda _: data, frozenset(fixed), log)
+    search = Search(machine, read_spec(model), lambda _: data, frozenset(fixed), log)
     tried = [
         (changed.max_seq_len, changed.zero_optimization.offloads, changed.offload_activations)
         for changed in search._ladder(config)

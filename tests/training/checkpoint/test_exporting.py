@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from models.checkpoint.convert import hg_to_pp
-from models.checkpoint.export import pp_to_hg
 from models.checkpoint.publish import publish_folder
+from models.conversion.to_huggingface import pp_to_hg
+from models.conversion.to_pipeline import hg_to_pp
 from tests.launching import torchrun
 from tests.models.helpers import assert_same_bits, contents, joined, read_weights, side_files
 from training.checkpoint.exporting import layers_by_rank

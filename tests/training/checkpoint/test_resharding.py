@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from models.api import read_spec
 from models.errors import CheckpointError
-from models.spec import ModelSpec
 from tests.conftest import FAQ
 from tests.launching import deepspeed, metrics, topology, write_config
 from tests.ranks import Ranks
@@ -195,7 +195,7 @@ def state(name: str, folder: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("case", UNDER_TEST)
 def test_the_state_is_the_same_to_the_bit(case: Case, folder: Path, models: dict[str, Path]) -> None:
     before, after = state(str(case.source), folder), state(case.name, folder)
-    spec = ModelSpec.from_folder(models[case.model])
+    spec = read_spec(models[case.model])
     if spec.tied:  # one weight or two, as one process holds both ends or not
         for found in (before, after):
             ends = f"0.{spec.family.tie.embedding}:", f"{spec.n_layers - 1}.{spec.family.tie.head}:"

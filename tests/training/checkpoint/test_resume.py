@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from models.checkpoint.export import pp_to_hg
+from models.conversion.to_huggingface import pp_to_hg
 from tests.conftest import FAQ
 from tests.launching import Launch, error_lines, metrics, start_deepspeed, topology, write_config
 from tests.training.checkpoint.test_folder import flip

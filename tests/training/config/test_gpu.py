@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.blocks.fp8 import PACKAGE
+from models.block_options import FP8_PACKAGE
 from tests.conftest import FAQ
 from tests.launching import error_lines, run, topology, write_config
 from training.config.gpu import check_gpu, has_kernels
@@ -96,8 +96,10 @@ def test_which_gpus_have_fp8(
     be(monkeypatch, name, capability, [*CUDA_13, "sm_89"])
     if runs:
         check_gpu(FP8)
-        monkeypatch.setattr("models.blocks.fp8.is_installed", lambda: False)
-        with pytest.raises(ConfigError, match=rf"^fp8.enabled: torchao is not installed; .* pip install {PACKAGE}$"):
+        monkeypatch.setattr("models.block_options.torchao_installed", lambda: False)
+        with pytest.raises(
+            ConfigError, match=rf"^fp8.enabled: torchao is not installed; .* pip install {FP8_PACKAGE}$"
+        ):
             check_gpu(FP8)
     else:
         with pytest.raises(ConfigError, match=rf"^fp8.enabled: {name} is older than Ada and Hopper .* expected false$"):

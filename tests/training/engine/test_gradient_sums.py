@@ -12,7 +12,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from models.blocks.weight_gradients import WeightGradients
+from models.weight_gradients import WeightGradients
 from tests.closeness import assert_near
 from training.engine.gradient_sums import SLICE, add, sum_without_copies
 

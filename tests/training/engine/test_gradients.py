@@ -277,7 +277,7 @@ def reference(
         numbers = [number for row in rows for number in row]
         sums = torch.zeros(())
         for sample in (samples[number] for number in numbers):
-            hidden, _, *routed = model.stream(torch.tensor([sample["input_ids"]]))
+            hidden, _, *routed = model.activations(torch.tensor([sample["input_ids"]]))
             logits = model.head.project(model.head.norm(hidden))[0, :-1]
             total = total + F.cross_entropy(logits, torch.tensor(sample["labels"][1:]), reduction="sum") / supervised
             sums = sums + sum(routed, torch.zeros(()))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from models.checkpoint.convert import hg_to_pp
+from models.conversion.to_pipeline import hg_to_pp
 from tests.conftest import save_tokenizer
 from tests.launching import deepspeed, error_lines, topology, write_config
 from tests.models.checkpoint.test_quantized import to_fp8

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 
 import train_ds_zero
 from models import load_model
-from models.checkpoint.convert import copy_side_files
-from models.checkpoint.export import pp_to_hg
-from models.spec import ModelSpec
+from models.api import read_spec
+from models.conversion.to_huggingface import pp_to_hg
+from models.conversion.to_pipeline import copy_side_files
 from tests.closeness import assert_near
 from tests.conftest import FAQ
 from tests.launching import deepspeed, metrics, topology, write_config
@@ -188,7 +188,7 @@ def test_evaluation_is_the_cross_entropy_alone(outcomes: dict[str, dict[str, Any
 def test_no_rank_ever_holds_the_model_in_stage_3(
     case: Case, outcomes: dict[str, dict[str, Any]], checkpoints: dict[str, Path]
 ) -> None:
-    spec = ModelSpec.from_folder(checkpoints[case.model])
+    spec = read_spec(checkpoints[case.model])
     sizes = [sum(shape.numel() for shape in spec.shapes(layer).values()) for layer in range(spec.n_layers)]
     model = sum(sizes) - (sizes[0] if spec.tied else 0)
     for held, most in zip(outcomes[case.name]["held"], outcomes[case.name]["held_while_reading"], strict=True):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from models.checkpoint.export import pp_to_hg
+from models.conversion.to_huggingface import pp_to_hg
 from tests.conftest import FAQ
 from tests.launching import deepspeed, error_lines, metrics, start, topology, write_config
 

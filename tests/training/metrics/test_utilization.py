@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.costs.flops import ModelFlops
-from models.spec import ModelSpec
+from models.api import read_spec
+from models.costs import ModelFlops
 from training.metrics.devices import peak_flops
 from training.metrics.utilization import Utilization
 
@@ -62,7 +62,7 @@ def test_no_guess_for_other_devices(device: str) -> None:
 def test_utilization_is_a_share_of_all_devices_peak(
     make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = ModelSpec.from_folder(make_checkpoint("llama"))
+    spec = read_spec(make_checkpoint("llama"))
     needed = sum(ModelFlops(spec).by_layer([100, 50], 20))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
@@ -75,5 +75,5 @@ def test_utilization_is_a_share_of_all_devices_peak(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_cpu_has_no_utilization(make_checkpoint: Callable[..., Path]) -> None:
-    spec = ModelSpec.from_folder(make_checkpoint("llama"))
+    spec = read_spec(make_checkpoint("llama"))
     assert Utilization(spec, torch.bfloat16, processes=1)([100], 20, seconds=0.5) is None

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from models.api import read_spec
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.metrics.devices import parse_devices
@@ -39,7 +40,7 @@ def llama(folder: Path, name: str = "llama-7b", **changes: Any) -> ModelSpec:
 
 def spec_of(folder: Path, fields: dict[str, Any]) -> ModelSpec:
     (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    return ModelSpec.from_folder(folder)
+    return read_spec(folder)
 
 
 def config_of(folder: Path, stages: int, replicas: int = 1, **keys: Any) -> TrainConfig:

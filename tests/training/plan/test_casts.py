@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.architectures.llama import FAMILY
 from models.attention.kernels import EAGER as OWN
-from models.costs.layer_work import LayerWork, product
+from models.costs import LayerWork, product
 from models.spec import ModelSpec
 from tests.training.plan.helpers import basis_of, config_of, llama
 from training.config.deepspeed_config import check_fp8

@@ -16,8 +16,8 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
+from models.api import read_spec
 from models.attention.kernels import EAGER, FLASH, TORCH, VARLEN
-from models.spec import ModelSpec
 from tests.conftest import FAQ
 from tests.launching import run, topology, write_config
 from training.config.keys import TrainConfig
@@ -106,7 +106,7 @@ def test_a_kernel_that_cannot_run_the_rows_is_left_out(tmp_path: Path) -> None:
 def test_blocks_are_really_run(
     make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = ModelSpec.from_folder(make_checkpoint("llama"))
+    spec = read_spec(make_checkpoint("llama"))
     monkeypatch.setattr(kernels, "candidates", lambda *_: [TORCH, EAGER])
     taken, told = kernels._attention(config_of(tmp_path), spec, None)
     times = json.loads((tmp_path / FILE).read_text(encoding="utf-8"))["milliseconds"]
@@ -128,7 +128,7 @@ def test_kernels_are_timed_as_the_run_computes(make_checkpoint: Callable[..., Pa
 def test_without_a_gpu_auto_is_the_usual_kernel_and_nothing_is_compiled(
     make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    spec = ModelSpec.from_folder(make_checkpoint("llama"))
+    spec = read_spec(make_checkpoint("llama"))
     config = config_of(tmp_path)
     assert (config.use_flash_attn, config.compile) == ("auto", "auto")
     assert kernels._attention(config, spec, None) == (TORCH, "torch's scaled_dot_product_attention")
@@ -189,7 +189,7 @@ def test_the_trial_compiles_both_passes_of_a_block(
     backend = aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
     compile_module = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", partialmethod(compile_module, backend=backend))
-    spec = ModelSpec.from_folder(make_checkpoint("llama"))
+    spec = read_spec(make_checkpoint("llama"))
     reason = kernels._compile_trial(config_of(tmp_path), spec, None)
     torch._dynamo.reset()
     assert set(made) == {"forward", "backward"} if failing != "forward" else {"forward"}
@@ -209,7 +209,7 @@ def test_fp8_is_warned_of_where_blocks_are_not_compiled(
 ) -> None:
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(kernels, "gather", lambda chosen: [chosen])
-    spec = ModelSpec.from_folder(make_checkpoint("llama"))
+    spec = read_spec(make_checkpoint("llama"))
     config = config_of(tmp_path, bf16={"enabled": True}, fp8={"enabled": True}, compile=compiled)
     report = kernels.choose_kernels(config, spec, None).report
     assert any(line.startswith("warning: fp8 without compiled blocks") for line in report) is not compiled

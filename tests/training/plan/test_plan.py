@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from data.sample_set import InMemory, Sample
-from models.costs.fake_layers import LayerCase, saved_by
+from models.costs import LayerCase, saved_by
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 from tests.conftest import FAQ, TINY

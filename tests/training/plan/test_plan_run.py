@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from models.spec import ModelSpec
+from models.api import read_spec
 from tests.conftest import FAQ
 from tests.launching import deepspeed, metrics, topology, write_config
 from training.config.yaml_file import load_config
@@ -32,7 +32,7 @@ def test_a_run_divides_by_measured_costs(make_checkpoint: Callable[..., Path], t
         use_grad_ckpt="auto",
     )
     config = load_config(path)
-    found = calibrate(config, ModelSpec.from_folder(model), Workload.assumed(config))
+    found = calibrate(config, read_spec(model), Workload.assumed(config))
     found.layers["5"] = (1e6, 1e6)  # a very slow head
     found.write(tmp_path / "run")
     result = deepspeed(2, "train_ds.py", "--config", path)

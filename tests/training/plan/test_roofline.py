@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.costs.layer_work import product
+from models.costs import product
 from tests.training.plan.helpers import basis_of, config_of, llama
 from training.metrics.devices import CPU, parse_devices
 from training.plan.costs import layer_times

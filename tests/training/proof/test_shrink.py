@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from models.api import load_model, read_spec
 from models.architectures import FAMILIES
-from models.causal_lm import load_model
 from models.derived.shrink import WINDOW, shrunk_fields
 from models.spec import ModelSpec
 from tests.conftest import ORIGINALS
@@ -55,7 +55,7 @@ def whole(model_type: str, folder: Path) -> ModelSpec:
         raw = {name: value for name, value in raw.items() if value is not None}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(raw))
-    return ModelSpec.from_folder(folder)
+    return read_spec(folder)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -64,7 +64,7 @@ def test_a_small_model_is_of_the_same_kind_and_every_weight_of_it_learns(model_t
     folder = tmp_path / "small"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(shrunk_fields(large.config, large.raw, 4)))
-    small = ModelSpec.from_folder(folder)
+    small = read_spec(folder)
     assert (small.family.name, small.tied, small.n_blocks) == (large.family.name, large.tied, 4)
     few, many = small.config, large.config
     for name in ("num_experts_per_tok", "hidden_act", "attention_bias", "partial_rotary_factor"):

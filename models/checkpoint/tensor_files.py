@@ -1,0 +1,250 @@
+"""Reading and writing safetensors files tensor by tensor.
+
+The format (https://huggingface.co/docs/safetensors) is eight bytes of header length, a JSON header with every tensor's
+dtype, shape and place, then the raw bytes. The library's own `save_file` wants all tensors of a file at once, and its
+`safe_open` keeps what was read in memory as long as the file is open: for a 5 GB shard either is 5 GB. Here the library
+checks a file when it is opened; each tensor is then a mapping of its own part of the file, which goes with the tensor.
+Tensors are written to their place in any order once the headers are down.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import pickle
+import struct
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+from weakref import finalize
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers.modeling_utils import str_to_torch_dtype
+
+from common.terminal import reason_of
+from common.whole_files import regular
+from models.checkpoint.layout import not_found
+from models.checkpoint.tensor_io import checksum, in_parallel, write_at, write_behind
+from models.errors import GONE, CheckpointError, reading
+
+DTYPES: dict[str, torch.dtype] = {**str_to_torch_dtype, "F8_E8M0": torch.float8_e8m0fnu}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class SafetensorsFile:
+    """One safetensors file, open for reading as long as this object lives.
+
+    Raises:
+        CheckpointError: the file cannot be read, is truncated, damaged, or holds a dtype that torch does not have.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._infos: dict[str, TensorInfo] = {}
+        self._places: dict[str, int] = {}
+        try:
+            self._file = regular(str(path), os.O_RDONLY)
+            finalize(self, os.close, self._file)
+            with safe_open(path, framework="pt"):  # the library checks the header and the file's length
+                pass
+            length = int.from_bytes(os.pread(self._file, 8, 0), "little")
+            header = json.loads(os.pread(self._file, length, 8))
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+        except (SafetensorError, ValueError) as error:
+            raise CheckpointError(f"{path}: damaged or truncated: {error}") from None
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            if entry["dtype"] not in DTYPES:
+                raise CheckpointError(f"{path}: {name} has dtype {entry['dtype']}; expected {', '.join(DTYPES)}")
+            self._infos[name] = TensorInfo(DTYPES[entry["dtype"]], torch.Size(entry["shape"]))
+            self._places[name] = 8 + length + entry["data_offsets"][0]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._infos)
+
+    def info(self, name: str) -> TensorInfo:
+        """Get dtype and shape of a tensor; KeyError for unknown names."""
+        return self._infos[name]
+
+    def read(self, name: str) -> Tensor:
+        """Map a tensor; changes of it stay in memory. KeyError for unknown names.
+
+        Raises KeyError as `info`.
+        """
+        info = self._infos[name]
+        if not info.nbytes:
+            return torch.empty(info.shape, dtype=info.dtype)
+        begin = self._places[name]
+        before = begin % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(self._file, before + info.nbytes, offset=begin - before, access=mmap.ACCESS_COPY)
+        mapped.madvise(mmap.MADV_WILLNEED)
+        return torch.frombuffer(mapped, dtype=info.dtype, offset=before).reshape(info.shape)
+
+
+class SafetensorsWriter:
+    """Write safetensors files whose names, dtypes and shapes are known ahead."""
+
+    def __init__(self, folder: Path, files: dict[str, list[str]], infos: dict[str, TensorInfo]) -> None:
+        self.infos = infos
+        self._handles: list[BinaryIO] = []
+        self._places: dict[str, tuple[int, int]] = {}
+        for file, names in files.items():
+            self._handles.append(open(folder / file, "wb", buffering=0))
+            self._announce(self._handles[-1], names)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor, cast to its announced dtype; threads may do so side by side."""
+        descriptor, place = self._places.pop(name)
+        write_at(descriptor, place, tensor.detach().to(device="cpu", dtype=self.infos[name].dtype))
+
+    def write_behind(self) -> None:
+        """Start sending what was written to the disk."""
+        for handle in self._handles:
+            write_behind(Path(handle.name))
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        for handle in self._handles:
+            handle.close()
+        assert error is not None or not self._places, f"announced but never written: {sorted(self._places)}"
+
+    def _announce(self, handle: BinaryIO, names: list[str]) -> None:
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        infos = [self.infos[name] for name in names]
+        offsets = [0, *accumulate(info.nbytes for info in infos)]
+        for name, info, place in zip(names, infos, pairwise(offsets), strict=True):
+            header[name] = {"dtype": DTYPE_NAMES[info.dtype], "shape": list(info.shape), "data_offsets": place}
+        encoded = json.dumps(header, separators=(",", ":")).encode()
+        encoded += b" " * (-len(encoded) % 8)  # tensors begin at a multiple of eight bytes, as the format asks
+        handle.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name, offset in zip(names, offsets, strict=False):
+            self._places[name] = (handle.fileno(), 8 + len(encoded) + offset)
+
+
+# The zip format: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, sections 4.3.7 to 4.3.12.
+LOCAL = struct.Struct("<26xHH")  # lengths of the name and the extra field, which stand between it and the bytes
+DESCRIPTOR = struct.Struct("<4sL")  # behind the bytes: a signature and the checksum, then sizes
+CENTRAL = struct.Struct("<16xL8xHHH12x")  # checksum; lengths of the name, the extra field and the comment behind it
+CENTRAL_CHECKSUM = 16  # where it stands in its entry
+
+
+class MappedFile:
+    """A torch archive mapped into memory; its touched pages count as memory while it lives.
+
+    Raises:
+        CheckpointError: as `load_archive`, or not a dict of plain tensors.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._state = load_archive(path)
+        pairs = self._state.items() if isinstance(self._state, dict) else [(None, None)]
+        if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in pairs):
+            raise CheckpointError(f"{path}: expected a dict of names and tensors")
+        for name, tensor in self._state.items():
+            has_numbers = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+            if not has_numbers or tensor.dtype not in DTYPE_NAMES:
+                kind = f"{tensor.dtype}, {'nested' if tensor.is_nested else tensor.layout}, on {tensor.device}"
+                raise CheckpointError(
+                    f"{path}: {name} is no plain tensor ({kind}); expected dense numbers that it holds"
+                )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def info(self, name: str) -> TensorInfo:
+        return TensorInfo(self._state[name].dtype, self._state[name].shape)
+
+    def read(self, name: str) -> Tensor:
+        return self._state[name]
+
+
+def load_archive(path: Path) -> Any:
+    """Load a torch archive, memory-mapped and unpickled with `weights_only`.
+
+    Raises:
+        CheckpointError: missing, damaged, refused or not readable.
+    """
+    try:
+        with reading(path), open(path, "rb", opener=regular) as file:
+            mapped = zipfile.is_zipfile(file)  # archives from before torch 1.6 cannot be mapped
+            return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+    except GONE:
+        raise not_found(path) from None
+    except pickle.UnpicklingError:
+        raise CheckpointError(
+            f"{path}: refused, the pickle holds more than tensors and could run code; expected a plain state dict"
+        ) from None
+    except CheckpointError:
+        raise
+    except Exception as error:  # the unpickler meets broken bytes with errors of many kinds
+        raise CheckpointError(f"{path}: damaged or not a weight file: {reason_of(error)}") from None
+
+
+def save_state_dict(state: Mapping[str, Tensor], path: Path) -> None:
+    """Write a layer; raise OSError on a full disk, where torch raises RuntimeError."""
+    # A tensor that is a part of a larger one would drag the whole of it into the file.
+    own = {
+        name: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+        for name, tensor in state.items()
+    }
+    _write_frame(own, path)
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        directory = archive.start_dir
+    # torch numbers the storages as it meets them; tensors that share one have one entry.
+    storages = {tensor.data_ptr(): tensor.untyped_storage() for tensor in own.values() if tensor.nbytes}
+    places = [entry for entry in entries if "/data/" in entry.filename and entry.file_size]
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        in_parallel(lambda pair: _fill(descriptor, *pair), zip(places, storages.values(), strict=True))
+        _write_checksums(descriptor, directory, entries)
+    finally:
+        os.close(descriptor)
+
+
+def _write_frame(state: dict[str, Tensor], path: Path) -> None:
+    """Write everything but the tensors, whose places stay holes."""
+    try:
+        with open(path, "wb") as file, torch.serialization.skip_data():
+            torch.save(state, file)
+    except RuntimeError as error:
+        cause = error.__context__
+        raise cause if isinstance(cause, OSError) else OSError(errno.EIO, str(error)) from None
+
+
+def _fill(descriptor: int, entry: zipfile.ZipInfo, storage: torch.UntypedStorage) -> None:
+    content = torch.empty(0, dtype=torch.uint8).set_(storage)
+    lengths = LOCAL.unpack(os.pread(descriptor, LOCAL.size, entry.header_offset))
+    begin = entry.header_offset + LOCAL.size + sum(lengths)
+    write_at(descriptor, begin, content)
+    entry.CRC = checksum(content)
+    os.pwrite(descriptor, DESCRIPTOR.pack(b"PK\x07\x08", entry.CRC), begin + entry.file_size)
+
+
+def _write_checksums(descriptor: int, directory: int, entries: list[zipfile.ZipInfo]) -> None:
+    """Put the checksums into the archive's directory."""
+    for entry in entries:
+        _, *lengths = CENTRAL.unpack(os.pread(descriptor, CENTRAL.size, directory))
+        os.pwrite(descriptor, struct.pack("<L", entry.CRC), directory + CENTRAL_CHECKSUM)
+        directory += CENTRAL.size + sum(lengths)

@@ -1,0 +1,309 @@
+"""Pipeline layout -> HuggingFace folder, one layer at a time, as safetensors.
+
+`layout="original"` gives the folder back that the layers came from: names, dtypes, division into files, tokenizer and
+config byte for byte. `layout="native"` writes families that shipped with code of their own under the names of
+transformers' classes, so that any server loads them without that code. At most one layer is in memory, and the folder
+appears whole or not at all.
+
+Several processes may share an export (`training.checkpoint.exporting`): each makes the same plan from the layer files'
+headers, then reads and writes the layers of its own. A file has one writer, as network file systems need; where two
+would share one it is cut between them, which is the only way in which the result depends on their number.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from models.api import read_spec
+from models.checkpoint.layout import CARRIED, MANIFEST, Layout, Manifest, layout_of, resolve, side_files
+from models.checkpoint.publish import publish_folder
+from models.checkpoint.source import PipelineSource, check_range, compare, forget_cached, warn_of_nan
+from models.checkpoint.tensor_files import DTYPES, SafetensorsFile, SafetensorsWriter, TensorInfo
+from models.checkpoint.tensor_io import byte_bar, in_parallel
+from models.config_json import write_json
+from models.conversion.check import odd_prefix, write_compat
+from models.conversion.to_pipeline import copy_files, paths_of
+from models.errors import CheckpointError
+from models.weight_map import WeightMap
+
+logger = logging.getLogger("pipetune")
+
+MAX_SHARD_BYTES = 5 * 10**9
+INDEX = "model.safetensors.index.json"
+# What belongs to remote code; a native folder has a config of its own, and a tokenizer where none needs no code.
+REMOTE_CODE = ("*.py", "config.json")
+TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json")
+
+ExportLayout = Literal["original", "native"]
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """How an export differs from the folder that the layers came from."""
+
+    layout: ExportLayout = "original"
+    dtype: torch.dtype | None = None  # to cast every weight to; as in the original where absent
+    # Of files, into which the weights are divided anew; as in the original where absent, or 5 GB where there is none.
+    max_shard_bytes: int | None = None
+    verify: bool = False  # read every tensor back and compare it before the folder appears
+    compat: bool = False  # let transformers 4 read config and tokenizer too (`servers.py`); a native layout always does
+    # Called with (source folder, folder to be): for a tokenizer that transformers reads right, told whether the layout
+    # is native; and for a card when everything else is there.
+    add_tokenizer: Callable[[Path, Path, bool], None] | None = None
+    add_card: Callable[[Path, Path], None] | None = None
+
+
+def pp_to_hg(
+    input_path: str | Path, save_path: str | Path, overwrite: bool = False, options: ExportOptions | None = None
+) -> None:
+    """Write the HuggingFace folder of a pipeline-layout folder or of a run's checkpoint.
+
+    Raises:
+        CheckpointError: as `Export`, or the target cannot be written.
+    """
+    folder = resolve(input_path)
+    if layout_of(folder) is not Layout.PIPELINE:
+        raise CheckpointError(f"{folder}: not in the pipeline layout; pp_to_hg expects layer_*-model_states.pt files")
+    export = Export(folder, options or ExportOptions())
+    with publish_folder(Path(save_path), overwrite, [folder]) as target:
+        export.write_weights(target)
+        export.write_side_files(target)
+        if export.options.verify:
+            export.verify(target)
+
+
+class Export:
+    """One export of a pipeline folder, planned before the first byte is written.
+
+    Args:
+        writers: the layers of each writer, where there are several; each layer has one.
+
+    Raises:
+        CheckpointError: the folder is damaged or unknown, or the family has no native layout.
+    """
+
+    def __init__(self, folder: Path, options: ExportOptions, writers: Sequence[Sequence[int]] | None = None) -> None:
+        self.folder = folder
+        self.options = options
+        self.spec = read_spec(folder)
+        self.native = self.spec.family.native if options.layout == "native" else None
+        if options.layout == "native" and self.spec.family.translate and not self.native:
+            raise CheckpointError(
+                f"{folder}: {self.spec.family.name} has no layout without remote code, as transformers has no such "
+                "model; expected --layout original"
+            )
+        self.source = PipelineSource(folder, self.spec)
+        paths_of(folder, side_files(folder))  # or the end of the export would refuse them
+        self.manifest = Manifest.read(folder)
+        self.carried = SafetensorsFile(folder / CARRIED) if (folder / CARRIED).is_file() else None
+        carried = {name: self.carried.info(name) for name in self.carried} if self.carried else {}
+        self.weight_map = self.spec.weight_map.for_names(self.manifest.dtypes if self.manifest else ())
+        self.infos = original_infos(self.source, self.weight_map, self.manifest, carried)
+        if self.native:
+            original, self.weight_map = self.weight_map, replace(self.weight_map, family=self.native.family)
+            self.infos = native_infos(self.source, original, self.weight_map, self.infos)
+        if options.dtype:
+            self.infos = cast(self.infos, options.dtype, carried)
+        self.writers = writers or [range(self.spec.n_layers)]
+        self.writer_of = self._assign()
+        if self.manifest and not self.native and not options.max_shard_bytes:  # as the original was divided
+            files = self.manifest.files
+        else:
+            files = divide(self.infos, options.max_shard_bytes or MAX_SHARD_BYTES)
+        self.files = files if len(self.writers) == 1 else cut_between(files, self.writer_of)
+
+    def write_weights(self, target: Path, writer: int = 0) -> None:
+        """Write the weight files of one writer; the first one shows its progress."""
+        own = {name for name, its_writer in self.writer_of.items() if its_writer == writer}
+        files = {file: names for file, names in self.files.items() if own.issuperset(names)}
+        total = sum(self.infos[name].nbytes for names in files.values() for name in names)
+        with byte_bar("pp_to_hg", total, shown=writer == 0) as bar, SafetensorsWriter(target, files, self.infos) as out:
+            for tensors in self._layers(writer):
+                in_parallel(lambda item: out.write(*item), tensors.items())
+                out.write_behind()
+                bar.update(sum(self.infos[name].nbytes for name in tensors))
+                tensors.clear()  # or this layer would stay in memory while the next one is read
+
+    def write_side_files(self, target: Path) -> None:
+        """Write the index, config, tokenizer and the other files of the original."""
+        if odd := odd_prefix(self.weight_map):
+            logger.warning("warning: %s: %s", self.folder, odd)
+        if list(self.files) != [SINGLE_FILE]:
+            total = sum(info.nbytes for info in self.infos.values())
+            weight_map = {name: file for file, names in self.files.items() for name in names}
+            write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}, sort_keys=True)
+        names = side_files(self.folder)
+        if self.native:
+            replaced = REMOTE_CODE if "tokenizer.json" in names else (*REMOTE_CODE, *TOKENIZER)
+            names = [name for name in names if not any(Path(name).match(pattern) for pattern in replaced)]
+        copy_files(self.folder, target, names)
+        if self.native or self.options.dtype:
+            write_json(target / "config.json", self._config())
+        if self.options.add_tokenizer:
+            self.options.add_tokenizer(self.folder, target, self.native is not None)
+        if self.native or self.options.compat:
+            write_compat(target)
+        if self.options.add_card:
+            self.options.add_card(self.folder, target)
+
+    def verify(self, target: Path) -> None:
+        """Read every tensor back and compare it with the layers."""
+        written: dict[str, SafetensorsFile] = {}
+        for file in self.files:
+            forget_cached(target / file)
+            opened = SafetensorsFile(target / file)
+            written |= dict.fromkeys(opened, opened)
+        with byte_bar("verify", sum(info.nbytes for info in self.infos.values())) as bar:
+            for tensors in self._layers(writer=0):
+                for name, tensor in tensors.items():
+                    expected = {name: tensor.to(self.infos[name].dtype)}
+                    bar.update(compare(written[name].path, expected, {name: written[name].read(name)}))
+                tensors.clear()
+
+    def _assign(self) -> dict[str, int]:
+        """Assign each tensor to a writer; what belongs to no layer goes to the first."""
+        assigned = dict.fromkeys(self.carried or (), 0)
+        for writer, layers in enumerate(self.writers):
+            for layer in layers:
+                for binding in self.weight_map.bindings(layer, self.spec.shapes(layer)):
+                    assigned |= dict.fromkeys(binding.disk, writer)
+        return assigned
+
+    def _layers(self, writer: int) -> Iterator[dict[str, Tensor]]:
+        """Yield the tensors of a writer under their names on disk, layer by layer."""
+        for layer in self.writers[writer]:
+            yield self._layer(layer)
+        if self.carried and not self.native and writer == 0:
+            yield {name: self.carried.read(name) for name in self.carried}
+
+    def _layer(self, layer: int) -> dict[str, Tensor]:
+        state = self.source.read_layer(layer)
+        warn_of_nan(state, partial(self.source.describe, layer))
+        if self.native and layer == self.weight_map.head_layer:
+            state |= {name: change(state[name]) for name, change in self.native.changes.items()}
+        found = self.weight_map.on_disk(layer, state)
+        found = {name: tensor for name, tensor in found.items() if name in self.infos}  # a tied head may stay out
+        for name, tensor in found.items():
+            check_range(name, tensor, self.infos[name].dtype)
+        return found
+
+    def _config(self) -> dict[str, Any]:
+        """Make the config.json of changed weights."""
+        config = raw = self.spec.raw
+        if self.native:
+            named = {"architectures": [self.native.architecture]}
+            config = named | self.spec.fields | {"torch_dtype": raw.get("torch_dtype")}
+        return with_dtype(config, self.options.dtype) if self.options.dtype else config
+
+
+def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Set the dtype of a config.json."""
+    keys = config.keys() & {"dtype", "torch_dtype"} or {"torch_dtype"}  # transformers 5's name, the one before
+    return config | dict.fromkeys(sorted(keys), str(dtype).removeprefix("torch."))
+
+
+SINGLE_FILE = "model.safetensors"
+
+Infos = dict[str, TensorInfo]  # by name on disk
+Files = dict[str, list[str]]  # file name -> its tensors, in order
+
+
+def original_infos(
+    source: PipelineSource, weight_map: WeightMap, manifest: Manifest | None, carried: Mapping[str, TensorInfo]
+) -> Infos:
+    """Plan the tensors of the original folder, layer by layer.
+
+    The manifest's dtypes count: a run may have trained in another one. Layers without a manifest, which another tool
+    wrote, keep their own, and a tied head stays out.
+
+    Raises:
+        CheckpointError: the manifest does not fit the layers that there are.
+    """
+    spec = source.spec
+    infos: Infos = {}
+    for layer in range(spec.n_layers):
+        stored = source.infos(layer)
+        shapes = {name: info.shape for name, info in stored.items()}
+        for binding in weight_map.bindings(layer, shapes):
+            dtype = stored[binding.names[0]].dtype
+            infos |= {name: TensorInfo(dtype, shape) for name, shape in binding.disk_shapes(shapes).items()}
+    infos |= carried
+    spare = {weight_map.tied_head} if spec.tied else set()
+    if manifest is None:
+        return {name: info for name, info in infos.items() if name not in spare}
+    path = source.folder / MANIFEST
+    listed = [name for names in manifest.files.values() for name in names]
+    names = set(listed)
+    if len(listed) > len(names):
+        raise CheckpointError(f"{path}: lists {next(name for name in listed if listed.count(name) > 1)} twice")
+    if unknown := names - infos.keys():
+        raise CheckpointError(f"{path}: lists {min(unknown)}, which neither a layer nor {CARRIED} holds")
+    if spec.tied and weight_map.tied_head in names:
+        spare = {weight_map.tied_embedding}  # which some store as the head alone
+    if forgotten := infos.keys() - names - spare:
+        raise CheckpointError(f"{path}: does not list {min(forgotten)}, which the model has")
+    for name in sorted(names):
+        if manifest.dtypes.get(name) not in DTYPES:
+            raise CheckpointError(f"{path}: dtype of {name}: expected one of {', '.join(DTYPES)}")
+    return {
+        name: TensorInfo(DTYPES[manifest.dtypes[name]], info.shape) for name, info in infos.items() if name in names
+    }
+
+
+def native_infos(source: PipelineSource, original: WeightMap, native: WeightMap, infos: Infos) -> Infos:
+    """Plan the tensors of the native layout, with the dtypes of the originals."""
+    renamed: Infos = {}
+    for layer in range(source.spec.n_layers):
+        shapes = source.spec.shapes(layer)
+        for binding in native.bindings(layer, shapes):
+            stored_as = original.binding_of(layer, binding.names[0]).disk[0]
+            if stored_as in infos:
+                dtype = infos[stored_as].dtype
+                renamed |= {name: TensorInfo(dtype, shape) for name, shape in binding.disk_shapes(shapes).items()}
+    return renamed
+
+
+def cast(infos: Infos, dtype: torch.dtype, exceptions: Mapping[str, object]) -> Infos:
+    """Change the planned dtype; integers and carried tensors stay."""
+    return {
+        name: TensorInfo(dtype, info.shape) if info.dtype.is_floating_point and name not in exceptions else info
+        for name, info in infos.items()
+    }
+
+
+def divide(infos: Infos, max_shard_bytes: int) -> Files:
+    """Divide tensors into files of at most `max_shard_bytes`."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, info in infos.items():
+        if filled and filled + info.nbytes > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        filled += info.nbytes
+        shards[-1].append(name)
+    return _numbered(shards)
+
+
+def cut_between(files: Files, writers: Mapping[str, int]) -> Files:
+    """Split files that several writers would share."""
+    pieces = []
+    for names in files.values():
+        its_writers = sorted({writers[name] for name in names})
+        pieces += [[name for name in names if writers[name] == writer] for writer in its_writers]
+    return files if pieces == list(files.values()) else _numbered(pieces)
+
+
+def _numbered(shards: list[list[str]]) -> Files:
+    """Name files as transformers does."""
+    if len(shards) == 1:
+        return {SINGLE_FILE: shards[0]}
+    count = len(shards)
+    return {f"model-{number:05d}-of-{count:05d}.safetensors": names for number, names in enumerate(shards, start=1)}

@@ -1,0 +1,245 @@
+"""Writing continuations, token by token, several at once, with a key-value cache.
+
+Any model that `load_model` gives can be asked this way, in either layout and without a line of remote code. A prompt is
+read by a forward pass of its own, exactly as if it stood alone; after that all texts under way take one token a pass,
+for which the weights are read once. A text that is finished makes room for the next request. Where the layers lie in
+several processes, the texts are dealt to as many groups: while tokens are chosen for one, the others are computed.
+
+Cost: on a CPU a pass of eight rows takes little more than a pass of one, as both wait for the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from models.attention.cache import KeyValueCache
+from models.attention.rope import turning_length
+from models.causal_lm import CausalLM
+from models.errors import CheckpointError
+
+ROWS = 8  # texts under way at once, for each group
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a request samples: penalty, temperature, top_k, top_p, in this order."""
+
+    temperature: float = 0.7  # 0 takes the likeliest token each time (greedy)
+    top_p: float = (
+        0.9  # sample from the smallest set of tokens that holds so much of the probability (arXiv:1904.09751)
+    )
+    top_k: int | None = None  # sample from the likeliest so many tokens; from all where absent
+    # Divides the logits of tokens that the text has already, and multiplies those below zero (arXiv:1909.05858).
+    repetition_penalty: float = 1.0
+    seed: int | None = None  # of the request's own random numbers; torch's common ones where absent
+
+    def generator(self, device: torch.device) -> torch.Generator | None:
+        """Make the random numbers of a request."""
+        return None if self.seed is None else torch.Generator(device).manual_seed(self.seed)
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def choose(
+    logits: Tensor, sampling: Sampling, text: list[int] | None = None, generator: torch.Generator | None = None
+) -> int:
+    """Choose the next token from logits [V]; the penalty looks at `text`."""
+    if sampling.repetition_penalty != 1.0 and text:
+        used = torch.tensor(sorted(set(text)), device=logits.device)
+        scores = logits[used]
+        penalty = sampling.repetition_penalty
+        logits = logits.index_copy(0, used, torch.where(scores < 0, scores * penalty, scores / penalty))
+    if sampling.temperature == 0.0:
+        return int(logits.argmax())
+    scores, tokens = logits.topk(min(sampling.top_k or len(logits), len(logits)))
+    probabilities = torch.softmax((scores - scores[0]) / sampling.temperature, dim=-1)  # however small it is
+    outside = probabilities.cumsum(dim=-1) - probabilities >= sampling.top_p
+    outside[0] = False  # the likeliest token is always a choice
+    probabilities[outside] = 0.0
+    return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
+
+
+class Request:
+    """A prompt and its answer so far."""
+
+    def __init__(self, prompt: list[int], max_new_tokens: int, stop: set[int], sampling: Sampling = GREEDY) -> None:
+        self.text = list(prompt)  # and the answer so far
+        self.done = False  # or the answer is complete; whoever reads it may say so too
+        self._most = len(prompt) + max_new_tokens
+        self._stop = stop
+        self._sampling = sampling
+        self._generator: torch.Generator | None = None
+
+    def take(self, logits: Tensor) -> int | None:
+        """Choose the next token from logits [V]; None if it ends the answer."""
+        if self._generator is None:
+            self._generator = self._sampling.generator(logits.device)
+        token = choose(logits, self._sampling, self.text, self._generator)
+        if token in self._stop:
+            self.done = True
+            return None
+        self.text.append(token)
+        self.done = len(self.text) >= self._most
+        return token
+
+
+@torch.inference_mode()
+def generate_many(
+    model: CausalLM | Passes, requests: Iterable[Request], rows: int | None = None
+) -> Iterator[tuple[Request, int | None]]:
+    """Yield tokens as they come, each with its request; None ends an answer.
+
+    Args:
+        requests: as many as `rows` are taken before the first token, and from then on one for each answer that has
+            ended, no sooner: a request may be made of the answers before it.
+        rows: how many are under way at once; `ROWS` for each group where absent.
+
+    Raises:
+        CheckpointError: the model does not know a token, or gives numbers that are not finite.
+    """
+    passes = model if isinstance(model, Passes) else Passes(model)
+    passes.forget()
+    turn = turning_length(passes.spec.config)
+    waiting = iter(requests)
+    first = list(islice(waiting, rows or ROWS * passes.groups))
+    waiting = chain(first, waiting)
+    room = [len(first[group :: passes.groups]) for group in range(passes.groups)]
+    groups: list[list[Request]] = [[] for _ in room]
+    while True:
+        for group in range(passes.groups):
+            going, logits = groups[group], list[Tensor]()
+            while len(logits) < len(going):
+                logits += passes.take()
+            for request, each in zip(going, logits, strict=True):
+                yield request, request.take(each)
+            left = [row for row, request in enumerate(going) if not request.done]
+            kept = [row for row in left if len(going[row].text) - 1 != turn]
+            again = [going[row] for row in left if row not in kept]  # what is remembered of them is of no use any more
+            new = [*again, *islice(waiting, room[group] - len(left))]
+            going = groups[group] = [going[row] for row in kept]
+            if going:
+                passes.give(Pass(group, kept, [[request.text[-1]] for request in going], arriving=False))
+            for request in new:
+                passes.give(Pass(group, list(range(len(going))), [request.text], arriving=True))
+                going.append(request)
+        if not any(groups):
+            return
+
+
+def generate(
+    model: CausalLM, prompt: list[int], max_new_tokens: int, stop: set[int], sampling: Sampling = GREEDY
+) -> Iterator[int]:
+    """Yield up to `max_new_tokens` ids that follow `prompt`, before one of `stop`.
+
+    Raises:
+        CheckpointError: see `generate_many`.
+    """
+    for _, token in generate_many(model, [Request(prompt, max_new_tokens, stop, sampling)]):
+        if token is not None:
+            yield token
+
+
+def stop_ids(folder: Path) -> set[int]:
+    """Read the end tokens from generation_config.json, else from config.json.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    paths = (folder / "generation_config.json", folder / "config.json")
+    if (path := next(filter(Path.is_file, paths), None)) is None:
+        return set()
+    try:
+        ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        return {operator.index(each) for each in (ids if isinstance(ids, list) else [] if ids is None else [ids])}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(f"{path}: damaged; expected a JSON object with numbers as eos_token_id") from None
+
+
+class Pass(NamedTuple):
+    """A forward pass of some rows of a group."""
+
+    group: int
+    kept: list[int]  # the rows of the group that stay, in this order, before anything else
+    texts: list[list[int]]  # a piece of text for each row, equally long
+    arriving: bool  # the piece is a row of its own, which joins the others; else it follows what the rows have
+
+
+class Passes:
+    """Forward passes for groups of rows; several may be under way.
+
+    Raises:
+        CheckpointError: the family cannot.
+    """
+
+    def __init__(self, model: CausalLM, groups: int = 1) -> None:
+        if not model.spec.family.generates:
+            raise CheckpointError(
+                f"{model.spec.family.name}: tokens one by one are not transformers'; expected an export that "
+                "transformers generates with"
+            )
+        self.spec = model.spec
+        self.groups = groups
+        self._model = model
+        self._weight = next(model.parameters())
+        self._caches = [KeyValueCache(rows=0) for _ in range(groups)]
+        self._queue: deque[Pass] = deque()
+
+    def give(self, work: Pass) -> None:
+        """Queue a pass.
+
+        Raises:
+            CheckpointError: the model does not know a token.
+        """
+        largest, known = max(map(max, work.texts)), self.spec.config.vocab_size
+        if largest >= known:
+            raise CheckpointError(
+                f"vocab_size: the tokenizer gives token {largest}, but the model has {known}; "
+                "expected the tokenizer of this model"
+            )
+        self._queue.append(work)
+
+    def take(self) -> Tensor:
+        """Compute the oldest queued pass: logits of each row's last token, fp32 [rows, V].
+
+        Raises:
+            CheckpointError: the numbers are not finite.
+        """
+        logits = self.logits(self.compute(self._queue.popleft()))
+        if not torch.isfinite(logits.amax(dim=-1)).all():
+            raise CheckpointError("the model's output is not finite: its weights hold NaN or infinity")
+        return logits
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Project each row's last hidden state to logits, fp32 [rows, V]."""
+        logits: Tensor = self._model.head.project(self._model.head.norm(hidden[:, -1])).float()
+        return logits
+
+    def forget(self) -> None:
+        """Drop queued passes."""
+        self._queue.clear()
+
+    def compute(self, work: Pass) -> Tensor:
+        """Compute hidden states [rows, length, H] behind the last block here."""
+        inputs, cache = self.inputs(work), self._caches[work.group]
+        cache.select(work.kept)
+        if not work.arriving:
+            return self._model.activations(inputs, cache=cache)[0]
+        own = KeyValueCache()
+        hidden = self._model.activations(inputs, cache=own)[0]
+        cache.append(own)
+        return hidden
+
+    def inputs(self, work: Pass) -> Tensor:
+        """Make the first layer's input: token ids [rows, length]."""
+        return torch.tensor(work.texts, device=self._weight.device)

@@ -1,1 +1,0 @@
-"""One layer, or one row of tokens, over several processes."""

@@ -1,0 +1,292 @@
+"""Tensor parallelism: each process of a group holds a shard of every layer, and all compute the layer together.
+
+How a matrix is sharded stands in transformers' configuration of the family (`base_model_tp_plan`), after Megatron-LM
+(arXiv:1909.08053), or in the family's declaration: what reads the hidden states is sharded by its outputs, so that a
+head or a neuron lies whole on one process, and what writes them by its inputs, so that its results are summed. Heads
+that share a key stay together; shards need not be of one size. Embedding and head are sharded by words. Norms and
+routers lie whole on every process, and as their inputs are alike, so are their gradients.
+
+Experts are sharded by columns as any matrix, or spread: each process has whole ones. Every process has every token, so
+either way each computes its part for all of them and one sum joins the results.
+
+Weights are sharded as they are loaded, and stay plain tensors under their names.
+
+Cost: a sum of [B, S, H] after attention and one after the feed-forward network in the forward pass, as many in the
+backward pass; the embedding one, the head three numbers a token and the gradient of its input.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, distributed, nn
+
+from models.layers import Embedding, Head
+from models.process_groups import ALONE, Peers, add_up, copied, gathered, split, summed
+from models.router import n_experts
+from models.shard import Shard
+from models.spec import ModelSpec, key_heads
+
+# The words of a plan: for a linear layer, or for a matrix [..., out, in].
+BY_OUTPUT, BY_INPUT = ("colwise", "colwise_gather_output", "packed_colwise"), ("rowwise", "rowwise_split_input")
+EXPERTS, ALIKE = "moe_tp_experts", "replicated_with_grad_allreduce"
+KNOWN = {*BY_OUTPUT, *BY_INPUT, EXPERTS, ALIKE}
+BY_HEADS = ("colwise", "rowwise")  # in attention; what is gathered there is not
+ENDS = {"embed_tokens": "colwise", "lm_head": "colwise"}
+ALIGNED = 8  # numbers; a grouped product wants rows of a multiple of 16 bytes
+HEAD_NORMS = ("q_norm", "k_norm")
+HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads")  # what blocks call their numbers
+
+
+class RowwiseLinear(nn.Linear):
+    """A linear layer with some inputs on each process; the bias counts once."""
+
+    peers: Peers = ALONE
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output = summed(F.linear(inputs, self.weight), self.peers)
+        return output if self.bias is None else output + self.bias
+
+
+class TensorShare:
+    """One process's shards of each layer, and how it computes with them.
+
+    Args:
+        spec: of the model.
+        peers: who have the other parts; without a group they know what each has, and no more.
+        spread: whether experts are spread; else they are sharded.
+    """
+
+    def __init__(self, spec: ModelSpec, peers: Peers, spread: bool = False) -> None:
+        self.peers = peers
+        self._spec, self._spread = spec, spread
+        self._plan = plan_of(spec)
+        self._key_heads = key_heads(spec.config)
+
+    def shard(self, name: str) -> Shard | None:
+        """Get the shard of a weight `<layer>.<name>`; None if it is whole here."""
+        if self.peers.size == 1:
+            return None
+        layer, _, inner = name.partition(".")
+        shape = self._spec.shapes(int(layer)).get(inner)
+        owner = inner.rpartition(".")[0]
+        word = self._plan.get(inner) or self._plan.get(owner)
+        if shape is None or word is None:
+            return None
+        if self._spread and self._plan.get(owner) == EXPERTS:
+            experts = self.peers.part(shape[0])
+            return Shard(tuple(shape), 0, (range(experts.start, experts.stop),))
+        if word not in (*BY_OUTPUT, *BY_INPUT) or (word in BY_INPUT and len(shape) == 1):
+            return None
+        side = len(shape) - 1 if word in BY_INPUT or len(shape) == 1 else len(shape) - 2
+        above = 2 if word == "packed_colwise" else 1
+        width = shape[side] // above
+        units = self._key_heads if word in BY_HEADS and "att" in owner else width
+        part, each = self.peers.part(units), width // units
+        ranges = (range(top + part.start * each, top + part.stop * each) for top in range(0, shape[side], width))
+        return Shard(tuple(shape), side, tuple(ranges))
+
+    def narrow(self, layer: int, module: nn.Module) -> None:
+        """Shrink a layer without weights to the process's shards."""
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if shard := self.shard(f"{layer}.{name}"):
+                tensor.data = shard.of(tensor.data)
+
+    def connect(self, layer: int, module: nn.Module) -> None:
+        """Make a layer of shards compute what the whole one would."""
+        if self.peers.size == 1:
+            return
+        for name, weight in module.named_parameters():
+            is_part: Any = weight
+            is_part.model_parallel = self.shard(f"{layer}.{name}") is not None  # for DeepSpeed's norm of the gradient
+        if isinstance(module, Head):
+            module.peers, module.words = self.peers, self._spec.config.vocab_size
+        elif isinstance(module, Embedding):
+            words = module.embed_tokens
+            vars(words)["forward"] = partial(self._look_up, words)
+        else:
+            self._connect_block(layer, dict(module.named_modules()))
+
+    @torch.no_grad()
+    def whole(self, layer: int, module: nn.Module, keep: bool) -> dict[str, Tensor]:
+        """Join a layer's state dict in main memory, on processes that `keep` it."""
+        state = {}
+        for name, tensor in module.state_dict().items():
+            shard = self.shard(f"{layer}.{name}")
+            if keep:
+                state[name] = (
+                    tensor.to("cpu", copy=True) if shard is None else tensor.new_empty(shard.shape, device="cpu")
+                )
+            for rank in range(self.peers.size if shard else 0):
+                its = TensorShare(self._spec, replace(self.peers, rank=rank), self._spread).shard(f"{layer}.{name}")
+                assert its
+                part = tensor.contiguous() if rank == self.peers.rank else tensor.new_empty(its.part_shape)
+                distributed.broadcast(part, group=self.peers.group, group_src=rank)
+                if keep:
+                    its.put(part, state[name])
+        return state
+
+    def _connect_block(self, layer: int, modules: dict[str, Any]) -> None:
+        readers = []
+        for name, module in modules.items():
+            word = self._plan.get(name)
+            if word in BY_OUTPUT:
+                readers.append(name)
+            if word == "rowwise_split_input":
+                module.register_forward_pre_hook(lambda _, inputs: split(inputs[0], self.peers))
+            if word == "colwise_gather_output":
+                width = self._spec.shapes(layer)[f"{name}.weight"][0]
+                module.register_forward_hook(lambda _, inputs, output, width=width: gathered(output, self.peers, width))
+            if word in BY_INPUT and module.bias is not None:
+                module.__class__ = RowwiseLinear
+                module.peers = self.peers
+            elif word in BY_INPUT:
+                module.register_forward_hook(lambda _, inputs, output: summed(output, self.peers))
+            if word == EXPERTS:
+                self._connect_experts(module)
+            if word == ALIKE:  # its inputs are of this process's heads
+                for weight in module.parameters():
+                    weight.register_hook(lambda gradient: add_up(gradient.contiguous().clone(), self.peers))
+        for owner in dict.fromkeys(name.rpartition(".")[0] for name in readers):
+            self._connect_owner(owner, modules, [name for name in readers if name.rpartition(".")[0] == owner])
+
+    def _connect_experts(self, module: Any) -> None:
+        module.register_forward_hook(_touch)
+        module.register_forward_hook(lambda _, inputs, output: summed(output, self.peers))
+        if any(weight.shape[-1] % ALIGNED for weight in module.parameters() if weight.dim() == 3):
+            module.config = copy(module.config)
+            module.config._experts_implementation = "eager"  # the grouped product does not take such parts
+        nowhere = 0
+        if self._spread:
+            module.num_experts = own = len(range(module.num_experts)[self.peers.part(module.num_experts)])
+            # Without transformers' word for tokens that none of them takes, one of them has to, for nothing.
+            taken = hasattr(module, "_is_expert_parallel") or module.config._experts_implementation != "eager"
+            nowhere = own if taken else 0
+            module._is_expert_parallel = True
+        module.register_forward_pre_hook(partial(self._to_experts, nowhere))
+
+    def _connect_owner(self, owner: str, modules: dict[str, Any], readers: list[str]) -> None:
+        """Sum the gradient of what a module's linear layers read, once if possible."""
+        module = modules[owner]
+        weights = {name.rpartition(".")[0] or name for name, _ in module.named_parameters()}
+        alone = all(f"{owner}.{name}" in self._plan for name in weights)
+        for reader in [module] if alone else [modules[name] for name in readers]:
+            reader.register_forward_pre_hook(self._to_readers, with_kwargs=True)
+        if "att" not in owner or not any(self._plan[name] in BY_HEADS for name in readers):
+            return
+        own = len(range(self._key_heads)[self.peers.part(self._key_heads)])
+        for name in HEADS:
+            if (whole := getattr(module, name, None)) is not None:
+                setattr(module, name, whole * own // self._key_heads)
+        if hasattr(module, "slow_but_exact"):  # Bloom's, which would pass by the layer whose results are summed
+            module.slow_but_exact = False
+        dropout: Any = getattr(module, "attention_dropout", 0.0)
+        drops = dropout if isinstance(dropout, nn.Module) else module
+        if getattr(dropout, "p", dropout):
+            vars(drops)["forward"] = torch.compiler.disable(partial(self._draw_apart, drops, drops.forward))
+
+    def _to_readers(self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if inputs:
+            return (copied(inputs[0], self.peers), *inputs[1:]), named
+        return inputs, named | {"hidden_states": copied(named["hidden_states"], self.peers)}
+
+    def _to_experts(
+        self, nowhere: int, _: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Route tokens [T, H] to this process's experts [T, K] with weights [T, K].
+
+        Args:
+            nowhere: the expert of tokens that come to none of this process's.
+        """
+        hidden, experts, weights = inputs
+        hidden, weights = copied(hidden, self.peers), copied(weights, self.peers)
+        if not self._spread:
+            return hidden, experts, weights
+        own = self.peers.part(n_experts(self._spec.config))
+        inside = (experts >= own.start) & (experts < own.stop)
+        return hidden, torch.where(inside, experts - own.start, nowhere), weights.masked_fill(~inside, 0)
+
+    def _look_up(self, words: nn.Embedding, ids: Tensor) -> Tensor:
+        """Look up embeddings whose words are spread over the processes."""
+        own = self.peers.part(self._spec.config.vocab_size)
+        padding = words.padding_idx
+        padding = padding - own.start if padding is not None and own.start <= padding < own.stop else None
+        outside = (ids < own.start) | (ids >= own.stop)
+        found = F.embedding((ids - own.start).masked_fill(outside, 0), words.weight, padding)
+        return summed(found.masked_fill(outside[..., None], 0), self.peers)
+
+    def _draw_apart(self, module: nn.Module, forward: Any, *inputs: Any, **named: Any) -> Any:
+        """Run with this process's own random numbers; afterwards all draw alike again."""
+        if not module.training or self.peers.group is None:  # without a group only shapes count
+            return forward(*inputs, **named)
+        seed = int(torch.randint(2**62, (), device="cpu")) + self.peers.rank
+        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+            torch.manual_seed(seed)
+            return forward(*inputs, **named)
+
+
+def _touch(module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> Tensor:
+    """Give unused experts a gradient of zeros, which the others' sums wait for."""
+    if output.requires_grad or not torch.is_grad_enabled():
+        return output
+    return output + sum(tensor[:0].sum() for tensor in (inputs[0], inputs[2], *module.parameters()))
+
+
+def part_shapes(spec: ModelSpec, layer: int, size: int) -> dict[str, torch.Size]:
+    """Get the shapes of the largest shards of a layer over `size` processes."""
+    share = TensorShare(spec, Peers(size))
+    shards = {name: (shape, share.shard(f"{layer}.{name}")) for name, shape in spec.shapes(layer).items()}
+    return {name: torch.Size(shard.part_shape) if shard else shape for name, (shape, shard) in shards.items()}
+
+
+def plan_of(spec: ModelSpec) -> dict[str, str]:
+    """Get how weights are sharded, by the name of a module or a weight."""
+    plan = spec.family.tensor_plan
+    if plan is None:
+        found: dict[str, str] = getattr(spec.config, "base_model_tp_plan", None) or {}
+        start = "layers.*."
+        plan = {name.removeprefix(start): word for name, word in found.items() if name.startswith(start)}
+    plan = {f"block.{name}": word for name, word in plan.items()}
+    head = vars(spec.config).get("head_dim")
+    for name, shape in spec.shapes(1).items() if plan else ():  # the plans of some families forget norms of a head
+        owner, _, kind = name.removesuffix(".weight").rpartition(".")
+        if kind in HEAD_NORMS and f"{owner}.q_proj" in plan and tuple(shape) == (head,):
+            plan.setdefault(f"{owner}.{kind}", ALIKE)
+    return ENDS | plan
+
+
+def obstacle(spec: ModelSpec, size: int, spread: bool = False) -> str | None:
+    """Say why `size` processes cannot share each layer; None if they can."""
+    if size == 1:
+        return None
+    plan, heads, experts = plan_of(spec), key_heads(spec.config), n_experts(spec.config)
+    if plan.keys() == ENDS.keys() or set(plan.values()) - KNOWN:
+        return f"{spec.family.name} has no plan by which layers are cut; expected 1 process to a layer"
+    if heads < size:
+        return (
+            f"{heads} heads of keys (num_key_value_heads) are not enough for {size} processes to a layer; "
+            f"expected at most {heads}"
+        )
+    if spread and experts < size:
+        return (
+            f"{experts} experts cannot be spread over {size} processes to a layer; expected model_topo.experts: columns"
+        )
+    for layer in range(1, spec.n_blocks + 1):
+        shapes = spec.shapes(layer)
+        by_heads = [name for name in plan if "att" in name and plan[name] in BY_HEADS and f"{name}.weight" in shapes]
+        modules = tuple(f"{name.rpartition('.')[0]}." for name in by_heads)
+        for name, shape in shapes.items():
+            owner = name.rpartition(".")[0]
+            uneven = owner in by_heads and shape[-1 if plan[owner] == "rowwise" else 0] % heads
+            untold = name.startswith(modules) and not {name, owner} & plan.keys()  # as a norm with rows by head
+            if uneven or untold or (plan.get(owner) == EXPERTS and name not in plan):
+                return (
+                    f"layer {layer}: it is not known how to cut {name} of {spec.family.name}; expected 1 process to a "
+                    "layer (no axis model; more stages or replicas instead)"
+                )
+    return None

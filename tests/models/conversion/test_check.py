@@ -1,0 +1,82 @@
+"""Shows that `check` names what keeps transformers from loading a folder, and nothing of one that is whole."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import convert_model
+from models.conversion.check import check
+from models.conversion.to_huggingface import ExportOptions, pp_to_hg
+from models.conversion.to_pipeline import hg_to_pp
+from models.errors import CheckpointError
+from tests.conftest import ORIGINALS
+from tests.models.cases import CASES
+from tests.models.helpers import copy_of, read_config
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def folder(make_checkpoint: Make, tmp_path: Path) -> Path:
+    return copy_of(make_checkpoint("llama", {"max_shard_size": "100KB"}), tmp_path / "folder")
+
+
+def assert_lacks(folder: Path, what: str) -> None:
+    assert any(what in problem for problem in check(folder)), check(folder)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("baichuan-13b", "baichuan2-13b")])
+def test_an_export_is_complete(name: str, make_checkpoint: Make, tmp_path: Path) -> None:
+    hg_to_pp(make_checkpoint(CASES[name].model_type, **CASES[name].changes), tmp_path / "layers")
+    code = read_config(tmp_path / "layers")["model_type"] in ORIGINALS
+    pp_to_hg(tmp_path / "layers", tmp_path / "out", options=ExportOptions(layout="native" if code else "original"))
+    assert check(tmp_path / "out") == []
+
+
+def test_the_command_prints_a_line_for_each_problem(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.object(sys, "argv", ["convert_model.py", "check", "--input-path", str(folder)]):
+        convert_model.main()
+        assert capsys.readouterr().out == f"{folder}: complete\n"
+        (folder / "tokenizer.json").rename(folder / "other.json")
+        (folder / "model.safetensors.index.json").unlink()
+        with pytest.raises(SystemExit, match=r"\A1\Z"):
+            convert_model.main()
+    index, tokenizer = capsys.readouterr().out.splitlines()
+    assert index == f"{folder}: no index of its weight files"
+    assert tokenizer.startswith(f"{folder}: the tokenizer does not load: ")
+
+
+def test_a_missing_shard_is_named(folder: Path) -> None:
+    shard = sorted(folder.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    assert_lacks(folder, shard.name)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model."])
+def test_names_that_transformers_does_not_look_for_are_reported(
+    prefix: str, make_checkpoint: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copy_of(make_checkpoint("llama"), tmp_path / "folder")
+    path = folder / "model.safetensors"
+    save_file({prefix + name: tensor for name, tensor in load_file(path).items()}, path)
+    problem = f"the names of its weights begin with {prefix}model., which transformers does not look for"
+    assert_lacks(folder, problem)
+    hg_to_pp(folder, tmp_path / "layers")
+    pp_to_hg(tmp_path / "layers", tmp_path / "out")
+    assert problem in caplog.text
+
+
+@pytest.mark.parametrize(("name", "remedy"), [("chatglm3", "--layout native"), ("baichuan2-13b", "has no class")])
+def test_code_of_a_publisher_is_reported(name: str, remedy: str, make_checkpoint: Make) -> None:
+    assert_lacks(make_checkpoint(CASES[name].model_type, **CASES[name].changes), remedy)
+
+
+def test_pipeline_layers_are_refused(both_layouts: dict[str, Path]) -> None:
+    with pytest.raises(CheckpointError, match="export it with pp_to_hg"):
+        check(both_layouts["pipeline"])

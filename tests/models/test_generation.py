@@ -1,0 +1,215 @@
+"""Shows that generation with the cache writes what full forwards and transformers write, alone and beside others.
+
+Sampling keeps to what is asked, and to its seed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from models import CausalLM, load_model
+from models.attention.cache import KeyValueCache
+from models.generation import Request, Sampling, choose, generate, generate_many, stop_ids
+from tests.conftest import ORIGINALS
+from tests.models.cases import CASES
+from tests.models.helpers import oracle, random_ids
+
+NEW = 24  # more than the windows
+NAMES = [name for name in CASES if not name.endswith("tied")]
+DYNAMIC = ("llama-dynamic", "internlm2-dynamic")
+TURNING = ("phi3-long", *DYNAMIC)  # a text that grows past some length has other angles from its first token on
+PROMPT = random_ids(1, 12)[0].tolist()
+WIDE = {"initializer_range": 0.3, "tie_word_embeddings": False}  # so that a model does not repeat itself
+
+
+@pytest.fixture(scope="module")
+def llama(make_checkpoint: Callable[..., Path]) -> Path:
+    return make_checkpoint("llama", **WIDE)
+
+
+def greedy_without_cache(model: CausalLM) -> list[int]:
+    ids = list(PROMPT)
+    for _ in range(NEW):
+        with torch.inference_mode():
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(PROMPT) :]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_with_cache_equals_full_forwards_and_transformers(
+    name: str, make_checkpoint: Callable[..., Path]
+) -> None:
+    model_type, changes = CASES[name]
+    folder = make_checkpoint(model_type, **changes | WIDE)
+    model = load_model(folder)
+    written = list(generate(model, PROMPT, NEW, stop=set()))
+    assert len(set(written)) > NEW // 2, "too monotonous to show anything"
+    if name not in DYNAMIC:  # whose cache holds keys of smaller angles, as it does in transformers
+        assert written == greedy_without_cache(model)
+    if model_type not in ORIGINALS:
+        cached = name != "phi3-long"  # where transformers before 5.23 forgets what it dropped of its cache
+        theirs = oracle(folder).generate(
+            torch.tensor([PROMPT]),
+            do_sample=False,
+            max_new_tokens=NEW,
+            eos_token_id=-1,
+            pad_token_id=0,
+            use_cache=cached,
+        )
+        assert written == theirs[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in TURNING])
+def test_logits_with_cache_equal_those_without(name: str, make_checkpoint: Callable[..., Path]) -> None:
+    model = load_model(make_checkpoint(CASES[name].model_type, **CASES[name].changes))
+    ids = random_ids(1, 36)
+    cache = KeyValueCache()
+    with torch.inference_mode():
+        pieces = [model(piece, cache=cache) for piece in ids.split([12, 1, 1, 1, 1, 5, 1, 1, 10, 1, 1, 1], dim=1)]
+        torch.testing.assert_close(torch.cat(pieces, dim=1), model(ids), atol=1e-5, rtol=0)
+
+
+def test_generation_stops_before_a_stop_id(llama: Path) -> None:
+    model = load_model(llama)
+    written = list(generate(model, PROMPT, NEW, stop=set()))
+    first = written.index(written[7])
+    assert list(generate(model, PROMPT, NEW, stop={written[7], 511})) == written[:first]
+    assert list(generate(model, PROMPT, 5, stop=set())) == written[:5]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_at_once_get_the_answers_that_they_get_alone(name: str, make_checkpoint: Callable[..., Path]) -> None:
+    model_type, changes = CASES[name]
+    model = load_model(make_checkpoint(model_type, **changes | WIDE))
+    prompts = [random_ids(1, length, seed=length)[0].tolist() for length in (5, 30, 12, 1, 20, 40)]
+    lengths = [24, 3, 40, 30, 1, 12]  # one ends while others are under way, and some cross the length of a turn
+    asked = [Request(prompt, length, set()) for prompt, length in zip(prompts, lengths, strict=True)]
+    written: dict[Request, list[int]] = {request: [] for request in asked}
+    for request, token in generate_many(model, iter(asked), rows=3):
+        assert token is not None
+        written[request].append(token)
+    alone = [list(generate(model, prompt, length, set())) for prompt, length in zip(prompts, lengths, strict=True)]
+    assert list(written.values()) == alone
+    assert [request.text for request in asked] == [[*prompt, *new] for prompt, new in zip(prompts, alone, strict=True)]
+
+
+def test_a_request_can_be_ended_by_whoever_reads_it(llama: Path) -> None:
+    model = load_model(llama)
+    asked = [Request(PROMPT, NEW, set()), Request(PROMPT[:5], NEW, set())]
+    for request, _ in generate_many(model, asked):
+        request.done = request.done or (request is asked[0] and len(request.text) == len(PROMPT) + 3)
+    assert [len(request.text) for request in asked] == [len(PROMPT) + 3, 5 + NEW]
+
+
+def test_sampling_follows_the_seed_and_not_the_neighbours(llama: Path) -> None:
+    model = load_model(llama)
+
+    def sample(seed: int, prompts: list[list[int]]) -> list[int]:
+        asked = [Request(prompt, NEW, set(), Sampling(1.0, 0.95, seed=seed)) for prompt in prompts]
+        for _ in generate_many(model, asked):
+            pass
+        return asked[0].text[len(PROMPT) :]
+
+    alone = sample(0, [PROMPT])
+    assert alone == sample(0, [PROMPT, PROMPT[:4], PROMPT[2:]])
+    assert alone != sample(1, [PROMPT])
+
+
+def test_without_a_seed_torchs_random_numbers_count(llama: Path) -> None:
+    model = load_model(llama)
+
+    def sample(seed: int) -> list[int]:
+        torch.manual_seed(seed)
+        return list(generate(model, PROMPT, NEW, set(), Sampling(temperature=1.0, top_p=0.95)))
+
+    assert sample(0) == sample(0)
+    assert sample(0) != sample(1)
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.7])
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_penalty_top_k_and_top_p_leave_what_transformers_leaves(penalty: float, top_k: int | None) -> None:
+    numbers = torch.Generator().manual_seed(3)
+    logits, text = torch.randn(12, generator=numbers), [1, 4, 4, 9]
+    scores = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([text]), logits[None])
+    for each in (TemperatureLogitsWarper(0.8), *([TopKLogitsWarper(top_k)] if top_k else []), TopPLogitsWarper(0.9)):
+        scores = each(torch.tensor([text]), scores)
+    expected = set(torch.nonzero(scores[0].isfinite()).flatten().tolist())
+    sampling = Sampling(0.8, 0.9, top_k, penalty, seed=0)
+    generator = sampling.generator(logits.device)
+    assert {choose(logits, sampling, text, generator) for _ in range(2000)} == expected
+    likeliest = choose(logits, replace(sampling, temperature=0.0), text)
+    assert likeliest == int(scores[0].argmax())
+    assert choose(logits, replace(sampling, temperature=1e-45), text, generator) == likeliest
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 1000), min_size=2, max_size=8), st.floats(0.05, 0.99), st.floats(0.3, 3.0))
+def test_choice_stays_inside_the_nucleus(counts: list[int], top_p: float, temperature: float) -> None:
+    logits = torch.tensor(counts, dtype=torch.float64).log()
+    masses = [count ** (1 / temperature) for count in counts]
+    shares = [mass / sum(masses) for mass in masses]
+    drawn = {choose(logits, Sampling(temperature, top_p)) for _ in range(50)}
+    for token in drawn:
+        likelier = sum(share for share in shares if share > shares[token] * (1 + 1e-9))
+        assert likelier < top_p + 1e-9, (token, shares)
+
+
+def test_choice_reaches_the_whole_nucleus_and_nothing_else() -> None:
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
+    torch.manual_seed(0)
+
+    def reached(temperature: float, top_p: float) -> set[int]:
+        return {choose(logits, Sampling(temperature, top_p)) for _ in range(300)}
+
+    assert reached(1.0, 1.0) == {0, 1, 2, 3}
+    assert reached(1.0, 0.8) == {1, 2, 3}
+    assert reached(1.0, 0.6) == {1, 3}
+    assert reached(1.0, 0.3) == {1}
+    assert reached(0.2, 0.6) == {1}, "a low temperature makes the nucleus smaller"
+    assert reached(0.0, 1.0) == {1}, "temperature 0 takes the likeliest"
+
+
+def test_top_p_of_zero_takes_the_likeliest() -> None:
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
+    assert {choose(logits, Sampling(1.0, 0.0)) for _ in range(20)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        ({"eos_token_id": [5, 6]}, {5, 6}),
+        ({"eos_token_id": 5}, {5}),
+        ({"eos_token_id": 0}, {0}),
+        ({"eos_token_id": None}, set()),
+        ({}, set()),
+        (None, set()),
+    ],
+)
+def test_stop_ids_are_those_of_generation_config(
+    stored: dict[str, object] | None, expected: set[int], tmp_path: Path
+) -> None:
+    if stored is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(stored))
+    assert stop_ids(tmp_path) == expected
+
+
+def test_without_one_they_are_those_of_the_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert stop_ids(tmp_path) == {7, 8}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}')
+    assert stop_ids(tmp_path) == {5}

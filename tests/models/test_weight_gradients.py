@@ -1,0 +1,100 @@
+"""Gradients of weights that are computed later are torch's own, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from models.block_options import PLAIN, BlockOptions
+from models.offload import Returns
+from models.weight_gradients import WeightGradients, linear_layers
+from tests.models.test_block_options import build
+
+PASSES = 3
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 8, bias=False))
+
+
+def inputs() -> list[Tensor]:
+    return [torch.randn(2, 5 + number, 16).requires_grad_() for number in range(PASSES)]
+
+
+def gradient(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
+
+
+def test_they_are_the_same_bits_and_come_in_order() -> None:
+    usual, later = network(), WeightGradients()
+    deferring = deepcopy(usual)
+    later.defer(deferring)
+    given = inputs()
+    copies = [each.detach().clone().requires_grad_() for each in given]
+    for each in given:
+        usual(each).square().sum().backward()
+    for each in copies:
+        checkpoint(deferring, each, use_reentrant=False).square().sum().backward()
+        later.close()
+    for each, copy in zip(given, copies, strict=True):
+        assert gradient(copy).equal(gradient(each))
+    assert len(later) == PASSES
+    assert [name for name, weight in deferring.named_parameters() if weight.grad is not None] == ["2.weight", "2.bias"]
+    while len(later):
+        later.compute()
+    for (name, expected), found in zip(usual.named_parameters(), deferring.parameters(), strict=True):
+        assert gradient(found).equal(gradient(expected)), name
+
+
+def test_hooks_see_each_gradient_once() -> None:
+    model, later = network(), WeightGradients()
+    later.defer(model)
+    seen: list[str] = []
+    for name, weight in model.named_parameters():
+        weight.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+    model(inputs()[0]).sum().backward()
+    later.close()
+    later.compute()
+    assert sorted(seen) == sorted(name for name, _ in model.named_parameters())
+
+
+@pytest.mark.slow
+def test_compiled_layers_leave_them_too(make_checkpoint: Callable[..., Path]) -> None:
+    """All of a block's are left for later, and are what a block gives that nobody compiles."""
+    torch._dynamo.reset()
+    models = [build(make_checkpoint("llama"), PLAIN) for _ in range(2)]
+    later = WeightGradients()
+    compiled, usual = (model.blocks[0] for model in models)
+    later.defer(compiled)
+    BlockOptions(compile=True).apply(1, compiled, Returns())
+    torch.manual_seed(0)
+    for length in (5, 9, 16, 23):
+        hidden = torch.randn(1, length, models[0].spec.config.hidden_size)
+        for block in (compiled, usual):
+            block((hidden, torch.arange(length)[None]))[0].square().sum().backward()
+        later.close()
+    weights = [layer.weight for layer in linear_layers(compiled)]
+    assert len(weights) == 7 and all(weight.grad is None for weight in weights)
+    assert counters["stats"]["unique_graphs"]
+    while len(later):
+        later.compute()
+    for (name, expected), found in zip(usual.named_parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(gradient(found), gradient(expected), msg=name)
+
+
+def test_under_autocast_nothing_is_left() -> None:
+    model, later = network(), WeightGradients()
+    later.defer(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(inputs()[0]).float().sum().backward()
+    later.close()
+    assert all(weight.grad is not None for weight in model.parameters())

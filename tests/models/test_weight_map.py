@@ -1,0 +1,260 @@
+"""Shows that every family's naming table can be read in both directions, for any depth and number of experts."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from math import prod
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from models.architectures import FAMILIES
+from models.derived.derive import derive
+from models.family import Family
+from models.spec import ModelSpec
+from models.weight_map import Binding, WeightMap
+from tests.conftest import ORIGINALS, TINY
+
+MOST = 130  # blocks or experts
+
+
+class Table(NamedTuple):
+    """The tables of one architecture, of any depth and number of experts."""
+
+    model_type: str
+    changes: dict[str, Any]
+    dense: frozenset[int] = frozenset()  # blocks without experts
+
+
+DENSE = [0, 2, 3]
+GATE_UP, DOWN = "block.mlp.experts.gate_up_proj", "block.mlp.experts.down_proj"
+DERIVED = ["gemma3_text", "glm4", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe"]
+TABLES = {model_type: Table(model_type, {}) for model_type in (*FAMILIES, *DERIVED)} | {
+    "baichuan-7b": Table("baichuan", {"max_position_embeddings": 256}),
+    "qwen3_moe-some-dense": Table("qwen3_moe", {"mlp_only_layers": DENSE}, frozenset(DENSE)),
+}
+ROUTED = [name for name, table in TABLES.items() if "mix" in table.model_type or "moe" in table.model_type]
+names = st.sampled_from(sorted(TABLES))
+depths = experts = st.integers(1, MOST)
+misspelt = st.sampled_from(["00", "01", "+1", "-1", " 1", "1 ", "", "x", "1_0", "١", "１", "²"])
+numbers = misspelt | st.integers(0, 2 * MOST).map(str)
+
+
+@cache
+def spec_of(name: str) -> ModelSpec:
+    """The architecture with 5 blocks and 3 experts, of which only the names and shapes matter here."""
+    model_type, changes, _ = TABLES[name]
+    if model_type in ORIGINALS:
+        family = FAMILIES[model_type]
+        raw = ORIGINALS[model_type][0] | {"num_hidden_layers": 5, "num_layers": 5} | changes
+        family = family.variant(raw) if family.variant else family
+        assert family.translate is not None
+        fields = family.translate(raw)
+    else:
+        sizes = {
+            "num_hidden_layers": 5,
+            "num_local_experts": 3,
+            "num_experts": 3,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        }
+        fields = {"model_type": model_type} | TINY | sizes | changes
+        config = CONFIG_MAPPING[model_type].from_dict(fields)
+        family = FAMILIES[model_type] if model_type in FAMILIES else derive(config, fields)
+    return ModelSpec(family, CONFIG_MAPPING[fields["model_type"]].from_dict(fields))
+
+
+def weight_map_of(name: str, depth: int, n_experts: int = 3) -> WeightMap:
+    family = spec_of(name).family
+    return WeightMap(family, depth, n_experts if family.router else 0)
+
+
+def names_in(name: str, depth: int, layer: int) -> list[str]:
+    """The state-dict names of a layer."""
+    if layer in (0, depth + 1):
+        return list(spec_of(name).shapes(0 if layer == 0 else 6))
+    return list(spec_of(name).shapes(1 if layer - 1 in TABLES[name].dense else 2))
+
+
+def block_prefix(family: Family) -> str:
+    """How the names of a block's tensors begin on disk, up to the number."""
+    return family.block[0].disk_names[0].partition("{i}")[0]
+
+
+def consistent(weight_map: WeightMap, disk_name: str) -> bool:
+    """Whether a name on disk has no place, or one that gives the name back."""
+    binding = weight_map.binding(disk_name)
+    return binding is None or (
+        disk_name in binding.disk
+        and all(weight_map.binding_of(binding.layer, name) == binding for name in binding.names)
+        and all(weight_map.binding(name) == binding for name in binding.disk)
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(names, depths, experts, st.data())
+def test_every_name_of_a_binding_looks_up_the_same_binding(
+    name: str, depth: int, n_experts: int, data: st.DataObject
+) -> None:
+    weight_map = weight_map_of(name, depth, n_experts)
+    layer = data.draw(st.integers(0, depth + 1))
+    tensor = data.draw(st.sampled_from(names_in(name, depth, layer)))
+    binding = weight_map.binding_of(layer, tensor)
+    assert binding.layer == layer
+    assert tensor in binding.names
+    assert {weight_map.binding_of(layer, other) for other in binding.names} == {binding}
+    assert {weight_map.binding(disk) for disk in binding.disk} == {binding}
+
+
+@settings(max_examples=60, deadline=None)
+@given(names, depths, st.integers(1, 9))
+def test_every_tensor_has_exactly_one_binding_and_names_of_its_own(name: str, depth: int, n_experts: int) -> None:
+    weight_map = weight_map_of(name, depth, n_experts)
+    on_disk: list[str] = []
+    for layer in range(depth + 2):
+        bindings = weight_map.bindings(layer, names_in(name, depth, layer))
+        covered = [tensor for binding in bindings for tensor in binding.names]
+        assert sorted(covered) == sorted(names_in(name, depth, layer))
+        on_disk += [disk for binding in bindings for disk in binding.disk]
+    assert len(set(on_disk)) == len(on_disk)
+
+
+@settings(max_examples=100, deadline=None)
+@given(names, st.integers(1, 12), st.integers(0, 14), st.text(min_size=1, max_size=30))
+def test_made_up_names_in_a_block_never_get_the_place_of_another(name: str, depth: int, number: int, rest: str) -> None:
+    weight_map = weight_map_of(name, depth)
+    disk_name = f"{block_prefix(weight_map.family)}{number}.{rest}"
+    assert consistent(weight_map, disk_name)
+    assert number < depth or weight_map.binding(disk_name) is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(names, st.text(max_size=30))
+def test_made_up_names_outside_the_layers_have_no_place(name: str, text: str) -> None:
+    weight_map = weight_map_of(name, 3)
+    for made_up in (f"x{text}", f"model.norm.weight{text}x", f"lm_head.weight.{text}", f"x{text}.layers.0.{text}"):
+        assert weight_map.binding(made_up) is None
+
+
+@settings(max_examples=150, deadline=None)
+@given(names, depths, st.data(), numbers)
+def test_block_numbers_count_only_in_range_and_as_written(
+    name: str, depth: int, data: st.DataObject, number: str
+) -> None:
+    weight_map = weight_map_of(name, depth)
+    last = weight_map.binding_of(depth, data.draw(st.sampled_from(names_in(name, depth, depth))))
+    start = f"{block_prefix(weight_map.family)}{depth - 1}."
+    disk_name = data.draw(st.sampled_from(last.disk))
+    assert disk_name.startswith(start)
+    renumbered = f"{block_prefix(weight_map.family)}{number}.{disk_name.removeprefix(start)}"
+    binding = weight_map.binding(renumbered)
+    if number in {str(known) for known in range(depth)}:
+        assert binding == weight_map.binding_of(int(number) + 1, last.names[0])
+    else:
+        assert binding is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(ROUTED), experts, st.data(), numbers)
+def test_expert_numbers_count_only_in_range_and_as_written(
+    name: str, n_experts: int, data: st.DataObject, number: str
+) -> None:
+    weight_map = weight_map_of(name, 3, n_experts)
+    binding = weight_map.binding_of(2, data.draw(st.sampled_from([GATE_UP, DOWN])))
+    renumbered = re.sub(r"experts\.\d+", f"experts.{number}", data.draw(st.sampled_from(binding.disk)))
+    in_range = number in {str(known) for known in range(n_experts)}
+    if number.isdecimal():
+        assert weight_map.binding(renumbered) == (binding if in_range else None)
+    else:
+        assert weight_map.binding(renumbered) != binding
+        assert consistent(weight_map, renumbered)
+
+
+@pytest.mark.parametrize(
+    ("name", "disk_name"),
+    [
+        ("baichuan", "model.layers.0.self_attn.q_proj.weight"),
+        ("baichuan-7b", "model.layers.0.self_attn.v_proj.weight"),
+        ("mixtral", "model.layers.0.mlp.experts.gate_up_proj"),
+        ("mixtral", "model.layers.0.mlp.experts.down_proj"),
+        ("mixtral", "model.layers.0.mlp.gate.weight"),
+        ("qwen3_moe", "model.layers.0.mlp.experts.gate_up_proj"),
+        ("qwen3_moe-some-dense", "model.layers.0.mlp.experts.down_proj"),
+        ("chatglm", "transformer.encoder.layers.0.self_attention.q_proj.weight"),
+        ("bloom", "transformer.transformer.h.0.mlp.dense_h_to_4h.weight"),
+    ],
+)
+def test_wildcard_gives_no_second_name_to_what_a_special_rule_stores(name: str, disk_name: str) -> None:
+    assert weight_map_of(name, 3).binding(disk_name) is None
+
+
+@pytest.mark.parametrize(("layer", "tensor"), [(0, "norm.weight"), (1, "embed_tokens.weight"), (4, "block.x")])
+def test_tensor_that_the_layer_lacks_has_no_name(layer: int, tensor: str) -> None:
+    with pytest.raises(KeyError, match="llama"):
+        weight_map_of("llama", 3).binding_of(layer, tensor)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_buffers_are_carried_and_weights_are_not(name: str) -> None:
+    weight_map = weight_map_of(name, 3)
+    buffers = {
+        "chatglm": "transformer.rotary_pos_emb.inv_freq",
+        "baichuan": "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "llama": "model.layers.2.self_attn.rotary_emb.inv_freq",
+    }
+    if name in buffers:
+        assert weight_map.is_carried(buffers[name])
+    for layer in range(5):
+        for binding in weight_map.bindings(layer, names_in(name, 3, layer)):
+            assert not any(weight_map.is_carried(disk) for disk in binding.disk)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_both_ends_of_a_tie_have_a_name_of_their_own(name: str) -> None:
+    weight_map = weight_map_of(name, 3)
+    head, embedding = weight_map.binding(weight_map.tied_head), weight_map.binding(weight_map.tied_embedding)
+    assert head == Binding((weight_map.tied_head,), 4, ("lm_head.weight",))
+    assert embedding == Binding((weight_map.tied_embedding,), 0, ("embed_tokens.weight",))
+
+
+@pytest.mark.parametrize("depth", [1, 2, MOST])
+def test_names_without_the_optional_prefix_have_the_same_places(depth: int) -> None:
+    full = weight_map_of("bloom", depth)
+    places = [
+        binding for layer in range(depth + 2) for binding in full.bindings(layer, names_in("bloom", depth, layer))
+    ]
+    full_names = [binding.disk[0] for binding in places]
+    short_names = [name.removeprefix("transformer.") for name in full_names]
+    short = full.for_names(short_names)
+    assert full.for_names(full_names) == full != short
+    for name, binding in zip(short_names, places, strict=True):
+        assert short.binding(name) == binding._replace(disk=(name,))
+        assert short.binding_of(binding.layer, binding.names[0]) == binding._replace(disk=(name,))
+    assert short.binding("transformer.h.0.input_layernorm.weight") is None
+    assert full.binding("h.0.input_layernorm.weight") is None
+    assert full.binding("transformer.lm_head.weight") is short.binding("transformer.lm_head.weight") is None
+
+
+def test_single_expert_has_shapes_on_disk_like_one_of_many() -> None:
+    weight_map = weight_map_of("mixtral", 1, n_experts=1)
+    shapes = {GATE_UP: torch.Size((1, 6, 4)), DOWN: torch.Size((1, 4, 3))}
+    on_disk = [weight_map.binding_of(1, name).disk_shapes(shapes) for name in shapes]
+    expert = "model.layers.0.block_sparse_moe.experts.0"
+    assert on_disk == [{f"{expert}.w1.weight": (3, 4), f"{expert}.w3.weight": (3, 4)}, {f"{expert}.w2.weight": (4, 3)}]
+
+
+@settings(max_examples=40, deadline=None)
+@given(names, st.data())
+def test_shapes_on_disk_hold_as_many_numbers_as_the_layer(name: str, data: st.DataObject) -> None:
+    spec = spec_of(name)
+    layer = data.draw(st.integers(0, spec.n_layers - 1))
+    shapes = spec.shapes(layer)
+    for binding in spec.weight_map.bindings(layer, shapes):
+        on_disk = binding.disk_shapes(shapes)
+        assert tuple(on_disk) == binding.disk
+        assert sum(map(prod, on_disk.values())) == sum(prod(shapes[tensor]) for tensor in binding.names)
