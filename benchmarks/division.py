@@ -33,10 +33,9 @@ def measure(folder: Path) -> dict[str, Any]:
     """Seconds of a step by division, what `auto` came to, and the ratio."""
     from models.spec import ModelSpec
     from training.metrics.devices import this_device
-    from training.plan.basis import Basis
-    from training.plan.calibration import calibrate
+    from training.plan.inputs import Basis, Workload
     from training.plan.plan import best_parts
-    from training.plan.workload import Workload
+    from training.plan.timing import calibrate
 
     (folder / "config.json").write_text(json.dumps(LARGE_HEAD), encoding="utf-8")
     config, spec = division_config(folder), ModelSpec.from_folder(folder)

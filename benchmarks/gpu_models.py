@@ -152,9 +152,8 @@ def planned_peak(config: TrainConfig, samples: InMemory, device: Device) -> int:
     """Bytes that the planner expects the fullest rank to need."""
     from models.spec import ModelSpec
     from training.data_setup import build_loader
-    from training.plan.basis import Basis
+    from training.plan.inputs import Basis, Workload
     from training.plan.plan import Plan
-    from training.plan.workload import Workload
 
     spec = ModelSpec.from_folder(Path(config.model_path))
     work = Workload.measured(build_loader(samples, config), config)

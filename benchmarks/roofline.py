@@ -34,9 +34,8 @@ from training.config.keys import TrainConfig
 from training.config.sections import FP8
 from training.metrics.devices import parse_devices
 from training.plan import costs
-from training.plan.basis import Basis
+from training.plan.inputs import Basis, Workload, layer_kinds
 from training.plan.plan import Plan
-from training.plan.workload import Workload
 
 DEVICES = ("A100-80G", "H100", "H200")
 OTHERS = ("V100-32G", "A100-40G", *DEVICES, "H100PCIe", "L40S", "A10", "RTX4090", "RTX3090")
@@ -196,7 +195,7 @@ def where_a_step_goes() -> list[list[str]]:
     basis = plans[0].basis
     spec, weights = basis.spec, plans[0].stages[0].parameters
     kernels: dict[str, list[Operation]] = {"products": [], "attention": [], "traffic": []}
-    for layer in costs.kinds(spec):
+    for layer in layer_kinds(spec):
         for operation in _kernels(basis, layer):
             kernels[operation.kind].append(operation)
     told = {kind: _told(operations) for kind, operations in kernels.items()}

@@ -21,11 +21,10 @@ from typing import Any
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.metrics.devices import parse_devices
-from training.plan.basis import Basis
-from training.plan.fabric import Fabric
+from training.plan.communication import Fabric
+from training.plan.inputs import Basis, Workload
 from training.plan.plan import Plan
 from training.plan.search import search
-from training.plan.workload import Workload
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = DOCS / "performance.md", DOCS / "performance_CN.md"
