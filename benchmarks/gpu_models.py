@@ -152,9 +152,8 @@ def planned_peak(config: TrainConfig, samples: InMemory, device: Device) -> int:
     """Bytes that the planner expects the fullest rank to need."""
     from models.api import read_spec
     from training.data_setup import build_loader
-    from training.plan.basis import Basis
+    from training.plan.inputs import Basis, Workload
     from training.plan.plan import Plan
-    from training.plan.workload import Workload
 
     spec = read_spec(Path(config.model_path))
     work = Workload.measured(build_loader(samples, config), config)

@@ -40,7 +40,7 @@ from training.metrics.devices import this_device
 from training.metrics.peak_memory import peak_memory
 from training.metrics.utilization import Utilization
 from training.plan.auto import divide
-from training.plan.kernels import choose_kernels
+from training.plan.timing import choose_kernels
 
 if TYPE_CHECKING:
     from data.loader import GlobalBatch

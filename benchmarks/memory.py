@@ -85,9 +85,8 @@ def plan_and_train(folder: Path, keys: dict[str, Any]) -> None:
     from training.metrics.devices import this_device
     from training.metrics.peak_memory import peak_memory
     from training.plan.auto import divide
-    from training.plan.basis import Basis
+    from training.plan.inputs import Basis, Workload
     from training.plan.plan import Plan
-    from training.plan.workload import Workload
 
     config = run_config(folder, int(os.environ["WORLD_SIZE"]), MICRO_BATCHES, LENGTH, **keys)
     with patch.object(freed_memory, "keep", _give_back_memory), joined(config):

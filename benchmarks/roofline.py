@@ -21,9 +21,8 @@ from training.config.keys import TrainConfig
 from training.config.sections import FP8
 from training.metrics.devices import parse_devices
 from training.plan import costs
-from training.plan.basis import Basis
+from training.plan.inputs import Basis, Workload
 from training.plan.plan import Plan
-from training.plan.workload import Workload
 
 DEVICES = ("A100-80G", "H100", "H200")
 LENGTH, MICRO_BATCHES = 4096, 8

@@ -17,11 +17,10 @@ from typing import Any
 from models.api import read_spec
 from training.config.keys import TrainConfig
 from training.metrics.devices import parse_devices
-from training.plan.basis import Basis
-from training.plan.fabric import Fabric
+from training.plan.communication import Fabric
+from training.plan.inputs import Basis, Workload
 from training.plan.plan import Plan
 from training.plan.search import search
-from training.plan.workload import Workload
 
 GPU, LINKS, MOST = "H100-80G", "nvlink4,ib400", 512
 HEADER = "model | tokens of a row | rows of a step | GPUs | dims | axes | sequence | schedule | recomputes | waiting"

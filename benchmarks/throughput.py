@@ -163,9 +163,8 @@ def with_divisions(case: Case, folder: Path) -> Case:
     from benchmarks.steps import run_config
     from models.api import read_spec
     from training.metrics.devices import this_device
-    from training.plan.basis import Basis
+    from training.plan.inputs import Basis, Workload
     from training.plan.plan import best_parts
-    from training.plan.workload import Workload
 
     config = run_config(folder, 2, case.rows, case.length, **PLAIN)
     spec = read_spec(folder)

@@ -90,7 +90,7 @@ def kept(path: Path, parse: Callable[[bytes], Kept], read: Read = read_checked, 
     except (OSError, ValueError) as error:
         plain = error.strerror if isinstance(error, OSError) else str(error) if type(error) is ValueError else ""
         if not isinstance(error, FileNotFoundError):
-            tell(f"{path} is passed over: {plain or 'damaged'}")
+            tell(f"{path}: ignored: {plain or 'damaged'}")
         return None
 
 

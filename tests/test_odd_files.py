@@ -42,7 +42,7 @@ from training.launch import agent
 from training.launch.hosts import exported, read_hostfile
 from training.metrics.reporter import METRICS_FILE, Reporter
 from training.metrics.tracking import WANDB_ID_FILE, WandBWriter, open_trackers
-from training.plan import kernels
+from training.plan import timing
 
 PATIENCE = 12.0  # seconds
 MOST = 2**30  # bytes
@@ -133,7 +133,9 @@ CASES = [
     Case(METRICS_FILE, lambda folder: reported(folder, 1), passes=False, kinds=("folder",)),
     Case(METRICS_FILE, lambda folder: reported(folder, 3), passes=False),
     Case(links.FILE, lambda folder: links.Links.read(folder, print)),
-    Case(kernels.FILE, lambda folder: kernels.fastest(["eager"], lambda _: 1.0, folder / kernels.FILE, {})),
+    Case(
+        timing.KERNELS_FILE, lambda folder: timing.fastest(["eager"], lambda _: 1.0, folder / timing.KERNELS_FILE, {})
+    ),
     Case(WANDB_ID_FILE, wandb, passes=False, kinds=("folder",)),
     Case(WANDB_ID_FILE, wandb, kinds=("fifo", "device")),
     Case("tensorboard", tensorboard, passes=False, kinds=("fifo", "device")),

@@ -26,9 +26,10 @@ from training.distributed.processes import Place, gather
 from training.distributed.rank_monitor import RankMonitor
 from training.distributed.rendezvous import interface_of, own_address
 from training.job import Job
+from training.metrics.devices import GIGA
 from training.options import language_model
 from training.plan.auto import divide
-from training.plan.room import GB, check_room
+from training.plan.resources import check_resources
 from training.preflight import check_model, check_samples
 
 MEGA = 1e6
@@ -50,7 +51,7 @@ def check_run(in_stages: bool, config: TrainConfig, place: Place, monitor: RankM
     check_samples(task.order.fingerprint, job.eval_records or "none")
     check_model(task.model_folder, weights=not config.from_scratch)
     job.division = divide(config, task.spec, in_stages, task.known_loader)
-    check_room(config, task.spec, job.layers, job.disk)
+    check_resources(config, task.spec, job.layers, job.disk)
     hosts = gather(Host.here(config.save_path))
     links = measure(config.model_topo, [host.name for host in hosts])
     if place.rank == 0:
@@ -103,7 +104,7 @@ def hosts_table(ranks: Sequence[Host]) -> Table:
     for name in dict.fromkeys(host.name for host in ranks):
         own = [rank for rank, host in enumerate(ranks) if host.name == name]
         host = ranks[own[0]]
-        free = (f"{size / GB:,.1f}" for size in (host.disk, host.memory))
+        free = (f"{size / GIGA:,.1f}" for size in (host.disk, host.memory))
         clock = f"{host.clock - ranks[0].clock:+.1f}"
         made.add_row(name, ", ".join(map(str, own)), host.interface, *free, clock)
     return made

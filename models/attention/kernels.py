@@ -6,7 +6,7 @@ arithmetic. Others never hold the scores and take all documents in one launch. T
 weights (on older ones Triton, which flex attention is made of, is no longer supported either). `use_flash_attn: true`
 takes the first of them that can run: flash-attn, where its package is installed; the same algorithm inside torch; flex
 attention (`models.attention.flex`), compiled for whatever is done to the scores. `auto` takes the fastest of these, of
-torch's usual kernel, of cuDNN's and of flash-attn 3 (`training.plan.kernels`). A family declares which of them compute
+torch's usual kernel, of cuDNN's and of flash-attn 3 (`training.plan.timing`). A family declares which of them compute
 its attention exactly. Where none can run, the usual kernel does.
 """
 

@@ -127,7 +127,7 @@ def test_a_damaged_digest_is_taken_anew_and_named(
     (note,) = (tmp_path / "digests").iterdir()
     note.write_bytes(SPOILT[damage](note.read_bytes()))
     assert digests.known(data) is None and digests.known(data) is None
-    assert caplog.messages == [f"warning: {note} is passed over: damaged"]
+    assert caplog.messages == [f"warning: {note}: ignored: damaged"]
     assert digests.take(data) == digests.known(data) == taken
 
 
@@ -140,7 +140,7 @@ def test_a_digest_of_another_user_is_taken_anew_and_named(
     (note,) = (tmp_path / "digests").iterdir()
     monkeypatch.setattr(os, "getuid", lambda: -5)
     assert digests.known(data) is None
-    assert caplog.messages == [f"warning: {note} is passed over: of another user"]
+    assert caplog.messages == [f"warning: {note}: ignored: of another user"]
 
 
 def use(dataset: Dataset) -> None:

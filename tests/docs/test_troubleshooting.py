@@ -31,7 +31,7 @@ SOURCES = {
     "nothing bears loss within max_seq_len": "data/tokenized/parallel.py",
     "no usable tokenizer: expected one of the files": "data/tokenized/tokenize.py",
     "not found; expected a model folder": "models/checkpoint/layout.py",
-    "out of memory: stage": "training/plan/out_of_memory.py",
+    "out of memory: stage": "training/plan/resources.py",
     "the gradient's norm": "training/bad_steps.py",
     "(max_bad_steps)": "training/bad_steps.py",
     "died without an error: killed from outside, for example because memory ran out": (

@@ -47,9 +47,9 @@ from training.distributed import processes
 from training.distributed.failure_detector import Report
 from training.distributed.gpu_progress import followed
 from training.distributed.rank_monitor import RankMonitor, whereabouts
-from training.engine.stage_clock import StageClock
 from training.metrics.reporter import Reporter
 from training.plan.auto import divide
+from training.plan.feedback import StageClock
 
 STEPS, TOKENS = 4, 8
 HANGS_AFTER = 10  # instructions of a kind, in a job: the second step is over by then or under way

@@ -19,7 +19,7 @@ from tests.conftest import FAQ
 from tests.launching import deepspeed, metrics, topology, torchrun, write_config
 from tests.training.metrics.test_tracking import curves
 from training.config.yaml_file import load_config
-from training.plan.basis import MEASURED_FILE, Calibration, Measured
+from training.plan.inputs import MEASURED_FILE, Calibration, Measured
 
 pytestmark = pytest.mark.launched
 

@@ -16,7 +16,7 @@ from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 from training.distributed.processes import Place
 from training.errors import RunRefused
-from training.plan.room import check_room
+from training.plan.resources import check_resources
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
@@ -33,7 +33,9 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
             preflight.check_model(own, weights=case["weights"])
         elif case["check"] == "room":
             spec = read_spec(own)
-            check_room(config.model_copy(update={"save_path": str(own)}), spec, range(spec.n_layers), Disk.of_all())
+            check_resources(
+                config.model_copy(update={"save_path": str(own)}), spec, range(spec.n_layers), Disk.of_all()
+            )
         else:
             preflight.check_folder(own, Disk.of(case["check"], place, config.model_topo), Log(quiet=True))
     except RunRefused as refused:

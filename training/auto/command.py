@@ -1,44 +1,68 @@
-"""`train_ds.py --auto --model DIR --data FILE --save DIR`: a config for them, written with its reasons, and its plan.
+"""Entry point of `train_ds.py --auto --model DIR --data FILE --save DIR`: choose a config, and write it with its plan.
 
-The file is `auto.yml` in the run's folder. It is never written anew: a second start goes on with it as it stands, its
-user's own changes included. Cost: the records are tokenized, which the run then need not do; on a CPU layers are timed,
-for some ten seconds or, of a large model, minutes.
+First comes what follows from model and data alone, last what a plan finds. The file is `auto.yml` in the run's folder.
+It is never written anew: a second start uses it as it stands, the user's changes included. Cost: the records are
+tokenized, which the run then need not do; on a CPU layers are timed, for ten seconds or, of a large model, minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
 
 from common.log import Log
 from common.whole_files import replace_text
+from data.inspection import summary
 from data.paths import with_home
 from data.records.sources import as_sources
-from models.api import download
-from models.checkpoint.layout import HUB
+from data.tokenized.dataset import Dataset, check_vocabulary
+from models.api import download, read_spec
+from models.checkpoint.layout import HUB, layout_of, resolve
 from models.errors import CheckpointError
-from training.auto.choices import Choices
-from training.auto.choose import choose
-from training.auto.machine import Machine
+from models.spec import ModelSpec
+from training.auto.choices import APART, Choices, fill, precision, sample_length, text_length
+from training.auto.search import Machine, Search
+from training.config.keys import TrainConfig
 from training.config.yaml_file import load_config
+from training.data_setup import RecordReader
 from training.errors import ConfigError
 from training.launch.start import Hosts
-from training.plan.command import WIDTH, show
-from training.plan.rendering import facts
+from training.metrics.devices import GIGA
+from training.plan.command import WIDTH, plan_summary, search_table, show
+from training.plan.plan import Plan
+from training.plan.search import SIZES
 from training.preflight import check_writable
 
 FILE = "auto.yml"
-OF_A_RUN = ("config.yml", "latest")  # what a run leaves in its folder
-BASE = "base"  # where a model of the hub is put, in the run's folder
+OF_A_RUN = ("config.yml", "latest")  # files of a run's folder
+BASE = "base"  # folder of a model from the hub, in the run's folder
+ANY_BATCH = 720_720  # until one is chosen; a multiple of all numbers up to 16
+SEARCHED = "train_micro_batch_size_per_gpu schedule use_grad_ckpt offload_activations max_seq_len".split()
+OFFLOAD = "zero_optimization.offload_optimizer"
+DIMS, AXES = "model_topo.process_topology.dims", "model_topo.process_topology.axes"
+BATCH = "train_batch_size", "train_micro_batch_size_per_gpu"
+# Keys that need others beside them, and the values that do not.
+NEEDS: dict[str, tuple[tuple[str, ...], list[Any]]] = {
+    "model_topo.sequence": ((DIMS,), [1]),
+    "model_topo.experts": ((DIMS,), ["columns"]),
+    AXES: ((DIMS,), [["pipe", "data"], ["data", "pipe"]]),
+    "gradient_accumulation_steps": ((*BATCH, DIMS), [None]),
+}
+AXIS_NAMES = {"pipe": "stages", "data": "replicas", "model": "processes to a layer"}
 
 
 def configure(arguments: argparse.Namespace, hosts: Hosts | None) -> Path:
-    """The config file of a run: that of an earlier start, or a new one.
+    """Return the config file of a run: that of an earlier start, or a new one.
 
     Raises:
-        ConfigError, CheckpointError, DataError: there is no model, no record, or no room for the run.
+        ConfigError, CheckpointError, DataError: no model, no record, or not enough memory.
     """
     # A shell leaves ~ as it is behind = and in quotes.
     arguments.save, arguments.model, *arguments.data = map(
@@ -47,7 +71,7 @@ def configure(arguments: argparse.Namespace, hosts: Hosts | None) -> Path:
     choices = Choices(arguments.overrides)
     for key, option in (("model_path", "--model"), ("save_path", "--save")):
         if key in choices.own:
-            raise ConfigError(f"command line: {key}: with --auto {option} says it; expected no such word")
+            raise ConfigError(f"command line: {key}: given by {option}; remove it here")
     log = Log(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     save, model = Path(arguments.save), arguments.model
     path = save / FILE
@@ -71,7 +95,7 @@ def configure(arguments: argparse.Namespace, hosts: Hosts | None) -> Path:
     choices.add("data_path", arguments.data, "--data")
     choices.add("save_path", str(save), "--save")
     lines, plan = choose(choices, Machine.find(hosts, arguments.devices), log)
-    text = choices.as_yaml(["Chosen by train_ds.py --auto; beside each value why.", *lines, *facts(plan)])
+    text = choices.as_yaml(["Chosen by train_ds.py --auto; beside each value why.", *lines, *plan_summary(plan)])
     show(plan, log)
     replace_text(path, text)
     log.print(f"{path}:\n{text}")
@@ -79,10 +103,10 @@ def configure(arguments: argparse.Namespace, hosts: Hosts | None) -> Path:
 
 
 def _check_same(path: Path, model: str, arguments: argparse.Namespace, own_data: bool) -> None:
-    """See that an earlier start's config is one for this model, these data and this folder.
+    """Check that an earlier start's config is for this model, these data and this folder.
 
     Args:
-        own_data: whether a word says which data, which then overrides the file.
+        own_data: whether the command line overrides data_path.
     """
     config = load_config(path)
     paths = [source.path for source in as_sources(config.data_path)]
@@ -93,5 +117,120 @@ def _check_same(path: Path, model: str, arguments: argparse.Namespace, own_data:
         ("save", [arguments.save], [config.save_path]),
     ):
         if list(map(os.path.normpath, given)) != list(map(os.path.normpath, known)):
-            told = f"{', '.join(given)}, but {path} has {', '.join(known)}"
-            raise ConfigError(f"--{name}: {told}; expected the same, or another --save")
+            found = f"{', '.join(given)}, but {path} has {', '.join(known)}"
+            raise ConfigError(f"--{name}: {found}; expected the same, or another --save")
+
+
+def choose(choices: Choices, machine: Machine, log: Console) -> tuple[list[str], Plan]:
+    """Choose all but the three paths; return lines about machine, model and data, and the plan.
+
+    Raises:
+        ConfigError, CheckpointError, DataError: no model, no record, or not enough memory.
+    """
+    for key, (others, free) in NEEDS.items():
+        if choices.own.get(key, free[0]) not in free and (
+            absent := [each for each in others if not choices.is_own(each)]
+        ):
+            raise ConfigError(f"{key}: --auto chooses what it depends on; expected beside it {', '.join(absent)}")
+    _add_dims(choices, machine)
+    if apart := choices.own.get("optimizer.type") == "Adafactor":
+        choices.add("zero_optimization.stage", 0, APART)
+    config = choices.config(train_batch_size=ANY_BATCH)
+    folder = resolve(config.model_path)
+    spec = read_spec(folder)
+    if not config.from_scratch:
+        layout_of(folder)
+    if config.stream_gb:
+        raise ConfigError("stream_gb: --auto looks at all records before it chooses; expected --config for a stream")
+    choices.add("max_seq_len", *sample_length(spec))
+    config = choices.config(train_batch_size=ANY_BATCH)
+    reader = RecordReader(config, folder, log)
+    data = reader.read("data", config.data_path)
+    check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), data)
+    log.print(f"records:\n{summary.table(data)}")
+    if texts := text_length(data, config.max_seq_len):
+        choices.add("max_seq_len", *texts)
+    kind, why = (None, APART) if apart else precision(machine.kind)
+    if not choices.is_own("bf16") and not choices.is_own("fp16"):
+        choices.add(f"{kind or 'bf16'}.enabled", kind is not None, why)
+    if "model_topo" in (fixed := _fixed_keys(choices)):
+        machine = replace(machine, counts=(config.model_topo.processes,))
+    fill(choices, data, spec, config.train_micro_batch_size_per_gpu * math.lcm(*machine.counts))
+    plan = _choose_topology(choices, machine, spec, folder, fixed, log)
+    what = [f"machine: {machine.name}", f"model: {spec.family.name}, {spec.n_layers} layers"]
+    return [*what, *summary.facts(data, config.max_seq_len)], plan
+
+
+def _add_dims(choices: Choices, machine: Machine) -> None:
+    """Derive dims where the user gives only parts."""
+    parts = choices.own.get("model_topo.parts")
+    if isinstance(parts, list) and not choices.is_own(DIMS):
+        stages = max(1, len(parts) // (2 if choices.own.get("schedule") == "dualpipev" else 1))
+        choices.add(DIMS, [stages, max(1, machine.counts[-1] // stages)], "as many stages as your parts")
+
+
+def _fixed_keys(choices: Choices) -> frozenset[str]:
+    """Keys that the search leaves as the user has them."""
+    fixed = {key for key in SEARCHED if choices.is_own(key)}
+    fixed |= {"model_topo"} if choices.is_own(DIMS) or isinstance(choices.own.get("model_topo.parts"), list) else set()
+    return frozenset(fixed | ({"zero_optimization"} if choices.is_own(OFFLOAD) else set()))
+
+
+def _choose_topology(
+    choices: Choices, machine: Machine, spec: ModelSpec, folder: Path, fixed: frozenset[str], log: Console
+) -> Plan:
+    """Choose topology, and what to give up to fit."""
+    datasets: dict[int, Dataset] = {}
+
+    def read(config: TrainConfig) -> Dataset:
+        if config.max_seq_len not in datasets:
+            found, _ = RecordReader(config, folder, Console(quiet=True)).read_sets()
+            assert isinstance(found, Dataset)
+            datasets[config.max_seq_len] = found
+        return datasets[config.max_seq_len]
+
+    config = choices.config()
+    search = Search(machine, spec, read, fixed, log)
+    plan = search.best(config)
+    log.print(search_table(search.ranking))
+    if plan.basis.calibration:
+        plan.basis.calibration.write(Path(config.save_path))
+    _explain(choices, plan, search.ranking, config.max_seq_len)
+    return plan
+
+
+def _explain(choices: Choices, plan: Plan, ranking: list[Plan], whole: int) -> None:
+    """Choose a plan's values, with reasons.
+
+    Args:
+        ranking: all plans, the fastest first.
+        whole: max_seq_len where nothing is given up.
+    """
+    config, basis = plan.basis.config, plan.basis
+    dims, peak = config.model_topo.process_topology.dims, plan.peak / GIGA
+    room = f"{peak:.1f} GB a process at most, of {(basis.device.memory or 0) / GIGA:.1f} GB"
+    others = {str(other.basis.config.model_topo.process_topology.dims): other for other in reversed(ranking)}
+    beside = [f"{name} {each.tokens_per_s:,.0f}" for name, each in others.items() if name != str(dims)]
+    which = "the fastest" if ranking[0].seconds >= plan.seconds else "the fewest processes of those about as fast"
+    topo = config.model_topo
+    if topo.tensor > 1:
+        choices.add(AXES, topo.process_topology.axes, "several processes share each layer, the last of dims")
+    why = f"{' x '.join(AXIS_NAMES[axis] for axis in topo.process_topology.axes)}, {which} by plan: "
+    why += f"{plan.tokens_per_s:,.0f} tokens/s"
+    choices.add(DIMS, dims, f"{why}; {', '.join(beside)}" if beside else why)
+    if topo.sequence > 1:
+        choices.add("model_topo.sequence", topo.sequence, "replicas that share their rows, which are long")
+    choices.add("model_topo.parts", plan.parts, "layers of each stage: the slowest one is as fast as can be")
+    rows, steps = config.train_micro_batch_size_per_gpu, basis.micro_batches
+    why = f"rows at a time, the fastest of {SIZES} that fit; gradients accumulate over {steps} micro-batches"
+    choices.add("train_micro_batch_size_per_gpu", rows, why)
+    waits = f"{plan.bubble:.0%} of the time is waiting" if plan.bubble > 0 else "nothing waits"
+    choices.add("schedule", config.schedule, f"the faster of 1f1b and dualpipev; {waits}")
+    saves = "what fits is faster with it" if config.use_grad_ckpt else "activations fit without"
+    choices.add("use_grad_ckpt", config.use_grad_ckpt, f"{saves}: {room}")
+    if config.zero_optimization.offloads:
+        choices.add(f"{OFFLOAD}.device", "cpu", "the optimizer's states do not fit beside the rest")
+    if config.offload_activations:
+        choices.add("offload_activations", True, "activations do not fit either")
+    if config.max_seq_len < whole:
+        choices.add("max_seq_len", config.max_seq_len, f"longer samples are cut, as rows of {whole} tokens do not fit")

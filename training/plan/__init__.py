@@ -1,1 +1,1 @@
-"""What a run will take before it begins: time and memory of every stage, and how the layers are best divided."""
+"""Predict time and memory of a run before it begins: `--plan`, `parts: auto` and the other `auto` keys."""

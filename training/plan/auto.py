@@ -1,26 +1,51 @@
-"""What `parts: auto` and `use_grad_ckpt: auto` come to: decided once a run, by rank 0 for all, and handed down.
+"""Resolve `parts: auto` and `use_grad_ckpt: auto` on rank 0 and broadcast them; the planner's callback of a run.
 
-The layers are divided by `training.plan.partition`. Of each stage as few blocks recompute as fit into the memory of the
-smallest device; the rest keep what they have and save the time. On a CPU none recomputes.
+`training.plan.partition` splits the layers. Of each stage as few blocks recompute as make it fit into the memory of the
+smallest device. On a CPU none recomputes.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
 
 from data.loader import Loader
 from models.spec import ModelSpec
+from training.callbacks import Callback
 from training.checkpoint.folder import CheckpointRecord
 from training.config.keys import TrainConfig
 from training.distributed.processes import gather
+from training.job import Job
+from training.language_model import LanguageModel
 from training.metrics.devices import Device, this_device
-from training.plan.basis import MEASURED_FILE, Basis
+from training.plan.inputs import MEASURED_FILE, Basis, Workload
 from training.plan.plan import Plan
-from training.plan.workload import Workload
+from training.plan.resources import check_resources, explain_out_of_memory
+from training.plan.timing import choose_kernels
 from training.topology import Division
+
+
+class Planning(Callback):
+    """Resolve `auto` by the planner, check memory and disk, choose kernels, explain an out-of-memory error."""
+
+    def __init__(self, task: LanguageModel) -> None:
+        self._task = task
+
+    def on_divide(self, job: Job) -> None:
+        task = self._task
+        job.division = divide(job.config, task.spec, task.in_stages, task.known_loader, job.progress.known)
+
+    def on_build(self, job: Job) -> None:
+        check_resources(job.config, self._task.spec, job.layers, job.disk)
+        kernels = choose_kernels(job.config, self._task.spec, self._task.known_loader)
+        job.report += kernels.report
+        job.config = job.config.model_copy(update={"compile": kernels.compile})
+
+    def around(self, job: Job) -> AbstractContextManager[None]:
+        return explain_out_of_memory(job.config, self._task.spec, job.stage, self._task.known_loader)
 
 
 def divide(
@@ -30,12 +55,12 @@ def divide(
     loader: Loader | None = None,
     saved: CheckpointRecord | None = None,
 ) -> Division:
-    """How a run's model is divided. All ranks call it together.
+    """Divide a run's model. All ranks call it together.
 
     Args:
         in_stages: whether there is a pipeline; else each process has all layers (ZeRO).
-        loader: of the data to plan for; where absent, every sample counts as `max_seq_len` tokens.
-        saved: of the checkpoint that the run goes on from.
+        loader: of the data to plan for; every sample counts as `max_seq_len` tokens where absent.
+        saved: record of the checkpoint to resume from.
 
     Raises:
         ConfigError: the config and the model do not fit each other.
@@ -62,25 +87,25 @@ def choose(
     loader: Loader | None = None,
     saved: CheckpointRecord | None = None,
 ) -> Division:
-    """The division of a pipeline over such devices, with what the log says of it; see `divide`."""
+    """Choose the division of a pipeline over such devices; see `divide`."""
     basis, report = Basis.of_run(config, spec, Workload.of(loader, config), device)
     if config.parts_for(spec.n_layers) is None:
-        parts, reason = _going_on(basis, saved)
+        parts, reason = _resumed_parts(basis, saved)
         report.append(f"parts: auto, {reason}")
         basis = replace(basis, config=config.with_parts(parts))
     plan = Plan.make(basis)
     recompute = plan.basis.recomputed
     if config.use_grad_ckpt == "auto":
         counts = ", ".join(str(len(recompute.intersection(stage.layers))) for stage in plan.stages)
-        told = f"{counts} blocks of the stages recompute" if recompute else "no block recomputes"
-        report.append(f"gradient checkpointing: auto, {told}")
+        blocks = f"{counts} blocks of the stages recompute" if recompute else "no block recomputes"
+        report.append(f"gradient checkpointing: auto, {blocks}")
     return Division(config.topology(plan.parts), recompute, tuple(report))
 
 
-def _going_on(basis: Basis, saved: CheckpointRecord | None) -> tuple[list[int], str]:
-    """The parts of a run that goes on as it was divided, or none, and why.
+def _resumed_parts(basis: Basis, saved: CheckpointRecord | None) -> tuple[list[int], str]:
+    """Return the parts of a run that resumes, else none, and why.
 
-    Only on the same parts it has the same bits; so what was measured meanwhile changes them where the config asks.
+    Only on the same parts a run has the same bits; so measurements change them only where the config asks.
     """
     config, measured = basis.config, basis.measured
     if saved and len(saved.topology.parts) == config.chunks and "model_topo.parts" not in saved.settings:

@@ -1,18 +1,19 @@
-"""`train_ds.py --config F --plan`: no GPU is needed, and of the model nothing but config.json.
+"""Entry point of `train_ds.py --config F --plan`, and a plan as tables, lines and a picture.
 
-The exit code is 0 when the run fits and 1 when it does not.
+It needs no GPU, and of the model only config.json. The exit code is 0 when the run fits and 1 when it does not.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.table import Column, Table
 
 from common.log import Log
 from common.terminal import reason_of
@@ -23,37 +24,31 @@ from models.checkpoint.layout import resolve
 from models.checkpoint.publish import writing
 from models.errors import CheckpointError
 from models.spec import ModelSpec
-from training.config.deepspeed_config import (
-    check_device,
-    check_fp8,
-    check_shared_rows,
-    check_tensor,
-    router_loss_weight,
-)
+from training.config.deepspeed_config import check_device, check_fp8, check_shared_rows, check_tensor
 from training.config.gpu import check_gpu, check_numbers
 from training.config.keys import TrainConfig
 from training.config.passed_on import unheeded
-from training.data_setup import RecordReader, build_loader
+from training.data_setup import RecordReader
+from training.distributed.links import FILE as LINKS_FILE
 from training.errors import ConfigError
-from training.metrics.devices import parse_devices, this_device
-from training.plan.alternatives import advise
-from training.plan.basis import Basis
-from training.plan.calibration import calibrate
-from training.plan.fabric import PER_HOST, Fabric
-from training.plan.plan import Plan
-from training.plan.rendering import PICTURE, advice_table, draw, facts, search_table, stages_table, times_table
-from training.plan.search import search
-from training.plan.workload import Workload
+from training.metrics.devices import GIGA, TERA, parse_devices, this_device
+from training.plan.communication import PER_HOST, Fabric, stage_messages
+from training.plan.inputs import MEASURED_FILE, Basis, Workload
+from training.plan.plan import ERROR, Plan
+from training.plan.search import Advice, Feed, advise, feed_of, search
+from training.plan.timing import calibrate
 
 DOES_NOT_FIT = 1
-WIDTH = 160  # of a plan that is written to a file
+WIDTH = 160  # columns of a plan that is written to a file
+PICTURE = "plan.png"
+DPI = 120
 
 
 def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
-    """Print the plan, draw it into the run's folder, and leave with 1 where it does not fit.
+    """Print the plan, draw it into the run's folder, and exit with 1 where it does not fit.
 
     Raises:
-        ConfigError, CheckpointError: the config, the model or the devices make no run.
+        ConfigError, CheckpointError: config, model or devices are unusable.
     """
     log = Log(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     folder = resolve(config.model_path)
@@ -65,7 +60,9 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     else:
         check_gpu(config)
     check_fp8(config, spec)
-    config, fabric = _on(config, count, arguments.search), None
+    fabric = None
+    if count and not arguments.search:
+        config = _spread(config, count)
     if arguments.links:
         fabric = Fabric.named(arguments.links, device, arguments.per_host or PER_HOST)
         config = config.model_copy(update={"model_topo": fabric.placed(config.model_topo)})
@@ -73,24 +70,23 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
         check_tensor(config, spec)
         check_shared_rows(config, spec)
     workload, feed = _feed(config, spec, folder, log)
-    save_path = Path(config.save_path)
     if arguments.calibrate:
         if arguments.devices and not torch.cuda.is_available():
             raise ConfigError("--calibrate: this machine has no GPU to measure; expected no --devices")
-        log.print(f"calibrated: {calibrate(config, spec, workload).write(save_path)}")
-    # What was measured here says nothing about other devices, unless somebody says that they are the same.
-    counts = arguments.calibrate or not arguments.devices
-    basis, told = Basis.of_run(config, spec, workload, device, calibrated=counts)
+        log.print(f"calibrated: {calibrate(config, spec, workload).write(Path(config.save_path))}")
+    # Measurements on this machine do not hold for other devices, unless the user says that they are the same.
+    here = arguments.calibrate or not arguments.devices
+    basis, ignored = Basis.of_run(config, spec, workload, device, calibrated=here)
     basis = replace(basis, named=fabric)
     processes = count or config.model_topo.processes
-    on = f"{processes} x {device.name}" if device.memory else f"{processes} processes on a {device.name}"
-    log.print(f"model: {spec.family.name}, {spec.n_layers} layers; {on}")
-    for line in [*told, *unheeded(config, plan=True)]:
+    where = f"{processes} x {device.name}" if device.memory else f"{processes} processes on a {device.name}"
+    log.print(f"model: {spec.family.name}, {spec.n_layers} layers; {where}")
+    for line in [*ignored, *unheeded(config, plan=True)]:
         log.print(line)
     if arguments.search:
         best = search(basis, processes, feed)
         if not best:
-            log.print("nothing fits, whatever the dims and the micro-batch")
+            log.print("search: nothing fits, whatever the dims and the micro-batch")
             sys.exit(DOES_NOT_FIT)
         log.print(search_table(best))
         plan = best[0]
@@ -106,7 +102,7 @@ def show(plan: Plan, log: Console) -> None:
     """Print a plan, and draw it into the run's folder."""
     log.print(stages_table(plan))
     log.print(times_table(plan))
-    for line in facts(plan):
+    for line in plan_summary(plan):
         log.print(line)
     save_path = Path(plan.basis.config.save_path)
     with writing(save_path):
@@ -114,10 +110,10 @@ def show(plan: Plan, log: Console) -> None:
         log.print(f"drawn: {draw(plan, save_path / PICTURE)}")
 
 
-def _on(config: TrainConfig, count: int | None, searches: bool) -> TrainConfig:
-    """The config on so many devices: as many stages, where it says nothing of dims."""
+def _spread(config: TrainConfig, count: int) -> TrainConfig:
+    """Spread a config without dims over `count` devices, a stage on each."""
     topo = config.model_topo
-    if count is None or count == topo.processes or searches:
+    if count == topo.processes:
         return config
     if "process_topology" in topo.model_fields_set:
         raise ConfigError(
@@ -127,28 +123,191 @@ def _on(config: TrainConfig, count: int | None, searches: bool) -> TrainConfig:
     return config.model_copy(update={"model_topo": topo.spread(count, 1)})
 
 
-def _feed(
-    config: TrainConfig, spec: ModelSpec, folder: Path, log: Console
-) -> tuple[Workload, Callable[[TrainConfig], Workload]]:
-    """What a step has with this config, and with others: as the records are, where they can be read; else assumed."""
-    if config.stream_gb:
-        return Workload.assumed(config), Workload.assumed
-    try:
-        dataset, _ = RecordReader(config, folder, Console(quiet=True)).read_sets()
-        assert isinstance(dataset, Dataset)
-        feed = feed_of(dataset, spec)
-        return feed(config), feed
-    except (DataError, CheckpointError, OSError, ValueError) as error:
-        log.print(f"data_path is not used: {reason_of(error)}")
-        return Workload.assumed(config), Workload.assumed
+def _feed(config: TrainConfig, spec: ModelSpec, folder: Path, log: Console) -> tuple[Workload, Feed]:
+    """Measure the workload, and those of other configs, from the records where they can be read, else assume them."""
+    if not config.stream_gb:
+        try:
+            dataset, _ = RecordReader(config, folder, Console(quiet=True)).read_sets()
+            assert isinstance(dataset, Dataset)
+            feed = feed_of(dataset, spec)
+            return feed(config), feed
+        except (DataError, CheckpointError, OSError, ValueError) as error:
+            log.print(f"data_path is not used: {reason_of(error)}")
+    return Workload.assumed(config), Workload.assumed
 
 
-def feed_of(dataset: Dataset, spec: ModelSpec) -> Callable[[TrainConfig], Workload]:
-    """What a step on these records has, with any config."""
+def stages_table(plan: Plan) -> Table:
+    """Show layers, parameters, memory and time of each stage."""
+    shape = ", V schedule" if plan.basis.config.v_schedule else ""
+    headings = ["stage", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "step", "peak"]
+    sent = [stage_messages(plan.basis, stage.layers).sent(plan.basis.config.model_topo) for stage in plan.stages]
+    columns: dict[str, list[float]] = {"main memory": [stage.memory.host for stage in plan.stages]}
+    for heading, of_stages in zip(("exchanges", "all-reduces"), zip(*sent, strict=True), strict=True):
+        columns[heading] = [plan.basis.micro_batches * size for size in of_stages]
+    more = {heading: sizes for heading, sizes in columns.items() if any(sizes)}
+    what = "memory, and messages of a process in a step," if any(map(any, sent)) else "memory"
+    made = _table(f"{len(plan.stages)} stages of {plan.parts}{shape}, {what} in GB", [*headings, *more, "time"])
+    slowest = max(stage.seconds for stage in plan.stages)
+    for number, stage in enumerate(plan.stages):
+        memory = stage.memory
+        sizes = [memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.step, memory.peak]
+        made.add_row(
+            str(number),
+            " + ".join(f"{begin}..{end - 1}" if end - begin > 1 else str(begin) for begin, end in stage.ranges),
+            f"{stage.parameters:,}",
+            *(f"{size / GIGA:.2f}" for size in [*sizes, *(column[number] for column in more.values())]),
+            f"{stage.seconds / slowest:.0%}",
+        )
+    return made
 
-    def feed(config: TrainConfig) -> Workload:
-        router_loss = router_loss_weight(config, spec) > 0
-        loader = build_loader(dataset, config, config.dataloader_drop_last, router_loss=router_loss)
-        return Workload.measured(loader, config)
 
-    return feed
+def times_table(plan: Plan) -> Table:
+    """Show each stage's time by kind of work, in shares of the step; waiting includes the messages between stages."""
+    every = [vars(stage.spent) for stage in plan.stages]
+    kinds = [kind for kind in every[0] if any(spent[kind] for spent in every)]
+    made = _table("share of step time", ["stage", *(kind.replace("_", "-") for kind in kinds), "waiting"])
+    for number, spent in enumerate(every):
+        shares = [spent[kind] / plan.seconds for kind in kinds]
+        made.add_row(str(number), *(f"{share:.1%}" for share in [*shares, max(0.0, 1 - sum(shares))]))
+    return made
+
+
+def plan_summary(plan: Plan) -> list[str]:
+    """Summarize the plan and its assumptions in lines."""
+    basis, device = plan.basis, plan.basis.device
+    work, config = basis.workload, basis.config
+    lines = [
+        f"data: {work.source}",
+        f"step: {basis.micro_batches} micro-batches of {work.rows} x {work.length:.0f} tokens a replica, "
+        f"{work.supervised:.0%} of them supervised; {config.schedule}",
+        f"bubble: {plan.bubble:.1%} of the devices' time",
+    ]
+    if basis.in_fp8:
+        lines.append(f"products of the blocks: fp8, at best {device.fp8 / TERA:,.0f} TFLOP/s; MFU is of bf16's peak")
+    if basis.measured:
+        first, last = basis.measured.steps
+        lines.append(f"times and peaks: corrected by steps {first}-{last} ({MEASURED_FILE})")
+    elif basis.calibration:
+        lines.append(f"times: measured on {basis.calibration.device} by --calibrate")
+    elif device.known:
+        products = f"{device.products:.0%} of the peak for large products, {device.bandwidth / TERA:.2f} TB/s of memory"
+        lines.append(f"times: estimated, a roofline of {device.name}: {products}")
+    else:
+        lines.append("times: in proportion only; --devices or --calibrate make seconds of them")
+    lines += _links(plan)
+    if links := basis.measured_links:
+        lines.append(f"links: measured by --check on {' and '.join(dict.fromkeys(links.hosts))} ({LINKS_FILE})")
+    if basis.measured or basis.calibration or device.known:
+        mfu = "" if plan.mfu is None else f", {plan.mfu:.0%} MFU"
+        lines.append(f"speed: {plan.seconds:.2f} s a step, {plan.tokens_per_s:,.0f} tokens/s{mfu}")
+        if plan.days is not None:
+            duration = f"{plan.days:.1f} days" if plan.days >= 1 else f"{plan.days * 24:.1f} hours"
+            lines.append(f"the whole run: {work.steps} steps, {duration}")
+    peak = f"at most {plan.peak / GIGA:.2f} GB of tensors"
+    if device.memory is None:
+        return [*lines, f"memory: {peak} a process; no known limit"]
+    word = "fits" if plan.fits else "does not fit"
+    return [*lines, f"memory: {word}: {peak} of {device.memory / GIGA:.2f} GB usable"]
+
+
+def _links(plan: Plan) -> list[str]:
+    """Describe links, and the messages of sequence and tensor parallelism."""
+    basis, topo, fabric = plan.basis, plan.basis.config.model_topo, plan.basis.fabric
+    lines = []
+    if basis.named:
+        ends = zip(fabric.name.split(","), (fabric.inside, fabric.between), strict=True)
+        links = [f"{name} ({link.bandwidth / GIGA:.3g} GB/s, {1e6 * link.latency:.1f} us)" for name, link in ends]
+        lines.append(f"links: {links[0]} among the {fabric.per_host} GPUs of a host, {links[1]} from host to host")
+    elif topo.processes > fabric.per_host and basis.device.reserves and not basis.measured_links:
+        lines.append("links: all processes as if on one host; --links nvlink4,ib400 names those between hosts")
+    block = stage_messages(basis, [1])
+    for group, sizes, sent, what in (
+        (fabric.sharing_rows(topo), block.exchanged, block.sent(topo)[0], "exchanges of heads for tokens"),
+        (fabric.sharing_layers(topo), block.summed, block.sent(topo)[1], "all-reduces of hidden states"),
+    ):
+        if sizes:
+            where = "on one host" if group.hosts == 1 else f"over {group.hosts} hosts"
+            of = f"{len(sizes)} {what}, for which a process sends {sent / GIGA:.3f} GB"
+            lines.append(f"a block and micro-batch: {of}; among {group.size} {where}")
+    return lines
+
+
+def advice_table(advice: Sequence[Advice], now: Plan) -> Table:
+    """Show changes, alone and together with those above."""
+    headings = ["change", "peak alone, GB", "with those above, GB", "fits", "step time"]
+    made = _table("changes that make it fit, cheapest first", headings)
+    for each in advice:
+        made.add_row(
+            each.change,
+            f"{each.alone.peak / GIGA:.2f}",
+            f"{each.together.peak / GIGA:.2f}",
+            "yes" if each.together.fits else "alone" if each.alone.fits else "no",
+            f"x {each.together.seconds / now.seconds:.2f}",
+        )
+    return made
+
+
+def search_table(plans: Sequence[Plan]) -> Table:
+    """Show the fastest plans."""
+    shared = any(plan.basis.config.model_topo.sequence > 1 for plan in plans)
+    axes = list(dict.fromkeys(", ".join(plan.basis.config.model_topo.process_topology.axes) for plan in plans))
+    headings = ["dims", *(["axes"] if axes != ["pipe, data"] else []), *(["sequence"] if shared else [])]
+    headings += ["parts", "micro-batch", "schedule", "use_grad_ckpt", "bubble", "peak, GB", "tokens/s", "MFU"]
+    tight = f"; *: less than {ERROR:.0%} of the memory is left, and a plan may err by as much"
+    made = _table(f"fastest first{tight if any(plan.is_tight for plan in plans) else ''}", headings)
+    for plan in plans:
+        config = plan.basis.config
+        topo = config.model_topo
+        made.add_row(
+            str(topo.process_topology.dims),
+            *([", ".join(topo.process_topology.axes)] if "axes" in headings else []),
+            *([str(topo.sequence)] if shared else []),
+            str(plan.parts),
+            str(config.train_micro_batch_size_per_gpu),
+            config.schedule,
+            str(config.use_grad_ckpt).lower(),
+            f"{plan.bubble:.1%}",
+            f"{plan.peak / GIGA:.2f}{'*' if plan.is_tight else ''}",
+            f"{plan.tokens_per_s:,.0f}",
+            "" if plan.mfu is None else f"{plan.mfu:.0%}",
+        )
+    return made
+
+
+def draw(plan: Plan, path: Path) -> Path:
+    """Draw memory and time of the stages as a PNG."""
+    from matplotlib.figure import Figure  # takes a second
+
+    stages = range(len(plan.stages))
+    memory = [stage.memory for stage in plan.stages]
+    figure = Figure(figsize=(max(7.0, 1.5 + 0.35 * len(stages)), 6), dpi=DPI, layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    bottom = [0.0] * len(memory)
+    layers = {
+        "weights": [each.weights for each in memory],
+        "gradients": [each.gradients for each in memory],
+        "optimizer": [each.optimizer for each in memory],
+        "activations or step": [max(each.activations, each.step) for each in memory],
+    }
+    for label, sizes in layers.items():
+        heights = [size / GIGA for size in sizes]
+        above.bar(stages, heights, bottom=bottom, label=label)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    limit = plan.basis.device.memory
+    if limit is not None:
+        above.axhline(limit / GIGA, color="black", linewidth=0.8, linestyle="--", label=plan.basis.device.name)
+    above.set_ylabel("peak memory, GB")
+    above.legend(fontsize="small")
+    above.set_title(f"{plan.basis.spec.family.name}, parts {plan.parts}", fontsize="medium", wrap=True)
+    slowest = max(stage.seconds for stage in plan.stages)
+    below.bar(stages, [stage.seconds / slowest for stage in plan.stages], color="tab:gray")
+    below.set_ylabel("time, of the slowest stage")
+    below.set_xlabel("stage")
+    figure.savefig(path, format="png")
+    return path
+
+
+def _table(title: str, headings: Sequence[str]) -> Table:
+    """Make a table with numbers on the right and changes on the left."""
+    columns = [Column(heading, justify="left" if heading == "change" else "right") for heading in headings]
+    return Table(*columns, title=title)

@@ -1,35 +1,39 @@
-"""How long each layer takes for a micro-batch: estimated from what it does, and corrected by what was measured
-of single layers (`training.plan.calibration`) and of the run's own steps (`training.plan.feedback`).
+"""Time of each layer for a micro-batch: a roofline, corrected by measurements.
 
-What a layer does is found by running one of its kind on fake tensors (`models.costs`), and how long that
-takes is a roofline (`training.plan.roofline`): FLOPs, bytes and launches, each kernel by itself. Recomputed activations
-add a forward pass to the backward pass. Gradients are added up in every micro-batch, the dense one of the embedding
-included, which is what a large vocabulary costs the first stage; the last one takes the logits through the softmax to
-their gradient. Processes that share rows or layers wait for each other's messages (`training.plan.sharing`). Once a
-step the replicas sum their gradients and the optimizer does its work, in main memory where it is offloaded. Of what is
-moved while a layer is computed, gradients and offloaded activations, counts what takes longer than that.
+A layer of each kind runs on fake tensors (`models.costs`), which gives its kernels; each takes the time of
+its arithmetic or of its memory traffic, whichever is longer. A matrix product gets the share of the peak of large
+products (`Device.products`), less where its result does not fill all cores with tiles: the last wave of them takes as
+long as a full one. Attention gets `Device.attention` with long documents and less with short ones, and skips the half
+of the pairs that a causal mask hides. All else goes at the memory's bandwidth. Where the host cannot launch kernels as
+fast as they are done, the device waits for it.
+
+Recomputation adds a forward pass to the backward pass. Gradients are added up in every micro-batch, the dense one of
+the embedding included; the last stage takes logits to their gradient. Once a step the replicas sum their gradients and
+the optimizer runs, in main memory where it is offloaded. Of gradients and activations that move while a layer is
+computed only what takes longer than that counts. `training.plan.timing` measures single layers,
+`training.plan.feedback` the run's own steps.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 
 import torch
 
 from models.attention.positions import SLIDING, attention_kind
-from models.costs import LayerCase, LayerWork, Operation, Saved, product, saved_by, work_of
+from models.costs import LayerCase, LayerWork, Operation, product, work_of
 from models.lean_loss import chunk_tokens
-from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.metrics.devices import HOST_LINK, Device, this_device
-from training.plan.basis import Basis
-from training.plan.casts import in_fp8
-from training.plan.optimizer_memory import StateBytes, sent_bytes
-from training.plan.roofline import Roofline, Spent
-from training.plan.sharing import messages
+from training.plan.communication import Messages, layer_messages
+from training.plan.inputs import Basis, layer_kinds
+from training.plan.memory import StateBytes, offloaded_bytes, sent_bytes
 
+TILE = 128  # rows and columns of the result that a core computes at a time (NVIDIA's guide to matrix multiplication)
+PAIRS = 0.5  # of query and key, that a causal mask leaves
 # Bytes that are read and written for each of what is counted.
 LOGIT = 36  # from a logit to its gradient, in nine passes over fp32 (`models.lean_loss`)
 ROUNDED = 6  # to give that gradient 16 bits
@@ -38,37 +42,107 @@ FP32_SUM = 10  # to add a 16-bit gradient to a sum in fp32 (`training.engine.gra
 PRODUCT_SUM = 6  # to let the gradient's product do it: the sum is read and written, and no 16-bit gradient is
 UPDATE = 42  # a parameter in AdamW's step: 28 the update, 4 its clipped gradient, 6 the 16-bit weight, 4 the norm
 CLIPPED = 4  # more in main memory, where clipping is a pass of its own
+# To round an element of a product's factor to fp8, by pass. Compiled, as in torchao's own roofline
+# (torchao.testing.training.roofline_utils, tensorwise): 2 read for the largest value; 2 read and 2 written, for both
+# products that it is a factor of. Eager: absolute values, the largest; to fp32, scaled, clamped, to 8 bits.
+CASTS_COMPILED = (1, 2)
+CASTS_EAGER = (4, 2, 6, 8, 8, 5)
 HOST = 2e10  # bytes/s of main memory for each process
 
 
 @dataclass(frozen=True)
-class LayerTime:
-    """What a layer's time is made of.
+class Spent:
+    """Seconds by kind of work."""
+
+    products: float = 0.0  # matrix products of the blocks
+    attention: float = 0.0  # attention kernels; where scores lie in memory they are products and traffic
+    traffic: float = 0.0  # norms, rotary angles, activation functions and residuals; the embedding
+    launches: float = 0.0  # the device waits for the host to launch kernels
+    sums: float = 0.0  # gradients are added up over the micro-batches
+    loss: float = 0.0  # the projection to the vocabulary and the cross-entropy, forward and backward
+    optimizer: float = 0.0  # the gradient's norm and the optimizer's step
+    replicas: float = 0.0  # replicas sum gradients and gather weights, with nothing to compute
+    exchanges: float = 0.0  # heads for tokens, under sequence parallelism
+    all_reduces: float = 0.0  # hidden states summed and gathered, under tensor parallelism
+    offload: float = 0.0  # activations go to main memory or come back, with nothing to compute
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+    def times(self, factor: float) -> Spent:
+        return Spent(*(factor * value for value in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A device that computes in `dtype`.
 
     Attributes:
-        forward, backward: for one micro-batch; backward includes what is recomputed.
-        update: once a step: of the sum over the replicas and the optimizer.
+        length: of a row, which was counted as one document; a window where that is shorter.
+        document: mean length of a token's document; a window where that is shorter.
+    """
+
+    device: Device
+    dtype: torch.dtype
+    length: float
+    document: float
+
+    def seconds(self, operation: Operation) -> float:
+        """Return the time of one kernel."""
+        flops = self.device.products * self.device.flops(self.dtype)
+        arithmetic = 0.0
+        if operation.kind == "products":
+            count, rows, columns = operation.shape
+            tiles = count * math.ceil(rows / TILE) * math.ceil(columns / TILE)
+            waves = math.ceil(tiles / self.device.cores) * self.device.cores / tiles
+            arithmetic = operation.flops * waves / (self.device.products * self.device.fp8 if operation.fp8 else flops)
+        elif operation.kind == "attention":
+            rate = self.device.attention * flops * self.document / (self.document + self.device.half_length)
+            arithmetic = PAIRS * operation.flops * self.document / self.length / rate
+        return max(arithmetic, operation.bytes / self.device.bandwidth) + self.device.kernel
+
+    def pass_of(self, operations: Iterable[Operation]) -> Spent:
+        """Return the time of one pass through a layer."""
+        seconds = dict.fromkeys(("products", "attention", "traffic"), 0.0)
+        launches = 0.0
+        for operation in operations:
+            seconds[operation.kind] += self.seconds(operation)
+            launches += self.device.launch
+        return Spent(**seconds, launches=max(0.0, launches - sum(seconds.values())))
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Time of a layer by kind of work.
+
+    Attributes:
+        forward, backward: for one micro-batch; backward includes recomputation.
+        update: once a step: the sum over the replicas and the optimizer.
     """
 
     forward: Spent
     backward: Spent
     update: Spent
 
-    def of_step(self, micro_batches: int) -> Spent:
-        """Of a whole step."""
+    def step(self, micro_batches: int) -> Spent:
+        """Return the time of a whole step."""
         return (self.forward + self.backward).times(micro_batches) + self.update
 
 
 def layer_times(basis: Basis) -> list[LayerTime]:
-    """The times of all layers, the embedding first."""
-    config, spec, calibrated, work = basis.config, basis.spec, basis.calibration, basis.share
-    device = this_device() if calibrated else basis.device  # a calibration speaks of the device that it was measured on
-    away, passes = sent_away(basis), {kind: _passes(basis, kind, device) for kind in set(kinds(spec))}
-    sent = {kind: [each.spent(basis) for each in messages(basis, kind)] for kind in passes}
+    """Return the times of all layers, the embedding first."""
+    config, kinds, calibrated, work = basis.config, layer_kinds(basis.spec), basis.calibration, basis.share
+    device = this_device() if calibrated else basis.device  # a calibration holds for the device that it was made on
+    offloaded, passes = offloaded_bytes(basis), {kind: _passes(basis, kind, device) for kind in set(kinds)}
+    sent = {kind: [_messages_time(basis, each) for each in layer_messages(basis, kind)] for kind in passes}
     update = (calibrated.update if calibrated else 1.0) * update_time(config, device)
     update /= config.model_topo.replicas if config.zero_optimization.stage else 1
     times = []
-    for number, kind in enumerate(kinds(spec)):
+    for number, kind in enumerate(kinds):
         weights = basis.parameters[number]
         forward, backward = passes[kind]
         backward += Spent(sums=weights * _sum_bytes(basis, number, device) / device.bandwidth)
@@ -82,16 +156,21 @@ def layer_times(basis: Basis) -> list[LayerTime]:
         if number in basis.recomputed:
             backward += forward
         hidden = backward.total if config.sums_while_computing and device.reserves else 0.0
-        once = Spent(optimizer=weights * update, replicas=_shared(config, basis.sums_bandwidth, weights, hidden))
-        moved = away[number] * work.length / work.longest / HOST_LINK
+        once = Spent(optimizer=weights * update, replicas=_sum_time(config, basis.sums_bandwidth, weights, hidden))
+        moved = offloaded[number] * work.length / work.longest / HOST_LINK
         forward += Spent(offload=max(0.0, moved - forward.total))
         backward += Spent(offload=max(0.0, moved - backward.total))
         times.append(LayerTime(forward, backward, once))
     return times
 
 
+def _messages_time(basis: Basis, messages: Messages) -> Spent:
+    exchanges, all_reduces = messages.seconds(basis)
+    return Spent(exchanges=exchanges, all_reduces=all_reduces)
+
+
 def _sum_bytes(basis: Basis, layer: int, device: Device) -> int:
-    """Bytes that are read and written to add up the gradient of one of a layer's parameters in a micro-batch."""
+    """Bytes read and written to add up the gradient of one parameter of a layer in a micro-batch."""
     config, itemsize = basis.config, training_dtype(basis.config).itemsize
     if StateBytes.of(config).gradient <= itemsize:
         return 3 * itemsize
@@ -100,71 +179,38 @@ def _sum_bytes(basis: Basis, layer: int, device: Device) -> int:
     return PRODUCT_SUM if by_product else FP32_SUM
 
 
-def _shared(config: TrainConfig, bandwidth: float, weights: int, hidden: float) -> float:
-    """Seconds in which replicas sum the gradients of so many weights and hand these round, with nothing to compute.
+def _sum_time(config: TrainConfig, bandwidth: float, weights: int, hidden: float) -> float:
+    """Seconds in which replicas sum gradients and gather weights, with nothing to compute.
 
     In a ring, an all-reduce takes each byte twice over a link, a reduce once, and an all-gather of the weights once.
 
     Args:
         bandwidth: bytes/s that a process sends.
-        hidden: seconds in which something else is computed meanwhile; none where the cores that compute also send.
+        weights: number of parameters.
+        hidden: seconds of computation meanwhile; none where the cores that compute also send.
     """
     others, early = 1 - 1 / config.model_topo.replicas, config.sums_while_computing
     summed = sent_bytes(config) * (1 if early else 2 * others) / bandwidth
-    handed_round = others * training_dtype(config).itemsize / bandwidth
-    return weights * handed_round + max(0.0, weights * summed - hidden)
-
-
-def sent_away(basis: Basis) -> list[int]:
-    """Bytes of a micro-batch that each layer sends to main memory where activations are offloaded."""
-    blocks = range(1, basis.spec.n_layers - 1)
-    if not (basis.config.offload_activations and basis.device.reserves):
-        return [0] * basis.spec.n_layers
-    kept = kept_without_offload(basis)
-    return [kept[layer] if layer in blocks else 0 for layer in range(basis.spec.n_layers)]
-
-
-def kept_without_offload(basis: Basis) -> list[int]:
-    """Bytes of a micro-batch that each layer keeps for its backward pass: its input alone where it recomputes."""
-    work = basis.share
-    hidden = work.rows * work.longest * basis.spec.config.hidden_size * training_dtype(basis.config).itemsize
-    return [hidden if layer in basis.recomputed else each.inside for layer, each in enumerate(saved(basis))]
-
-
-def saved(basis: Basis) -> list[Saved]:
-    """What each layer keeps without recomputation."""
-    work, flash = basis.share, basis.config.has_flash(basis.device.ampere)
-    case = work.rows, work.longest, training_dtype(basis.config), flash, basis.config.model_topo.tensor
-    return [basis.once(saved_by, LayerCase(kind, *case)) for kind in kinds(basis.spec)]
+    gathered = others * training_dtype(config).itemsize / bandwidth
+    return weights * gathered + max(0.0, weights * summed - hidden)
 
 
 def update_time(config: TrainConfig, device: Device) -> float:
-    """Seconds of the optimizer for a parameter, before it is sharded over the replicas."""
+    """Return the optimizer's seconds for a parameter, before it is sharded over the replicas."""
     if not config.zero_optimization.offloads:
         return UPDATE / device.bandwidth
     moved = StateBytes.of(config).gradient + training_dtype(config).itemsize
     return (UPDATE + CLIPPED) / HOST + moved / HOST_LINK
 
 
-def kinds(spec: ModelSpec) -> list[int]:
-    """For each layer the first one that is like it: the same weights and the same kind of attention."""
-    first: dict[object, int] = {}
-    alike = []
-    for number in range(spec.n_layers):
-        is_block = 0 < number < spec.n_layers - 1
-        kind = attention_kind(spec.config, number - 1) if is_block else number
-        alike.append(first.setdefault((kind, tuple(spec.shapes(number).items())), number))
-    return alike
-
-
 def _passes(basis: Basis, layer: int, device: Device) -> tuple[Spent, Spent]:
-    """The forward and the backward pass of a layer for one micro-batch, gradients not yet added up."""
+    """Forward and backward pass of a layer for one micro-batch, gradients not yet added up."""
     spec, work, dtype = basis.spec, basis.share, training_dtype(basis.config)
     is_block = 0 < layer < spec.n_layers - 1
     slides = is_block and attention_kind(spec.config, layer - 1) == SLIDING
     window = spec.config.sliding_window if slides else math.inf
     roofline = Roofline(device, dtype, min(math.ceil(work.length), window), min(work.attended, window))
-    counted = _counted(basis, layer, dtype, device)
+    counted = _layer_work(basis, layer, dtype, device)
     forward, backward = roofline.pass_of(counted.forward), roofline.pass_of(counted.backward)
     if layer == spec.n_layers - 1:
         forward += Spent(loss=sum(roofline.seconds(each) for each in loss_work(basis, dtype, device)))
@@ -173,8 +219,7 @@ def _passes(basis: Basis, layer: int, device: Device) -> tuple[Spent, Spent]:
     return forward, backward
 
 
-def _counted(basis: Basis, layer: int, dtype: torch.dtype, device: Device) -> LayerWork:
-    """What a layer does."""
+def _layer_work(basis: Basis, layer: int, dtype: torch.dtype, device: Device) -> LayerWork:
     config, work = basis.config, basis.share
     flash, compiled = config.has_flash(device.ampere), config.compiles(device.ampere, basis.spec.has_experts)
     case = LayerCase(layer, work.rows, math.ceil(work.length), dtype, flash, config.model_topo.tensor)
@@ -183,8 +228,26 @@ def _counted(basis: Basis, layer: int, dtype: torch.dtype, device: Device) -> La
     return in_fp8(found, compiled) if is_block and basis.in_fp8 else found
 
 
+def in_fp8(work: LayerWork, compiled: bool) -> LayerWork:
+    """Do the products of a block's linear layers in fp8, with the passes that round their factors."""
+    return LayerWork(tuple(_with_casts(work.forward, compiled)), tuple(_with_casts(work.backward, compiled)))
+
+
+def _with_casts(operations: Iterable[Operation], compiled: bool) -> Iterator[Operation]:
+    for operation in operations:
+        at_a_time, rows, columns = operation.shape
+        if operation.kind != "products" or at_a_time > 1:  # several at a time are those of attention
+            yield operation
+            continue
+        inner = round(operation.flops / 2 / rows / columns)
+        for elements in (rows * inner, inner * columns):
+            for size in CASTS_COMPILED if compiled else CASTS_EAGER:
+                yield Operation("traffic", {0: elements * size}, {})
+        yield replace(operation, reads={0: rows * inner + inner * columns}, fp8=True)
+
+
 def loss_work(basis: Basis, dtype: torch.dtype, device: Device) -> list[Operation]:
-    """What the loss of a micro-batch does, which takes its gradients along, chunk by chunk (`models.lean_loss`)."""
+    """Return the kernels of a micro-batch's loss and its gradients, chunk by chunk (`models.lean_loss`)."""
     work, itemsize = basis.share, dtype.itemsize
     words, hidden = basis.shapes(basis.spec.n_layers - 1)[basis.spec.family.tie.head]
     tokens = work.micro_tokens * work.supervised
@@ -193,7 +256,7 @@ def loss_work(basis: Basis, dtype: torch.dtype, device: Device) -> list[Operatio
     chunk = [
         product(rows, hidden, words, itemsize, 4),
         product(rows, words, hidden, itemsize, 4),
-        product(words, rows, hidden, itemsize, 8),  # added to what the chunks before gave
+        product(words, rows, hidden, itemsize, 8),  # added to that of the chunks before
     ]
     passes = rows * words * (LOGIT + (ROUNDED if itemsize < 4 else 0))
     return chunks * [*chunk, Operation("traffic", {0: passes}, {})]

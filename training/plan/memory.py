@@ -1,12 +1,14 @@
-"""The most memory that each stage needs at once.
+"""Peak memory of each stage.
 
-Weights, gradients and optimizer states stay (`training.plan.optimizer_memory`). On top of them comes the larger of two
-peaks: the activations of all micro-batches that are under way, or the optimizer's step, before which they are gone. How
-many are under way follows from the schedule: with 1F1B, min(m, P - s) on stage s of P. For each of them a stage keeps
-what it received, what it sent, and what autograd saves of its layers (`models.costs`); with
-recomputation only the blocks' inputs, and the inside of one block while that is done again. The last stage adds the
-loss (`models.lean_loss`): a chunk of logits, and the gradient of the head in fp32. Of rows and layers that several
-processes share counts the part that one has.
+Weights, gradients and optimizer states stay. On top of them comes the larger of two peaks: the activations of all
+micro-batches in flight, or the optimizer's step, before which activations are freed. The schedule decides how many
+micro-batches are in flight: with 1F1B, min(m, P - s) on stage s of P. For each a stage keeps its input and output, and
+what autograd saves of its layers (`models.costs`); with recomputation only the blocks' inputs, and the
+inside of one block during its backward pass. The last stage adds the loss (`models.lean_loss`): a chunk of logits, and
+the gradient of the head in fp32. Under sequence and tensor parallelism a rank's shards count.
+
+Bytes per parameter are those of DeepSpeed 0.19.8, more than the textbook's 16 (`runtime/bf16_optimizer.py` and
+`runtime/zero/stage_1_and_2.py` there). Master weights and states are sharded over the replicas, in bf16 at stage 0 too.
 """
 
 from __future__ import annotations
@@ -20,20 +22,110 @@ from math import prod
 from typing import Any
 
 import numpy
+import torch
 from numpy.typing import NDArray
 
-from models.costs import Saved
+from models.costs import LayerCase, Saved, saved_by
 from models.lean_loss import CPU_CHUNK, GPU_CHUNK
 from training.config.deepspeed_config import training_dtype
+from training.config.keys import TrainConfig
 from training.optimizer.optimizers import PIECE
-from training.plan.basis import Basis
-from training.plan.casts import HELD_COMPILED, HELD_EAGER
-from training.plan.costs import kept_without_offload, saved, sent_away
-from training.plan.optimizer_memory import StateBytes
+from training.plan.inputs import Basis, layer_kinds
 from training.plan.partition import LayerRange, layers_of
 from training.schedule.simulation import count_in_flight
 
-BACKWARD = 3  # tensors as large as the largest saved one that a backward pass holds besides
+BUCKET = 500_000_000  # elements; DeepSpeed's default `reduce_bucket_size`
+BACKWARD = 3  # tensors as large as the largest saved one that a backward pass allocates
+# Bytes for an element of the largest fp8 factor while it is rounded: two copies in fp32 and the 8 bits; compiled, the
+# 8 bits alone, for both factors in both orders.
+FP8_EAGER, FP8_COMPILED = 9, 4
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter, on the device unless stated otherwise.
+
+    Attributes:
+        weight: in the dtype of the computation.
+        gradient: from the first backward pass to the step.
+        optimizer: master weight and states.
+        bucket_size: elements of the buffer in which gradients are summed before the step.
+        working: temporaries of Lion's update, for a piece at a time.
+        step: temporaries of the optimizer's step: copies of the gradient, with SGD's decay added.
+        host: in main memory.
+        bucket: bytes of an element of the buffer; 0 where there is none.
+    """
+
+    weight: float
+    gradient: float
+    optimizer: float
+    bucket_size: int
+    working: float = 0.0
+    step: float = 0.0
+    host: float = 0.0
+    bucket: float = 0.0
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> StateBytes:
+        dtype, zero = training_dtype(config), config.zero_optimization
+        weight, replicas = float(dtype.itemsize), config.model_topo.replicas
+        summed = config.data_types.grad_accum_dtype if config.data_types else "fp32"
+        gradient = weight if dtype != torch.bfloat16 or zero.stage == 0 or summed != "fp32" else 4.0
+        optimizer = config.optimizer.type
+        momentum = 4.0 if config.optimizer.params.get("momentum") else 0.0
+        # Adafactor's rows and columns are about a thousandth of the weights.
+        states = {"AdamW": 8.0, "Adam": 8.0, "Lion": 4.0, "Adafactor": 0.0, "SGD": momentum}[optimizer]
+        size = int((zero.model_extra or {}).get("reduce_bucket_size", BUCKET))
+        decayed = 4.0 if optimizer == "SGD" and config.optimizer.params.get("weight_decay") else 0.0
+        working = 8.0 if optimizer == "Lion" else 0.0
+        sharded = cls(weight, gradient, (4 + states) / replicas, size, working, decayed)
+        if dtype == torch.float32 and zero.stage == 0:  # a weight is its own master
+            return replace(sharded, optimizer=states)
+        if zero.offloads:  # with a copy of the gradient, which still passes through the bucket
+            host = (4 + states + 4 + weight) / replicas
+            return replace(sharded, optimizer=0.0, working=0.0, step=0.0, host=host, bucket=weight)
+        if gradient > weight:  # bf16, whose sums are fp32 already; replicas send each other rounded ones
+            sent = sent_bytes(config)
+            return replace(sharded, step=max(decayed, sent if replicas > 1 and sent < gradient else 0.0))
+        if dtype == torch.bfloat16 and zero.stage == 0:  # the sharded gradient in fp32
+            return replace(sharded, step=decayed + 4.0 / replicas)
+        # The sharded gradient joined, in 16 bits and in fp32, or in fp32 alone; before the step, the bucket.
+        copies = 4.0 if dtype == torch.float32 else weight + 4.0
+        bucket = 0.0 if config.sums_while_computing and config.model_topo.stages > 1 else weight
+        return replace(sharded, step=decayed + copies / replicas, bucket=bucket)
+
+    def checkpoint(self, replicas: int) -> float:
+        """Bytes per parameter in a checkpoint: the weight, and the master weight and states of all replicas."""
+        return self.weight + max(self.optimizer * replicas, self.host * replicas - 4 - self.weight)
+
+
+def sent_bytes(config: TrainConfig) -> int:
+    """Bytes of a gradient's element between replicas."""
+    dtype = config.communication_data_type
+    return training_dtype(config).itemsize if dtype is None else 4 if dtype == "fp32" else 2
+
+
+def saved_tensors(basis: Basis) -> list[Saved]:
+    """Return what autograd saves of each layer without recomputation."""
+    work, flash = basis.share, basis.config.has_flash(basis.device.ampere)
+    case = work.rows, work.longest, training_dtype(basis.config), flash, basis.config.model_topo.tensor
+    return [basis.once(saved_by, LayerCase(kind, *case)) for kind in layer_kinds(basis.spec)]
+
+
+def kept_bytes(basis: Basis) -> list[int]:
+    """Return bytes of a micro-batch that each layer keeps for its backward pass: its input where it recomputes."""
+    work = basis.share
+    hidden = work.rows * work.longest * basis.spec.config.hidden_size * training_dtype(basis.config).itemsize
+    return [hidden if layer in basis.recomputed else each.inside for layer, each in enumerate(saved_tensors(basis))]
+
+
+def offloaded_bytes(basis: Basis) -> list[int]:
+    """Return bytes of a micro-batch that each layer offloads to main memory."""
+    blocks = range(1, basis.spec.n_layers - 1)
+    if not (basis.config.offload_activations and basis.device.reserves):
+        return [0] * basis.spec.n_layers
+    kept = kept_bytes(basis)
+    return [kept[layer] if layer in blocks else 0 for layer in range(basis.spec.n_layers)]
 
 
 @dataclass(frozen=True)
@@ -42,10 +134,10 @@ class StageMemory:
 
     Attributes:
         weights, gradients, optimizer: all the time.
-        activations: at most, with what the backward pass and the loss take for themselves.
-        step: what the sum of gradients and the optimizer's step take, when the activations are gone.
+        activations: at most, with temporaries of the backward pass and the loss.
+        step: temporaries of the sum of gradients and the optimizer, when activations are freed.
         host: in main memory, under offload.
-        beyond: what was measured beyond all that (`training.plan.feedback`).
+        beyond: measured above all that (`training.plan.feedback`).
     """
 
     weights: int
@@ -63,7 +155,7 @@ class StageMemory:
 
 
 class MemoryModel:
-    """What the stages of a run take on a device; of the workload the longest rows count."""
+    """Memory of a run's stages on a device, for the longest rows of the workload."""
 
     def __init__(self, basis: Basis) -> None:
         self._basis = basis
@@ -73,25 +165,24 @@ class MemoryModel:
         self._tokens = basis.share.rows * basis.share.longest
         self._head, self._tied = self._spec.n_layers - 1, self._spec.tied
         self._hidden = self._tokens * self._spec.config.hidden_size * self._itemsize  # bytes of hidden states
-        # Whether what blocks keep waits in another memory than the device's.
-        self._elsewhere = self._config.offload_activations and self._device.reserves
+        self._offloads = self._config.offload_activations and self._device.reserves
         ranks, beyond = self._config.model_topo.stages, basis.measured.beyond if basis.measured else [0]
         self._beyond = beyond if len(beyond) == ranks else [max(beyond)] * ranks
         shapes = map(basis.shapes, range(self._spec.n_layers))
         self._largest = [max(map(prod, each.values())) for each in shapes]  # elements of each layer's largest weight
-        self._weights = [0, *accumulate(basis.parameters)]  # parameters of the first so many layers
+        self._weights = [0, *accumulate(basis.parameters)]  # cumulative parameter count
 
     def rank(self, rank: int, ranges: Sequence[LayerRange]) -> StageMemory:
-        """Of the rank that holds these layers: one range, or two with the V schedule."""
+        """Return the memory of a rank with these layers: one range, or two with the V schedule."""
         states = self._states
         held = sum(self._weights[end] - self._weights[begin] for begin, end in ranges)
         if self._tied and {0, self._head} <= {layer for b, e in ranges for layer in (b, e - 1)}:
             held -= self._basis.shapes(0)[self._spec.family.tie.embedding].numel()  # both ends are one parameter
         of_ranges = [self._of_range(*each) for each in ranges]
-        kept = [number for of_whole, of_waiting, _, _ in of_ranges for number in (of_whole, of_waiting)]
+        kept = [number for whole, waiting, _, _ in of_ranges for number in (whole, waiting)]
         activations = int(self._moments[rank].dot(kept).max())
-        passing = max(of_pass for _, _, of_pass, _ in of_ranges)
-        passing += sum(away for _, _, _, away in of_ranges)  # on its way back, for the next block
+        temporary = max(of_pass for _, _, of_pass, _ in of_ranges)
+        temporary += sum(offloaded for _, _, _, offloaded in of_ranges)  # on its way back, for the next block
         offloaded = max(self._largest) * self._itemsize if states.host else 0
         optimizer = int(held * states.optimizer)
         working = int(states.working * min(held, PIECE))
@@ -103,18 +194,18 @@ class MemoryModel:
             weights=int(held * states.weight),
             gradients=int(held * states.gradient),
             optimizer=optimizer,
-            activations=activations + passing + offloaded,
+            activations=activations + temporary + offloaded,
             step=max(int(held * states.step) + working, bucket) + offloaded,
             host=host,
             beyond=self._beyond[rank],
         )
 
     def fits(self, rank: int, ranges: Sequence[LayerRange]) -> bool:
-        """Whether the device has the memory; always, where nothing is known about it."""
+        """Whether the device has the memory; always, where that is not known."""
         return self._device.memory is None or self.rank(rank, ranges).peak <= self._device.memory
 
     def fewest_recomputed(self, rank: int, ranges: Sequence[LayerRange]) -> frozenset[int]:
-        """The layers that a rank recomputes so that these fit: of its blocks as few as do, the first ones."""
+        """Return the fewest blocks, the first ones, that a rank recomputes so that these layers fit."""
         blocks = [layer for layer in layers_of(ranges) if 0 < layer <= self._spec.n_blocks]
 
         def fits(count: int) -> bool:
@@ -124,36 +215,38 @@ class MemoryModel:
 
     @cached_property
     def _saved(self) -> list[Saved]:
-        return saved(self._basis)
+        return saved_tensors(self._basis)
 
     @cached_property
-    def _away(self) -> list[int]:
-        return sent_away(self._basis)
+    def _offloaded(self) -> list[int]:
+        return offloaded_bytes(self._basis)
 
     @cached_property
     def _inside(self) -> list[int]:
-        """Bytes that the first so many layers keep of a micro-batch."""
-        kept = zip(kept_without_offload(self._basis), self._away, strict=True)
-        return [0, *accumulate(of_layer - away for of_layer, away in kept)]
+        """Cumulative bytes that layers keep on the device of a micro-batch."""
+        kept = zip(kept_bytes(self._basis), self._offloaded, strict=True)
+        return [0, *accumulate(of_layer - offloaded for of_layer, offloaded in kept)]
 
     @cached_property
     def _moments(self) -> list[NDArray[Any]]:
-        """Of each rank: of how many micro-batches its stages keep all, and what waits, at the worst moments."""
+        """For each rank its worst moments: per chunk the micro-batches kept whole, and those whose weights wait."""
         found = count_in_flight(self._basis.schedule, self._config.model_topo.stages, self._basis.micro_batches)
         return [numpy.array(moments, dtype=numpy.int64).reshape(len(moments), -1) for moments in found]
 
     @cached_property
     def _of_range(self) -> Callable[[int, int], tuple[int, int, int, int]]:
-        """What a stage keeps of a micro-batch, also where that waits, what a pass takes, and most of a layer away."""
+        """Bytes of a chunk: kept of a micro-batch, kept while it waits, temporaries of a pass, largest offloaded."""
         return cache(
-            lambda *each: (self._kept(*each), self._waiting(*each), self._passing(*each), self._most_away(*each))
+            lambda begin, end: (
+                self._kept(begin, end),
+                self._waiting(begin, end),
+                self._temporary(begin, end),
+                max(self._offloaded[begin:end]),
+            )
         )
 
-    def _most_away(self, begin: int, end: int) -> int:
-        return max(self._away[begin:end])
-
     def _kept(self, begin: int, end: int) -> int:
-        """Bytes that a stage keeps of one micro-batch: received, sent, saved, and the masks once."""
+        """Bytes that a chunk keeps of one micro-batch: input, output, saved tensors, and the masks once."""
         arguments = max(self._saved[layer].arguments for layer in range(begin, end))
         borders = (begin > 0) + (end <= self._head)
         return self._inside[end] - self._inside[begin] + arguments + borders * self._hidden
@@ -165,10 +258,10 @@ class MemoryModel:
         blocks = (layer for layer in range(begin, end) if layer not in self._basis.recomputed)
         return sum(self._saved[block].waiting for block in blocks)
 
-    def _passing(self, begin: int, end: int) -> int:
-        """Bytes that the pass of one micro-batch takes for itself: of a block, whose gradients arrive, or the loss."""
+    def _temporary(self, begin: int, end: int) -> int:
+        """Temporary bytes of a pass: of one block and its arriving gradients, or of the loss."""
         blocks = [layer for layer in range(begin, end) if 0 < layer < self._head]
-        whole = [b for b in blocks if self._elsewhere or b in self._basis.recomputed]
+        whole = [b for b in blocks if self._offloads or b in self._basis.recomputed]
         again = max((self._saved[block].inside for block in whole), default=0)
         backward = BACKWARD * max((self._saved[block].largest for block in blocks), default=0)
         arriving = max((self._largest[layer] for layer in range(begin, min(end, self._head))), default=0)
@@ -176,12 +269,12 @@ class MemoryModel:
         if self._basis.in_fp8:
             compiled = self._config.compiles(self._device.ampere, experts=False)
             factor = max((max(self._saved[b].largest // self._itemsize, self._largest[b]) for b in blocks), default=0)
-            backward += factor * (HELD_COMPILED if compiled else HELD_EAGER)
+            backward += factor * (FP8_COMPILED if compiled else FP8_EAGER)
         return max(again + backward + arriving, self._loss if end > self._head else 0)
 
     @cached_property
     def _loss(self) -> int:
-        """Bytes that the loss takes, next to the normalised hidden states."""
+        """Temporary bytes of the loss, beside the normalised hidden states."""
         shape = self._basis.shapes(self._head)[self._spec.family.tie.head]
         tokens = int(self._tokens * self._basis.workload.supervised)
         chunk = min(GPU_CHUNK if self._device.reserves else CPU_CHUNK, 4 * tokens * shape[0])

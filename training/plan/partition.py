@@ -1,16 +1,13 @@
-"""The best division of a model's layers: the slowest rank as fast as it can be.
+"""Split a model's layers into stages so that the slowest rank is as fast as possible.
 
-The slowest rank sets the speed of a pipeline. Layers stay in their order, so a division is a row of cuts. Among those
-that are equally fast, the one whose work is spread most evenly is taken (the least sum of squares), and among equals
-the one that gives the first ranks more (with the V schedule less). Costs are whole numbers, so that no rounding
-decides: the same costs give the same division everywhere.
+Layers stay in their order. Among equally fast splits the most even one is taken (the least sum of squares), and among
+equals the one that gives the first ranks more (with the V schedule less). Costs are whole numbers, so that no rounding
+decides: the same costs give the same split everywhere.
 
 A rank holds one range of layers, from the first rank on, or two with the V schedule (DualPipeV): rank r of P has stages
-r and 2P - 1 - r, from the outermost pair to the innermost one. What the first ranks leave is then a range in the
-middle, else one at the end. An exact search, which remembers what it saw, looks for the slowest rank within a limit
-that grows from an even share until there is a division; its answer bounds another search, for the evenness. With N
-layers and P ranks this takes some P x N^2 steps, with the V schedule some more: milliseconds to a second for the models
-there are.
+r and 2P - 1 - r, from the outermost pair to the innermost one. An exact, memoized search finds the slowest rank within
+a limit that grows from an even share until there is a split; its answer bounds another search, for the most even one.
+With N layers and P ranks this takes some P x N^2 steps, with the V schedule some more: milliseconds to a second.
 """
 
 from __future__ import annotations
@@ -22,21 +19,21 @@ from math import inf
 
 LayerRange = tuple[int, int]  # [begin, end)
 Fits = Callable[[int, tuple[LayerRange, ...]], bool]
-FIRST_GROWTH = 4  # of the limit, first by a part in so many and then by twice as much each time
+FIRST_GROWTH = 4  # the limit grows by 1/4 first, then by twice as much each time
 
 
 def layer_ranges(parts: Sequence[int]) -> list[LayerRange]:
-    """The layers of each stage, from the layers per stage."""
+    """Return the layers of each stage, from the layers per stage."""
     return list(pairwise([0, *accumulate(parts)]))
 
 
 def layers_of(ranges: Iterable[LayerRange]) -> list[int]:
-    """The layers in these ranges."""
+    """Return the layers in these ranges."""
     return [layer for begin, end in ranges for layer in range(begin, end)]
 
 
 def held_layers(parts: Sequence[int], ranks: int) -> list[tuple[LayerRange, ...]]:
-    """The ranges of layers of each rank: one, or two where there are twice as many stages."""
+    """Return the ranges of layers of each rank: one, or two where there are twice as many stages."""
     ranges = layer_ranges(parts)
     if len(ranges) == ranks:
         return [(each,) for each in ranges]
@@ -46,19 +43,19 @@ def held_layers(parts: Sequence[int], ranks: int) -> list[tuple[LayerRange, ...]
 def best_split(
     costs: Sequence[int], ranks: int, fits: Fits, v_schedule: bool = False, most: float = inf
 ) -> list[int] | None:
-    """Layers per stage, at least one each; None where no division fits.
+    """Return layers per stage, at least one each; None where no split fits.
 
     Args:
         costs: of each layer, whole numbers of any unit.
-        ranks: that share the layers.
+        ranks: number of ranks.
         fits: whether a rank has the memory for these layers; a part of what fits has to fit too.
-        v_schedule: two stages a rank; the answer has 2 x `ranks` entries, in the order of the layers.
-        most: that the slowest rank may have; a division that is slower need not be found.
+        v_schedule: two stages a rank; the result has 2 x `ranks` entries, in the order of the layers.
+        most: cost of the slowest rank; slower splits need not be found.
     """
     if len(costs) < ranks * (2 if v_schedule else 1):
         return None
     search = partial(_best, [0, *accumulate(costs)], ranks, cache(fits), v_schedule)
-    limit = -(-sum(costs) // ranks)  # no division is faster
+    limit = -(-sum(costs) // ranks)  # no split is faster
     growth = limit // FIRST_GROWTH + 1
     while (found := search(limit)) is None and limit < min(sum(costs), most):
         limit, growth = min(sum(costs), limit + growth), 2 * growth
@@ -69,10 +66,10 @@ def best_split(
 def _best(
     total: Sequence[int], ranks: int, fits: Fits, v_schedule: bool, limit: int, even: bool = False
 ) -> tuple[int, list[int]] | None:
-    """The best division in which no rank exceeds the limit, after its value.
+    """Return the value of the best split in which no rank exceeds the limit, and the split.
 
     Args:
-        total: costs of the first so many layers.
+        total: cumulative costs.
         even: by the sum of the stages' squares instead of by the slowest rank.
     """
 
@@ -80,13 +77,13 @@ def _best(
         return total[end] - total[begin]
 
     def first_ends(begin: int, end: int, others: int) -> range:
-        """Where the first layers that a rank takes of [begin, end) may end, when so many ranks follow."""
+        """Where the first range of a rank in [begin, end) may end, with `others` ranks to follow."""
         if v_schedule:
             return range(begin + 1, end - 2 * others)
         return range(begin + 1, end - others + 1) if others else range(end, end + 1)
 
     def last_begins(x: int, end: int, others: int) -> range:
-        """Where the last ones may begin; at the end where there is one stage a rank."""
+        """Where its last range may begin; at the end where there is one stage a rank."""
         if not v_schedule:
             return range(end, end + 1)
         return range(x + 2 * others, end) if others else range(x, x + 1)

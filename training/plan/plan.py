@@ -1,4 +1,4 @@
-"""The plan of a run: its stages with their time and memory, and what comes of them."""
+"""Plan of a run: time and memory of its stages, speed, and whether it fits."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from functools import cache, cached_property
 
 from models.costs import ModelFlops
 from training.config.deepspeed_config import training_dtype
-from training.plan.basis import Basis
-from training.plan.costs import LayerTime, layer_times
+from training.plan.costs import LayerTime, Spent, layer_times
+from training.plan.inputs import Basis
 from training.plan.memory import MemoryModel, StageMemory
 from training.plan.partition import Fits, LayerRange, best_split, held_layers, layer_ranges, layers_of
-from training.plan.roofline import Spent
 from training.schedule.simulation import simulate
 
 DAY = 86_400.0
-ERROR = 0.05  # of a plan's memory, where it was measured (docs/performance.md#the-planner)
+ERROR = 0.05  # of a plan's memory, as measured (docs/performance.md#the-planner)
 RESOLUTION = 1e-12  # seconds that count as one, so that sums of costs are exact
-TOLERANCE = 1.01  # how closely the least memory is looked for where nothing fits
+TOLERANCE = 1.01  # step by which the least memory is searched where nothing fits
 MOST_STEPS = 1000  # by that factor: 20,000 times the memory that there is
 
 
@@ -28,9 +27,9 @@ class StagePlan:
     """One rank of the pipeline.
 
     Attributes:
-        ranges: the layers that it holds, [begin, end); two with dualpipev.
-        parameters: their weights, or of each the part that one process has.
-        spent: on its work in a step.
+        ranges: its layers, [begin, end); two with dualpipev.
+        parameters: of these layers, on one rank.
+        spent: its time in a step.
     """
 
     ranges: tuple[LayerRange, ...]
@@ -49,14 +48,14 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run with these parts will take."""
+    """Plan of a run with this stage split."""
 
     basis: Basis
     parts: list[int]
 
     @classmethod
     def make(cls, basis: Basis) -> Plan:
-        """With the parts that the config names or, with `auto`, the best ones; recomputation likewise.
+        """Plan the config's stage split or, with `auto`, the best one; recomputation likewise.
 
         Raises:
             ConfigError: the config and the model do not fit each other.
@@ -73,7 +72,7 @@ class Plan:
 
     @property
     def held(self) -> list[tuple[LayerRange, ...]]:
-        """The ranges of layers of each rank."""
+        """Ranges of layers of each rank."""
         return held_layers(self.parts, self.basis.config.model_topo.stages)
 
     @cached_property
@@ -83,7 +82,7 @@ class Plan:
         for rank, held in enumerate(self.held):
             layers = layers_of(held)
             weights = sum(self.basis.parameters[layer] for layer in layers)
-            spent = sum((self._times[layer].of_step(self.basis.micro_batches) for layer in layers), Spent())
+            spent = sum((self._times[layer].step(self.basis.micro_batches) for layer in layers), Spent())
             found.append(StagePlan(held, weights, self.memory.rank(rank, held), spent))
         return found
 
@@ -93,7 +92,7 @@ class Plan:
 
     @cached_property
     def seconds(self) -> float:
-        """Of a step. As many micro-batches are simulated as fill the pipeline well; more only repeat its middle."""
+        """Time of a step. Only as many micro-batches are simulated as fill the pipeline; more repeat its middle."""
         basis = self.basis
         chunks = [self._times[begin:end] for begin, end in layer_ranges(self.parts)]
         hidden = basis.share.micro_tokens * basis.spec.config.hidden_size * training_dtype(basis.config).itemsize
@@ -113,17 +112,17 @@ class Plan:
 
     @property
     def bubble(self) -> float:
-        """The share of the ranks' time in which nothing is computed."""
+        """Share of the ranks' time in which nothing is computed."""
         return max(0.0, 1 - sum(stage.seconds for stage in self.stages) / (len(self.stages) * self.seconds))
 
     @property
     def tokens_per_s(self) -> float:
-        """Over all replicas, without padding."""
+        """Tokens/s over all replicas, without padding."""
         return self.basis.workload.tokens / self.seconds
 
     @property
     def mfu(self) -> float | None:
-        """As `training.metrics.utilization`; None where the device's peak is not known, and in fp32."""
+        """MFU as in `training.metrics.utilization`; None where the device's peak is not known, and in fp32."""
         config, work = self.basis.config, self.basis.workload
         if not self.basis.device.known or not (config.bf16.enabled or config.fp16.enabled):
             return None
@@ -135,28 +134,28 @@ class Plan:
 
     @property
     def days(self) -> float | None:
-        """Of the whole run; None where the data are not known."""
+        """Days of the whole run; None where the data are not known."""
         steps = self.basis.workload.steps
         return None if steps is None else steps * self.seconds / DAY
 
     @property
     def peak(self) -> int:
-        """Bytes of the rank that needs most."""
+        """Most bytes of any rank."""
         return max(stage.memory.peak for stage in self.stages)
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has the memory; always, where nothing is known about it."""
+        """Whether every rank has the memory; always, where that is not known."""
         return self.basis.device.memory is None or self.peak <= self.basis.device.memory
 
     @property
     def is_tight(self) -> bool:
-        """Whether the plan's own error may be more than the room that it leaves."""
+        """Whether the plan may err by more than the memory that it leaves free."""
         return self.basis.device.memory is not None and self.peak > (1 - ERROR) * self.basis.device.memory
 
 
 def best_parts(basis: Basis) -> list[int]:
-    """The best division; where none fits in memory, the best within the least memory with which there is one."""
+    """Return the best stage split; where none fits, the best one within the least memory that admits one."""
     memory, limit = MemoryModel(basis), basis.device.memory or math.inf
     peak = cache(lambda rank, ranges: memory.rank(rank, ranges).peak)
 
@@ -170,14 +169,14 @@ def best_parts(basis: Basis) -> list[int]:
 
 
 def fitting_parts(basis: Basis, within: float = math.inf) -> list[int] | None:
-    """The best division that fits in memory, if any does.
+    """Return the best stage split that fits in memory, if any does.
 
     Args:
-        within: seconds of a step; a division that takes longer need not be found.
+        within: seconds of a step; slower splits need not be found.
     """
     return _split(basis, MemoryModel(basis).fits, within)
 
 
 def _split(basis: Basis, fits: Fits, within: float = math.inf) -> list[int] | None:
-    costs = [round(time.of_step(basis.micro_batches).total / RESOLUTION) for time in layer_times(basis)]
+    costs = [round(time.step(basis.micro_batches).total / RESOLUTION) for time in layer_times(basis)]
     return best_split(costs, basis.config.model_topo.stages, fits, basis.config.v_schedule, within / RESOLUTION)

@@ -1,15 +1,17 @@
-"""The fastest ways to run that fit, of all sensible combinations of what a config says about how a run is spread.
+"""Plan changed configs: all ways to spread a run over its devices, and changes that make a run fit.
 
-Tried are all numbers of stages and replicas; on GPUs also processes that share layers, inside of a host, and, for long
-rows, processes that share rows. Dividing the layers and walking through the schedule takes seconds for many stages; so
-candidates come in the order of what a step would take if layers could be divided evenly, and once the next one would
-take longer even so than the plans that are shown, the rest need not be looked at.
+`search` tries all (stages, replicas) grids, micro-batches, schedules and recomputation; on GPUs also tensor parallelism
+inside of a host and, for long rows, sequence parallelism. Splitting the layers and walking through the schedule takes
+seconds for many stages; so candidates come in the order of a lower bound, the time of a step with evenly divided
+layers, and the search ends where the next bound exceeds the plans that it found.
+
+`advise` orders changes by what they cost: nothing, then time, then another training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from math import floor, inf
@@ -17,62 +19,79 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from training.config.contradictions import contradictions
-from training.config.deepspeed_config import check_shared_rows, check_tensor
+from data.tokenized.dataset import Dataset
+from models.spec import ModelSpec
+from training.config.contradictions import PARAMETERS, contradictions, of_optimizer
+from training.config.deepspeed_config import check_shared_rows, check_tensor, router_loss_weight
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
+from training.config.sections import OptimizerOffload
+from training.data_setup import build_loader
 from training.errors import ConfigError
-from training.plan.basis import Basis
 from training.plan.costs import layer_times
-from training.plan.optimizer_memory import StateBytes
+from training.plan.inputs import Basis, Workload
+from training.plan.memory import StateBytes
 from training.plan.plan import Plan, fitting_parts
-from training.plan.workload import Workload
 from training.schedule.simulation import simulate
 
-SHOWN = 5  # of the fastest plans
-SIZES = (1, 2, 4, 8, 16)  # rows in a micro-batch that are tried
-LONG = 4096  # tokens of a row that a process has at least where rows are shared
+FASTEST = 5  # plans that a search returns
+SIZES = (1, 2, 4, 8, 16)  # rows of a micro-batch that are tried
+LONG = 4096  # least tokens of a row on each rank under sequence parallelism
+SHORTEST = 128  # least max_seq_len that is advised
+OFFLOAD = OptimizerOffload(device="cpu")
 
-Feed = Callable[[TrainConfig], Workload]
+Feed = Callable[[TrainConfig], Workload]  # the workload of a config
+
+
+def feed_of(dataset: Dataset, spec: ModelSpec) -> Feed:
+    """Measure the workload of these records with any config."""
+
+    def feed(config: TrainConfig) -> Workload:
+        router_loss = router_loss_weight(config, spec) > 0
+        loader = build_loader(dataset, config, config.dataloader_drop_last, router_loss=router_loss)
+        return Workload.measured(loader, config)
+
+    return feed
 
 
 def search(basis: Basis, devices: int, feed: Feed | None = None, fixed: Container[str] = ()) -> list[Plan]:
-    """The fastest dims, parts, micro-batch and schedule that fit; of equally fast ones those that need less memory.
+    """Return the fastest plans that fit; of equally fast ones those with less memory first.
 
     Args:
-        feed: what a step has with another config; as many rows of the same length where absent.
+        feed: workload of another config; as many rows of the same length where absent.
         fixed: keys that stay as the config has them.
     """
-    told: dict[tuple[int, ...], Workload] = {}
+    workloads: dict[tuple[int, ...], Workload] = {}
 
     def fed(candidate: Basis) -> Basis:
         config, topo = candidate.config, candidate.config.model_topo
         rows, least = config.train_micro_batch_size_per_gpu, config.least_micro_batches
         case = rows, least, topo.stages, topo.row_replicas, topo.sequence  # all that a loader depends on here
-        if feed and case not in told:
-            told[case] = feed(config)
-        return replace(candidate, workload=told[case]) if feed else candidate
+        if feed and case not in workloads:
+            workloads[case] = feed(config)
+        return replace(candidate, workload=workloads[case]) if feed else candidate
 
-    candidates = [fed(each) for each in _candidates(basis, devices, fixed) if _has_room(each)]
-    enough = [each for each in candidates if each.workload.micro_batches >= each.config.least_micro_batches]
-    ordered = sorted((_even(each), number) for number, each in enumerate(enough))
+    found = [fed(each) for each in candidates(basis, devices, fixed) if _may_fit(each)]
+    enough = [each for each in found if each.workload.micro_batches >= each.config.least_micro_batches]
+    ordered = sorted((_lower_bound(each), number) for number, each in enumerate(enough))
     best: list[Plan] = []
-    for least, number in tqdm(ordered, "search", disable=None, leave=False):  # None: only on a terminal
-        within = best[-1].seconds if len(best) == SHOWN else inf
-        if least > within:
+    for bound, number in tqdm(ordered, "search", disable=None, leave=False):  # None: only on a terminal
+        within = best[-1].seconds if len(best) == FASTEST else inf
+        if bound > within:
             break
         if parts := enough[number].config.model_topo.parts or fitting_parts(enough[number], within):
-            found = Plan(enough[number], parts)
-            best = sorted([*best, *([found] if found.fits else [])], key=_rank)[:SHOWN]
+            plan = Plan(enough[number], parts)
+            best = sorted([*best, *([plan] if plan.fits else [])], key=speed)[:FASTEST]
     return best
 
 
-def _rank(plan: Plan) -> tuple[float, int]:
+def speed(plan: Plan) -> tuple[float, int]:
+    """Sort plans: the fastest first, of equally fast ones those with less memory."""
     return round(plan.seconds, 9), plan.peak
 
 
-def _candidates(basis: Basis, devices: int, fixed: Container[str]) -> Iterator[Basis]:
-    """Every sensible combination."""
+def candidates(basis: Basis, devices: int, fixed: Container[str]) -> Iterator[Basis]:
+    """Enumerate all sensible combinations."""
     config = basis.config
     tried: dict[str, Iterable[Any]] = {
         "model_topo": _grids(basis, devices),
@@ -87,14 +106,14 @@ def _candidates(basis: Basis, devices: int, fixed: Container[str]) -> Iterator[B
             continue
         if candidate.schedule != changed.schedule and "schedule" not in fixed:  # one stage has nothing to wait for
             continue
-        # Of several rows each had better be another replica's.
+        # Several rows had better be several replicas'.
         if topo.sequence > 1 and changed.train_micro_batch_size_per_gpu > 1 and "model_topo" not in fixed:
             continue
         yield candidate
 
 
 def _grids(basis: Basis, devices: int) -> list[ModelTopo]:
-    """All ways to spread a model over so many devices."""
+    """All (stages, replicas) grids for N devices, with tensor and sequence parallelism where they may help."""
     fabric, gpus = basis.fabric, basis.device.reserves
     grids = []
     for stages, tensor in product(_divisors(devices), _divisors(devices)):
@@ -103,13 +122,13 @@ def _grids(basis: Basis, devices: int) -> list[ModelTopo]:
         replicas = devices // (stages * tensor)
         for sequence in _divisors(replicas):
             if tensor * sequence == 1 or (gpus and basis.workload.longest >= LONG * sequence):
-                tried = fabric.placed(grid(basis.config.model_topo, stages, replicas, tensor, sequence))
+                tried = fabric.placed(_grid(basis.config.model_topo, stages, replicas, tensor, sequence))
                 grids += [tried] if _can_share(basis.changed(model_topo=tried)) else []
     return grids
 
 
-def grid(topo: ModelTopo, stages: int, replicas: int, tensor: int = 1, sequence: int = 1) -> ModelTopo:
-    """Over so many processes, with `parts: auto`; processes that share layers are neighbours."""
+def _grid(topo: ModelTopo, stages: int, replicas: int, tensor: int, sequence: int) -> ModelTopo:
+    """Spread a model, with `parts: auto`; processes of tensor parallelism are neighbours."""
     named = topo.process_topology
     axes: list[Literal["pipe", "data", "model"]] = [axis for axis in named.axes if axis != "model"]
     sizes = {"pipe": stages, "data": replicas, "model": tensor}
@@ -124,7 +143,7 @@ def grid(topo: ModelTopo, stages: int, replicas: int, tensor: int = 1, sequence:
 
 
 def _can_share(basis: Basis) -> bool:
-    """Whether the model's layers and rows can be shared by as many processes as the config says."""
+    """Whether the model allows the config's tensor and sequence parallelism."""
     try:
         check_tensor(basis.config, basis.spec)
         check_shared_rows(basis.config, basis.spec)
@@ -137,14 +156,14 @@ def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def _has_room(basis: Basis) -> bool:
+def _may_fit(basis: Basis) -> bool:
     """Whether weights, gradients and states would fit if they could be divided evenly."""
     states = StateBytes.of(basis.config)
     held = sum(basis.parameters) * (states.weight + states.gradient + states.optimizer)
     return basis.device.memory is None or held <= basis.config.model_topo.stages * basis.device.memory
 
 
-def _even(basis: Basis) -> float:
+def _lower_bound(basis: Basis) -> float:
     """Seconds of a step if layers could be divided evenly."""
     times, topo, number = layer_times(basis), basis.config.model_topo, basis.micro_batches
     forward = sum(layer.forward.total for layer in times) / topo.stages
@@ -153,12 +172,109 @@ def _even(basis: Basis) -> float:
     if basis.schedule == "1f1b":
         return (number + topo.stages - 1) * (forward + backward) + update
     most = min(number, 4 * topo.stages)  # more only repeat the middle
-    steps = _steps(topo.stages, most, floor(10 * backward / forward) / 10)
-    return forward * steps + (number - most) * (forward + backward) + update
+    passes = _dualpipev_passes(topo.stages, most, floor(10 * backward / forward) / 10)
+    return forward * passes + (number - most) * (forward + backward) + update
 
 
 @cache
-def _steps(stages: int, micro_batches: int, backward: float) -> float:
-    """As how many forward passes of a stage a step of dualpipev takes, where a backward pass takes as so many."""
+def _dualpipev_passes(stages: int, micro_batches: int, backward: float) -> float:
+    """DualPipeV step time, in forward passes of a stage; `backward` is the time of a backward pass, likewise."""
     chunks = 2 * stages
     return simulate("dualpipev", [0.5] * chunks, [backward / 2] * chunks, micro_batches).seconds
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A change of the config and its plans.
+
+    Attributes:
+        change: key and value.
+        alone: plan with this change only.
+        together: plan with this change and all those before it.
+    """
+
+    change: str
+    alone: Plan
+    together: Plan
+
+
+def advise(basis: Basis) -> list[Advice]:
+    """Return changes up to the first with which, together with those before, the run fits."""
+    advice = []
+    together = basis
+    for change, changed in _savings(basis):
+        applied = dict(_savings(together)).get(change)  # on top of the changes before
+        if applied is None:
+            continue
+        together = applied
+        advice.append(Advice(change, Plan.make(changed), Plan.make(together)))
+        if advice[-1].together.fits:
+            return advice
+    return [*advice, *advise_stages(basis)]
+
+
+def next_change(plan: Plan, stage: int) -> tuple[str, int] | None:
+    """Return the cheapest change with which a stage needs less memory, and its peak then."""
+    found = ((change, Plan.make(changed).stages[stage].memory.peak) for change, changed in _savings(plan.basis))
+    return next(((change, peak) for change, peak in found if peak < plan.stages[stage].memory.peak), None)
+
+
+def advise_stages(basis: Basis) -> list[Advice]:
+    """Return the fewest stages with which the run fits as it is, if there are such."""
+    topo = basis.config.model_topo
+    for stages in range(topo.stages + 1, basis.spec.n_layers // (2 if basis.config.v_schedule else 1) + 1):
+        spread = topo.spread(stages, topo.replicas)
+        changed = basis.changed(model_topo=spread)
+        if fitting_parts(changed):
+            plan, dims = Plan.make(changed), spread.process_topology.dims
+            return [Advice(f"model_topo.process_topology.dims: {dims}, parts: auto, alone", plan, plan)]
+    return []
+
+
+def _savings(basis: Basis) -> Iterator[tuple[str, Basis]]:
+    """Enumerate single changes that may save memory, the cheapest first, of those that suit the optimizer."""
+    return (each for each in _all_savings(basis) if not any(of_optimizer(each[1].config)))
+
+
+def _all_savings(basis: Basis) -> Iterator[tuple[str, Basis]]:
+    config = basis.config
+    zero, topo = config.zero_optimization, config.model_topo
+
+    def with_zero(**keys: object) -> Basis:
+        return basis.changed(zero_optimization=zero.model_copy(update=keys))
+
+    half = config.bf16.enabled or config.fp16.enabled
+    if topo.parts is not None:
+        yield "model_topo.parts: auto", basis.changed(model_topo=topo.spread(topo.stages, topo.replicas))
+    if zero.stage == 0 and topo.replicas > 1:
+        yield "zero_optimization.stage: 1", with_zero(stage=1)
+    if zero.stage == 1 and topo.replicas == 1 and not half and not zero.offloads:
+        yield "zero_optimization.stage: 0", with_zero(stage=0)
+    if config.train_micro_batch_size_per_gpu > 1:
+        yield "train_micro_batch_size_per_gpu: 1", basis.changed(train_micro_batch_size_per_gpu=1)
+    if not config.use_grad_ckpt:
+        yield "use_grad_ckpt: true", basis.changed(use_grad_ckpt=True)
+    if not zero.offloads and zero.stage:
+        yield "zero_optimization.offload_optimizer: {device: cpu}", with_zero(offload_optimizer=OFFLOAD)
+    if config.optimizer.type in ("AdamW", "Adam"):
+        params = {name: value for name, value in config.optimizer.params.items() if name in PARAMETERS["Lion"]}
+        lion = config.optimizer.model_copy(update={"type": "Lion", "params": params})
+        yield "optimizer.type: Lion", basis.changed(optimizer=lion)
+    length = config.max_seq_len // 2
+    while length >= SHORTEST:
+        yield f"max_seq_len: {length}", _shorter(basis, length)
+        length //= 2
+
+
+def _shorter(basis: Basis, length: int) -> Basis:
+    """Cut rows to `length` tokens, with more of them for as many tokens."""
+    work = basis.workload
+    ratio = min(1.0, length / work.longest)
+    workload = replace(
+        work,
+        length=work.length * ratio,
+        longest=min(work.longest, length),
+        attended=min(work.attended, length),
+        micro_batches=max(1, round(work.micro_batches / ratio)),
+    )
+    return replace(basis, config=basis.config.model_copy(update={"max_seq_len": length}), workload=workload)

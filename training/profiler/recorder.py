@@ -17,7 +17,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from training.engine.stage_clock import cuda_mark
+from training.plan.feedback import cuda_mark
 from training.schedule.instructions import InstructionReader, Meaning, Message
 from training.schedule.walk import Span
 

@@ -20,14 +20,14 @@ from models.errors import CheckpointError
 from tests.conftest import FAQ
 from tests.launching import DEEPSPEED, error_lines, run, write_config
 from tests.training.auto.helpers import UNTRAINED, auto, outline, texts
-from training.auto.machine import Machine
-from training.auto.search import Search, precision
+from training.auto.choices import precision
+from training.auto.search import Machine, Search
 from training.config.yaml_file import load_config
 from training.data_setup import RecordReader
 from training.errors import ConfigError
 from training.metrics.devices import parse_devices, this_device
 
-BESIDE = "--auto chooses what it rests on; expected beside it "
+BESIDE = "--auto chooses what it depends on; expected beside it "
 
 
 @pytest.fixture(scope="module")
@@ -153,8 +153,8 @@ def test_it_goes_on_with_data_of_the_users_own(model: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("word", "told"),
     [
-        ("model_path=m", "command line: model_path: with --auto --model says it; expected no such word"),
-        ("save_path=s", "command line: save_path: with --auto --save says it; expected no such word"),
+        ("model_path=m", "command line: model_path: given by --model; remove it here"),
+        ("save_path=s", "command line: save_path: given by --save; remove it here"),
         ("model_topo.sequence=2", f"model_topo.sequence: {BESIDE}model_topo.process_topology.dims"),
         ("model_topo.experts=spread", f"model_topo.experts: {BESIDE}model_topo.process_topology.dims"),
         (

@@ -21,7 +21,7 @@ from tests.conftest import FAQ
 from tests.launching import Launch, error_lines, metrics, start_deepspeed, topology, write_config
 from tests.training.checkpoint.test_folder import flip
 from training.checkpoint.folder import CheckpointRecord
-from training.plan.basis import MEASURED_FILE
+from training.plan.inputs import MEASURED_FILE
 
 pytestmark = pytest.mark.launched
 

@@ -23,7 +23,7 @@ from training.config.passed_on import BELOW_3, IDLE, NOT_PASSED_ON, ONLY_BELOW_3
 from training.config.sections import Zero
 from training.config.yaml_file import load_config
 from training.errors import ConfigError
-from training.plan.optimizer_memory import StateBytes
+from training.plan.memory import StateBytes
 
 ROOT = Path(__file__).parents[3]
 SOURCES = [path for wing in ("common", "data", "models", "training") for path in (ROOT / wing).rglob("*.py")]

@@ -13,7 +13,7 @@ from tests.training.plan.helpers import basis_of, config_of, llama
 from tests.training.test_preflight import CONFIG
 from training.config.model_topo import ModelTopo
 from training.distributed.links import FILE, Link, Links
-from training.plan.basis import Basis
+from training.plan.inputs import Basis
 from training.plan.plan import Plan
 
 FAST, SLOW = Link(latency=1e-5, bandwidth=1e10), Link(latency=0.02, bandwidth=1e7)
@@ -40,7 +40,7 @@ def test_they_are_kept_and_damage_is_nothing_known(tmp_path: Path) -> None:
     assert Links.read(tmp_path, told.append) == links and not told
     (tmp_path / FILE).write_text('{"hosts": [], "stages": [{"latency": -1, "bandwidth": 0}], "sums": []}')
     assert Links.read(tmp_path, told.append) is None
-    assert told == [f"{tmp_path / FILE} is passed over: damaged"]
+    assert told == [f"{tmp_path / FILE}: ignored: damaged"]
     assert Links.read(tmp_path / "nowhere", told.append) is None and len(told) == 1
 
 

@@ -17,8 +17,8 @@ from training.engine import numerics
 from training.engine.numerics import describe_numerics, set_numerics
 from training.errors import EXIT_CODE, describe_error
 from training.metrics.devices import parse_devices
-from training.plan import calibration
-from training.plan.workload import Workload
+from training.plan import timing
+from training.plan.inputs import Workload
 
 KEYS = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 8}
 
@@ -59,9 +59,9 @@ def test_layers_are_measured_as_the_run_computes(tmp_path: Path, monkeypatch: py
         assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
         return [1.0, 1.0]
 
-    monkeypatch.setattr(calibration, "time_layer", measured)
+    monkeypatch.setattr(timing, "time_layer", measured)
     config = config_of(deterministic=True, max_seq_len=64)
-    calibration.calibrate(config, spec_of(tmp_path, TINY | {"model_type": "llama"}), Workload.assumed(config))
+    timing.calibrate(config, spec_of(tmp_path, TINY | {"model_type": "llama"}), Workload.assumed(config))
 
 
 def test_an_operation_without_an_order_is_one_line() -> None:

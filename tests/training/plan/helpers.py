@@ -10,8 +10,7 @@ from models.api import read_spec
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.metrics.devices import parse_devices
-from training.plan.basis import Basis
-from training.plan.workload import Workload
+from training.plan.inputs import Basis, Workload
 
 SIZES = {  # hidden size, width of the MLP, blocks, heads
     "llama-7b": (4096, 11008, 32, 32),

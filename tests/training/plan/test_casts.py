@@ -18,12 +18,10 @@ from tests.training.plan.helpers import basis_of, config_of, llama
 from training.config.deepspeed_config import check_fp8
 from training.errors import ConfigError
 from training.metrics.devices import parse_devices
-from training.plan.basis import Basis
-from training.plan.casts import COMPILED, EAGER, in_fp8
-from training.plan.costs import layer_times
+from training.plan.command import plan_summary
+from training.plan.costs import CASTS_COMPILED, CASTS_EAGER, Roofline, in_fp8, layer_times
+from training.plan.inputs import Basis
 from training.plan.plan import Plan
-from training.plan.rendering import facts
-from training.plan.roofline import Roofline
 from training.plan.search import search
 
 OWN_ATTENTION = replace(FAMILY, attention=(OWN,))
@@ -46,7 +44,7 @@ def test_a_product_gets_twice_the_rate_after_its_factors_are_rounded(compiled: b
     factors = 8192 * (128 * 132 + 128 * 66)
     assert multiplied.bytes == factors + 2 * 128 * 132 * 128 * 66
     assert {each.kind for each in casts} == {"traffic"}
-    assert sum(each.bytes for each in casts) == factors * sum(COMPILED if compiled else EAGER)
+    assert sum(each.bytes for each in casts) == factors * sum(CASTS_COMPILED if compiled else CASTS_EAGER)
 
 
 def test_the_eager_passes_are_those_of_torchao() -> None:
@@ -67,7 +65,7 @@ def test_the_eager_passes_are_those_of_torchao() -> None:
     factor = torch.randn(64, 64, dtype=torch.bfloat16)
     with Passes():
         hp_tensor_to_float8_dynamic(factor, torch.float8_e4m3fn, LinearMMConfig())
-    assert moved == list(EAGER)
+    assert moved == list(CASTS_EAGER)
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -107,7 +105,7 @@ def test_rounding_takes_memory_in_a_block_alone(tmp_path: Path) -> None:
 
 
 def test_the_plan_says_it(tmp_path: Path) -> None:
-    told = facts(Plan.make(basis(tmp_path, FP8)))
+    told = plan_summary(Plan.make(basis(tmp_path, FP8)))
     assert "products of the blocks: fp8, at best 1,979 TFLOP/s; MFU is of bf16's peak" in told
     on_a100 = Plan.make(basis(tmp_path, FP8, "A100-80G"))
     assert on_a100.seconds == Plan.make(basis(tmp_path, BF16, "A100-80G")).seconds

@@ -22,15 +22,22 @@ from tests.launching import topology
 from tests.training.plan.helpers import config_of, llama, spec_of
 from training.checkpoint.folder import CheckpointRecord, DataOrder
 from training.config.keys import TrainConfig
-from training.engine.stage_clock import StageClock
 from training.metrics.devices import Device, parse_devices, this_device
 from training.plan import feedback
 from training.plan.auto import choose
-from training.plan.basis import MEASURED_FILE, Basis, Measured
 from training.plan.command import plan_run
-from training.plan.feedback import GAIN, Feedback, better_parts, differences, layer_factors, measure, stage_seconds
+from training.plan.feedback import (
+    GAIN,
+    Feedback,
+    StageClock,
+    better_parts,
+    comparison,
+    layer_factors,
+    measure,
+    stage_seconds,
+)
+from training.plan.inputs import MEASURED_FILE, Basis, Measured, Workload
 from training.plan.plan import Plan, best_parts
-from training.plan.workload import Workload
 from training.schedule.zero_bubble import WeightPass
 from training.topology import Division, Topology
 
@@ -55,8 +62,8 @@ def test_a_corrected_plan_has_the_times_and_peaks_that_were_measured(keys: dict[
     peaks = [stage.memory.peak + more for stage, more in zip(plan.stages, [10**9, -(10**9), 5, 0], strict=True)]
     keep(measure(plan, STEPS, seconds, peaks), config)
     corrected = plan_of(config, spec, plan.parts)
-    told = differences(plan, measure(plan, STEPS, seconds, peaks))
-    assert len(told) == 6 and told[0].startswith("held against steps 3 to 7") and "stage 3 takes" in told[-1]
+    told = comparison(plan, measure(plan, STEPS, seconds, peaks))
+    assert len(told) == 6 and told[0].startswith("plan vs. measured (steps 3-7): ") and "stage 3 takes" in told[-1]
     assert f"(planned {plan.stages[1].memory.peak / 1e9:.2f})" in told[2]
     assert stage_seconds(corrected) == pytest.approx(seconds)
     assert [stage.memory.peak for stage in corrected.stages] == [
@@ -108,11 +115,11 @@ def test_other_parts_are_better_only_where_they_save_enough_and_fit(tmp_path: Pa
         ({"keys": {"fp16": {"enabled": False}}}, "another fp16"),
         ({"keys": {"use_grad_ckpt": False}}, "another use_grad_ckpt: True then, False now"),
         ({"layers": 30}, "another model"),
-        ({"text": "{"}, "passed over: damaged"),
-        ({"text": "[]"}, "passed over: damaged"),
-        ({"fields": {"layers": [1.0]}}, "passed over: damaged"),
-        ({"fields": {"better": [1, 33]}}, "passed over: damaged"),
-        ({"fields": {"seconds": [1.0, -1.0, 1.0, 1.0]}}, "passed over: damaged"),
+        ({"text": "{"}, "ignored: damaged"),
+        ({"text": "[]"}, "ignored: damaged"),
+        ({"fields": {"layers": [1.0]}}, "ignored: damaged"),
+        ({"fields": {"better": [1, 33]}}, "ignored: damaged"),
+        ({"fields": {"seconds": [1.0, -1.0, 1.0, 1.0]}}, "ignored: damaged"),
     ],
     ids=str,
 )
@@ -142,10 +149,10 @@ def test_the_door_says_what_corrects_its_plan(tmp_path: Path, capsys: pytest.Cap
     keep(measure(plan, STEPS, [1.0, *[0.5] * 7], [2 * 10**9] * 8), config)
     plan_run(config, Namespace(devices=None, links=None, search=False, calibrate=False))
     told = capsys.readouterr().out
-    assert "times and peaks: corrected by what steps 3 to 7 took (measured.json)" in told and "speed: " in told
+    assert "times and peaks: corrected by steps 3-7 (measured.json)" in told and "speed: " in told
     plan_run(config, Namespace(devices="8xA100-40G", links=None, search=False, calibrate=False))
     told = capsys.readouterr().out
-    assert "measured.json is passed over: measured with another device: CPU then, A100-40G now" in told
+    assert "measured.json: ignored: measured with another device: CPU then, A100-40G now" in told
     assert "times: estimated" in told
 
 
@@ -179,6 +186,15 @@ def test_a_run_that_goes_on_changes_its_parts_only_when_asked(tmp_path: Path) ->
     assert len(parts(wider, saved)[0]) == 4
 
 
+def feedback_of(config: TrainConfig, spec: ModelSpec, division: Division, done: int, steps: int) -> Feedback:
+    task: Any = SimpleNamespace(spec=spec, known_loader=None)
+    progress = SimpleNamespace(config=config, done=done, total_steps=steps)
+    job: Any = SimpleNamespace(progress=progress, division=division, log=Log(highlight=False, width=200))
+    measuring = Feedback(task)
+    measuring.on_build(job)
+    return measuring
+
+
 def test_a_run_moves_twice_at_most_and_no_failure_of_the_plan_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,15 +207,18 @@ def test_a_run_moves_twice_at_most_and_no_failure_of_the_plan_ends_it(
 
     def moves(parts: list[int]) -> bool:
         division = Division(Topology(stages=2, replicas=1, zero_stage=1, parts=parts))
-        measuring = Feedback(config, spec, division, None, 1, 7, Log(highlight=False, width=200))
+        measuring = feedback_of(config, spec, division, 0, 7)
         measuring._clock.seconds = [0.1, 0.2, 9.0, 0.1, 0.1]
-        measuring.compare(0, 6)
-        assert not measuring.moves, "not all steps that count are done"
-        measuring.compare(0, 7)
-        return measuring.moves
+        run: Any = SimpleNamespace(trainer=SimpleNamespace(stage=0), restart=None)
+        nothing: Any = None
+        for step in (6, 7):
+            assert run.restart is None, "not all steps that count are done"
+            metrics: Any = SimpleNamespace(step=step)
+            measuring.on_step_end(run, metrics, nothing)
+        return run.restart is not None
 
     assert not moves([9, 1])
-    assert "warning: plan: not held against steps: FileNotFoundError" in capsys.readouterr().out
+    assert "warning: plan check failed: FileNotFoundError" in capsys.readouterr().out
     (tmp_path / "run").mkdir()
     assert [moves([9, 1]), moves([8, 2]), moves([7, 3])] == [True, True, False]
     told = capsys.readouterr().out
@@ -207,14 +226,14 @@ def test_a_run_moves_twice_at_most_and_no_failure_of_the_plan_ends_it(
     assert told.count("stage 0: 100 ms a micro-batch, 99.0% of all stages' time") == 3
 
 
-@pytest.mark.parametrize(("first", "told"), [(4, ""), (5, "that takes 7, and 6 are left"), (11, "")])
+@pytest.mark.parametrize(("first", "told"), [(4, ""), (5, "skipping plan check: needs 7 steps, 6 left"), (11, "")])
 def test_a_start_that_is_too_short_to_be_measured_says_so(
     first: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = spec_of(tmp_path, {**TINY, "model_type": "llama"})
     division = Division(Topology(stages=2, replicas=1, zero_stage=1, parts=[2, 2]))
-    Feedback(config_of(tmp_path, 2), spec, division, None, first, 10, Log(highlight=False, width=200))
-    assert capsys.readouterr().out.strip() == (f"plan: not held against steps: {told}" if told else "")
+    feedback_of(config_of(tmp_path, 2), spec, division, first - 1, 10)
+    assert capsys.readouterr().out.strip() == told
 
 
 @pytest.mark.parametrize(

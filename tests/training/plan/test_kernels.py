@@ -22,8 +22,8 @@ from tests.conftest import FAQ
 from tests.launching import run, topology, write_config
 from training.config.keys import TrainConfig
 from training.distributed.processes import free_port
-from training.plan import kernels
-from training.plan.kernels import FILE, fastest
+from training.plan import timing
+from training.plan.timing import KERNELS_FILE, fastest
 
 KNOWN = {"device": "H100-80G", "torch": "2.11.0"}
 TIMES = {TORCH: 12.0, FLASH: 9.5, VARLEN: 9.0}
@@ -41,7 +41,7 @@ def tell(*_):
     print("timed:", torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
     sys.exit()
 
-with patch.multiple("training.plan.kernels", candidates=lambda *_: [TORCH, EAGER], time_layer=tell):
+with patch.multiple("training.plan.timing", candidates=lambda *_: [TORCH, EAGER], time_layer=tell):
     train_ds.main()
 """
 
@@ -62,14 +62,15 @@ def untried() -> str:
 
 
 def test_the_fastest_attention_is_taken_and_kept(tmp_path: Path) -> None:
-    taken, told = fastest(list(TIMES), TIMES.__getitem__, tmp_path / FILE, KNOWN)
+    taken, told = fastest(list(TIMES), TIMES.__getitem__, tmp_path / KERNELS_FILE, KNOWN)
     assert taken == VARLEN
     assert "torch's varlen_attn 9.0 ms, flash-attn 9.5 ms, torch's scaled_dot_product_attention 12.0 ms" in told
     later = {TORCH: 1.0, FLASH: 2.0, VARLEN: 3.0}
-    assert fastest(list(TIMES), later.__getitem__, tmp_path / FILE, KNOWN)[0] == VARLEN  # a run goes on as it began
-    assert fastest(list(TIMES), later.__getitem__, tmp_path / FILE, KNOWN | {"torch": "2.13.0"})[0] == TORCH
-    (tmp_path / FILE).write_text("{", encoding="utf-8")
-    assert fastest(list(TIMES), TIMES.__getitem__, tmp_path / FILE, KNOWN)[0] == VARLEN
+    again = fastest(list(TIMES), later.__getitem__, tmp_path / KERNELS_FILE, KNOWN)[0]
+    assert again == VARLEN, "a run goes on as it began"
+    assert fastest(list(TIMES), later.__getitem__, tmp_path / KERNELS_FILE, KNOWN | {"torch": "2.13.0"})[0] == TORCH
+    (tmp_path / KERNELS_FILE).write_text("{", encoding="utf-8")
+    assert fastest(list(TIMES), TIMES.__getitem__, tmp_path / KERNELS_FILE, KNOWN)[0] == VARLEN
 
 
 @pytest.mark.parametrize(
@@ -77,10 +78,12 @@ def test_the_fastest_attention_is_taken_and_kept(tmp_path: Path) -> None:
 )
 def test_a_damaged_choice_is_made_anew_and_named(spoilt: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole = f'{{"known": {json.dumps(KNOWN)}, "failures": {{}}, {spoilt}}}' if ":" in spoilt else spoilt
-    (tmp_path / FILE).write_text(whole, encoding="utf-8")
-    assert fastest(list(TIMES), TIMES.__getitem__, tmp_path / FILE, KNOWN)[0] == VARLEN
-    assert caplog.messages == [f"warning: {tmp_path / FILE} is passed over: damaged"]
-    assert "as measured when the run began" in fastest(list(TIMES), TIMES.__getitem__, tmp_path / FILE, KNOWN)[1]
+    (tmp_path / KERNELS_FILE).write_text(whole, encoding="utf-8")
+    assert fastest(list(TIMES), TIMES.__getitem__, tmp_path / KERNELS_FILE, KNOWN)[0] == VARLEN
+    assert caplog.messages == [f"warning: {tmp_path / KERNELS_FILE}: ignored: damaged"]
+    assert (
+        "as measured when the run began" in fastest(list(TIMES), TIMES.__getitem__, tmp_path / KERNELS_FILE, KNOWN)[1]
+    )
 
 
 def test_a_kernel_that_cannot_run_the_rows_is_left_out(tmp_path: Path) -> None:
@@ -93,12 +96,12 @@ def test_a_kernel_that_cannot_run_the_rows_is_left_out(tmp_path: Path) -> None:
 
     kernels = [TORCH, FLASH, VARLEN]
     for _ in range(2):  # measured, and found again
-        taken, told = fastest(kernels, milliseconds, tmp_path / FILE, KNOWN)
+        taken, told = fastest(kernels, milliseconds, tmp_path / KERNELS_FILE, KNOWN)
         assert (
             taken == VARLEN and "flash-attn failed (flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E)" in told
         )
         assert "torch's scaled_dot_product_attention failed (CUDA out of memory)" in told
-    assert json.loads((tmp_path / FILE).read_text(encoding="utf-8"))["milliseconds"] == {VARLEN: 9.0}
+    assert json.loads((tmp_path / KERNELS_FILE).read_text(encoding="utf-8"))["milliseconds"] == {VARLEN: 9.0}
     with pytest.raises(torch.OutOfMemoryError):
         fastest([TORCH], milliseconds, tmp_path / "other.json", KNOWN)
 
@@ -107,9 +110,9 @@ def test_blocks_are_really_run(
     make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = read_spec(make_checkpoint("llama"))
-    monkeypatch.setattr(kernels, "candidates", lambda *_: [TORCH, EAGER])
-    taken, told = kernels._attention(config_of(tmp_path), spec, None)
-    times = json.loads((tmp_path / FILE).read_text(encoding="utf-8"))["milliseconds"]
+    monkeypatch.setattr(timing, "candidates", lambda *_: [TORCH, EAGER])
+    taken, told = timing._attention(config_of(tmp_path), spec, None)
+    times = json.loads((tmp_path / KERNELS_FILE).read_text(encoding="utf-8"))["milliseconds"]
     assert times.keys() == {TORCH, EAGER} and min(times.values()) > 0 and taken == min(times, key=times.__getitem__)
     assert "the fastest of a block" in told
 
@@ -131,10 +134,10 @@ def test_without_a_gpu_auto_is_the_usual_kernel_and_nothing_is_compiled(
     spec = read_spec(make_checkpoint("llama"))
     config = config_of(tmp_path)
     assert (config.use_flash_attn, config.compile) == ("auto", "auto")
-    assert kernels._attention(config, spec, None) == (TORCH, "torch's scaled_dot_product_attention")
-    assert kernels._compilation(config, False, untried) == (False, [])
-    assert kernels._compilation(config_of(tmp_path, compile=True), False, untried) == (True, [])
-    assert not (tmp_path / FILE).exists()
+    assert timing._attention(config, spec, None) == (TORCH, "torch's scaled_dot_product_attention")
+    assert timing._compilation(config, False, untried) == (False, [])
+    assert timing._compilation(config_of(tmp_path, compile=True), False, untried) == (True, [])
+    assert not (tmp_path / KERNELS_FILE).exists()
 
 
 @pytest.mark.parametrize(
@@ -157,7 +160,7 @@ def test_blocks_are_compiled_where_that_is_known_to_help(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     be(monkeypatch, "a GPU", capability)
-    compiles, lines = kernels._compilation(config_of(tmp_path, **keys), False, lambda: trial)
+    compiles, lines = timing._compilation(config_of(tmp_path, **keys), False, lambda: trial)
     assert compiles == (told == "blocks: compiled")
     assert len(lines) == (told is not None)
     assert told is None or re.match(told, lines[0])
@@ -190,7 +193,7 @@ def test_the_trial_compiles_both_passes_of_a_block(
     compile_module = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", partialmethod(compile_module, backend=backend))
     spec = read_spec(make_checkpoint("llama"))
-    reason = kernels._compile_trial(config_of(tmp_path), spec, None)
+    reason = timing._compile_trial(config_of(tmp_path), spec, None)
     torch._dynamo.reset()
     assert set(made) == {"forward", "backward"} if failing != "forward" else {"forward"}
     assert reason is None if told is None else told in (reason or "")
@@ -198,9 +201,9 @@ def test_the_trial_compiles_both_passes_of_a_block(
 
 def test_blocks_with_experts_are_compiled_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     be(monkeypatch, "a GPU", (9, 0))
-    compiles, (line,) = kernels._compilation(config_of(tmp_path), True, untried)
+    compiles, (line,) = timing._compilation(config_of(tmp_path), True, untried)
     assert not compiles and "how many tokens an expert gets" in line
-    assert kernels._compilation(config_of(tmp_path, compile=True), True, untried) == (True, [])
+    assert timing._compilation(config_of(tmp_path, compile=True), True, untried) == (True, [])
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -208,8 +211,8 @@ def test_fp8_is_warned_of_where_blocks_are_not_compiled(
     compiled: bool, make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(kernels, "gather", lambda chosen: [chosen])
+    monkeypatch.setattr(timing, "gather", lambda chosen: [chosen])
     spec = read_spec(make_checkpoint("llama"))
     config = config_of(tmp_path, bf16={"enabled": True}, fp8={"enabled": True}, compile=compiled)
-    report = kernels.choose_kernels(config, spec, None).report
+    report = timing.choose_kernels(config, spec, None).report
     assert any(line.startswith("warning: fp8 without compiled blocks") for line in report) is not compiled

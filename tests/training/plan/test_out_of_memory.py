@@ -12,11 +12,10 @@ from tests.training.plan.helpers import config_of, llama
 from training.errors import ConfigError
 from training.metrics import devices
 from training.metrics.devices import GIB, parse_devices
-from training.plan import out_of_memory
-from training.plan.basis import Basis
-from training.plan.out_of_memory import out_of_memory_told
+from training.plan import resources
+from training.plan.inputs import Basis, Workload
 from training.plan.plan import Plan
-from training.plan.workload import Workload
+from training.plan.resources import explain_out_of_memory
 
 ON_A_GPU = (
     "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 79.25 GiB of which 1.06 GiB is free."
@@ -27,7 +26,7 @@ PARTS = [17, 17]
 def told(folder: Path, error: BaseException, stage: int = 1, parts: list[int] = PARTS) -> str:
     """The line for llama-7b in two stages."""
     config = config_of(folder, 2, use_grad_ckpt=False, train_micro_batch_size_per_gpu=4).with_parts(parts)
-    with pytest.raises(ConfigError) as caught, out_of_memory_told(config, llama(folder), stage, None):
+    with pytest.raises(ConfigError) as caught, explain_out_of_memory(config, llama(folder), stage, None):
         raise error
     return str(caught.value)
 
@@ -53,7 +52,7 @@ def test_on_a_gpu_its_size_is_told_and_the_plan_is_one_for_it(tmp_path: Path, mo
     ):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(devices, "this_device", lambda: gpu)
-    monkeypatch.setattr(out_of_memory, "this_device", lambda: gpu)
+    monkeypatch.setattr(resources, "this_device", lambda: gpu)
     line = told(tmp_path, torch.OutOfMemoryError(ON_A_GPU), stage=0)
     assert "of the 85.9 GB of NVIDIA H100 80GB HBM3, and asked for 1.61 GB; --plan says" in line
     config = config_of(tmp_path, 2, use_grad_ckpt=False, train_micro_batch_size_per_gpu=4)
@@ -67,7 +66,7 @@ def test_plain_zero_has_no_plan(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError("the third step breaks"), MemoryError(), KeyError("allocate")])
 def test_other_errors_are_left_as_they_are(error: BaseException, tmp_path: Path) -> None:
-    memory = out_of_memory_told(config_of(tmp_path, 2).with_parts(PARTS), llama(tmp_path), 0, None)
+    memory = explain_out_of_memory(config_of(tmp_path, 2).with_parts(PARTS), llama(tmp_path), 0, None)
     with pytest.raises(type(error)) as caught, memory:
         raise error
     assert caught.value is error

@@ -23,18 +23,14 @@ from training.config.keys import TrainConfig
 from training.data_setup import build_loader
 from training.errors import ConfigError
 from training.metrics.devices import GIB, USABLE, parse_devices, this_device
-from training.plan.alternatives import advise
 from training.plan.auto import choose, divide
-from training.plan.basis import FILE, Basis, Calibration
-from training.plan.calibration import calibrate
-from training.plan.command import plan_run
+from training.plan.command import plan_run, search_table
 from training.plan.costs import layer_times
-from training.plan.memory import MemoryModel
-from training.plan.optimizer_memory import StateBytes
+from training.plan.inputs import FILE, Basis, Calibration, Workload
+from training.plan.memory import MemoryModel, StateBytes
 from training.plan.plan import Plan, best_parts
-from training.plan.rendering import search_table
-from training.plan.search import search
-from training.plan.workload import Workload
+from training.plan.search import advise, search
+from training.plan.timing import calibrate
 
 
 @pytest.mark.parametrize(
@@ -374,7 +370,7 @@ def test_measured_times_replace_estimates(tmp_path: Path) -> None:
         assert Calibration.read(tmp_path / "run", other, changed, told.append) is None
     (tmp_path / "run" / FILE).write_text("{", encoding="utf-8")
     assert Calibration.read(tmp_path / "run", config, spec, told.append) is None
-    assert told == [f"{tmp_path / 'run' / FILE} is passed over: damaged"]
+    assert told == [f"{tmp_path / 'run' / FILE}: ignored: damaged"]
 
 
 def test_the_door_plans_without_weights_and_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,8 @@ from models.api import read_spec
 from tests.conftest import FAQ
 from tests.launching import deepspeed, metrics, topology, write_config
 from training.config.yaml_file import load_config
-from training.plan.calibration import calibrate
-from training.plan.workload import Workload
+from training.plan.inputs import Workload
+from training.plan.timing import calibrate
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 

@@ -12,10 +12,9 @@ import torch
 from models.costs import product
 from tests.training.plan.helpers import basis_of, config_of, llama
 from training.metrics.devices import CPU, parse_devices
-from training.plan.costs import layer_times
+from training.plan.command import times_table
+from training.plan.costs import TILE, Roofline, Spent, layer_times
 from training.plan.plan import Plan
-from training.plan.rendering import times_table
-from training.plan.roofline import TILE, Roofline, Spent
 
 A100 = parse_devices("A100-80G")[1]
 BF16 = torch.bfloat16

@@ -17,14 +17,13 @@ from training.config.deepspeed_config import check_shared_rows, check_tensor
 from training.config.model_topo import ModelTopo
 from training.errors import ConfigError
 from training.metrics.devices import parse_devices
-from training.plan.basis import Basis
 from training.plan.command import plan_run
-from training.plan.costs import layer_times, saved
-from training.plan.fabric import KNOWN, Fabric
+from training.plan.communication import KNOWN, Fabric, layer_messages
+from training.plan.costs import layer_times
+from training.plan.inputs import Basis, Workload
+from training.plan.memory import saved_tensors
 from training.plan.plan import Plan
-from training.plan.search import _candidates, search
-from training.plan.sharing import messages
-from training.plan.workload import Workload
+from training.plan.search import candidates, search
 
 LENGTH = 8192
 DEVICE = parse_devices("8xH100-80G")[1]
@@ -56,15 +55,15 @@ def spec(tmp_path: Path) -> ModelSpec:
 def test_a_block_sends_what_can_be_counted_by_hand(spec: ModelSpec, tmp_path: Path) -> None:
     """A llama of 32 heads of 128 numbers, 8 of them with keys, in bf16."""
     alone, shared, wide = (basis(spec, tmp_path, each) for each in (topo(1, 4), topo(1, 4, sequence=4), topo(1, 1, 4)))
-    assert not any(each.exchanged or each.summed for each in messages(alone, 1))
+    assert not any(each.exchanged or each.summed for each in layer_messages(alone, 1))
     tokens = LENGTH / 4
-    for sent in messages(shared, 1):
+    for sent in layer_messages(shared, 1):
         assert sent.exchanged == [tokens * 128 * 2 * heads for heads in (32, 8, 8, 32)] and not sent.summed
         assert sent.sent(shared.config.model_topo) == (0.75 * sum(sent.exchanged), 0)
-    for sent in messages(wide, 1):
+    for sent in layer_messages(wide, 1):
         assert sent.summed == [LENGTH * 4096 * 2] * 2 and not sent.exchanged
         assert sent.sent(wide.config.model_topo) == (0, 2 * 0.75 * sum(sent.summed))
-    both = messages(basis(spec, tmp_path, topo(1, 16, 2, sequence=16)), 1)[0]
+    both = layer_messages(basis(spec, tmp_path, topo(1, 16, 2, sequence=16)), 1)[0]
     assert both.exchanged == [LENGTH / 16 * 128 * 2 * heads for heads in (16, 16, 16, 16)]  # 4 key heads are repeated
 
 
@@ -72,7 +71,7 @@ def test_a_block_sends_what_can_be_counted_by_hand(spec: ModelSpec, tmp_path: Pa
 def test_a_process_has_its_part(size: int, spec: ModelSpec, tmp_path: Path) -> None:
     alone = basis(spec, tmp_path, topo(1, 8))
     shared, wide = basis(spec, tmp_path, topo(1, 8, sequence=size)), basis(spec, tmp_path, topo(1, 1, size))
-    assert saved(shared)[1].inside == pytest.approx(saved(alone)[1].inside / size, rel=0.05)
+    assert saved_tensors(shared)[1].inside == pytest.approx(saved_tensors(alone)[1].inside / size, rel=0.05)
     assert shared.parameters == alone.parameters
     norms = 2 * 4096
     assert wide.parameters[1] == (alone.parameters[1] - norms) / size + norms
@@ -90,8 +89,10 @@ def test_the_links_that_messages_take_follow_from_the_order_of_axes() -> None:
     turned = ModelTopo.model_validate({"process_topology": {"axes": ["model", "data", "pipe"], "dims": [8, 2, 4]}})
     assert LINKS.sharing_layers(turned).hosts == 8 and LINKS.to_next(turned) == [KNOWN["nvlink4"]] * 3
     inside, across = LINKS.sharing_layers(wanted), LINKS.sharing_layers(turned)
-    assert across.sum(1e9) > 5 * inside.sum(1e9) > 0
-    assert inside.sum(1e9) == pytest.approx(2 * (7 / 8 * 1e9 / KNOWN["nvlink4"].bandwidth + 7 * inside.inside.latency))
+    assert across.all_reduce(1e9) > 5 * inside.all_reduce(1e9) > 0
+    assert inside.all_reduce(1e9) == pytest.approx(
+        2 * (7 / 8 * 1e9 / KNOWN["nvlink4"].bandwidth + 7 * inside.inside.latency)
+    )
 
 
 @pytest.mark.parametrize("links", ["nvlink4", "nvlink4,token-ring", "ib400,,", ""])
@@ -136,7 +137,7 @@ def test_what_a_search_proposes_is_what_a_run_would_take(tmp_path: Path) -> None
     )
     wanted = topo(1, 1, 6).model_copy(update={"experts": "spread"})
     asked = basis(spec, tmp_path, wanted, max_seq_len=65536, train_batch_size=12)
-    grids = [each.config.model_topo for each in _candidates(asked, 6, ())]
+    grids = [each.config.model_topo for each in candidates(asked, 6, ())]
     assert {each.tensor for each in grids} == {1, 2, 3} and {each.sequence for each in grids} == {1, 2, 3, 6}
     assert all((each.experts == "spread") == (each.tensor > 1) for each in grids)
     for each in grids:
@@ -148,7 +149,7 @@ def test_what_a_search_proposes_is_what_a_run_would_take(tmp_path: Path) -> None
 def test_what_lies_whole_between_products_is_gathered(tmp_path: Path) -> None:
     """Phi-3's queries, keys and values come from one product, and so do both halves of its MLP."""
     spec = spec_of(tmp_path, LLAMA | {"model_type": "phi3", "pad_token_id": 0})
-    forward, backward = messages(basis(spec, tmp_path, topo(1, 1, 2)), 1)
+    forward, backward = layer_messages(basis(spec, tmp_path, topo(1, 1, 2)), 1)
     a_number = LENGTH * 2
     assert forward.gathered == [a_number * (4096 + 2 * 1024), a_number * 2 * 14336]
     assert backward.gathered == [a_number * 4096, a_number * 14336]

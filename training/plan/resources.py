@@ -1,0 +1,116 @@
+"""Check RAM and disk on each host before a run, and explain an out-of-memory error in one line.
+
+Before the run only what is certain counts: weights, gradients and optimizer states, without activations. A run without
+room for these would be killed by the kernel in its first step, or could never save.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import torch
+from pydantic import ByteSize, TypeAdapter
+
+from data.loader import Loader
+from models.spec import ModelSpec
+from models.tensor_parallel import part_shapes
+from training.config.keys import TrainConfig
+from training.distributed.disk import Disk
+from training.distributed.processes import agreed, gather
+from training.errors import ConfigError
+from training.metrics.devices import GIGA, this_device
+from training.metrics.peak_memory import peak_memory
+from training.plan.inputs import Basis, Workload
+from training.plan.memory import StateBytes
+from training.plan.plan import Plan
+from training.plan.search import next_change
+
+ASKED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)  # of CUDA's allocator and of the CPU's
+
+
+def check_resources(config: TrainConfig, spec: ModelSpec, layers: Sequence[int], disk: Disk) -> None:
+    """Check memory and disk; all ranks call it together.
+
+    Args:
+        layers: of this rank's stage.
+        disk: for checkpoints.
+
+    Raises:
+        RunRefused: on every rank, where they do not suffice on some host.
+    """
+    state, replicas = StateBytes.of(config), config.model_topo.replicas
+    sharers = config.model_topo.tensor
+    weights = sum(shape.numel() for layer in layers for shape in part_shapes(spec, layer, sharers).values())
+    in_memory = state.host
+    if not torch.cuda.is_available():  # ZeRO 2 and 3 shard more than the optimizer
+        stage = config.zero_optimization.stage
+        in_memory += state.optimizer + state.gradient / (replicas if stage > 1 else 1)
+        in_memory += state.weight / (replicas if stage > 2 else 1)
+    share = weights * state.checkpoint(replicas) / replicas
+    copied = share if config.save_async else 0
+    ranks = gather((socket.gethostname(), disk.host, weights * in_memory + copied, share))
+    held = sum(here for host, _, here, _ in ranks if host == socket.gethostname())
+    saved = sum(share for _, host, _, share in ranks if host == disk.host)
+    with agreed():
+        free = psutil.virtual_memory().available + psutil.swap_memory().free
+        if held > free:
+            copies = " with the copies of save_async" if config.save_async else ""
+            raise ConfigError(
+                f"memory: {free / GIGA:.1f} GB are free; expected more than {held / GIGA:.1f} GB, which weights, "
+                f"gradients and optimizer states of its processes take{copies}"
+            )
+        free = shutil.disk_usage(config.save_path).free
+        if disk.keeps and saved > free:
+            raise ConfigError(
+                f"save_path: {Path(config.save_path)}: {free / GIGA:.3f} GB are free; expected more than "
+                f"{saved / GIGA:.3f} GB, which a checkpoint takes"
+            )
+
+
+@contextmanager
+def explain_out_of_memory(config: TrainConfig, spec: ModelSpec, stage: int, loader: Loader | None) -> Iterator[None]:
+    """Turn torch's out-of-memory error into one line: stage, peak, plan, and the next cheapest change.
+
+    Args:
+        config: without `parts` (plain ZeRO), nothing is estimated.
+        stage: of this process; 0 under plain ZeRO.
+        loader: of the data to plan for; every sample counts as `max_seq_len` tokens where absent.
+
+    Raises:
+        ConfigError: memory has run out.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if asked := ASKED.search(str(error)):
+            size = TypeAdapter(ByteSize).validate_python(asked[1].replace("bytes", "B"))
+            raise ConfigError(f"{_peak(stage, _gb(size))}{_planned(config, spec, stage, loader)}") from error
+        raise
+
+
+def _peak(stage: int, asked: str) -> str:
+    where = "this machine's memory"
+    if torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        where = f"the {total / GIGA:.1f} GB of {torch.cuda.get_device_name()}"
+    return f"out of memory: stage {stage} had at most {_gb(peak_memory())} of {where}, and asked for {asked}"
+
+
+def _planned(config: TrainConfig, spec: ModelSpec, stage: int, loader: Loader | None) -> str:
+    if config.model_topo.parts is None:
+        return ""
+    basis, _ = Basis.of_run(config, spec, Workload.of(loader, config), this_device())
+    plan = Plan.make(basis)
+    line = f"; --plan says {_gb(plan.stages[stage].memory.peak)}"
+    advice = next_change(plan, stage)
+    return f"{line}; next: {advice[0]}, with which it says {_gb(advice[1])}" if advice else line
+
+
+def _gb(n_bytes: int) -> str:
+    return f"{n_bytes / GIGA:.2f} GB"
