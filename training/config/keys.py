@@ -21,7 +21,6 @@ from training.config.sections import (
     FP16,
     DataPath,
     DataTypes,
-    EveryNth,
     NewPlace,
     Optimizer,
     Place,
@@ -46,6 +45,7 @@ LONGEST = 2**24  # tokens: of a sample or a row
 YEAR = 366 * 24 * 60  # minutes
 
 Automatic = Annotated[bool | Literal["auto"], expected("true, false or auto")]
+EveryNth = Annotated[dict[Literal["every"], PositiveInt], Field(min_length=1)]
 
 ALIASES = {"n_epochs": "n_epoches"}  # other spellings of our own keys
 
@@ -351,7 +351,7 @@ class TrainConfig(Section):
         """List the blocks that recompute; with `auto` all that may have to."""
         if not self.use_grad_ckpt:
             return frozenset()
-        step = self.use_grad_ckpt.every if isinstance(self.use_grad_ckpt, EveryNth) else 1
+        step = self.use_grad_ckpt["every"] if isinstance(self.use_grad_ckpt, dict) else 1
         return frozenset(range(step, n_blocks + 1, step))
 
     def parts_for(self, n_layers: int) -> list[int] | None:

@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 
 from data.records.sources import Source
 from training.config.keys import TrainConfig
-from training.config.sections import EveryNth, sections_in
+from training.config.sections import sections_in
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 CHINESE = PAGE.with_name("configuration_CN.md")
@@ -42,7 +42,6 @@ GROUPS = {  # by the first key of each
     "profile_steps": "Log",
 }
 ENTRIES = "Entries of data_path"
-VALUES = (EveryNth, Source)  # no sections: a form of the value, whose keys its own text tells
 Said = Callable[[str, str], str]  # a key and its docstring, or "" and a word of the page, to what the page says
 
 
@@ -83,7 +82,7 @@ def _english(name: str, english: str) -> str:
 
 def _keys(name: str, field: FieldInfo) -> Iterator[tuple[str, FieldInfo]]:
     """Yield a key that has a text, and the keys of its section."""
-    sections = [each for each in sections_in(field.annotation) if each not in VALUES]
+    sections = [each for each in sections_in(field.annotation) if each is not Source]  # which has its own table
     if field.description or not sections:
         yield name, field
     inner = {key: each for section in sections for key, each in section.model_fields.items()}  # schedules share some

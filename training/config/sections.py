@@ -396,9 +396,3 @@ class Ports(Section):
         if self.meeting and self.meeting == self.failure_detector:
             raise ValueError(f"failure_detector: {self.meeting} is that of meeting; expected another one")
         return self
-
-
-class EveryNth(Section):
-    """`use_grad_ckpt: {every: n}`: every n-th block recomputes."""
-
-    every: int = Field(ge=1)

@@ -29,6 +29,7 @@ from training.distributed.processes import agreed
 from training.engine.clipping import clip_in_update
 from training.engine.gradient_sums import sum_without_copies
 from training.optimizer.optimizers import build_optimizer
+from training.topology import Division
 
 
 def build_engine(
@@ -37,7 +38,7 @@ def build_engine(
     folder: Path,
     layers: Sequence[int],
     make_model: Callable[..., nn.Module],
-    recompute: frozenset[int],
+    division: Division,
     sharing: Sharing,
 ) -> Any:
     """Build the model and its engine, for `Trainer.build`.
@@ -63,7 +64,9 @@ def build_engine(
         model = make_model(
             states=states,
             dtype=training_dtype(config),
-            blocks=BlockOptions(recompute, config.offload_activations, config.compile is True, config.fp8.enabled),
+            blocks=BlockOptions(
+                division.recompute, config.offload_activations, config.compile is True, config.fp8.enabled
+            ),
             micro_batch_loss=partial(
                 micro_batch_loss,
                 z_loss_weight=config.aux_max_z_loss.weight,

@@ -59,7 +59,7 @@ class PipelineTrainer(Trainer):
         make_model = partial(
             model_class, spec=spec, topology=processes, parts=topology.parts, spread_experts=topology.spread
         )
-        engine = build_engine(config, spec, folder, layers, make_model, division.recompute, sharing)
+        engine = build_engine(config, spec, folder, layers, make_model, division, sharing)
         trainer = cls(engine_class.adopt(engine), sharing)
         if config.sums_while_computing:
             sum_while_computing(engine)

@@ -41,7 +41,7 @@ class ZeroTrainer(Trainer):
         stage = config.zero_optimization.stage
         make_model = partial(ShardedModel, spec=spec, shards=deepspeed_config(config) if stage == 3 else None)
         sharing = make_groups(config.model_topo)
-        engine = build_engine(config, spec, folder, range(spec.n_layers), make_model, division.recompute, sharing)
+        engine = build_engine(config, spec, folder, range(spec.n_layers), make_model, division, sharing)
         if stage == 0:
             engine.clip_fp32_gradients = MethodType(_clip_gradients, engine)
             if config.bf16.enabled:

@@ -212,9 +212,7 @@ def layer_factors(
 
 def better_parts(plan: Plan) -> tuple[list[int], float] | None:
     """Return a stage split that fits with which a step is at least `GAIN` times as fast, and its gain; else None."""
-    config = plan.basis.config
-    recompute = None if config.use_grad_ckpt == "auto" else plan.basis.recompute
-    best = Plan.make(replace(plan.basis, config=config.with_parts([]), recompute=recompute))
+    best = Plan.make(replace(plan.basis, config=plan.basis.config.with_parts([]), recompute=None))
     gain = plan.seconds / best.seconds
     return (best.parts, gain) if best.fits and gain >= GAIN else None
 

@@ -17,7 +17,6 @@ from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
-from training.config.sections import EveryNth
 from training.errors import ConfigError
 
 MODEL, DATA, EVALUATION = "model", "data.jsonl", "evaluation.jsonl"  # in the folder of a small run
@@ -108,8 +107,8 @@ def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: 
     if config.scheduler:
         warm_up = config.scheduler.params.warmup_num_steps
         values["scheduler"]["params"]["warmup_num_steps"] = min(warm_up, WARM_UP)
-    if isinstance(config.use_grad_ckpt, EveryNth):
-        values["use_grad_ckpt"] = {"every": min(config.use_grad_ckpt.every, 2)}
+    if isinstance(config.use_grad_ckpt, dict):
+        values["use_grad_ckpt"] = {"every": min(config.use_grad_ckpt["every"], 2)}
     micro_batch = min(config.train_micro_batch_size_per_gpu, MICRO_BATCH)
     unit = micro_batch * topo.replicas
     steps = config.train_batch_size // (config.train_micro_batch_size_per_gpu * config.model_topo.replicas)

@@ -298,6 +298,7 @@ def test_the_type_of_a_schedule_says_which_params_there_are(line: str, params: W
         ("max_seq_len: 1", "max_seq_len: expected greater than or equal to 2, found 1"),
         ("use_grad_ckpt: maybe", "use_grad_ckpt: expected true, false, auto or {every: n}, found 'maybe'"),
         ("use_grad_ckpt: {every: 0}", "use_grad_ckpt: expected true, false, auto or {every: n}, found {'every': 0}"),
+        ("use_grad_ckpt: {}", "use_grad_ckpt: expected true, false, auto or {every: n}, found {}"),
         ("use_grad_ckpt: {each: 2}", "use_grad_ckpt: expected true, false, auto or {every: n}, found {'each': 2}"),
         ("compile: {deepcompile: true}", "compile: expected true, false or auto"),
         ("compile: true\nzero_optimization: {stage: 3}", "compile: ZeRO stage 3 gathers weights"),
