@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -141,3 +142,19 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(raw).__name__}")
     return raw
+
+
+def stop_ids(folder: Path) -> set[int]:
+    """Read the end tokens from generation_config.json, else from config.json.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    paths = (folder / "generation_config.json", folder / "config.json")
+    if (path := next(filter(Path.is_file, paths), None)) is None:
+        return set()
+    try:
+        ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        return {operator.index(each) for each in (ids if isinstance(ids, list) else [] if ids is None else [ids])}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(f"{path}: damaged; expected a JSON object with numbers as eos_token_id") from None

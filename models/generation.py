@@ -10,13 +10,10 @@ Cost: on a CPU a pass of eight rows takes little more than a pass of one, as bot
 
 from __future__ import annotations
 
-import json
-import operator
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -148,22 +145,6 @@ def generate(
     for _, token in generate_many(model, [Request(prompt, max_new_tokens, stop, sampling)]):
         if token is not None:
             yield token
-
-
-def stop_ids(folder: Path) -> set[int]:
-    """Read the end tokens from generation_config.json, else from config.json.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
-    paths = (folder / "generation_config.json", folder / "config.json")
-    if (path := next(filter(Path.is_file, paths), None)) is None:
-        return set()
-    try:
-        ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        return {operator.index(each) for each in (ids if isinstance(ids, list) else [] if ids is None else [ids])}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(f"{path}: damaged; expected a JSON object with numbers as eos_token_id") from None
 
 
 class Pass(NamedTuple):

@@ -28,7 +28,7 @@ from models.api import read_spec
 from models.checkpoint import publish
 from models.checkpoint.layout import MANIFEST, RECORD, Manifest, not_found, resolve, weight_index
 from models.checkpoint.tensor_files import SafetensorsFile, load_archive
-from models.generation import stop_ids
+from models.config_json import stop_ids
 from tests.data.caches import records, write
 from training.checkpoint.folder import Best, CheckpointRecord
 from training.checkpoint.gather import hosts_of

@@ -22,7 +22,7 @@ from data.tokenized.answer_end import answer_end
 from data.tokenized.dataset import Dataset, load_dataset
 from data.tokenized.tokenize import load_tokenizer
 from models.block_options import FP8_MULTIPLE
-from models.generation import stop_ids
+from models.config_json import stop_ids
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,7 +12,6 @@ from rich.console import Console
 
 from data.loader import Loader
 from data.tokenized.dataset import Dataset, check_vocabulary
-from models.api import read_spec
 from models.checkpoint.layout import resolve
 from models.lean_loss import chunk_tokens
 from models.spec import ModelSpec
@@ -41,6 +41,7 @@ class LanguageModel(Task):
 
     Args:
         kind: how the model is spread: `PipelineTrainer` or `ZeroTrainer`.
+        read_spec: reads a model folder's config.json and finds its family (`models.api.read_spec`).
 
     Attributes:
         dataset: the records to train on.
@@ -52,8 +53,8 @@ class LanguageModel(Task):
     dataset: Dataset
     loader_kind: ClassVar[type[Loader]] = Loader
 
-    def __init__(self, kind: type[Trainer]) -> None:
-        self._kind = kind
+    def __init__(self, kind: type[Trainer], read_spec: Callable[[Path], ModelSpec]) -> None:
+        self._kind, self._read_spec = kind, read_spec
         self.in_stages = kind.in_stages
 
     @property
@@ -68,7 +69,7 @@ class LanguageModel(Task):
 
     def read(self, config: TrainConfig, disk: Disk, log: Console) -> None:
         folder = resolve(config.model_path)
-        spec = read_spec(folder)
+        spec = self._read_spec(folder)
         check_device(config)
         config.parts_for(spec.n_layers)  # checked before the data are read, which takes longer
         check_fp8(config, spec)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from models.api import read_spec
 from training.bad_steps import BadSteps
 from training.callbacks import Callback
 from training.config.keys import TrainConfig
@@ -45,7 +46,7 @@ def train_language_model(
 
 def language_model(config: TrainConfig, kind: type[Trainer]) -> LanguageModel:
     """The task of a config."""
-    return StreamedLanguageModel(kind) if config.stream_gb else LanguageModel(kind)
+    return (StreamedLanguageModel if config.stream_gb else LanguageModel)(kind, read_spec)
 
 
 def options(config: TrainConfig, task: LanguageModel) -> list[Callback]:

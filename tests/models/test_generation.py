@@ -23,7 +23,8 @@ from transformers import (
 
 from models import CausalLM, load_model
 from models.attention.cache import KeyValueCache
-from models.generation import Request, Sampling, choose, generate, generate_many, stop_ids
+from models.config_json import stop_ids
+from models.generation import Request, Sampling, choose, generate, generate_many
 from tests.conftest import ORIGINALS
 from tests.models.cases import CASES
 from tests.models.helpers import oracle, random_ids

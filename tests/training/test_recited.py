@@ -12,6 +12,7 @@ from transformers import AddedToken, AutoModelForCausalLM, GenerationConfig
 
 from common.log import Log
 from data.tokenized.tokenize import encode, load_tokenizer
+from models.api import read_spec
 from models.conversion.to_huggingface import pp_to_hg
 from models.conversion.to_pipeline import hg_to_pp
 from models.generation import GREEDY
@@ -67,7 +68,7 @@ def trained(folder: Path, made: Path, log: Log, **keys: Any) -> Path:
     hg_to_pp(folder, made / "step-1")
     for name in ("generation_config.json", "pipetune.json"):
         (made / "step-1" / name).unlink(missing_ok=True)
-    task = LanguageModel(PipelineTrainer)
+    task = LanguageModel(PipelineTrainer, read_spec)
     task.read(config, ONE_DISK, log)
     for name, content in task.side_files.items():
         (made / "step-1" / name).write_bytes(content)

@@ -17,8 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from rich.console import Console
 from torch import Tensor
 
-from models.api import read_spec
-from models.config_json import QUANTIZATION
+from models.config_json import QUANTIZATION, model_fields
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 from training.checkpoint.deepspeed_files import read_mapped
@@ -147,7 +146,7 @@ def check_resumable(folder: Path, record: CheckpointRecord, data: DataOrder, con
 
 def check_same_model(spec: ModelSpec, folder: Path) -> None:
     """Raise a ConfigError where a model's config.json is not the one that a checkpoint was trained with."""
-    then, now = read_spec(folder).raw, spec.raw
+    then, now = model_fields(folder / "config.json")[0], spec.raw
     for key in sorted((then.keys() | now.keys()) - UNUSED):
         if then.get(key) != now.get(key):
             raise differs(f"model_path: config.json: {key}", now.get(key), then.get(key), folder)

@@ -22,7 +22,8 @@ from data.tokenized.answer_end import answer_end
 from data.tokenized.tokenize import encode_beginning, encode_question, load_tokenizer
 from models import load_model
 from models.checkpoint.layout import RECORD, resolve
-from models.generation import Passes, Request, Sampling, generate_many, stop_ids
+from models.config_json import stop_ids
+from models.generation import Passes, Request, Sampling, generate_many
 from training.checkpoint.exporting import EXPORTED
 from training.metrics.run_info import RUN_FILE
 
