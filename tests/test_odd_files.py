@@ -149,7 +149,7 @@ CASES = [
     Case("chat_template.jinja", load_tokenizer),
     Case("tokenizer.json", load_tokenizer, passes=False),
     Case("tokenizer.model", load_tokenizer),
-    Case("LICENSE", read_side_files),
+    Case("LICENSE", lambda folder: read_side_files(folder, read_spec(folder))),
     Case(publish.MARK, publish._read_mark),
     Case("run.yml", lambda folder: load_config(str(folder / "run.yml"), []), passes=False),
     Case("hostfile", lambda folder: read_hostfile(str(folder / "hostfile"), "", ""), passes=False),

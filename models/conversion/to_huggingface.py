@@ -25,12 +25,12 @@ from torch import Tensor
 from models.api import read_spec
 from models.checkpoint.layout import CARRIED, MANIFEST, Layout, Manifest, layout_of, resolve, side_files
 from models.checkpoint.publish import publish_folder
+from models.checkpoint.side_files import copy_files, paths_of
 from models.checkpoint.source import PipelineSource, check_range, compare, forget_cached, warn_of_nan
 from models.checkpoint.tensor_files import DTYPES, SafetensorsFile, SafetensorsWriter, TensorInfo
 from models.checkpoint.tensor_io import byte_bar, in_parallel
 from models.config_json import write_json
 from models.conversion.check import odd_prefix, write_compat
-from models.conversion.to_pipeline import copy_files, paths_of
 from models.errors import CheckpointError
 from models.weight_map import WeightMap
 

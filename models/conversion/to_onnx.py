@@ -31,11 +31,11 @@ from models.attention.rope import depends_on_length
 from models.causal_lm import CausalLM
 from models.checkpoint.layout import resolve, side_files
 from models.checkpoint.publish import publish_folder
+from models.checkpoint.side_files import copy_files
 from models.checkpoint.source import open_source
 from models.config_json import write_json
 from models.conversion.check import foreign_code
 from models.conversion.to_huggingface import with_dtype
-from models.conversion.to_pipeline import copy_files
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 

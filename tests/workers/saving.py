@@ -43,7 +43,7 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
         save_path = folder / f"{case['name']}-{in_background}"
         (save_path / LATEST).mkdir(parents=True, exist_ok=True)
         asked = config.model_copy(update={"save_async": in_background})
-        files, log = read_side_files(model_folder), Console(file=told, soft_wrap=True)
+        files, log = read_side_files(model_folder, read_spec(model_folder)), Console(file=told, soft_wrap=True)
         saver = Checkpointer(trainer, asked, save_path, Disk.of_all(), files, record, log)
         saver.save(STEP)
         saved.append(step_folder(save_path, STEP))

@@ -66,7 +66,7 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
         outcome["losses"].append(trainer.train_step(loader, loader.batch(step)))
         if not case["source"] and step + 1 == SAVED_AT:
             record = CheckpointRecord(step=0, topology=division.topology, data=ORDER, settings=settings_of(config))
-            files, save_path = read_side_files(model_folder), folder / case["name"]
+            files, save_path = read_side_files(model_folder, read_spec(model_folder)), folder / case["name"]
             save_path.mkdir(exist_ok=True)
             Checkpointer(trainer, config, save_path, Disk.of_all(), files, record, log).save(SAVED_AT)
             keep_state(trainer, state)

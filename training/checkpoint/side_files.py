@@ -8,13 +8,14 @@ from tempfile import TemporaryDirectory
 
 from data.chat.native.kinds import export_tokenizer
 from models.checkpoint.layout import Manifest
+from models.checkpoint.side_files import copy_side_files
 from models.config_json import read_json, write_json
-from models.conversion.to_pipeline import copy_side_files
+from models.spec import ModelSpec
 
 GENERATION = "generation_config.json"
 
 
-def read_side_files(model_folder: Path, ends: Collection[int] = ()) -> dict[str, bytes]:
+def read_side_files(model_folder: Path, spec: ModelSpec, ends: Collection[int] = ()) -> dict[str, bytes]:
     """Read the side files of a model, name -> content, once: the model may be gone when a run saves.
 
     Args:
@@ -25,7 +26,7 @@ def read_side_files(model_folder: Path, ends: Collection[int] = ()) -> dict[str,
     """
     with TemporaryDirectory() as made:
         folder = Path(made)
-        copy_side_files(model_folder, folder)
+        copy_side_files(model_folder, folder, spec)
         before = [path.name for path in folder.iterdir()]
         export_tokenizer(model_folder, folder, native=False)
         if ends:

@@ -16,8 +16,8 @@ from data.sample_set import IGNORED, Sample
 from data.tokenized.dataset import check_vocabulary
 from models.api import read_spec
 from models.checkpoint.layout import layer_file, resolve, side_files
+from models.checkpoint.side_files import copy_files
 from models.checkpoint.tensor_files import save_state_dict
-from models.conversion.to_pipeline import copy_files
 from models.derived.shrink import is_dropout, shrunk_fields
 from models.spec import ModelSpec
 from training.config.deepspeed_config import router_loss_weight

@@ -15,11 +15,13 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from models import load_model
+from models.api import read_spec
+from models.checkpoint.side_files import copy_side_files
 from models.checkpoint.source import PipelineSource
 from models.conversion import to_huggingface as export
 from models.conversion import to_pipeline as converting
 from models.conversion.to_huggingface import Export, ExportOptions, cut_between, pp_to_hg
-from models.conversion.to_pipeline import copy_side_files, hg_to_pp
+from models.conversion.to_pipeline import hg_to_pp
 from tests.models.command_line import convert
 from tests.models.helpers import (
     LAYOUTS,
@@ -97,7 +99,8 @@ def test_trained_layers_with_the_side_files_export_like_the_original(
     for path in (tmp_path / "layers").glob("layer_*"):
         state: dict[str, Tensor] = torch.load(path, weights_only=True)
         torch.save({name: tensor + 1 for name, tensor in state.items()}, tmp_path / "trained" / path.name)
-    copy_side_files(llama_of_2023 if layout == "huggingface" else tmp_path / "layers", tmp_path / "trained")
+    source = llama_of_2023 if layout == "huggingface" else tmp_path / "layers"
+    copy_side_files(source, tmp_path / "trained", read_spec(source))
     pp_to_hg(tmp_path / "trained", tmp_path / "exported")
 
     exported = read_weights(tmp_path / "exported")
@@ -136,7 +139,8 @@ def test_templates_in_a_folder_come_back_from_a_run(
     (tmp_path / "saved").mkdir()
     for path in (tmp_path / "layers").glob("layer_*"):
         copyfile(path, tmp_path / "saved" / path.name)
-    copy_side_files(llama_of_two_templates if layout == "huggingface" else tmp_path / "layers", tmp_path / "saved")
+    source = llama_of_two_templates if layout == "huggingface" else tmp_path / "layers"
+    copy_side_files(source, tmp_path / "saved", read_spec(source))
     assert all(path.is_file() for path in (tmp_path / "saved").iterdir())
     if not manifest:
         (tmp_path / "saved" / "pipetune.json").unlink()

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 import train_ds_zero
 from models import load_model
 from models.api import read_spec
+from models.checkpoint.side_files import copy_side_files
 from models.conversion.to_huggingface import pp_to_hg
-from models.conversion.to_pipeline import copy_side_files
 from tests.closeness import assert_near
 from tests.conftest import FAQ
 from tests.launching import deepspeed, metrics, topology, write_config
@@ -202,7 +202,7 @@ def test_the_layer_files_are_a_pipelines(
 ) -> None:
     del outcomes  # already on disk
     original = checkpoints[next(case.model for case in CASES if case.name == name)]
-    copy_side_files(original, folder / name)
+    copy_side_files(original, folder / name, read_spec(original))
     pp_to_hg(folder / name, tmp_path / "hg")
     ids = torch.arange(3, 43).view(2, 20)
     with torch.no_grad():

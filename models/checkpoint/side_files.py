@@ -1,0 +1,96 @@
+"""Copy what stands beside a model's weights: config, tokenizer, templates, and tensors that belong to no layer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from models.checkpoint import layout
+from models.checkpoint.layout import CARRIED, TEMPLATES, Manifest, flat, side_files
+from models.checkpoint.source import HuggingFaceSource
+from models.checkpoint.tensor_files import DTYPE_NAMES, SafetensorsWriter
+from models.config_json import QUANTIZATION, read_json, write_json
+from models.errors import CheckpointError
+from models.spec import ModelSpec
+
+logger = logging.getLogger("pipetune")
+
+
+def paths_of(source: Path, names: list[str]) -> dict[str, Path]:
+    """Locate a folder's files by name.
+
+    Raises:
+        CheckpointError: one is a link to somewhere else on this machine.
+    """
+    folder = Path(os.path.realpath(source))
+    cache = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+    paths = {name: source / (flat(name) if (source / flat(name)).exists() else name) for name in names}
+    for path in paths.values():
+        if Path(os.path.realpath(path)).parent not in (folder, folder / TEMPLATES, cache):
+            raise CheckpointError(f"{path}: a link that leads out of the folder; expected the file itself")
+    return paths
+
+
+def copy_files(source: Path, target: Path, names: list[str], in_folders: bool = True) -> None:
+    """Copy files byte for byte, also through links into HuggingFace's cache.
+
+    Args:
+        in_folders: the names have folders; else all files lie side by side.
+
+    Raises:
+        CheckpointError: one is missing, or as `paths_of`.
+    """
+    for name, path in paths_of(source, names).items():
+        copy = target / (name if in_folders else flat(name))
+        copy.parent.mkdir(exist_ok=True)
+        try:
+            shutil.copyfile(path, copy)
+        except FileNotFoundError:
+            raise CheckpointError(f"{path}: not found; the folder is incomplete") from None
+
+
+def copy_side_files(source: Path, target: Path, spec: ModelSpec, in_folders: bool = False) -> None:
+    """Complete a folder of layer files: config, tokenizer, manifest, carried tensors.
+
+    Args:
+        source: of either layout: what the layers or the training came from; from scratch it needs no weights.
+        target: of the layer files.
+        spec: of the source.
+        in_folders: as `copy_files`; a run's checkpoint has none.
+    """
+    manifest = Manifest.read(source)
+    if manifest is None and layout.has_huggingface_weights(source):
+        manifest = _write_carried(HuggingFaceSource(source, spec), target)
+    elif (source / CARRIED).is_file():
+        copy_files(source, target, [CARRIED])
+    copy_files(source, target, side_files(source), in_folders)
+    path = target / "config.json"
+    if path.is_file() and QUANTIZATION in (config := read_json(path)):  # the weights beside it no longer are
+        logger.info("%s: quantized weights are read as what they stand for, and written in 16 or 32 bits", target)
+        write_json(path, {name: value for name, value in config.items() if name != QUANTIZATION})
+    if manifest:
+        manifest.write(target)
+
+
+def _write_carried(source: HuggingFaceSource, target: Path) -> Manifest:
+    """Write the tensors that belong to no layer; return the manifest."""
+    if carried := source.carried:
+        infos = {name: source.info(name) for name in carried}
+        with SafetensorsWriter(target, {CARRIED: carried}, infos) as writer:
+            for name in carried:
+                writer.write(name, source.read(name))
+    names = [name for names in source.files.values() for name in names]
+    return Manifest(
+        files={_safetensors_name(file): names for file, names in source.files.items()},
+        dtypes={name: DTYPE_NAMES[source.info(name).dtype] for name in names},
+        side_files=side_files(source.folder),
+    )
+
+
+def _safetensors_name(file: str) -> str:
+    """Rename pytorch_model-00001-of-00002.bin to model-00001-of-00002.safetensors."""
+    return (
+        file if file.endswith(".safetensors") else f"{file.removeprefix('pytorch_').removesuffix('.bin')}.safetensors"
+    )
