@@ -31,7 +31,7 @@ SPELLINGS: dict[str, Sequence[str]] = {
     "reasoning_content": ("reasoning", "thinking"),
 }
 PARTS = frozenset({"thinking", "tool_use", "tool_result"})  # Anthropic's, beside texts
-ORDER = {"thinking": 0, "tool_use": 2}  # of the parts of an answer; texts are 1
+ORDER = {"thinking": 0, "tool_result": 1, "tool_use": 3}  # of the parts of a message; texts are 2
 TEXTS = (None, "text", "input_text", "output_text")  # types of parts
 
 
@@ -164,7 +164,7 @@ def split_parts(messages: list[Any]) -> list[Any]:
     Each result becomes a message of the tool; what else a user says there follows.
 
     Raises:
-        ValueError: parts of an answer stand in an order that a message cannot keep.
+        ValueError: a part is incomplete, or parts stand in an order that messages cannot keep.
     """
     made: list[Any] = []
     for place, message in enumerate(messages):
@@ -174,24 +174,28 @@ def split_parts(messages: list[Any]) -> list[Any]:
         if not PARTS & {*kinds} or len(parts) < len(content or ()):
             made.append(message)
             continue
-        answers = "tool_result" not in kinds
-        if answers and kinds != sorted(kinds, key=lambda kind: ORDER.get(kind, 1)):
-            found = f"found {', '.join(kinds)}"
-            raise ValueError(f"parts of message {place}: expected thinking, text, tool_use in this order, {found}")
+        if kinds != sorted(kinds, key=lambda kind: ORDER.get(kind, 2)):
+            order = "tool_result, text" if "tool_result" in kinds else "thinking, text, tool_use"
+            raise ValueError(f"parts of message {place}: expected {order} in this order, found {', '.join(kinds)}")
         rest = {name: value for name, value in message.items() if name != "content"}
-        texts = [part for part, kind in zip(parts, kinds, strict=True) if kind not in PARTS]
-        calls = []
-        for part, kind in zip(parts, kinds, strict=True):
-            if kind == "tool_result":
-                result = {"content": part.get("content") or "", "tool_call_id": part.get("tool_use_id")}
-                made.append({"role": "tool", **result})
-            elif kind == "tool_use":
-                function = {"name": part.get("name"), "arguments": part.get("input")}
-                calls.append({"id": part.get("id"), "function": function})
-            elif kind == "thinking":
-                rest["reasoning_content"] = rest.get("reasoning_content", "") + str(part.get("thinking"))
-        if texts or answers:
-            made.append(rest | ({"content": texts} if texts else {}) | ({"tool_calls": calls} if calls else {}))
+        for part in (part for part in parts if part.get("type") == "tool_result"):
+            result = {"content": part.get("content") or "", "tool_call_id": part.get("tool_use_id")}
+            failed = {"is_error": True} if part.get("is_error") else {}  # named as unused
+            made.append({**rest, "role": "tool", **result, **failed})
+        uses = [part for part in parts if part.get("type") == "tool_use"]
+        functions = [{"name": part.get("name"), "arguments": part.get("input")} for part in uses]
+        said: dict[str, Any] = {}
+        if thoughts := [part.get("thinking") for part in parts if part.get("type") == "thinking"]:
+            if not all(isinstance(thought, str) for thought in thoughts):
+                raise ValueError(f"parts of message {place}: thinking: expected a text")
+            said["reasoning_content"] = "".join(thoughts)
+        if texts := [part for part, kind in zip(parts, kinds, strict=True) if kind not in PARTS]:
+            said["content"] = texts
+        if uses:
+            calls = zip(uses, functions, strict=True)
+            said["tool_calls"] = [{"id": part.get("id"), "function": function} for part, function in calls]
+        if said:
+            made.append(rest | said)
     return made
 
 

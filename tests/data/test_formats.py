@@ -169,6 +169,18 @@ def test_a_record_of_no_layout_is_refused_with_its_fields_and_the_formats() -> N
             {"messages": [USER, said("assistant", USE, WORDS)]},
             "field messages: parts of message 1: expected thinking, text, tool_use in this order, found tool_use, text",
         ),
+        (
+            {"messages": [USER, said("assistant", {"type": "thinking"}, WORDS)]},
+            "field messages: parts of message 1: thinking: expected a text",
+        ),
+        (
+            {"messages": [USER, said("assistant", USE), said("user", WORDS, RESULT), ANSWER]},
+            "field messages: parts of message 2: expected tool_result, text in this order, found text, tool_result",
+        ),
+        (
+            {"messages": [USER, said("assistant", USE), said("user", RESULT) | {"mask": 1}, ANSWER]},
+            "field messages[2].mask: the record's format has no place for it",
+        ),
         ({"messages": [USER, ANSWER, USER], "answer": "b"}, "field answer: the record's format has no place for it"),
         ({"query": "q", "answers": "[]", "tools": []}, "field answers: expected at least one call, found none"),
         ({"query": "q", "answers": "sunny", "tools": []}, "field answers: expected a list of calls with name and arg"),
@@ -272,3 +284,8 @@ def test_what_can_mean_one_thing_alone_is_read(raw: dict[str, Any], expected: Re
 )
 def test_the_answer_in_other_words_beside_a_dialogue_is_named_as_unused(raw: dict[str, Any], unused: list[str]) -> None:
     assert convert(raw) == ([chat(USER, ANSWER)], unused, [])
+
+
+def test_a_result_that_is_an_error_is_named_as_unused() -> None:
+    turns = [USER, said("assistant", USE), said("user", RESULT | {"is_error": True}), ANSWER]
+    assert convert({"messages": turns}) == ([chat(USER, CALLING, RETURNED, ANSWER)], ["messages.is_error"], [])
