@@ -188,7 +188,7 @@ def split_parts(messages: list[Any]) -> list[Any]:
         if thoughts := [part.get("thinking") for part in parts if part.get("type") == "thinking"]:
             if not all(isinstance(thought, str) for thought in thoughts):
                 raise ValueError(f"parts of message {place}: thinking: expected a text")
-            said["reasoning_content"] = "".join(thoughts)
+            said["reasoning_content"] = "".join(map(str, thoughts))
         if texts := [part for part, kind in zip(parts, kinds, strict=True) if kind not in PARTS]:
             said["content"] = texts
         if uses:
