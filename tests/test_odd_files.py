@@ -121,6 +121,7 @@ def reported(folder: Path, first_step: int) -> None:
         Reporter(folder, 4, True, 1, first_step)
 
 
+NO_SPEC: Any = None  # only folders with weights need one
 CASES = [
     Case("best.json", lambda folder: Best.read(folder, 1, ""), passes=False),
     Case(RECORD, CheckpointRecord.read, passes=False),
@@ -145,11 +146,11 @@ CASES = [
     Case("model.safetensors.index.json", weight_index),
     Case(MANIFEST, Manifest.read),
     Case("generation_config.json", stop_ids),
-    Case("tokenizer_config.json", load_tokenizer),
-    Case("chat_template.jinja", load_tokenizer),
+    Case("tokenizer_config.json", load_tokenizer, passes=False),
+    Case("chat_template.jinja", load_tokenizer, passes=False),
     Case("tokenizer.json", load_tokenizer, passes=False),
-    Case("tokenizer.model", load_tokenizer),
-    Case("LICENSE", lambda folder: read_side_files(folder, read_spec(folder))),
+    Case("tokenizer.model", load_tokenizer, passes=False),
+    Case("LICENSE", lambda folder: read_side_files(folder, NO_SPEC)),
     Case(publish.MARK, publish._read_mark),
     Case("run.yml", lambda folder: load_config(str(folder / "run.yml"), []), passes=False),
     Case("hostfile", lambda folder: read_hostfile(str(folder / "hostfile"), "", ""), passes=False),

@@ -30,12 +30,6 @@ SLEEPER += "print(os.getpid(), file=open(os.environ['PID_FILE'] + '.new', 'w'), 
 SLEEPER += "os.rename(os.environ['PID_FILE'] + '.new', os.environ['PID_FILE'])\ntime.sleep(1000)\n"
 
 # What has a program of somebody else, or a run, started.
-ASKS = """
-import sys
-from types import SimpleNamespace
-from training.demo.tools import results_of_command
-results_of_command(sys.argv[1])(SimpleNamespace(name="clock", arguments={}))
-"""
 PROVES = """
 import sys, time
 from pathlib import Path
@@ -50,7 +44,7 @@ from pathlib import Path
 from quickstart.job import Job, run
 run(Job(Path(), Path(), Path(), [], [], "", {}), sys.argv[1])
 """
-STARTERS = {"demo's --api-command": ASKS, "a launch of --prove": PROVES, "a command of the quickstart": SHOWS}
+STARTERS = {"a launch of --prove": PROVES, "a command of the quickstart": SHOWS}
 
 
 def alive(pid: int) -> bool:

@@ -43,9 +43,9 @@ EAGER_MASK = Allowed(
 STEP = [
     EAGER_MASK,
     Allowed("float", f"{ENGINE} train_step", 1, "the step's loss is reported"),
-    Allowed("float", "training/loop.py _step", 1, "the norm of its gradient is reported; it has come with the loss"),
+    Allowed("float", "training/loop.py train_step", 1, "the gradient's norm is reported; it came with the loss"),
     Allowed("tolist", "training/distributed/signals.py agreed", 1, "all ranks leave the loop after the same step"),
-    Allowed("tolist", "training/metrics/step_metrics.py peak_memory_by_stage", 1, "the memory is reported"),
+    Allowed("tolist", "training/metrics/peak_memory.py peak_memory_by_stage", 1, "the memory is reported"),
     Allowed("float", f"{ZERO} _mean", 1, "the step's loss is reported"),
     Allowed("bool", f"{ZERO} _clip_gradients", 1, "a gradient that is not finite must not change the weights"),
     Allowed("bool", "training/engine/stage_engine.py clip_fp32_gradients", 1, "the same in a pipeline"),

@@ -27,7 +27,7 @@ from models import derived as proven
 from models.api import read_spec
 from models.architectures import FAMILIES
 from models.costs import LayerCase, work_of
-from models.derived import derive, outline
+from models.derived import outline
 from models.derived.derive import small_model
 from models.derived.proof import BOUND, prove, roughen
 from models.loss import token_loss
@@ -336,7 +336,7 @@ def test_layers_that_only_transformers_ignores_are_carried(
 ) -> None:
     """Of GLM-4.5 transformers ignores block 46 too, which is one of the small model and spare in a smaller one."""
     with monkeypatch.context() as deep:
-        deep.setattr(derive, "BLOCKS", blocks)
+        deep.setattr(sys.modules["models.derived.derive"], "BLOCKS", blocks)
         model = write_small(tmp_path / "model", model_type, num_hidden_layers=blocks)
     ids, ahead = random_ids(1, 20), torch.randn(8, 4)
     change_weights(tmp_path / "model", lambda tensors: tensors.update({f"model.layers.{spare}.eh_proj.weight": ahead}))

@@ -96,7 +96,7 @@ def test_which_gpus_have_fp8(
     be(monkeypatch, name, capability, [*CUDA_13, "sm_89"])
     if runs:
         check_gpu(FP8)
-        monkeypatch.setattr("models.block_options.torchao_installed", lambda: False)
+        monkeypatch.setattr("training.config.gpu.torchao_installed", lambda: False)
         with pytest.raises(
             ConfigError, match=rf"^fp8.enabled: torchao is not installed; .* pip install {FP8_PACKAGE}$"
         ):

@@ -64,7 +64,7 @@ def test_what_cannot_be_shared_is_refused(make_checkpoint: Callable[..., Path]) 
         config([1, 4], ["pipe", "model"], 1)
     with pytest.raises(ValidationError, match=r"dims: expected one number for each of the axes"):
         config([1, 4, 2], ["pipe", "data"], 1)
-    with pytest.raises(ValidationError, match="only language models have rows of tokens"):
+    with pytest.raises(ValidationError, match="only language models have sequences to share"):
         PipelineConfig.model_validate(
             {"save_path": "s", "train_batch_size": 2, "model_topo": topology((1, 2)) | {"sequence": 2}}
         )

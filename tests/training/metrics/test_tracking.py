@@ -110,11 +110,11 @@ from pathlib import Path
 from tests.disks import fill
 from tests.training.metrics.test_tracking import make_config
 from models.checkpoint.publish import writing
-from training.errors import one_line_at_the_end
+from training.errors import exit_with_one_line
 from training.metrics.reporter import Reporter, read_metrics
 from training.metrics.tracking import open_trackers
 folder, when = Path(sys.argv[2]), sys.argv[1]
-with one_line_at_the_end():
+with exit_with_one_line():
     filler = fill(folder) if when == "the start" else None
     with writing(folder):
         trackers = open_trackers(make_config(), folder, 1)

@@ -1,0 +1,57 @@
+"""What stays in `make test` of the tests that multiply: one good case of each behaviour.
+
+A newcomer waits for `make test`. Where one test runs over many families, topologies or settings, the cases named here
+stay there, and the others run in `make test-slow`. A case with a mark of its own keeps it. By file, a regular
+expression that is searched in the name of a test with its case.
+"""
+
+from __future__ import annotations
+
+NOTHING = r"(?!)"
+KEPT: dict[str, str] = {
+    "tests/benchmarks/test_gpu.py": r"^(?!test_a_way_runs_on_a_cpu|test_exactness_checks|.*A100|.*H100)",
+    "tests/benchmarks/test_unattended.py": r"^(?!test_a_job_ends|test_one_that_hangs|.*benchmarks.gpus)",
+    "tests/common/test_parent.py": r"\[0\]|^test_[^\[]*$",
+    "tests/data/test_cache_builders.py": r"cold_at_once|workers_equals|lease_of_somebody_silent",
+    "tests/data/test_sandbox.py": r"^(?!test_what_ends_just_when|.*macro)",
+    "tests/data/test_sentencepiece_folders.py": r"^(?!test_every_layout)|as published|\[legacy-",
+    "tests/models/attention/test_kernels.py": r"^(?!test_fl)|llama|bloom|gemma2",
+    "tests/models/conversion/test_convert.py": r"^(?!test_an_export_that_no_run|.*(bin-bf16|bin-fp32|13b))",
+    "tests/models/conversion/test_native_layout.py": r"^(?!.*baichuan2)",
+    "tests/models/derived/test_derived.py": r"^(?!.*(gpt_oss|granite|minimax|qwen3_5_moe))",
+    "tests/models/test_block_options.py": r"^(?!test_recomputed_and)|llama-tied-None",
+    "tests/models/test_generation.py": r"^(?!.*(baichuan|gemma3|some-dense|window))",
+    "tests/models/test_load_share.py": r"mixtral|one head",
+    "tests/models/test_parity.py": r"^(?!.*(13b|baichuan-7b|window))",
+    "tests/models/test_tensor_parallel.py": r"cannot_be_shared|whole_model\[(bloom|llama-untied|mixtral)\]|fault-copy",
+    "tests/pretend/test_hangs.py": NOTHING,
+    "tests/pretend/test_planted_bugs.py": r"slopes left|host tensor|mask",
+    "tests/pretend/test_waits.py": r"llama-tied-(fp16|1f1b|varlen|zero-3)|bloom-fp32",
+    "tests/test_quickstart.py": r"^(?!.*words[02])",
+    "tests/training/any_model/test_exactness.py": r"mixed-2x1\]|perceptron-2x1\]",
+    "tests/training/auto/test_auto.py": r"^(?!test_(words_that_follow|only_the_pipelines|what_is_given_up|long_texts))",
+    "tests/training/checkpoint/test_damage.py": r"layer-truncated|record-truncated|optimizer-deleted",
+    "tests/training/checkpoint/test_exporting.py": r"^(?!.*zero-3)",
+    "tests/training/checkpoint/test_local_disks.py": r"\[(pipeline|half renamed|damaged)\]|^test_[^\[]*$",
+    "tests/training/checkpoint/test_resharding.py": r"something_else|\[(parts|dualpipev-to-2x1)\]|\[2x1-to",
+    "tests/training/distributed/test_faults.py": r"pipeline-1-bf16\]|zero-2\]|zero-0-bf16\]|first_error",
+    "tests/training/distributed/test_processes.py": r"^(?!test_what_torchrun.*\[(1-1|-3)\])",
+    "tests/training/engine/test_gradients.py": (
+        r"\[(tied-(fp32-2x1|fp32-1x2|bf16-2x1|recompute-2x1|dualpipev_fp32-2x1|sequence-1x2)|mixtral-fp32-2x1)\]"
+    ),
+    "tests/training/engine/test_replica_sums.py": r"\[(bf16|dualpipev)\]",
+    "tests/training/engine/test_shared_reading.py": r"\[(tied|zero-3)\]",
+    "tests/training/engine/test_zero.py": r"^(?!test_(losses|a_resumed|no_rank|the_layer))|\[(tied|linear)-3\]",
+    "tests/training/parallel/test_tensor_axis.py": r"\[tied-1x1x2\]|\[mixtral-1x1x2-spread\]|^test_[^\[]*$",
+    "tests/training/plan/test_kernels.py": r"^(?!test_kernels_are_timed|test_the_trial_compiles.*(None|backward))",
+    "tests/training/test_bad_runs.py": r"unknown_key|processes without end",
+    "tests/training/test_early_signals.py": r"request_in_the_imports|while_weights_load",
+    "tests/training/test_exactness.py": (
+        r"\[(1x1-5-stage1-micro2of8-dataset|2x1-3\+2-stage1-micro(1of8-batch|3of12-padded)|1x2-5-stage1-micro1of8-padded"
+        r"|1x2-zero-stage[03]-micro2of8-padded|1x1-5-stage0-micro2of8-padded)\]"
+    ),
+    "tests/training/test_fp8_runs.py": NOTHING,
+    "tests/training/test_starts.py": (
+        r"\[packed\]|another_model|max_steps|left_out_step_does_not.*-1\]|best_checkpoint|made_up_for|short_row"
+    ),
+}
