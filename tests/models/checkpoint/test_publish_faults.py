@@ -104,7 +104,7 @@ WRITERS = {"hg_to_pp": "models.checkpoint.tensor_files.torch.save", "pp_to_hg": 
 MOMENTS = {
     "first-write": (WRITE, 1),
     "third-write": (WRITE, 3),
-    "side-files": ("models.conversion.to_pipeline.shutil.copyfile", 2),
+    "side-files": ("models.checkpoint.side_files.shutil.copyfile", 2),
     "reading-back": ("models.checkpoint.source.sync", 2),
     "publishing": ("pathlib.Path.rename", 1),
     "between-old-and-new": ("pathlib.Path.rename", 4),
