@@ -51,7 +51,9 @@ KEPT: dict[str, str] = {
         r"|1x2-zero-stage[03]-micro2of8-padded|1x1-5-stage0-micro2of8-padded)\]"
     ),
     "tests/training/test_fp8_runs.py": NOTHING,
-    "tests/training/test_starts.py": r"\[packed\]|moe-to-1x2|another_model|max_steps|left_out_step_does_not.*-1\]|made_up_for|short_row",
+    "tests/training/test_starts.py": (
+        r"\[packed\]|moe-to-1x2|another_model|max_steps|left_out_step_does_not.*-1\]|made_up_for|short_row"
+    ),
     "tests/training/distributed/test_rendezvous.py": r"^(?!test_ranks_that_cannot_meet|test_the_allocator)",
     "tests/training/launch/test_slurm.py": r"^(?!test_a_task_that_does_not_come|test_tasks_meet)",
     "tests/training/engine/test_clipping.py": r"^(?!test_clipped_steps)|sgd-\(2, 1\)",
