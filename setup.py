@@ -1,4 +1,4 @@
-"""Builds the package: the wings and the doors of this folder, all under the one name `pipetune`.
+"""Build the package: the packages and entry points of this folder, all under the one name `pipetune`.
 
 In a clone `models`, `data` and `training` are top-level names, as the scripts beside them like it. Installed they would
 collide with other people's, so a copy lies inside of `pipetune`, and its imports say so: `from models.spec import ...`
@@ -15,32 +15,32 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 NAME = "pipetune"
-WINGS = ("common", "data", "models", "training")
-DOORS = ("train_ds.py", "train_ds_zero.py", "convert_model.py", "demo.py")
+PACKAGES = ("common", "data", "models", "training")
+SCRIPTS = ("train_ds.py", "train_ds_zero.py", "convert_model.py", "demo.py")
 
 
 class BuildUnderOneName(build_py):
-    """Copies the wings as setuptools does, then the doors, and renames what they import."""
+    """Copy the packages as setuptools does, then the entry points, and rename what they import."""
 
     def run(self) -> None:
         if self.editable_mode:
             raise SystemExit("a clone runs as it is: python train_ds.py ...; expected pip install . without -e")
         super().run()
         package = Path(self.build_lib) / NAME
-        for door in DOORS:
-            self.copy_file(door, str(package / door))
+        for script in SCRIPTS:
+            self.copy_file(script, str(package / script))
         for path in package.rglob("*.py"):
             path.write_text(renamed(path.read_text(encoding="utf-8"), path), encoding="utf-8")
 
 
 def renamed(source: str, path: Path) -> str:
-    """The source with every import of a wing under the package's name."""
+    """Return the source with every import of a package under the one name."""
     lines = source.splitlines(keepends=True)
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.level == 0 and top(node.module or "") in WINGS:
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and top(node.module or "") in PACKAGES:
             line, place = node.lineno - 1, node.col_offset + len("from ")
             lines[line] = f"{lines[line][:place]}{NAME}.{lines[line][place:]}"
-        elif isinstance(node, ast.Import) and any(top(each.name) in WINGS for each in node.names):
+        elif isinstance(node, ast.Import) and any(top(each.name) in PACKAGES for each in node.names):
             raise SystemExit(f"{path}: line {node.lineno}: expected from ... import ..., which can be renamed")
     return "".join(lines)
 
@@ -50,8 +50,8 @@ def top(name: str) -> str:
 
 
 setup(
-    packages=[NAME, *(f"{NAME}.{each}" for wing in WINGS for each in find_packages(include=[wing, f"{wing}.*"]))],
-    package_dir={NAME: NAME} | {f"{NAME}.{wing}": wing for wing in WINGS},
+    packages=[NAME, *(f"{NAME}.{each}" for each_package in PACKAGES for each in find_packages(include=[each_package, f"{each_package}.*"]))],
+    package_dir={NAME: NAME} | {f"{NAME}.{each_package}": each_package for each_package in PACKAGES},
     package_data={"": ["*.json", "*.yml"]},
     cmdclass={"build_py": BuildUnderOneName},
 )

@@ -1,6 +1,6 @@
 """Signals that come while a process still imports, which takes seconds: none ends it without a word.
 
-A door imports this first. A request to stop ends the process at once, as nothing is trained yet. Whether another
+An entry point imports this first. A request to stop ends the process at once, as nothing is trained yet. Whether another
 signal announces a preemption only the config says: until then it is noted, and heeded before the first step.
 """
 

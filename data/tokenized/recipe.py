@@ -154,8 +154,8 @@ def tokenizer_digest(folder: Path) -> str:
 @cache
 def code_digest() -> str:
     """Of the modules that turn records into samples."""
-    wing = Path(__file__).parent.parent
-    modules = {path.relative_to(wing).with_suffix("").as_posix(): path for path in wing.rglob("*.py")}
+    package = Path(__file__).parent.parent
+    modules = {path.relative_to(package).with_suffix("").as_posix(): path for path in package.rglob("*.py")}
     others = tuple(f"{CARRIERS} {LATER}".split())
     counted = sorted((name, path) for name, path in modules.items() if not name.startswith(others))
     return _digest([(name, hashlib.sha256(path.read_bytes()).hexdigest()) for name, path in counted])
