@@ -50,8 +50,8 @@ def top(name: str) -> str:
 
 
 setup(
-    packages=[NAME, *(f"{NAME}.{each}" for each_package in PACKAGES for each in find_packages(include=[each_package, f"{each_package}.*"]))],
-    package_dir={NAME: NAME} | {f"{NAME}.{each_package}": each_package for each_package in PACKAGES},
+    packages=[NAME, *(f"{NAME}.{each}" for part in PACKAGES for each in find_packages(include=[part, f"{part}.*"]))],
+    package_dir={NAME: NAME} | {f"{NAME}.{part}": part for part in PACKAGES},
     package_data={"": ["*.json", "*.yml"]},
     cmdclass={"build_py": BuildUnderOneName},
 )
