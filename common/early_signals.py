@@ -1,7 +1,7 @@
 """Signals that come while a process still imports, which takes seconds: none ends it without a word.
 
-An entry point imports this first. A request to stop ends the process at once, as nothing is trained yet. Whether another
-signal announces a preemption only the config says: until then it is noted, and heeded before the first step.
+An entry point imports this first. A request to stop ends the process at once, as nothing is trained yet. Only the
+config says whether another signal announces a preemption: until then it is noted, and heeded before the first step.
 """
 
 from __future__ import annotations
