@@ -38,14 +38,14 @@ def main() -> None:
 
     def load(place: Place | None) -> TrainConfig:
         config = load_config(arguments.config, arguments.overrides)
-        config.check_door(in_stages=True)
+        config.check_entry_point(in_stages=True)
         return config
 
     run_entry_point(arguments, load, partial(run, arguments), plan, prove, auto)
 
 
 def plan(config: TrainConfig, arguments: Namespace) -> None:
-    """What the run will take."""
+    """Predict the time and memory of the run."""
     name_accelerator()
     from training.plan.command import plan_run
 
@@ -53,7 +53,7 @@ def plan(config: TrainConfig, arguments: Namespace) -> None:
 
 
 def auto(arguments: Namespace, hosts: Hosts | None) -> Path:
-    """The config file that suits machine, model and data."""
+    """Choose a config for machine, model and data; return its file."""
     name_accelerator()
     from training.auto.command import configure
 
@@ -61,14 +61,14 @@ def auto(arguments: Namespace, hosts: Hosts | None) -> Path:
 
 
 def prove(config: TrainConfig) -> None:
-    """Whether the run will compute what it should."""
+    """Show by a small run that this one computes what it should."""
     from training.proof.command import prove_run
 
     prove_run(config, sys.argv[0])
 
 
 def run(arguments: Namespace, config: TrainConfig, place: Place, monitor: RankMonitor) -> bool:
-    """The whole job of one rank, which notes its steps in the folder `--record` if it is one of a proof."""
+    """Do the whole job of one rank; one of a proof records its steps in the folder `--record`."""
     if arguments.check:
         from training.checking import check_run
 

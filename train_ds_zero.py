@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def run(arguments: Namespace, config: TrainConfig, place: Place, monitor: RankMonitor) -> bool:
-    """The whole job of one rank."""
+    """Do the whole job of one rank."""
     if arguments.check:
         from training.checking import check_run
 
@@ -49,17 +49,17 @@ def run(arguments: Namespace, config: TrainConfig, place: Place, monitor: RankMo
 
 
 def load_spread_config(path: str, overrides: list[str], place: Place | None) -> TrainConfig:
-    """The config; where it has no model_topo, every process that was started, or every GPU, is a replica."""
+    """Load the config; without model_topo every process that was started, or every GPU, is a replica."""
     config = load_config(path, overrides)
     if "model_topo" not in config.model_fields_set:
         processes = place.world_size if place else gpus()
         config = load_config(path, [*overrides, f"model_topo.process_topology.dims=[1, {processes}]"])
-    config.check_door(in_stages=False)
+    config.check_entry_point(in_stages=False)
     return config
 
 
 def gpus() -> int:
-    """Of this machine; at least one process runs."""
+    """Count the GPUs of this machine; at least one process runs."""
     import torch
 
     return max(1, torch.cuda.device_count())

@@ -1,4 +1,4 @@
-"""The options of a run, in one place: which callbacks a job has, and the jobs that entry points start.
+"""List the options of a run in one place: its callbacks, and the job that entry points start.
 
 Order matters: metrics are completed before they are reported, and a step is reported before it may end the run.
 """
@@ -45,12 +45,12 @@ def train_language_model(
 
 
 def language_model(config: TrainConfig, kind: type[Trainer]) -> LanguageModel:
-    """The task of a config."""
+    """Return the task of a config."""
     return (StreamedLanguageModel if config.stream_gb else LanguageModel)(kind, read_spec)
 
 
 def options(config: TrainConfig, task: LanguageModel) -> list[Callback]:
-    """The callbacks of a language model's run."""
+    """List the callbacks of a language model's run."""
     planned: list[Callback] = [DataSummary(task), Planning(task), Mfu(task)]
     measured: list[Callback] = [Feedback(task)] if task.in_stages else []
     exported: list[Callback] = [ExportHF()] if config.export_hf else []
@@ -58,6 +58,6 @@ def options(config: TrainConfig, task: LanguageModel) -> list[Callback]:
 
 
 def run_options(config: TrainConfig) -> list[Callback]:
-    """The callbacks of any run."""
+    """List the callbacks of any run."""
     timeline: list[Callback] = [ProfiledSteps()] if config.profile_steps else []
     return [Reporting(), BadSteps(), *timeline, BoundedMemory()]

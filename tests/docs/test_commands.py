@@ -113,7 +113,7 @@ class Checker:
                 assert not arguments.config.startswith("configs/"), arguments.config
                 path = self.folder / "config.yml"
                 path.write_text(yaml.safe_dump(MINIMAL))
-            load_config(path, arguments.overrides).check_door(in_stages=script == PIPELINE)
+            load_config(path, arguments.overrides).check_entry_point(in_stages=script == PIPELINE)
             if arguments.devices:
                 parse_devices(arguments.devices)
 

@@ -322,7 +322,7 @@ class TrainConfig(Section):
         deepspeeds = zero.offloads or self.data_types or DEEPSPEEDS_SUMS & set(zero.model_extra or {})
         return self.model_topo.replicas > 1 and zero.stage == 1 and not deepspeeds
 
-    def check_door(self, in_stages: bool) -> None:
+    def check_entry_point(self, in_stages: bool) -> None:
         """Refuse what only the other entry point can do, and a missing `lr`.
 
         Raises:

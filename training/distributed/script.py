@@ -72,7 +72,7 @@ def run_from_script(load: Callable[[Place | None], Config], run: Callable[[Confi
             raise ConfigError("train: a process trains once; expected a script of its own for each training")
         _trained = place is not None
         config = load(place)
-        config.check_door(in_stages=True)
+        config.check_entry_point(in_stages=True)
         keep_tracebacks_in(config.save_path)
         preemption = [signal.Signals[name] for name in config.preemption_signals]
         numbers = (*REQUESTS, LAUNCHER_GONE, *preemption)

@@ -424,13 +424,13 @@ def test_a_run_has_a_learning_rate_of_its_own(section: dict[str, Any]) -> None:
     config = TrainConfig.model_validate(REQUIRED | section)
     for in_stages in (True, False):
         with pytest.raises(ConfigError, match=r"^optimizer\.params\.lr: missing; expected a learning rate"):
-            config.check_door(in_stages=in_stages)
+            config.check_entry_point(in_stages=in_stages)
 
 
 def test_sharding_what_a_pipeline_needs_whole_is_refused() -> None:
-    TrainConfig.model_validate(REQUIRED | LR | {"zero_optimization": {"stage": 1}}).check_door(in_stages=True)
+    TrainConfig.model_validate(REQUIRED | LR | {"zero_optimization": {"stage": 1}}).check_entry_point(in_stages=True)
     config = TrainConfig.model_validate(REQUIRED | LR | {"zero_optimization": {"stage": 2}})
     with pytest.raises(
         ConfigError, match=r"zero_optimization\.stage: 2 cannot be combined with a pipeline; expected 0"
     ):
-        config.check_door(in_stages=True)
+        config.check_entry_point(in_stages=True)

@@ -88,7 +88,7 @@ def config_with(**sections: Any) -> TrainConfig:
 def test_gdgpts_files_are_taken(keys: dict[str, Any], in_stages: bool, line: str, tmp_path: Path) -> None:
     (path := tmp_path / "gdgpt.yml").write_text(yaml.safe_dump(keys), encoding="utf-8")
     config = load_config(path)
-    config.check_door(in_stages=in_stages)
+    config.check_entry_point(in_stages=in_stages)
     check_device(config)
     (named,) = unheeded(config, in_stages)
     assert sorted(re.findall(r"fp16\.\w+", named)) == re.findall(r"fp16\.\w+", line)

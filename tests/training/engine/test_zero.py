@@ -251,7 +251,7 @@ def test_a_config_with_stages_is_refused() -> None:
     optimizer = {"params": {"lr": 1e-5}}
     staged = TrainConfig.model_validate(keys | {"model_topo": topology((2, 1)), "optimizer": optimizer})
     with pytest.raises(ConfigError, match=r"^model_topo.process_topology.dims: \[2, 1\] asks for 2 stages"):
-        staged.check_door(in_stages=False)
+        staged.check_entry_point(in_stages=False)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the kernels")

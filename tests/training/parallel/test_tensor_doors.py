@@ -91,7 +91,7 @@ def test_what_does_not_go_together(changes: dict[str, Any], told: str, keys: dic
 def test_zero_has_no_model_axis(keys: dict[str, Any], tmp_path: Path) -> None:
     path = write_config(tmp_path / "run.yml", **keys, model_topo=grid(1, 1, 2))
     with pytest.raises(ConfigError, match="2 processes to a layer are a pipeline's; expected no model axis"):
-        load_config(str(path), []).check_door(in_stages=False)
+        load_config(str(path), []).check_entry_point(in_stages=False)
 
 
 def test_layers_of_ones_own_have_no_model_axis() -> None:
