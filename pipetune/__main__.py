@@ -1,6 +1,6 @@
-"""`pipetune COMMAND ...`: the doors under one name.
+"""`pipetune COMMAND ...`: the entry points under one name.
 
-Each command becomes the door of that name, with the rest of the command line as it stands: `pipetune train --config F`
+Each command becomes the script of that name, with the rest of the command line as it stands: `pipetune train --config F`
 is `python train_ds.py --config F`, which starts its own launcher, on several machines with --hostfile.
 """
 
@@ -15,9 +15,9 @@ from pipetune import FOLDER, INSTALLED
 
 
 class Command(NamedTuple):
-    """A door, the words before the rest of the command line, and what it is for."""
+    """A script, the words before the rest of the command line, and the purpose."""
 
-    door: str
+    script: str
     words: tuple[str, ...]
     purpose: str
 
@@ -41,14 +41,14 @@ def main() -> None:
     elif command not in COMMANDS:
         sys.exit(f"error: {command}: no such command; expected one of {', '.join(COMMANDS)}")
     else:
-        door, words, _ = COMMANDS[command]
-        path = (FOLDER if INSTALLED else FOLDER.parent) / door
+        script, words, _ = COMMANDS[command]
+        path = (FOLDER if INSTALLED else FOLDER.parent) / script
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, str(path), *words, *rest])
 
 
 def usage() -> str:
-    """What there is; each command has a --help of its own."""
+    """List the commands; each has a --help of its own."""
     lines = [f"  {name:<11} {command.purpose}" for name, command in COMMANDS.items()]
     return "\n".join(["usage: pipetune COMMAND ...   (pipetune COMMAND --help tells more)", "", *lines])
 
