@@ -1,7 +1,7 @@
 """`pipetune COMMAND ...`: the entry points under one name.
 
-Each command becomes the script of that name, with the rest of the command line as it stands: `pipetune train --config F`
-is `python train_ds.py --config F`, which starts its own launcher, on several machines with --hostfile.
+Each command runs the script of that name with the rest of the command line as it stands: `pipetune train --config F` is
+`python train_ds.py --config F`, which starts its own launcher, on several machines with --hostfile.
 """
 
 from __future__ import annotations
