@@ -1,1 +1,1 @@
-"""From files of any common format to records: which files, how they are unpacked and split, what their fields mean."""
+"""Find, unpack, split and parse data files of any common format into records."""

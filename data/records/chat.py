@@ -1,7 +1,7 @@
-"""A dialogue in the form that chat APIs use: messages with roles, tools, and calls of tools.
+"""Define the chat-API dialogue: messages with roles, tools and tool calls.
 
 It is the form that every other dialogue format is turned into (`data.records.formats`); a message may be written as
-OpenAI, ShareGPT or one of their relatives does. Loss is on the messages of the assistant, its calls of tools included.
+OpenAI, ShareGPT or one of their relatives does. The assistant's messages are trained, tool calls included.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TEXTS = (None, "text", "input_text", "output_text")  # types of parts
 
 
 class Function(BaseModel):
-    """Which tool is called, and with what."""
+    """Hold the name and arguments of a tool call."""
 
     name: str = Field(min_length=1)
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -48,7 +48,7 @@ class Function(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A call of a tool."""
+    """Hold a tool call."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -56,7 +56,7 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """One message. What it has no place for is refused, or noted in the context of its validation, a set of names."""
+    """Hold one message; refuse unknown fields, or note them in the validation context (a set of names)."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""  # what is said; absent where an assistant only calls tools
@@ -104,7 +104,7 @@ class Message(BaseModel):
     @field_validator("content", mode="before")
     @classmethod
     def _join(cls, content: Any, info: ValidationInfo) -> Any:
-        """Parts of text are joined, a tool's object is written as JSON."""
+        """Join text parts and write a tool's object as JSON."""
         if isinstance(content, dict):
             if info.data.get("role") == "tool":
                 return json.dumps(content, ensure_ascii=False)
@@ -123,7 +123,7 @@ class Message(BaseModel):
 
 
 class Chat(BaseModel):
-    """A dialogue; loss on the assistant's messages."""
+    """Hold a dialogue whose assistant messages are trained."""
 
     type: Literal["chat"] = "chat"
     messages: list[Message] = Field(min_length=1, fail_fast=True)
@@ -224,7 +224,7 @@ def _take_calls(message: dict[str, Any]) -> None:
 
 
 def _take_switches(message: dict[str, Any]) -> None:
-    """Make every way to say whether a message bears loss its `weight`."""
+    """Turn every way to say whether a message is trained into its `weight`."""
     for name in SWITCHES & message.keys() - {"weight"}:
         switch = message.pop(name)
         if switch not in (0, 1):
@@ -235,7 +235,7 @@ def _take_switches(message: dict[str, Any]) -> None:
 
 
 def _without_nulls(schema: Any) -> Any:
-    """A schema without the nulls that a table puts in; a null is no schema, but may be a default or a constant."""
+    """Drop the nulls that a table adds to a schema, except where null is a default or a constant."""
     if isinstance(schema, dict):
         kept = {name: each for name, each in schema.items() if each is not None or name in ("default", "const")}
         return {name: each if name in ("enum", "examples") else _without_nulls(each) for name, each in kept.items()}

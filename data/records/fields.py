@@ -1,4 +1,4 @@
-"""Fields that a record was made without: which of them may be missing, and which stop the run.
+"""Decide which unused fields are harmless and which stop the run.
 
 A field that a person would expect to be trained on, or to decide what is, is never dropped in silence. A layout takes
 it, or the record is refused by its name. Of the others those that say nothing about the training (ids, sources) are
@@ -45,13 +45,13 @@ QUIET = frozenset(
 
 
 def from_text(value: Any, expected: str) -> Any:
-    """A field that datasets also keep as a JSON string.
+    """Decode a field that some datasets keep as a JSON string.
 
     Args:
         expected: what it holds, with its article.
 
     Raises:
-        ValueError: it is a string of something else than JSON.
+        ValueError: the string is not JSON.
     """
     try:
         return from_json(value, allow_inf_nan=False) if isinstance(value, str) else value
@@ -87,11 +87,11 @@ def check_grades(fields: Mapping[str, Any]) -> None:
 
 
 def left_over(extra: Mapping[str, Any] | None, texts: Callable[[], str]) -> list[str]:
-    """The fields that are not used and may be so, but for those that nobody would ask about.
+    """Return the unused fields worth reporting.
 
     Args:
-        extra: what a layout knows nothing of.
-        texts: gives all that the record is made of; what stands there already may be left out.
+        extra: the fields that the layout does not know.
+        texts: returns all texts of the record; a field whose content is already there may be dropped.
 
     Raises:
         ValueError: a field matters; the text begins with its name.
@@ -117,7 +117,7 @@ def left_over(extra: Mapping[str, Any] | None, texts: Callable[[], str]) -> list
 
 
 def check_left_over(extra: Mapping[str, Any], columns: Mapping[str, str]) -> None:
-    """The same where a user's columns say what counts: only what they name is missed, and that an answer is bad.
+    """Check left-over fields when the user set columns: only named columns and bad-answer marks count.
 
     Raises:
         ValueError: as `left_over`.

@@ -1,6 +1,6 @@
-"""The bytes of a file, unpacked where it is compressed by gzip or zstd; one that holds no records is named.
+"""Read a file's bytes, unpacking gzip and zstd, and name files without records.
 
-Both are told by the mark that such a file begins with, whatever its name. Of a file that is cut or damaged, all that
+Compression is detected by the file's magic bytes, not its name. Of a file that is cut or damaged, all that
 can be unpacked comes out first. Memory: a chunk of 1 MiB; a block of zstd that was made to burst grows to 128 MiB.
 """
 
@@ -43,7 +43,7 @@ LOOKED_AT = 200  # bytes: in UTF-16, of most texts every other one is NUL
 
 
 class Unpacked(io.RawIOBase):
-    """A file's bytes up to where it cannot be read any further; why not goes into `damage`."""
+    """Read a file's bytes until the end or an error, which goes into `damage`."""
 
     def __init__(self, file: Path) -> None:
         self.damage: list[str] = []
@@ -86,7 +86,7 @@ def _unpacked(file: Path) -> Iterator[bytes]:
 
 
 def _unzstd(stream: BinaryIO) -> Iterator[bytes]:
-    """The library's own reader takes a cut frame for a whole one; here its end has to come."""
+    """Unpack zstd and report a cut frame, which the library's own reader accepts."""
     frame = None
     for compressed in iter(lambda: stream.read(ZSTD_CHUNK), b""):
         rest = compressed
@@ -100,11 +100,11 @@ def _unzstd(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def foreign(head: bytes, named_text: bool) -> str | None:
-    """What a file is that holds no records, and what is expected instead; None where it may hold some.
+    """Describe a file that holds no records and what is expected; None if it may hold some.
 
     Args:
         head: its first bytes.
-        named_text: whether it is named as plain text, which may be about anything.
+        named_text: whether its name says plain text, which may hold anything.
     """
     if head.startswith(b"PK\x03\x04") and (SPREADSHEET in head or OFFICE in head):
         return "is a spreadsheet or another Office document; expected it saved as CSV in UTF-8"

@@ -1,4 +1,4 @@
-"""Recognising the layout of a record, and turning it into Pipetune's own records.
+"""Recognise a record's layout and convert it into Pipetune's own records.
 
 A record has the first format of `FORMATS` whose required fields it has all of. Where that guess is wrong, `format:` in
 data_path names the right one, and `columns:` says what files with names of their own call the fields. The layouts are
@@ -31,7 +31,7 @@ REWORDED = frozenset("answer answers completion output reference response respon
 
 
 class Converted(NamedTuple):
-    """What one object holds."""
+    """Hold the records of one object."""
 
     records: list[Record]  # at least one
     unused: list[str]  # its fields that were not used, and that somebody might ask about
@@ -39,7 +39,7 @@ class Converted(NamedTuple):
 
 
 class Format(NamedTuple):
-    """How a layout is recognised and converted."""
+    """Describe how to recognise and convert a layout."""
 
     fields: tuple[tuple[str, ...], ...]  # what tells it; of each group one field has to be there
     known: tuple[tuple[str, ...], ...]  # all that it takes: the first one of each group that is there
@@ -47,7 +47,7 @@ class Format(NamedTuple):
     convert: Callable[[dict[str, Any], set[str]], list[Record]]
 
     def extra(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """What it does not take."""
+        """Return the fields it does not use."""
         return {name: raw[name] for name in _untaken(self.known, tuple(raw))}
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ COLUMNS |= {*PARTS}
 
 
 def convert(raw: Any, format_name: str | None = None, columns: Names | None = None) -> Converted:
-    """The records in one object of any known layout.
+    """Convert one object of any known layout into records.
 
     Args:
         format_name: of `FORMATS`; recognised by the fields where absent.
@@ -146,14 +146,14 @@ def _is_column(value: Any) -> bool:
 
 @lru_cache
 def _untaken(known: tuple[tuple[str, ...], ...], fields: tuple[str, ...]) -> tuple[str, ...]:
-    """Which of an object's fields a format does not take."""
+    """Return the object's fields that a format does not use."""
     taken = {next((name for name in group if name in fields), None) for group in known}
     return tuple(name for name in fields if name not in taken)
 
 
 @lru_cache
 def _by_fields(fields: tuple[str, ...]) -> Format | None:
-    """The first format that takes these fields; a file's records mostly have the same ones."""
+    """Find the first format that fits these fields (cached: a file's records mostly share them)."""
     others = (known for known in FORMATS.values() if known is not PIPETUNE)
     return next((known for known in others if all(set(group) & set(fields) for group in known.fields)), None)
 
@@ -177,7 +177,7 @@ def _find(there: dict[str, Any], named: dict[str, Any], format_name: str | None)
 
 
 def _renamed(raw: dict[str, Any], columns: Names) -> tuple[dict[str, Any], Names, Names]:
-    """An object with our names for its fields; which of the columns are such names, and which are of its messages."""
+    """Rename an object's fields to ours; also return which columns name its fields and its messages'."""
     if not columns:
         return raw, {}, {}
     of_messages = any(name in columns for name in PARTS if name != "system")  # alone it is a field
@@ -191,7 +191,7 @@ def _renamed(raw: dict[str, Any], columns: Names) -> tuple[dict[str, Any], Names
 
 
 def _renamed_turn(turn: Any, columns: Names) -> Any:
-    """The same for a message."""
+    """Rename the fields of a message."""
     if not isinstance(turn, dict):
         return turn
     names = {columns.get(name, name): name for name in ("role", "content")}
@@ -204,7 +204,7 @@ def _renamed_turn(turn: Any, columns: Names) -> Any:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All strings in records."""
+    """Return all strings in records."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, BaseModel):

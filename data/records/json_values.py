@@ -1,8 +1,8 @@
-"""Cuts a stream of JSON, a list or objects one after the other, into its records without holding it in memory.
+"""Split a JSON stream (a list, or objects in a row) into records with little memory.
 
 The standard library's scanner finds where each record ends; its text is handed on as bytes, to be checked and parsed
-elsewhere. Behind the first thing that is no JSON nobody knows where the next record begins: a complaint says so, and
-is the last thing that is given.
+elsewhere. After the first invalid JSON the next record cannot be found, so a
+complaint is the last item.
 
 Memory: the record at hand and what was read beyond it, about 1 MiB; a record over `MAX_RECORD` is given up.
 """
@@ -29,7 +29,7 @@ DECODER = json.JSONDecoder(strict=False, parse_int=len, parse_float=len, parse_c
 
 
 def split(stream: BinaryIO, in_list: bool, wrapped: bool = False) -> Iterator[tuple[int, bytes | str]]:
-    """The records of a stream, numbered from 1: each as the bytes of its JSON, or as a complaint where it is broken.
+    """Yield a stream's records, numbered from 1: the bytes of the JSON, or a complaint if it is broken.
 
     Args:
         stream: of a list, from behind its opening bracket.
@@ -61,7 +61,7 @@ def split(stream: BinaryIO, in_list: bool, wrapped: bool = False) -> Iterator[tu
 
 
 def _behind(buffer: _Buffer, wrapped: bool) -> str:
-    """What is wrong with that which stands behind the list, whose end is next."""
+    """Check what follows the list, whose end is next; return the complaint."""
     following = buffer.move(buffer.at + 1)
     if wrapped and following == "}":
         following = buffer.move(buffer.at + 1)
@@ -78,7 +78,7 @@ def _behind(buffer: _Buffer, wrapped: bool) -> str:
 
 
 class _Buffer:
-    """What was read and not yet used: `text` from `at` on.
+    """Hold what was read and not yet used: `text` from `at` on.
 
     Bytes that are no UTF-8 are kept as surrogates, and become the same bytes again.
     """
@@ -97,7 +97,7 @@ class _Buffer:
         return not self.ended
 
     def peek(self) -> str:
-        """The next character that is not white space, which `at` then points at; empty at the end."""
+        """Move `at` to the next character that is not white space and return it; empty at the end."""
         while True:
             self.at = WHITE_SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]  # it matches nothing, too
             if self.at < len(self.text):
@@ -111,7 +111,7 @@ class _Buffer:
         return self.peek()
 
     def scan(self) -> tuple[int, str]:
-        """Where the value at `at` ends, and an empty text; or what is wrong with it."""
+        """Return where the value at `at` ends and an empty text, or what is wrong with it."""
         while True:
             try:
                 return DECODER.raw_decode(self.text, self.at)[1], ""

@@ -1,4 +1,4 @@
-"""The layouts that records are published in, and the records that each becomes.
+"""Define the layouts of published data sets and convert each to records.
 
 A layout is a pydantic model of one object. Its required fields tell it from the others (`data.records.formats`); what
 it does not know is judged by `data.records.fields`. Where one object holds several samples (all questions on an
@@ -19,7 +19,7 @@ from data.sample_set import IGNORED
 
 
 def _joined(system: Any) -> Any:
-    """Bedrock writes a list of parts; they are joined as those of a message are."""
+    """Join Bedrock's list of parts like the parts of a message."""
     return _message("system", system).content if isinstance(system, list) else system
 
 
@@ -32,10 +32,10 @@ AnswerText = Annotated[str, BeforeValidator(_number_as_text)]
 
 
 class Layout(BaseModel):
-    """One record as somebody else writes it."""
+    """Hold one record in a published layout."""
 
     def records(self) -> list[Record]:
-        """The same content as Pipetune's records."""
+        """Return the same content as Pipetune's records."""
         raise NotImplementedError
 
 
@@ -110,7 +110,7 @@ class SquadQuestion(BaseModel):
         return answers["text"] if isinstance(answers, dict) and isinstance(answers.get("text"), list) else answers
 
     def rounds(self) -> list[tuple[str, str]]:
-        """The question and its first answer; an empty one where the text has none (SQuAD 2)."""
+        """Return the question and its first answer, empty if the text has none (SQuAD 2)."""
         return [("ask", self.question), ("ans", self.answers[0].text if self.answers else "")]
 
 
@@ -177,11 +177,11 @@ class Asked(Layout):
         return reasoning
 
     def alone(self) -> bool:
-        """Whether nothing comes before."""
+        """Return whether nothing comes before."""
         return not (self.system or self.history or self.tools or self.reasoning)
 
     def chat(self, ask: str, answer: str) -> Chat:
-        """All of it."""
+        """Return the whole dialogue."""
         roles = ("user", "assistant")
         pairs = [*(self.history or []), (ask, answer)]
         turns = [_message(role, text) for pair in pairs for role, text in zip(roles, pair, strict=True)]
@@ -210,7 +210,7 @@ class Alpaca(Asked):
 
 
 class PromptCompletion(Asked):
-    """`prompt` and `completion` (or `response`), each a text or a list of messages; loss on the completion alone."""
+    """`prompt` and `completion` (or `response`), each a text or messages; only the completion is trained."""
 
     prompt: list[Message] = Field(min_length=1, fail_fast=True, validation_alias=AliasChoices("prompt", "input"))
     completion: list[Message] = Field(
@@ -262,7 +262,7 @@ class QuestionAnswer(Asked):
 
 
 class ReadySegments(Layout):
-    """axolotl's `segments` of `text` and `label`: no template, loss where the label is true."""
+    """axolotl's `segments` of `text` and `label`: no template, trained where the label is true."""
 
     segments: Any
 
@@ -271,7 +271,7 @@ class ReadySegments(Layout):
 
 
 class ReadyTokens(Layout):
-    """`input_ids` and `labels` (or a mask of those that bear loss), tokenized by somebody else."""
+    """`input_ids` and `labels` (or a mask of the trained ones), already tokenized."""
 
     input_ids: Any
     labels: Any = None

@@ -1,4 +1,4 @@
-"""From a file to raw records: cheap pieces that any process can parse.
+"""Split a file into raw records: cheap pieces that any process can parse.
 
 What a file holds is found from its content: Parquet and Arrow have a mark, and the first line of a JSON file tells a
 list, one object a line and objects over several lines apart. Only plain text, `.txt`, and tables as text, `.csv` and
@@ -39,7 +39,7 @@ WRAPPED_IN = ("data", "train", "training", "records", "rows", "samples")
 
 
 class RawRecord(NamedTuple):
-    """One record of a file, not yet parsed."""
+    """Hold one record of a file, not yet parsed."""
 
     number: int  # from 1; in a file of lines, the number of the line. 0 for the file as a whole.
     # What `value` is: bytes of "json" or of "text", a "row" of a table, or the complaint about "damage".
@@ -48,7 +48,7 @@ class RawRecord(NamedTuple):
 
 
 def read_file(file: Path, format_name: str | None = None) -> Iterator[RawRecord]:
-    """The records of one file; a file without any gives one that says so."""
+    """Yield the records of one file; an empty file yields one that says so."""
     records = _read(file, format_name)
     yield next(records, _damage(0, "expected at least one record, found none"))
     yield from records
@@ -99,7 +99,7 @@ def _read_text(
 
 
 def _layout_of(head: bytes, ended: bool, suffix: str) -> tuple[Literal["lines", "list", "objects", "wrapped"], int]:
-    """How a JSON file is written, from its beginning, and how many bytes stand before its first record."""
+    """Detect a JSON file's form from its beginning and count the bytes before its first record."""
     content = head.lstrip()
     first, line_break, rest = content.partition(b"\n")
     state = _completeness(first.decode("utf-8", "replace").rstrip(), cut=not (line_break or ended))
@@ -136,7 +136,7 @@ def _wrapped(head: bytes) -> int:
 
 
 def _completeness(line: str, cut: bool) -> Literal["whole", "several", "open", "cut", "broken"]:
-    """What a file's first line is: a JSON value, several, the beginning of one, as much of it as was read, or wrong."""
+    """Classify a file's first line: one JSON value, several, the start of one, cut by the read, or wrong."""
     try:
         end = DECODER.raw_decode(line, 0)[1]
         if end == len(line) and line.startswith(("{", "[")):
@@ -158,7 +158,7 @@ def _line(number: int, kind: Literal["json", "text"], line: bytes) -> RawRecord:
 
 
 def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
-    """The lines that are not blank: number, bytes (of one too long, too many), and whether a line break ends it."""
+    """Yield non-blank lines: number, bytes (more than allowed if too long), and whether a line break ends it."""
     number = 0
     while part := (line := stream.readline(MAX_RECORD + 1)):
         number += 1
@@ -169,7 +169,7 @@ def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
 
 
 def _cells(stream: BinaryIO, delimiter: str) -> Iterator[RawRecord]:
-    """The rows of a table as text. An empty cell is null, as such a table has no other."""
+    """Yield the rows of a text table; an empty cell is null, as such a table has no other."""
     csv.field_size_limit(MAX_RECORD)
     number = 0
     try:
@@ -193,7 +193,7 @@ def _cells(stream: BinaryIO, delimiter: str) -> Iterator[RawRecord]:
 
 
 def _batches(file: Path, head: bytes) -> Iterator[Any]:
-    """The record batches of a Parquet or an Arrow file."""
+    """Yield the record batches of a Parquet or an Arrow file."""
     from pyarrow import OSFile, ipc, parquet
 
     if head.startswith(PARQUET):
@@ -208,7 +208,7 @@ def _batches(file: Path, head: bytes) -> Iterator[Any]:
 
 
 def _rows(file: Path, head: bytes) -> Iterator[RawRecord]:
-    """The rows of a table. What is null in its values is left out: a table has all fields in all its rows."""
+    """Yield a table's rows without nulls, since a table has all fields in all rows."""
     import pyarrow
 
     number = 0
@@ -225,7 +225,7 @@ def _rows(file: Path, head: bytes) -> Iterator[RawRecord]:
 
 
 def _rows_of(batch: Any) -> Iterator[dict[str, Any] | str]:
-    """The rows of a batch; a complaint in the place of one that cannot be made, of bytes that are no UTF-8, say."""
+    """Yield a batch's rows, or a complaint for a row that cannot be read (such as bytes that are not UTF-8)."""
     try:
         yield from batch.to_pylist()
     except (ValueError, OverflowError):

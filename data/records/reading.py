@@ -1,6 +1,6 @@
-"""Reading records: raw records parsed, bad ones reported and dealt with as `on_bad_record` says.
+"""Parse raw records and handle bad ones as `on_bad_record` says.
 
-A bad record costs one line: its file, its number, its field and what was expected. At most 20 lines are shown. `stop`
+A bad record is logged in one line: file, number, field and what was expected. At most 20 lines are shown. `stop`
 looks for as many before it gives up, so that a person mends them all in one go; `skip` goes on without the bad ones and
 counts them.
 """
@@ -27,12 +27,12 @@ NAN = re.compile(rb'"(\w+)"\s*:\s*(?:\[\s*)?(-?(?:NaN|Infinity))\b')
 
 
 def origin(file: str, number: int) -> str:
-    """Where a record comes from, for a person: the file, and the number of the record in it, from 1 (0: all of it)."""
+    """Name a record's file and its number there, from 1 (0: the whole file)."""
     return f"{file}: record {number}" if number else file
 
 
 def parse(raw: RawRecord, format_name: str | None = None, columns: Mapping[str, str] | None = None) -> Converted:
-    """The records in one raw record; mostly one, several where its layout holds several samples.
+    """Parse one raw record: mostly one record, several if its layout holds several samples.
 
     Args:
         format_name, columns: as in `Source`.
@@ -74,7 +74,7 @@ def _decoded(text: bytes) -> str:
 
 
 class BadRecords:
-    """What is done about bad records, for whoever meets them."""
+    """Collect bad records, then report them or stop."""
 
     def __init__(self, on_bad_record: OnBadRecord, log: Callable[[str], None]) -> None:
         self.on_bad_record = on_bad_record

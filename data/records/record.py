@@ -1,4 +1,4 @@
-"""Pipetune's own five kinds of record, and two that are ready made.
+"""Define Pipetune's five kinds of record and two ready-made ones.
 
 Kinds may be mixed. Every record is checked before
 anything is trained, and what is wrong is said in one line with the field and what was expected; `data.records.reading`
@@ -34,14 +34,14 @@ NAMED = r"\w+: "  # how a complaint about a field begins
 
 
 class Pretrain(BaseModel):
-    """Plain text; loss on every token."""
+    """Hold plain text; every token is trained."""
 
     type: Literal["pretrain"]
     text: str = Field(min_length=1)
 
 
 class Instruct(BaseModel):
-    """One instruction and its answer; loss on the answer."""
+    """Hold one instruction and its answer; the answer is trained."""
 
     type: Literal["instruct"]
     instruct: str = Field(min_length=1)
@@ -50,7 +50,7 @@ class Instruct(BaseModel):
 
 
 class ApiCall(BaseModel):
-    """One step of a tool-using answer; loss on all but the result."""
+    """Hold one step of a tool-using answer; all but the result is trained."""
 
     inner_thought: str
     api_name: str
@@ -64,7 +64,7 @@ class ApiCall(BaseModel):
 
 
 class ApiAnswer(BaseModel):
-    """An answer that was found by calling tools."""
+    """Hold an answer that was found by calling tools."""
 
     actions: list[ApiCall] = Field(fail_fast=True)
     ans: str
@@ -99,13 +99,13 @@ class _Dialogue(BaseModel):
 
 
 class Conversation(_Dialogue):
-    """Several rounds; loss on every answer."""
+    """Hold several rounds; every answer is trained."""
 
     type: Literal["conversation"]
 
 
 class ConverHasApi(_Dialogue):
-    """A dialogue whose answers may call tools; loss on thoughts, calls and answers."""
+    """Hold a dialogue with tool calls; thoughts, calls and answers are trained."""
 
     type: Literal["conver_has_api"]
     api_desc: str
@@ -117,7 +117,7 @@ class ConverHasApi(_Dialogue):
 
 
 class RefQA(_Dialogue):
-    """Questions about a text; loss on the answers."""
+    """Hold questions about a text; the answers are trained."""
 
     type: Literal["ref_qa"]
     reference: str
@@ -129,7 +129,7 @@ class Segment(BaseModel):
 
 
 class Segments(BaseModel):
-    """A text in segments, ready made: nothing is put around them, and those with a `label` bear loss."""
+    """Hold a ready-made text in segments: nothing is added, and those with a `label` are trained."""
 
     type: Literal["segments"] = "segments"
     segments: list[Segment] = Field(min_length=1, fail_fast=True)
@@ -142,7 +142,7 @@ class Segments(BaseModel):
 
 
 class Tokenized(BaseModel):
-    """Token ids, ready made; loss on all, or on those that `labels` repeats: the others are IGNORED there."""
+    """Hold ready-made token ids; all are trained, or those that `labels` repeats (the others are IGNORED)."""
 
     type: Literal["tokenized"] = "tokenized"
     input_ids: list[NonNegativeInt] = Field(min_length=1, fail_fast=True)
@@ -172,7 +172,7 @@ TYPES = (*KINDS, "chat", "segments", "tokenized")  # of all records
 
 
 def parse_record(raw: Any) -> Record:
-    """One record from its JSON object.
+    """Parse one record from its JSON object.
 
     Raises:
         DataError: an unknown type, a missing field or a value of the wrong type; the text names the field.
@@ -191,7 +191,7 @@ def parse_record(raw: Any) -> Record:
 
 
 def explain(error: ValidationError, raw: Any = None, names: Mapping[str, Sequence[str]] = {}) -> str:
-    """pydantic's first complaint as one line: `field rounds[2][1]: what was expected`.
+    """Write pydantic's first complaint as one line: `field rounds[2][1]: what was expected`.
 
     Args:
         raw: the object, by whose names fields are called.
@@ -220,13 +220,13 @@ def explain(error: ValidationError, raw: Any = None, names: Mapping[str, Sequenc
 
 
 def shown(value: Any) -> str:
-    """A value in a complaint, cut where it is long."""
+    """Format a value for a complaint, cut if it is long."""
     text = repr(value) if isinstance(value, (str, int, float, bool, type(None))) else json_type(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def json_type(value: Any) -> str:
-    """What JSON calls a value's type, with its article."""
+    """Return JSON's name of a value's type, with its article."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     default = "a number" if isinstance(value, (int, float)) else f"a {type(value).__name__}"  # of a Parquet column
     return names.get(type(value), default)

@@ -1,4 +1,4 @@
-"""Where a run's records come from: the entries of `data_path`, their files, and how much of each an epoch holds.
+"""Resolve `data_path` into files, and how much of each an epoch holds.
 
 An entry is a path (a file, a list of files, a glob, or a folder, whose data files are taken in the order of their
 names) or a `Source`, which adds how often its records are taken and which layout they have.
@@ -51,7 +51,7 @@ MOST_PLACES = 100_000  # files and folders that a glob may lead through
 
 
 class Source(BaseModel):
-    """One entry of `data_path`."""
+    """Hold one entry of `data_path`."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -98,7 +98,7 @@ class Source(BaseModel):
 
 
 def as_sources(data_path: str | Path | Source | Sequence[str | Path | Source]) -> list[Source]:
-    """The entries of `data_path`, paths made sources.
+    """Turn the entries of `data_path` into sources.
 
     Raises:
         DataError: there is none, or only some of them have a weight.
@@ -114,7 +114,7 @@ def as_sources(data_path: str | Path | Source | Sequence[str | Path | Source]) -
 
 
 def files_of(source: Source, tell: Callable[[str], object] = lambda _: None) -> list[Path]:
-    """The files of a source, in the order in which their records are numbered.
+    """List a source's files in the order in which their records are numbered.
 
     Args:
         tell: called with lines about what is not read, and about names that do not say `train`.
@@ -169,7 +169,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _in_folder(place: Path, path: str) -> list[Path]:
-    """The data files of a folder; of a data set's repository, those of its folder `data`."""
+    """List a folder's data files; in a data set's repository, those of its folder `data`."""
     if not (files := _data_files(place)) and (place / "data").is_dir():
         files = _data_files(place / "data")
     if not files:
@@ -211,7 +211,7 @@ def _check_shards(files: list[Path], pattern: str = "*") -> None:
 
 
 def _splits_of(files: list[Path]) -> tuple[dict[Path, list[str]], str]:
-    """The words for splits in the files' names; all of them in a line where the files are of several splits."""
+    """Find the split words in the files' names; all in one line if there are several splits."""
     words = {file: SPLITS.findall(BORDER.sub(" ", file.name)) for file in files}
     named = {file: found for file, found in words.items() if found}
     splits = {frozenset(word[:2].lower() for word in found) for found in named.values()}
@@ -241,7 +241,7 @@ def _check_together(files: list[Path], path: str, tell: Callable[[str], object])
 
 
 def _data_files(place: Path) -> list[Path]:
-    """Without hidden ones (macOS leaves some beside each file) and what `datasets` kept of its own computations."""
+    """Drop hidden files (macOS leaves some beside each file) and the caches of `datasets`."""
     files = (file for file in place.iterdir() if file.name.lower() not in DESCRIPTIONS)
     saved = (place / "state.json").exists()
     files = (file for file in files if not (file.name.startswith(".") or (saved and file.name.startswith("cache-"))))
@@ -252,7 +252,7 @@ def _data_files(place: Path) -> list[Path]:
 
 
 def _matches(pattern: Path, path: str) -> set[Path]:
-    """What a glob matches, found part by part: `/**` would be under way for hours before it gave anything."""
+    """Match a glob part by part, since `/**` would run for hours before its first result."""
     start = Path(pattern.anchor)
     found = {start}
     seen = 0
@@ -275,7 +275,7 @@ def _matches(pattern: Path, path: str) -> set[Path]:
 
 
 def _below(place: Path, only_folders: bool) -> Iterator[Path]:
-    """A place and what is in it at any depth, hidden names aside: what two stars match."""
+    """List a folder and all below it, hidden names aside: what two stars match."""
     yield place
     for folder, folders, files in os.walk(place, followlinks=True):  # passes over what it may not read
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -285,13 +285,13 @@ def _below(place: Path, only_folders: bool) -> Iterator[Path]:
 
 
 def bare_suffix(file: Path) -> str:
-    """The suffix of a file's name, in small letters and without that of a compression."""
+    """Return a file's suffix in small letters, without that of a compression."""
     name = Path(file.name.lower())
     return (name.with_suffix("") if name.suffix in COMPRESSED_SUFFIXES else name).suffix
 
 
 def mixture(sources: Sequence[Source], sizes: Sequence[int], seed: int) -> NDArray[numpy.int64]:
-    """The records that an epoch holds, as their numbers over all sources in order, from 0.
+    """Choose an epoch's records, as their numbers over all sources in order, from 0.
 
     A record that is taken twice stands twice; the numbers are ascending.
 
@@ -318,7 +318,7 @@ def mixture(sources: Sequence[Source], sizes: Sequence[int], seed: int) -> NDArr
 
 
 def _counts(sources: Sequence[Source], sizes: Sequence[int]) -> list[int]:
-    """How many records an epoch takes from each source; at least one."""
+    """Count an epoch's records from each source; at least one."""
     weights = [source.weight for source in sources if source.weight is not None]
     if not weights:
         return [max(1, round(source.repeat * size)) for source, size in zip(sources, sizes, strict=True)]
