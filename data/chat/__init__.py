@@ -1,1 +1,1 @@
-"""Dialogues with a tokenizer's chat template: what is said, and exactly which tokens bear loss."""
+"""Render dialogues with a chat template and find exactly which tokens are trained."""

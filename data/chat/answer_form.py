@@ -1,4 +1,4 @@
-"""Read what a model writes in the form in which it was trained: its thoughts, its words, its calls of tools.
+"""Parse a model's answer in its trained form: thoughts, words and tool calls.
 
 A chat template that takes tools or thoughts puts them into a form of its own, which is learnt from what it writes for
 calls and answers that are known; white space may differ.
@@ -20,7 +20,7 @@ _DECODER = json.JSONDecoder()
 
 
 class CallForm(NamedTuple):
-    """How a template writes calls.
+    """Describe how a template writes calls.
 
     Attributes:
         opening: stands before the first name.
@@ -33,7 +33,7 @@ class CallForm(NamedTuple):
     next: re.Pattern[str] | None
 
     def read(self, text: str, number: int) -> tuple[str, tuple[Call, ...]]:
-        """The words before the calls, and the calls.
+        """Return the words before the calls, and the calls.
 
         Args:
             number: of the first call, which its id tells.
@@ -74,7 +74,7 @@ def learn_calls(one: str, two: str | None) -> CallForm | None:
 
 
 def _find(text: str, call: Call) -> tuple[int, int, int] | None:
-    """Where a call's name begins, where its arguments do, and where these end."""
+    """Find where a call's name begins, and where its arguments begin and end."""
     name = text.find(call.name)
     for place in range(name, len(text) if name >= 0 else name):
         try:
@@ -87,7 +87,7 @@ def _find(text: str, call: Call) -> tuple[int, int, int] | None:
 
 
 def _object_at(text: str, place: int) -> tuple[JSON, int]:
-    """The JSON object that begins at a place, maybe as a text of its own, and where it ends."""
+    """Parse the JSON object at a place (maybe inside a JSON string) and return where it ends."""
     try:
         value: Any
         value, end = _DECODER.raw_decode(text, place)
@@ -100,7 +100,7 @@ def _object_at(text: str, place: int) -> tuple[JSON, int]:
 
 
 def loose(text: str) -> str:
-    """A pattern of a text, whatever its white space and its calls' ids are."""
+    """Make a pattern of a text that ignores white space and call ids."""
     pattern = r"\s*".join(re.escape(piece) for piece in re.split(r"\s+", text))
     for call in KNOWN_CALLS:
         pattern = pattern.replace(call.id, r"[^\s\"]*")
@@ -108,18 +108,18 @@ def loose(text: str) -> str:
 
 
 class AnswerForm(NamedTuple):
-    """How a template writes an answer: the text behind the prompt, with the groups `words` and maybe `thought`."""
+    """Describe how a template writes an answer: a pattern with groups `words` and maybe `thought`."""
 
     pattern: re.Pattern[str]
 
     def read(self, text: str) -> tuple[str, str]:
-        """The thought and the words of an answer; all of it is words where it has another form."""
+        """Split an answer into thought and words; all is words if the form differs."""
         found = self.pattern.fullmatch(text)
         return (found.groupdict().get("thought") or "", found["words"]) if found else ("", text)
 
 
 def learn_answer(bare: str, thinking: str) -> AnswerForm:
-    """The form of a template that writes the words of `KNOWN_ANSWER`, and its thought and words, like this."""
+    """Learn the form of an answer from `KNOWN_ANSWER` written with and without its thought."""
     openings = [loose(bare.partition(KNOWN_ANSWER.text)[0].lstrip()), ""]
     opening, _, rest = thinking.partition(KNOWN_ANSWER.reasoning)
     between, ended, _ = rest.partition(KNOWN_ANSWER.text)

@@ -1,13 +1,13 @@
-"""Chat templates: a dialogue as a template writes it, and exactly which characters of it the model has to write.
+"""Render a dialogue with a chat template and find the characters to train.
 
 A record is rendered twice: once as a server renders it, which is the text to train on, and once with marks around its
 words (`data.chat.word_marks`), which tells where they are. From the marks follows which tokens are trained
 (`data.chat.loss_mask`). One second rendering serves all simple dialogues of the same roles
 (`data.chat.word_marks.Frame`). Where a template looks at the words of users or tools, only the assistant's get marks.
-What cannot be masked exactly is refused, and so is a record of which the template leaves something out: words, thoughts
-of the last answer, calls.
+A record is refused if it cannot be masked exactly, or if the template drops words, calls or thoughts of the last
+answer.
 
-What a template does not take at all is said in another way, or refused, for all records alike (`data.chat.fallbacks`).
+Features that a template does not support are rewritten or refused for all records alike (`data.chat.fallbacks`).
 
 Cost: a rendering a record, 15 to 150 microseconds, and two and more where there are calls, thoughts or tools.
 """
@@ -72,7 +72,7 @@ _templates: WeakKeyDictionary[PreTrainedTokenizerBase, dict[Any, ChatTemplate]] 
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase, prompts: Prompts, tools: bool = False) -> ChatTemplate:
-    """The template that is asked for, with all that is known of it already.
+    """Return the requested template, cached with all that was learnt of it.
 
     Args:
         prompts: of a format that is not plain.
@@ -102,7 +102,7 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, prompts: Prompts, tools: b
 
 
 class ChatTemplate:
-    """Writes dialogues by one template.
+    """Write dialogues by one template.
 
     Args:
         text: the template in Jinja; it runs in transformers' sandbox.
@@ -137,7 +137,7 @@ class ChatTemplate:
         self._in_pieces = self._marks() - vocabulary
 
     def write(self, said: Sequence[Said], tools: list[JSON] | None = None) -> RenderedText:
-        """The whole text of a dialogue, and where loss is in it.
+        """Write a dialogue's whole text and the spans of it that are trained.
 
         Raises:
             DataError: the template refuses the dialogue, leaves out some of it, or cannot be masked exactly.
@@ -167,7 +167,7 @@ class ChatTemplate:
         return RenderedText(text, joined(loss), notes)
 
     def ask(self, said: Sequence[Said], tools: list[JSON] | None = None) -> str:
-        """The text that a model is asked with for what follows these messages.
+        """Write the prompt that asks a model to continue these messages.
 
         Raises:
             DataError: the template refuses the dialogue.
@@ -176,7 +176,7 @@ class ChatTemplate:
         return self._render(fitted[:-1], tools, asking=True)
 
     def call_form(self) -> CallForm | None:
-        """How calls are written; None where the template takes none, so that they are text.
+        """Return how calls are written; None if the template does not support them, so that they are text.
 
         Raises:
             DataError: they are written in a form that cannot be read back.
@@ -190,26 +190,26 @@ class ChatTemplate:
         raise DataError(NO_FORM)
 
     def answer_form(self) -> AnswerForm:
-        """How thoughts and words are written."""
+        """Return how thoughts and words are written."""
         tools = [EXAMPLE_TOOL] if self._needs_tools else []
         return learn_answer(
             *(self._answer(said, tools) or "" for said in (KNOWN_ANSWER._replace(reasoning=""), KNOWN_ANSWER))
         )
 
     def _called(self, words: str, calls: tuple[Call, ...]) -> str | None:
-        """What is written behind the words of an answer with these calls; None where the template refuses it."""
+        """Render what follows an answer's words with these calls; None if the template refuses."""
         answer = self._answer(Said("assistant", words, calls=calls), [EXAMPLE_TOOL])
         return answer.partition(words)[2] or None if answer and words else answer
 
     def _answer(self, said: Said, tools: list[JSON]) -> str | None:
-        """What is written behind the prompt of a question for this answer; None where the template refuses it."""
+        """Render what follows the prompt for this answer; None if the template refuses."""
         with suppress(DataError):
             text = self._render([QUESTION, said], tools)
             return text[agreement(self._render([QUESTION], tools, asking=True), text) :]
         return None
 
     def _fitted(self, said: Sequence[Said], tools: list[JSON]) -> tuple[Sequence[Said], list[JSON], dict[str, str]]:
-        """The dialogue without what the template does not take, and what was rewritten."""
+        """Rewrite what the template does not support; return the dialogue and what was rewritten."""
         if self._needs_tools and not tools:
             raise DataError(NEEDS_TOOLS)
         notes = {}
@@ -227,7 +227,7 @@ class ChatTemplate:
         return said, tools, notes
 
     def _takes(self, feature: Feature) -> bool:
-        """The template writes all words of a dialogue with this feature."""
+        """Test whether the template writes all words of a dialogue with this feature."""
         if feature.name not in self._taken:
             enough = any if feature.any_of else all
             self._taken[feature.name] = enough(self._writes(said, tools) for said, tools in feature.tried)
@@ -251,7 +251,7 @@ class ChatTemplate:
     def _turns(
         self, said: Sequence[Said], tools: list[JSON], text: str, key: tuple[str, ...] | None
     ) -> tuple[list[Turn], dict[str, str]]:
-        """The turns, told by marks; a dialogue with a key tells them for the others with it."""
+        """Find the turns by marks; dialogues with the same key share one result."""
         # A template may look at what others than the assistant say, or whether they say anything; marks there would
         # make another text of it.
         has_empty = any(not each.text.strip() and not each.calls for each in said)
@@ -305,12 +305,12 @@ class ChatTemplate:
             raise DataError(REFUSED.format(reason=" ".join(str(error).split()))) from None
 
     def _today(self, form: str) -> str:
-        """What transformers gives templates, too."""
+        """Return today's date as transformers gives it to templates."""
         self._date = datetime.now().strftime(form)
         return self._date
 
     def _given(self, said: Sequence[Said], tools: list[JSON]) -> dict[str, Any]:
-        """What a template can see."""
+        """Collect the variables that a template can see."""
         return {"messages": as_dicts(said, self._form), "tools": tools or None, "documents": None, **self._names}
 
     def _accepts(self, said: Sequence[Said]) -> bool:
@@ -320,7 +320,7 @@ class ChatTemplate:
         return False
 
     def _end_of_turn(self) -> str | None:
-        """The tokens that end an answer in the middle of a dialogue."""
+        """Find the tokens that end an answer in the middle of a dialogue."""
         said = [QUESTION, ANSWER, QUESTION]
         with suppress(Unplaceable, DataError):
             markers = Markers(said, "")
@@ -330,7 +330,7 @@ class ChatTemplate:
         return None
 
     def _marks(self) -> set[str]:
-        """The names of control tokens that it writes around words, thoughts, calls and tools."""
+        """Find the control tokens that the template writes around words, thoughts, calls and tools."""
         marks: set[str] = set()
         for said, tools in (([QUESTION, KNOWN_ANSWER], []), (CALLING, [EXAMPLE_TOOL])):
             with suppress(DataError):
@@ -338,7 +338,7 @@ class ChatTemplate:
         return marks
 
     def _lacking_end(self, vocabulary: set[str]) -> str | None:
-        """The end of an answer, where this tokenizer would cut it into pieces."""
+        """Return the end of an answer if this tokenizer would cut it into pieces."""
         markers = Markers([QUESTION, ANSWER], "")
         with suppress(DataError):
             text, marks = markers.read(self._render(markers.said, []))
@@ -349,7 +349,7 @@ class ChatTemplate:
 
 
 def end_of_sequence(token: str | None) -> str:
-    """The tokenizer's eos_token, which has to be there.
+    """Return the tokenizer's eos_token, which has to be there.
 
     Raises:
         DataError: it is not.
@@ -360,7 +360,7 @@ def end_of_sequence(token: str | None) -> str:
 
 
 def _loss(said: Said, turn: Turn) -> list[Range]:
-    """What bears loss of a turn."""
+    """Return the trained spans of a turn."""
     if not said.pieces:
         return turn.parts if said.supervised else []
     if turn.words is None:

@@ -1,4 +1,4 @@
-"""Names of control tokens that stand in somebody's words.
+"""Find names of control tokens in a record's words.
 
 A tokenizer reads `<|im_end|>` in a question as the control token, in training as on a server, and a model that is
 trained on such a text learns to stop in the middle of it. The text may be meant so (a dataset that holds prompts ready
@@ -26,7 +26,7 @@ ESCAPE = b"\\u"  # JSON may write any character so
 
 
 class ControlWords:
-    """Looks for a tokenizer's control tokens in records."""
+    """Look for a tokenizer's control tokens in records."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         added = tokenizer.added_tokens_decoder.values()
@@ -36,11 +36,11 @@ class ControlWords:
         self._names = one_of(names)
 
     def possible(self, raw: Any) -> bool:
-        """Whether a record may hold any, by its JSON: tells of nearly all records at once that they do not."""
+        """Test a record's JSON quickly: nearly all records hold none and are ruled out here."""
         return not isinstance(raw, bytes) or any(map(raw.__contains__, self._hints))
 
     def found(self, record: Record) -> list[str]:
-        """The names in a record's words, in order; empty for nearly all records."""
+        """Return the names in a record's words, in order; mostly none."""
         return [
             name
             for words in words_of(record)
@@ -50,12 +50,12 @@ class ControlWords:
 
 
 def one_of(words: Iterable[str]) -> re.Pattern[str]:
-    """Matches any of the words, the longest first; nothing where there are none."""
+    """Make a pattern of any of the words, longest first; without words it matches nothing."""
     return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)")
 
 
 def words_of(record: Record) -> Iterator[str]:
-    """What a record says, but for what is ready made."""
+    """Return a record's words, without ready-made text."""
     if isinstance(record, Pretrain):
         yield record.text
     if isinstance(record, (Pretrain, Segments, Tokenized)):  # ready made, control tokens and all

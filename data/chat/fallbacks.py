@@ -1,9 +1,9 @@
-"""The same dialogue with less for a chat template to know.
+"""Rewrite a dialogue without features that a chat template does not support.
 
 Templates differ in what they take. Some refuse system messages, roles that do not alternate, tools or thoughts; some
 leave them out without a word. Each `Feature` here is one such thing: a dialogue that tries whether a template takes
-it, and how to say it otherwise. What a template takes is a matter of the template alone, so all records of a run are
-written in the same way. What it takes in general and refuses in one record is that record's fault.
+it, and how to say it otherwise. What a template supports depends on it alone, so all records of a run are
+written in the same way. A feature refused in one record only is that record's fault.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SYSTEM, QUESTION, ANSWER = Said("system", "Be brief."), Said("user", "Why?"), Sa
 
 
 def calling(call_id: str) -> tuple[Said, ...]:
-    """A dialogue with a call."""
+    """Make a dialogue with a call."""
     call = Call(call_id, "look", {"up": "it"})
     return QUESTION, Said("assistant", "", calls=(call,)), Said("tool", "Found.", call_id=call_id, name="look"), ANSWER
 
@@ -39,7 +39,7 @@ EXAMPLE_TOOL: JSON = {
 
 
 class Feature(NamedTuple):
-    """Something that not every template takes."""
+    """Describe a feature that not every template supports."""
 
     name: str  # in a message, behind "the chat template takes no"
     default: Fallback  # what becomes of it where nothing is asked for
@@ -119,7 +119,7 @@ FEATURES = (
 
 
 def with_short_ids(said: Sequence[Said]) -> list[Said]:
-    """Calls numbered by ids of nine letters and digits, the only ones that Mistral's templates take."""
+    """Number calls by ids of nine letters and digits, the only ones that Mistral's templates accept."""
     new: dict[str, str] = {}
     for each in said:
         for call_id in each.ids:
@@ -134,7 +134,7 @@ def with_short_ids(said: Sequence[Said]) -> list[Said]:
 
 
 def thoughts_as_text(said: Sequence[Said]) -> list[Said]:
-    """An assistant's thoughts at the beginning of what it says."""
+    """Put an assistant's thoughts at the beginning of its words."""
     return [
         answer((Span(THINKING.format(thought=each.reasoning), each.supervised), *each.spans), each.supervised)._replace(
             calls=each.calls
@@ -146,7 +146,7 @@ def thoughts_as_text(said: Sequence[Said]) -> list[Said]:
 
 
 def tools_as_text(said: Sequence[Said], tools: list[JSON]) -> list[Said]:
-    """The tools described in front of the first question."""
+    """Describe the tools in front of the first question."""
     if not tools:
         return list(said)
     first = next((place for place, each in enumerate(said) if each.role == "user"), 0)
@@ -154,12 +154,12 @@ def tools_as_text(said: Sequence[Said], tools: list[JSON]) -> list[Said]:
 
 
 def describe(tools: list[JSON]) -> str:
-    """Tools as text, one a line."""
+    """Write tools as text, one a line."""
     return "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
 
 
 def calls_as_text(said: Sequence[Said]) -> list[Said]:
-    """Calls, their results and the answer that follows as one answer; no loss on the results."""
+    """Join calls, results and the answer that follows into one answer; results are not trained."""
     done: list[Said] = []
     place = 0
     while place < len(said):
@@ -177,7 +177,7 @@ def calls_as_text(said: Sequence[Said]) -> list[Said]:
 
 
 def _chain(said: Sequence[Said]) -> Said:
-    """An answer that calls tools before it is given."""
+    """Build one answer of a chain of calls and results."""
     spans: list[Span] = []
     for place, each in enumerate(said):
         if each.role == "tool":
@@ -204,7 +204,7 @@ def _chain(said: Sequence[Said]) -> Said:
 
 
 def systems_as_questions(said: Sequence[Said], from_place: int = 0) -> list[Said]:
-    """System messages from a place on at the beginning of the question that follows them."""
+    """Move system messages from a place on into the question that follows them."""
     done: list[Said] = []
     waiting = ""
     for place, each in enumerate(said):

@@ -1,4 +1,4 @@
-"""Where an assistant's turn begins and ends in what a chat template writes: what bears loss.
+"""Find where an assistant's turn begins and ends in a rendered text: what is trained.
 
 A model writes all that stands between the prompt it is asked with and the end of its turn: the words, and what the
 template puts around them (an empty thought, the frame of a call, every token that ends the turn). So a turn is
@@ -44,24 +44,24 @@ UNMARKED_ANSWER = "the template's generation marks leave a part of an answer wit
 
 
 class Unplaceable(Exception):
-    """A turn cannot be told from what is around it."""
+    """Report a turn that cannot be separated from the text around it."""
 
 
 class Vocabulary(NamedTuple):
-    """The tokens that a template may write between words."""
+    """Hold the tokens that a template may write between words."""
 
     special: re.Pattern[str]  # matches any special token
     any: re.Pattern[str]  # matches special tokens first, then the other added ones
 
     def leading(self, text: str) -> int:
-        """Length of the token that a text begins with, white space before it included; 0 where there is none."""
+        """Measure the token that a text begins with, in characters with the white space before it; 0 if none."""
         place = len(text) - len(text.lstrip())
         found = self.special.match(text, place) or self.any.match(text, place)
         return found.end() if found else 0
 
 
 class _Gap(NamedTuple):
-    """Where a turn is looked for: between the marks of others, less than all of which may be its own."""
+    """Bound the search for a turn: between the marks of others, part of which may be its own."""
 
     anchor: Mark | None  # the last mark before the turn
     first: Mark | None  # the turn's own first mark
@@ -70,7 +70,7 @@ class _Gap(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """What turns of one kind have in common."""
+    """Hold what turns of one kind have in common."""
 
     begin: int  # characters from the turn's beginning to its first words
     # Characters from its end to the next words, or to the end of the text; None: it ends with its words.
@@ -80,7 +80,7 @@ class _Kind(NamedTuple):
 
 
 class TurnFinder:
-    """Finds turns in the texts of one template; turns that look alike are looked at once.
+    """Find turns in a template's texts; turns that look alike are examined once.
 
     Args:
         vocabulary: of the tokenizer.
@@ -94,7 +94,7 @@ class TurnFinder:
     def find(
         self, whole: Marked, said: Sequence[Said], render: Render, context: Any, strict: bool
     ) -> tuple[list[Turn], dict[str, str]]:
-        """All assistants' turns of a text, and the notes on them.
+        """Return all assistant turns of a text, and the notes on them.
 
         Args:
             said: the messages that the text is made of.
@@ -156,7 +156,7 @@ class TurnFinder:
         return turns, notes
 
     def _look(self, text: str, gap: _Gap, said: Sequence[Said], render: Render, strict: bool) -> _Kind:
-        """The kind of a turn, which is the last of these messages."""
+        """Work out the kind of a turn, which is the last of these messages."""
         before = said[:-1]
         prompt = render(before, asking=True) if before else None
         upto = render(said)
@@ -170,7 +170,7 @@ class TurnFinder:
     def _begin(
         self, text: str, gap: _Gap, prompt: Marked | None, before: Sequence[Said], render: Render, strict: bool
     ) -> int:
-        """Where the turn begins."""
+        """Find where the turn begins."""
         start = gap.anchor.at if gap.anchor else 0
         limit = gap.first.at if gap.first else gap.stop
         at = _after(prompt, gap.anchor)
@@ -198,7 +198,7 @@ class TurnFinder:
         return start + next((token.start() for token in tokens if token.end() > agreed), agreed)
 
     def _end(self, text: str, gap: _Gap, begin: int, upto: Marked | None, prompt: Marked | None) -> tuple[int, bool]:
-        """Where the turn ends, and whether a token ends it."""
+        """Find where the turn ends, and whether a token ends it."""
         last = gap.last
         place = last.edge if last else begin
         behind = text[place : gap.stop]
@@ -232,7 +232,7 @@ def _hidden(value: re.Match[str]) -> str:
 def generated(
     turns: list[Turn], spans: list[tuple[int, int]], text: str, vocabulary: Vocabulary
 ) -> tuple[list[Turn], dict[str, str]]:
-    """The turns with the parts that the template itself marks as generated, and the token that ends them.
+    """Build turns from the parts that the template marks as generated, and the token that ends them.
 
     The notes say where these marks are not what a model writes behind the prompt that a server sends.
 
@@ -262,7 +262,7 @@ def generated(
 
 
 def _own_marks(marks: Sequence[Mark]) -> dict[int, tuple[int, int]]:
-    """The first and the last mark of each message: up to where one stands again, as in the header of a result."""
+    """Find each message's first and last mark, up to where one is repeated (as in a result's header)."""
     own: dict[int, tuple[int, int]] = {}
     seen: set[tuple[int, bool]] = set()
     for place, mark in enumerate(marks):
@@ -275,7 +275,7 @@ def _own_marks(marks: Sequence[Mark]) -> dict[int, tuple[int, int]]:
 
 
 def check_order(marks: Sequence[Mark], said: Sequence[Said]) -> None:
-    """Check that nobody else's words stand inside of an answer that bears loss.
+    """Check that nobody else's words stand inside a trained answer.
 
     Raises:
         DataError: they do, as where the words beside a call follow its result.
@@ -291,7 +291,7 @@ def _shape(said: Said) -> tuple[Any, ...]:
 
 
 def _after(prompt: Marked | None, anchor: Mark | None) -> int | None:
-    """Where a prompt goes on behind the last mark before a turn; None where that is not in it."""
+    """Find where a prompt goes on after the last mark before a turn; None if the mark is missing."""
     if prompt is None:
         return None
     if anchor is None:
@@ -301,14 +301,14 @@ def _after(prompt: Marked | None, anchor: Mark | None) -> int | None:
 
 
 def _last(marked: Marked, like: Mark) -> Mark | None:
-    """The same mark in another text, the last one where there are several."""
+    """Find the same mark in another text, the last one if there are several."""
     return next(
         (mark for mark in reversed(marked.marks) if (mark.number, mark.opens) == (like.number, like.opens)), None
     )
 
 
 def _words(marks: Sequence[Mark], first: int | None, last: int | None) -> tuple[int, int] | None:
-    """Where an answer's words stand; their beginning may have been dropped, or moved to the thoughts."""
+    """Find an answer's words; their beginning may be dropped or moved to the thoughts."""
     if first is None or last is None:
         return None
     places = [mark.at for mark in marks[first : last + 1] if mark.leaf.part == CONTENT]

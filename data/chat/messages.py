@@ -1,4 +1,4 @@
-"""A dialogue on its way from a record to a text: one list of messages, whatever kind of record it was.
+"""Convert any kind of record into one list of messages for rendering.
 
 `said_in` makes it. A chat template gets `as_dicts` of it, the plain format (`data.chat.plain`) writes it by itself, and
 `data.chat.fallbacks` says in another way what a template does not take.
@@ -20,7 +20,7 @@ JSON = dict[str, Any]
 
 
 class Call(NamedTuple):
-    """A call of a tool; every call has an id, since some templates ask for one."""
+    """Hold a tool call; every call has an id, since some templates ask for one."""
 
     id: str
     name: str
@@ -28,7 +28,7 @@ class Call(NamedTuple):
 
 
 class Said(NamedTuple):
-    """One message."""
+    """Hold one message."""
 
     role: str  # system, user, assistant or tool; context for a text, of the title `name`, that answers may rest on
     text: str
@@ -36,24 +36,24 @@ class Said(NamedTuple):
     calls: tuple[Call, ...] = ()  # an assistant's calls
     call_id: str | None = None  # of the call that a tool's message answers
     name: str | None = None  # of that tool
-    supervised: bool = False  # an assistant's message bears loss, its end of turn included
-    # The text in pieces with and without loss, where that differs from `supervised`; else empty.
+    supervised: bool = False  # an assistant's message is trained, its end of turn included
+    # The text in trained and untrained pieces, where that differs from `supervised`; else empty.
     pieces: tuple[Span, ...] = ()
     input: str = ""  # of a user: what the question is about
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The text in pieces."""
+        """Return the text in pieces."""
         return self.pieces or (Span(self.text, self.supervised),)
 
     @property
     def ids(self) -> list[str]:
-        """Of its calls, or of the call that it answers."""
+        """Return the ids of its calls, or of the call that it answers."""
         return [call.id for call in self.calls] if self.call_id is None else [self.call_id]
 
 
 def said_in(record: Chat | Instruct | Conversation | ConverHasApi | RefQA) -> list[Said]:
-    """The messages of a record. In a conversation, asks that follow each other become one question, answers one."""
+    """Convert a record to messages; in a conversation, consecutive questions are merged, and answers too."""
     if isinstance(record, Chat):
         return _said_in_chat(record)
     if isinstance(record, Instruct):
@@ -73,12 +73,12 @@ def said_in(record: Chat | Instruct | Conversation | ConverHasApi | RefQA) -> li
 
 
 def last_question(said: Sequence[Said]) -> int:
-    """Its place; -1 where nobody asks."""
+    """Find the last question's index; -1 if there is none."""
     return max((place for place, each in enumerate(said) if each.role == "user"), default=-1)
 
 
 def with_mask(said: Sequence[Said], mask: Mask) -> Sequence[Said]:
-    """The messages with loss where the config wants it; `all` is none of the messages' business."""
+    """Set which messages are trained, as the config says; `all` is handled elsewhere."""
     if mask != "last_turn":
         return said
     answers = [place for place, each in enumerate(said) if each.role == "assistant"]
@@ -87,7 +87,7 @@ def with_mask(said: Sequence[Said], mask: Mask) -> Sequence[Said]:
 
 
 def runs_merged(said: Sequence[Said]) -> list[Said]:
-    """Questions that follow each other as one question, answers as one answer."""
+    """Merge consecutive questions into one, and consecutive answers."""
     done: list[Said] = []
     for each in said:
         last = done[-1] if done else None
@@ -102,7 +102,7 @@ def runs_merged(said: Sequence[Said]) -> list[Said]:
 
 
 def in_questions(said: Sequence[Said]) -> list[Said]:
-    """Contexts at the beginning of the question that follows them, as several templates refuse system messages."""
+    """Move contexts into the question that follows, as several templates refuse system messages."""
     done: list[Said] = []
     context = ""
     for each in said:
@@ -118,7 +118,7 @@ def in_questions(said: Sequence[Said]) -> list[Said]:
 
 
 class Form(NamedTuple):
-    """What templates expect in different ways."""
+    """Hold what templates expect in different ways."""
 
     parts: bool = False  # a content is a list of parts, as where there may be images
     text: bool = False  # the arguments are JSON, and no object
@@ -126,7 +126,7 @@ class Form(NamedTuple):
 
 
 def as_dicts(said: Sequence[Said], form: Form) -> list[JSON]:
-    """What a chat template gets; a key stands there only where it says something."""
+    """Make the dicts for a chat template; empty keys are left out."""
     messages = []
     for each in said:
         content: Any = [{"type": "text", "text": each.text}] if form.parts else each.text
@@ -150,18 +150,18 @@ def as_dicts(said: Sequence[Said], form: Form) -> list[JSON]:
 
 
 def as_record(said: Sequence[Said]) -> list[JSON]:
-    """The messages of a record of chat, in which everything has one name."""
+    """Write messages as a chat record with one name for everything."""
     messages = as_dicts(in_questions(said), Form())
     return [{name: each[name] for name in each if name not in ("reasoning", "thinking")} for each in messages]
 
 
 def call_id_of(number: int) -> str:
-    """Nine letters and digits: Mistral's templates take no other ids."""
+    """Make an id of nine letters and digits; Mistral's templates accept no other."""
     return f"call{number:05d}"
 
 
 def answer(spans: tuple[Span, ...], ends: bool) -> Said:
-    """An assistant's message in pieces; its end of turn bears loss if `ends`."""
+    """Make an assistant's message of pieces; its end of turn is trained if `ends`."""
     uniform = all(span.supervised == ends for span in spans)
     return Said("assistant", "".join(span.text for span in spans), supervised=ends, pieces=() if uniform else spans)
 
@@ -171,7 +171,7 @@ def _asked(said: Said) -> str:
 
 
 def _said_in_chat(chat: Chat) -> list[Said]:
-    """Calls without an id get one; results without one answer the calls in their order."""
+    """Convert a chat; calls without an id get one, results without one answer calls in order."""
     said: list[Said] = []
     waiting: list[Call] = []
     count = 0

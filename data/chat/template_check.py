@@ -1,4 +1,4 @@
-"""Whether a text is what was said, and what is served: nothing is trained otherwise than its user brought it.
+"""Check that the rendered text matches the record and what a server sends.
 
 Templates leave out words beside a call, thoughts, results, arguments, or change the words. Such a record is refused
 with what is missing. Only the thoughts of answers before the last question may be left out, as many templates do on
@@ -33,7 +33,7 @@ EXAMPLE = 120  # characters of each text that differs
 def check_survival(
     said: Sequence[Said], tools: list[JSON], whole: Marked, leaves: Sequence[Leaf], turns: Sequence[Turn]
 ) -> dict[str, str]:
-    """Check that what was said is there, and give a note on thoughts that are left out on purpose.
+    """Check that all words are in the text; note thoughts left out on purpose.
 
     Args:
         whole: what the template writes.
@@ -66,7 +66,7 @@ def check_survival(
 
 
 def named_by_id(call: Call, text: str) -> bool:
-    """Some templates write a call's id alone, such as `functions.f:0`."""
+    """Test for a call's id that holds its name, which some templates write alone (`functions.f:0`)."""
     return call.name in call.id and call.id in text
 
 
@@ -80,7 +80,7 @@ def _refuse_leaf(leaf: Leaf, said: Said) -> None:
 
 
 def _whole(written: str, core: str, begun: bool) -> bool:
-    """Whether all of an answer's words are there, in this form or with its thoughts put elsewhere.
+    """Test whether all of an answer's words are there, even with its thoughts elsewhere.
 
     Raises:
         DataError: they are others.
@@ -95,7 +95,7 @@ def _whole(written: str, core: str, begun: bool) -> bool:
 def _check_unmarked(
     said: Sequence[Said], tools: list[JSON], text: str, marked: set[int], turns: dict[int, Turn]
 ) -> None:
-    """Look for what has no marks: tools, arguments that are no text, messages of which marks would make others."""
+    """Check what has no marks: tools, non-text arguments, messages that marks would change."""
     for tool in tools:
         function = tool.get("function", tool)
         name = str(function.get("name", "")) if isinstance(function, dict) else ""
@@ -126,23 +126,23 @@ def _escaped(words: str) -> str:
 
 
 def _parts(words: str) -> set[str]:
-    """What stands between the tags of a text."""
+    """Return the text between tags."""
     return {part.strip() for part in TAG.split(words) if part.strip()}
 
 
 def refusal(what: str, message: int) -> DataError:
-    """Of a dialogue of which the template leaves out something of this message, counted from 0."""
+    """Make the error for a message (from 0) of which the template drops something."""
     return DataError(LEFT_OUT.format(what=f"{what} (message {message + 1})"))
 
 
 def agreement(one: str, other: str) -> int:
-    """How many characters two texts have in common at their beginning."""
+    """Count the characters of the common beginning of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (mine, yours) in pairs if mine != yours), min(len(one), len(other)))
 
 
 def differences(text: str, begin: int, end: int, prompt: Marked | None, upto: Marked | None) -> dict[str, str]:
-    """How a turn differs from what a server sends and expects."""
+    """Describe how a turn differs from what a server sends and expects."""
     if prompt is None or upto is None:
         return {}
     if text[:begin] != prompt.text:
@@ -155,7 +155,7 @@ def differences(text: str, begin: int, end: int, prompt: Marked | None, upto: Ma
 
 
 def _differing(served: str, trained: str) -> str:
-    """Two texts side by side, from a little before they part."""
+    """Show two texts side by side, from just before they differ."""
     begin = max(0, agreement(served, trained) - EXAMPLE // 3)
     both = [repr(each[begin : begin + EXAMPLE]) for each in (served, trained)]
     return f"served {both[0]}, trained {both[1]}"

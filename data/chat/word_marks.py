@@ -1,4 +1,4 @@
-"""Marks around the words of a dialogue, by which they are found again in what a chat template writes.
+"""Mark the words of a dialogue to find them again in the rendered text.
 
 A mark is letters and digits, so that no escaping of JSON or HTML changes it, and stands inside of the white space
 that a template may strip. The template writes the marked dialogue; where its text without the marks is the text of the
@@ -28,7 +28,7 @@ MOST_MESSAGES = 64  # of dialogues that are thought to have a frame
 
 
 class Leaf(NamedTuple):
-    """Whose words: the number of the message, which part of it, and of which of its calls."""
+    """Identify words: message number, part, and call within the message."""
 
     message: int
     part: str
@@ -36,7 +36,7 @@ class Leaf(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A mark's place in the text without marks."""
+    """Hold a mark's place in the text without marks."""
 
     number: int  # of the pair that it belongs to
     leaf: Leaf
@@ -46,14 +46,14 @@ class Mark(NamedTuple):
 
 
 class Marked(NamedTuple):
-    """A rendered text without its marks, and these, in order."""
+    """Hold a rendered text without its marks, and the marks in order."""
 
     text: str
     marks: list[Mark]
 
 
 class Turn(NamedTuple):
-    """An assistant's message in a rendered text."""
+    """Locate an assistant's message in a rendered text."""
 
     message: int  # its number
     parts: list[tuple[int, int]]  # ranges [begin, end) that the model writes
@@ -62,7 +62,7 @@ class Turn(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """The text around the words of dialogues with certain roles, as one of them has it."""
+    """Hold the text around the words for dialogues with the same roles."""
 
     text: str  # of that one
     words: list[tuple[int, int, int]]  # where its words begin and end, and the number of their message, in order
@@ -71,7 +71,7 @@ class Frame(NamedTuple):
 
 
 class Markers:
-    """A dialogue with marks around its words.
+    """Put marks around a dialogue's words.
 
     Args:
         text: the marks are none of its words.
@@ -91,7 +91,7 @@ class Markers:
         ]
 
     def read(self, text: str) -> Marked:
-        """Take the marks out of a text that was made of the marked messages."""
+        """Take the marks out of a text rendered from the marked messages."""
         pieces = []
         found = []
         length = last = 0
@@ -147,7 +147,7 @@ class Markers:
 
 
 def frame_key(said: Sequence[Said]) -> tuple[str, ...] | None:
-    """What dialogues have in common that may have the same frame; None where there is more than plain words."""
+    """Return the key of dialogues that may share a frame; None if there is more than plain words."""
     if len(said) > MOST_MESSAGES:
         return None
     for each in said:
@@ -159,7 +159,7 @@ def frame_key(said: Sequence[Said]) -> tuple[str, ...] | None:
 
 
 def frame_of(whole: Marked, turns: Sequence[Turn], notes: dict[str, str]) -> Frame | None:
-    """The frame of a dialogue; None where some words are missing, moved or written twice."""
+    """Make a dialogue's frame; None if words are missing, moved or written twice."""
     words = []
     for opening, closing in zip(whole.marks[::2], whole.marks[1::2], strict=False):
         if opening.leaf != closing.leaf or not opening.opens or closing.opens:
@@ -175,7 +175,7 @@ def frame_of(whole: Marked, turns: Sequence[Turn], notes: dict[str, str]) -> Fra
 
 
 def turns_in(frame: Frame, said: Sequence[Said], text: str) -> tuple[list[Turn], dict[str, str]] | None:
-    """The turns of a dialogue in its rendered text, and the notes on them.
+    """Find a dialogue's turns in its rendered text by a frame, and the notes on them.
 
     None where this is not the frame with the dialogue's words.
     """
