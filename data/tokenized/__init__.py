@@ -1,1 +1,1 @@
-"""Tokenized once: samples in memory-mapped Arrow files, known by contents, built by one process for all."""
+"""Cache tokenized samples in memory-mapped Arrow files, keyed by content, built by one process for all."""

@@ -1,4 +1,4 @@
-"""What a model learns to end an answer with, which need not be what its tokenizer calls the end of sequence.
+"""Find the token that ends an answer, which may differ from the tokenizer's end of sequence.
 
 The last answer of a dialogue tells it: between others a template may write another token (gpt-oss does).
 """

@@ -1,4 +1,4 @@
-"""The process that builds a cache: `python -m data.tokenized.builder`, started by `data.tokenized.opening`.
+"""Build a cache in its own process (`python -m data.tokenized.builder`, from `data.tokenized.opening`).
 
 It gets a recipe and a folder on its standard input, and writes the cache's path, or what went wrong, to its standard
 output. It is a process of its own because a training process must not fork: that has threads and a GPU. And it does
@@ -23,7 +23,7 @@ BEHIND = 10  # how far a run comes first that trains meanwhile, in the system's 
 
 
 class Progress:
-    """A bar on a terminal for each thing that is done; see `data.tokenized.parallel.Tell`.
+    """Show a bar on a terminal for each task; see `data.tokenized.parallel.Tell`.
 
     Args:
         disable: as tqdm takes it.

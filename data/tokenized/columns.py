@@ -1,13 +1,13 @@
-"""Tokenized records cut to the limit, and many of them as columns of an Arrow batch, counted and digested.
+"""Cut tokenized records to the limit and write them as columns of an Arrow batch.
 
-A sample's labels are its own token ids or IGNORED, so a column of runs (begin and end of each supervised stretch) says
+A sample's labels are its own token ids or IGNORED, so a column of runs (begin and end of each trained stretch) says
 as much as a second column of ids and takes next to no room.
 
-Over-long texts are split into pieces of the limit. What becomes of a dialogue of more tokens than `max_seq_len`, the
-config's `truncate` says: `turns` cuts where the last supervised run ends that fits, which is the end of a turn, or at
+Over-long texts are split into pieces of the limit. The config's `truncate` decides about a dialogue of more
+tokens than `max_seq_len`: `turns` cuts after the last trained run that fits, which is the end of a turn, or at
 the limit where none fits; `oldest` leaves out the oldest turns, so that the last answer stays, and the system message;
-`refuse` refuses the record. What has one turn only is cut in any case but the last. What bears no loss is left out, and
-what follows the last answer that bears some, such as a question that nobody answers, is no turn.
+`refuse` refuses the record. What has one turn only is cut in any case but the last. Untrained samples are left out, and
+what follows the last trained answer, such as a question that nobody answers, is no turn.
 
 Cost: a few microseconds a sample, a tenth of what tokenizing takes; for a dialogue that loses its oldest turns a few
 more encodings: as many as its number of turns has binary digits.
@@ -41,7 +41,7 @@ SCHEMA = pyarrow.schema(
     [
         ("input_ids", pyarrow.list_(pyarrow.int32())),
         ("runs", pyarrow.list_(pyarrow.int32())),  # begin and end, in turn, counted from the sample's first token
-        ("supervised", pyarrow.int32()),  # tokens that bear loss
+        ("supervised", pyarrow.int32()),  # trained tokens
         ("kind", pyarrow.int8()),  # of the record, as a place in TYPES
         ("file", pyarrow.int32()),  # that the record is from
         ("record", pyarrow.int64()),  # its number in that file, from 1
@@ -58,11 +58,11 @@ class Tally:
     records: int = 0  # how many were read
     samples: int = 0  # how many samples they became
     tokens: int = 0  # of the samples
-    supervised: int = 0  # how many of them bear loss
+    supervised: int = 0  # how many of them are trained
     cut: int = 0  # records that were cut to the limit
     cut_at_turn: int = 0  # how many of those end with a whole turn
     split: int = 0  # records that became several samples
-    silent: int = 0  # records that were left out because nothing of them bears loss
+    silent: int = 0  # records that were left out because nothing of them is trained
     empty: int = 0  # records with an empty answer
     control: int = 0  # records with the name of a control token in somebody's words
     tools: int = 0  # records with tools
@@ -74,7 +74,7 @@ class Tally:
 
 
 class Encoded(NamedTuple):
-    """A record's sample before it is cut."""
+    """Hold a record's sample before it is cut."""
 
     file: int  # which file the record is from
     number: int  # its number there, from 1
@@ -89,7 +89,7 @@ Tallies = dict[tuple[int, str], Tally]  # what became of the records, by file an
 
 
 def fit(record: Record, tokens: Tokens, limit: int, how: Truncate, encode: Callable[[Record], Tokens]) -> Tokens:
-    """A record's tokens; where they are too many, in the way that was asked for, and they may still be too many.
+    """Shorten a record that is too long, as `truncate` says; the result may still be too long.
 
     Args:
         tokens: of the whole record.
@@ -116,7 +116,7 @@ def fit(record: Record, tokens: Tokens, limit: int, how: Truncate, encode: Calla
 
 
 def _turns(record: Record) -> list[int]:
-    """Where the turns of a dialogue begin: at each question that follows no question, and that an answer follows."""
+    """Find where turns begin: at each question after no question and before an answer."""
     asked: list[bool] = []
     loud: list[bool] = []
     if isinstance(record, Chat):
@@ -130,7 +130,7 @@ def _turns(record: Record) -> list[int]:
 
 
 def _from(record: Record, begins: list[int], turn: int) -> Record:
-    """A dialogue from one of its turns on, with what the system says before the first."""
+    """Return a dialogue from one of its turns on, with the system message before the first."""
     if isinstance(record, Chat):
         systems = [message for message in record.messages[: begins[0]] if message.role == "system"]
         return record.model_copy(update={"messages": systems + record.messages[begins[turn] :]})
@@ -172,7 +172,7 @@ def as_columns(encoded: Sequence[Encoded], limit: int) -> tuple[pyarrow.RecordBa
 
 
 def _cut(each: Encoded, limit: int, tally: Tally) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
-    """The ids and the runs of a record's samples."""
+    """Return the ids and the runs of a record's samples."""
     ids, loss = each.tokens.ids, joined(each.tokens.loss)
     if len(ids) <= limit:
         yield ids, loss
@@ -190,6 +190,6 @@ def _cut(each: Encoded, limit: int, tally: Tally) -> Iterator[tuple[list[int], l
 
 
 def _lists(rows: Sequence[bytes]) -> pyarrow.ListArray:
-    """A column of lists, of the bytes of each row's numbers."""
+    """Make a column of lists from the bytes of each row's numbers."""
     offsets = [0, *accumulate(len(row) // 4 for row in rows)]
     return pyarrow.ListArray.from_arrays(offsets, numpy.frombuffer(b"".join(rows), dtype=numpy.int32))

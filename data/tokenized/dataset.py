@@ -1,4 +1,4 @@
-"""The tokenized records of a run, read from the cache, and what happened to them on the way.
+"""Read a run's tokenized records from the cache, with the counts of what happened to them.
 
 Every sample is tokenized once (`data.tokenized.opening`), before the first run that needs it; here it is only looked
 at.
@@ -33,7 +33,7 @@ from data.tokenized.store import default_folder, read_meta
 
 
 class Dataset:
-    """Samples ready to be batched, in the order of their records.
+    """Hold samples ready to be batched, in the order of their records.
 
     Args:
         folder: of the cache.
@@ -53,7 +53,7 @@ class Dataset:
         self.n_bad = int(meta["n_bad"])  # how many records were left out because something is wrong with them
         self.skipped: list[str] = meta["skipped"]  # a line for each of the first of these, and their count
         self.unused: dict[str, int] = meta["unused"]  # how many records have which unused fields, most frequent first
-        # What has to be told of how records were written, of how many, and an example of each.
+        # Notes to report on how records were written, of how many, and an example of each.
         self.notes: list[tuple[str, int, str]] = meta["notes"]
         self.duplicates: int = meta["duplicates"]  # how many of the cache's samples equal an earlier one
         self._fingerprint: str = meta["fingerprint"]
@@ -69,16 +69,16 @@ class Dataset:
 
     @cached_property
     def supervised(self) -> NDArray[numpy.int32]:
-        """[n], tokens of each sample that bear loss: the first has no predecessor that could predict it."""
+        """Return [n], trained tokens of each sample; the first has no predecessor to predict it."""
         return self.samples.column("supervised")
 
     @cached_property
     def types(self) -> list[str]:
-        """Which types of records there are, sorted."""
+        """List the types of records, sorted."""
         return sorted(TYPES[kind] for kind in numpy.unique(self._kinds))
 
     def of_type(self, name: str) -> NDArray[numpy.bool_]:
-        """[n], whether each sample's record is of a type."""
+        """Return [n], whether each sample's record is of a type."""
         return self._kinds == TYPES.index(name)
 
     @cached_property
@@ -87,7 +87,7 @@ class Dataset:
 
     @cached_property
     def digests(self) -> NDArray[numpy.uint64]:
-        """[n], of each sample's tokens and labels: equal ones are duplicates."""
+        """Return [n], a digest of each sample's tokens and labels; equal ones are duplicates."""
         return self.samples.column("digest")
 
     @cached_property
@@ -96,21 +96,21 @@ class Dataset:
 
     @property
     def total(self) -> Tally:
-        """What became of all records."""
+        """Sum the counts of all records."""
         return sum(self.tallies.values(), Tally())
 
     def select(self, numbers: Sequence[int] | NDArray[Any]) -> Dataset:
-        """Some of the samples, in this order; one may come several times. The counts stay those of the records."""
+        """Select samples in this order, repeats allowed; the counts stay those of the records."""
         chosen = numpy.asarray(numbers, dtype=numpy.int64)
         return Dataset(self.folder, self.files, chosen if self._numbers is None else self._numbers[chosen])
 
     def origin(self, number: int) -> str:
-        """Where a sample comes from, for a person."""
+        """Name a sample's source file and record."""
         files, records = self._places
         return origin(self.files[files[number]], records[number])
 
     def fingerprint(self) -> str:
-        """A digest of all tokens and labels: it changes with the records, the prompts, the tokenizer and the limit."""
+        """Digest all tokens and labels: it changes with the records, the prompts, the tokenizer and the limit."""
         if self._numbers is None:
             return self._fingerprint
         return hashlib.sha256(self.digests.tobytes()).hexdigest()
@@ -148,17 +148,17 @@ def load_dataset(
     cache_dir: str | Path | None = None,
     log: Console | None = None,
 ) -> Dataset:
-    """The samples of a run, from the cache or tokenized now.
+    """Load a run's samples, from the cache or tokenized now.
 
     Args:
         data_path: files, globs and folders, or a mixture of sources.
         tokenizer: folder of the tokenizer.
         seed: by which a mixture draws.
         cache_dir: where tokenized data lie; see `data.tokenized.store.default_folder`.
-        log: told whom this process waits for.
+        log: called with the name of whom this process waits for.
 
     Raises:
-        DataError: a file or a record is wrong, or nothing that bears loss is left.
+        DataError: a file or a record is wrong, or no trained token is left.
     """
     sources, log = as_sources(data_path), log or Console(quiet=True)
     files = [

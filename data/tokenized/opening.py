@@ -1,4 +1,4 @@
-"""One process builds a cache, and all others that want the same one wait for it.
+"""Build a cache in one process while all others that want it wait.
 
 Any number of processes, on one host or on several with a shared folder, call `open_cache`. Whoever gets the recipe's
 lease (`common.lease`) builds; a builder that dies loses it. If two should ever build at the same time, the cache that
@@ -38,11 +38,11 @@ ENVIRONMENT |= {"TRANSFORMERS_VERBOSITY": "error"}
 
 
 def open_cache(recipe: Recipe, folder: Path, log: Console, progress: bool = True) -> Path:
-    """The folder of a recipe's samples; they are tokenized first where nobody has done so before.
+    """Return the folder of a recipe's samples; tokenize them first if needed.
 
     Args:
         folder: of all tokenized data.
-        log: told whom this process waits for.
+        log: called with the name of whom this process waits for.
         progress: show a bar on a terminal, in the one process that builds.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Records to a file of samples, on several cores.
+"""Tokenize records into a file of samples, on several cores.
 
 Records are read here, one after the other, handed to workers in chunks, and written in their order. At any time a few
 chunks for each worker are under way, so memory does not grow with the data. Workers are forked once the tokenizer is
@@ -52,7 +52,7 @@ Tell = Callable[[str, int, int, int], None]
 
 
 class Chunk(NamedTuple):
-    """Raw records for a worker."""
+    """Hold raw records for a worker."""
 
     end: tuple[int, int]  # file and place of the last record, counted from 1 among that file's records
     # Which of the recipe's files each is from, and what a `RawRecord` has; bare, they cost a third to send.
@@ -61,13 +61,13 @@ class Chunk(NamedTuple):
 
 @dataclass
 class Answer:
-    """What became of a chunk."""
+    """Hold a worker's results for a chunk."""
 
     end: tuple[int, int]  # of the chunk
     bad: list[str] = field(default_factory=list)  # a line for each record that cannot be used
     unused: Counter[str] = field(default_factory=Counter)  # how many records have which fields that were not used
     columns: set[str] = field(default_factory=set)  # which of the names that columns gives a record has
-    # What has to be told of how records were written, and of how many.
+    # Notes to report on how records were written, and of how many.
     notes: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)  # of each of these, the first
     samples: pyarrow.RecordBatch | None = None  # those of the records, unless these were only checked
@@ -75,7 +75,7 @@ class Answer:
 
 
 class Encoder:
-    """Turns chunks of raw records into samples.
+    """Turn chunks of raw records into samples.
 
     Raises:
         DataError: the tokenizer cannot be used.
@@ -141,7 +141,7 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
         workers: processes to fork; 0 does everything here.
 
     Raises:
-        DataError: a file or a record is wrong, or nothing that bears loss is left; a window may be empty.
+        DataError: a file or a record is wrong, or no trained token is left; a window may be empty.
     """
     window, end = recipe.window, (len(recipe.files), 0)
     tallies: Tallies = {}
@@ -195,13 +195,13 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
 
 
 def digest_of(meta: dict[str, Any]) -> str:
-    """Of all that is noted beside the samples, but itself."""
+    """Digest all notes beside the samples, except the digest itself."""
     noted = {name: value for name, value in meta.items() if name != "own_digest"}
     return sha256(json.dumps(noted, sort_keys=True).encode()).hexdigest()
 
 
 def _chunks(recipe: Recipe, tell: Tell) -> Iterator[Chunk]:
-    """The records in lots that make about the same work."""
+    """Split the records into chunks of about equal work."""
     total, done, records = recipe.size(), 0, 0
     chunk: list[tuple[Any, ...]] = []
     size = 0
@@ -222,14 +222,14 @@ def _chunks(recipe: Recipe, tell: Tell) -> Iterator[Chunk]:
 
 
 def _size(record: RawRecord) -> int:
-    """About how many bytes a raw record holds."""
+    """Estimate the bytes of a raw record."""
     if isinstance(record.value, dict):  # a row of a table
         return sum(len(field) for field in record.value.values() if isinstance(field, (str, list)))
     return len(record.value)
 
 
 def has_empty_answer(record: Record) -> bool:
-    """Whether a record trains the model to say nothing."""
+    """Test whether a record trains the model to say nothing."""
     if isinstance(record, (Pretrain, Segments, Tokenized)):
         return False
     if isinstance(record, Instruct):
@@ -244,7 +244,7 @@ def has_empty_answer(record: Record) -> bool:
 def _in_order(
     encoder: Encoder, chunks: Iterable[Chunk], workers: int, only_check: Callable[[], bool]
 ) -> Iterator[Answer]:
-    """The answers for all chunks."""
+    """Yield the answers for all chunks in their order."""
     if not workers:
         yield from (encoder.encode(chunk, only_check()) for chunk in chunks)
         return

@@ -1,4 +1,4 @@
-"""What is to be tokenized and how: the key of a cache.
+"""Describe what to tokenize and how: the key of a cache.
 
 The key holds all that the samples depend on: the files' contents, how each is read, the tokenizer's files, the prompts,
 the limit, and the code that makes samples. Paths and times are not in it, so a copy of the data on another machine
@@ -38,7 +38,7 @@ LAYOUT = 2  # of the cache's files
 TOKENIZER_FILES = "tokenizer* vocab* merges* *.model *.tiktoken tekken.json *.jinja config.json".split()
 TOKENIZER_FILES += ["additional_chat_templates/*", "special_tokens_map.json", "added_tokens.json"]
 TOKENIZER_FILES += ["chat_template.json"]
-# Rooms and modules that no sample depends on: they carry samples and store them, or come later. Any other counts.
+# Modules that no sample depends on: they carry samples and store them, or come later. Any other counts.
 CARRIERS = "tokenized/builder tokenized/opening tokenized/store tokenized/recipe"
 LATER = "tokenized/dataset inspection/ streaming/ loader packing"
 LIBRARIES = ("tokenizers", "transformers", "jinja2")
@@ -49,7 +49,7 @@ Stamp = list[int]
 
 
 class DataFile(NamedTuple):
-    """A file, the format of its records and what they call the fields, as in `data.records.sources.Source`."""
+    """Hold a file, its records' format and their names of fields, as in `data.records.sources.Source`."""
 
     path: str
     format: str | None = None
@@ -57,7 +57,7 @@ class DataFile(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A stretch of the records of many files."""
+    """Hold a stretch of the records of many files."""
 
     file: int  # the first one, as a place in the recipe's files
     skip: int  # how many of that file's records come before
@@ -67,7 +67,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """A set of files and what to do with their records."""
+    """Hold a set of files and what to do with their records."""
 
     files: tuple[DataFile, ...]  # in the order of their samples
     tokenizer: str  # folder of the tokenizer
@@ -79,12 +79,12 @@ class Recipe:
 
     @property
     def names(self) -> str:
-        """The files, for a person."""
+        """Name the files, for a person."""
         first = ", ".join(file.path for file in self.files[:3])
         return first if len(self.files) <= 3 else f"{first} and {len(self.files) - 3} more files"
 
     def size(self) -> int:
-        """Bytes of all files; of a window, about as many as it holds.
+        """Sum the bytes of all files; for a window, estimate its own.
 
         Raises:
             DataError: one is missing.
@@ -99,7 +99,7 @@ class Recipe:
         return size
 
     def identity(self) -> str:
-        """Tells recipes apart without reading their data: processes that wait for each other have the same.
+        """Tell recipes apart without reading their data: processes that wait for each other have the same.
 
         Raises:
             DataError: a file is missing.
@@ -110,7 +110,7 @@ class Recipe:
         return _digest([self._settings, [(str(path.resolve()), stamp(path)) for path in paths]])
 
     def key(self, digests: list[str]) -> str:
-        """The name of the cache.
+        """Return the name of the cache.
 
         Args:
             digests: of the files' contents; of no use for a window.
@@ -120,7 +120,7 @@ class Recipe:
         return _digest([self._settings, list(zip(digests, self._how, strict=True))])
 
     def asked(self, sizes: Sequence[int]) -> str:
-        """A digest of what a person asked for, whatever the version of the code.
+        """Digest what the user asked for, independent of the code's version.
 
         Args:
             sizes: of the files, in bytes.
@@ -129,7 +129,7 @@ class Recipe:
 
     @property
     def _how(self) -> list[DataFile]:
-        """How each file is read, which its name says, too."""
+        """List how each file is read, which depends on its name too."""
         return [file._replace(path="".join(Path(file.path.lower()).suffixes[-2:])) for file in self.files]
 
     @cached_property
@@ -146,14 +146,14 @@ class Recipe:
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """Of all files in a model's folder that decide how it tokenizes and prompts."""
+    """Digest all files in a model's folder that decide how it tokenizes and prompts."""
     files = sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
     return _digest([(str(file.relative_to(folder)), hashlib.sha256(file.read_bytes()).hexdigest()) for file in files])
 
 
 @cache
 def code_digest() -> str:
-    """Of the modules that turn records into samples."""
+    """Digest the modules that turn records into samples."""
     package = Path(__file__).parent.parent
     modules = {path.relative_to(package).with_suffix("").as_posix(): path for path in package.rglob("*.py")}
     others = tuple(f"{CARRIERS} {LATER}".split())
@@ -166,7 +166,7 @@ def _digest(value: Any) -> str:
 
 
 def stamp(path: Path) -> Stamp:
-    """What changes whenever the file does: size in bytes, modification and change times in ns.
+    """Return what changes whenever the file does: size in bytes, modification and change times in ns.
 
     Raises:
         DataError: there is no such file.
@@ -179,7 +179,7 @@ def stamp(path: Path) -> Stamp:
 
 
 class Digests:
-    """The digests known in a cache folder.
+    """Remember files' digests in a cache folder.
 
     Args:
         folder: one small file for each data file is kept there.
@@ -189,7 +189,7 @@ class Digests:
         self._folder = folder
 
     def known(self, path: Path) -> str | None:
-        """The digest of a file that did not change since it was taken, as hex; None where it has to be taken."""
+        """Return an unchanged file's digest as hex; None if it has to be taken."""
         note = kept(self._note(path), json.loads)
         if note and note["path"] == str(path.resolve()) and note["stamp"] == stamp(path):
             return str(note["digest"])

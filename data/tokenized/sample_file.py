@@ -1,7 +1,7 @@
-"""Tokenized samples in an Arrow file: written batch by batch, read as memory-mapped arrays.
+"""Write tokenized samples to Arrow batch by batch; read them as memory-mapped arrays.
 
 Nothing is loaded: a sample's ids are a view of the file in the system's page cache, which all processes of a host
-share. Its labels are made when it is asked for, from the runs that bear loss (see `data.tokenized.columns`).
+share. Its labels are made when it is asked for, from the trained runs (see `data.tokenized.columns`).
 
 Every part of a batch has a checksum, which is compared when the part is first used. So opening reads next to nothing,
 however large the file is, and no token is trained on that was not written.
@@ -44,7 +44,7 @@ def _part(batch: pyarrow.RecordBatch, name: str) -> NDArray[Any]:
 
 
 class SampleWriter:
-    """Writes batches into a new file, on the disk when the block ends."""
+    """Write batches into a new file, on the disk when the block ends."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "wb")
@@ -52,7 +52,7 @@ class SampleWriter:
 
     @property
     def size(self) -> int:
-        """Bytes written so far."""
+        """Return the bytes written so far."""
         return self._file.tell()
 
     def write(self, batch: pyarrow.RecordBatch) -> None:
@@ -72,7 +72,7 @@ class SampleWriter:
 
 
 class SampleFile(Sequence[Sample]):
-    """The samples of a file, or some of them in any order.
+    """Read the samples of a file, or some of them in any order.
 
     Indexing gives `input_ids` and `labels` as int32 arrays of the same length; `input_ids` cannot be written to. A
     process that gets this object by fork or pickle maps the file anew where it has to.
@@ -126,20 +126,20 @@ class SampleFile(Sequence[Sample]):
         return SampleFile, (self._path, self._numbers)
 
     def select(self, numbers: NDArray[numpy.int64]) -> SampleFile:
-        """Some of these samples, in the order of `numbers`."""
+        """Select samples, in the order of `numbers`."""
         return SampleFile(self._path, numbers if self._numbers is None else self._numbers[numbers])
 
     @cached_property
     def lengths(self) -> NDArray[numpy.int32]:
-        """[n], tokens of each sample."""
+        """Return [n], tokens of each sample."""
         return self._chosen([numpy.diff(offsets) for offsets in self._parts("input_ids.offsets")])
 
     def largest_id(self) -> int:
-        """The largest token id of the file; reads all of it."""
+        """Find the largest token id of the file; reads all of it."""
         return max((int(ids.max(initial=0)) for ids in self._parts("input_ids.values")), default=0)
 
     def column(self, name: str) -> NDArray[Any]:
-        """[n], one of the schema's columns of numbers."""
+        """Return [n], one of the schema's columns of numbers."""
         return self._chosen(list(self._parts(name)))
 
     def _chosen(self, parts: list[NDArray[Any]]) -> NDArray[Any]:
@@ -154,7 +154,7 @@ class SampleFile(Sequence[Sample]):
         return self._mapped[number]
 
     def _checked(self, number: int, name: str) -> NDArray[Any]:
-        """A part of a batch, once its checksum was found to be right."""
+        """Return a part of a batch after checking its checksum."""
         part = _part(self._batches[number], name)
         if zlib.crc32(part.data) != self._checksums[number][PARTS.index(name)]:
             folder = self._path.parent

@@ -1,4 +1,4 @@
-"""The folder of tokenized data: what lies where, what is whole, and how a cache gets there.
+"""Manage the folder of tokenized data: layout, integrity and how a cache gets there.
 
     datasets/<key>/samples.arrow, meta.json     one tokenized set of files; the key is the recipe's
     digests/                                    of data files (`data.tokenized.recipe`)
@@ -32,7 +32,7 @@ logger = logging.getLogger("pipetune")
 
 
 def default_folder() -> Path:
-    """PIPETUNE_CACHE, else the user's folder for caches."""
+    """Return PIPETUNE_CACHE, else the user's folder for caches."""
     if named := os.environ.get("PIPETUNE_CACHE"):
         return expanded(named)
     try:
@@ -42,7 +42,7 @@ def default_folder() -> Path:
 
 
 class Cache:
-    """The tokenized data in a folder.
+    """Manage the tokenized data in a folder.
 
     Raises:
         DataError: the folder cannot be made.
@@ -62,7 +62,7 @@ class Cache:
             ) from None
 
     def find(self, recipe: Recipe) -> Path | None:
-        """A recipe's whole cache, if there is one and no data has to be read to know that."""
+        """Find a recipe's whole cache, if that needs no reading of data."""
         digests = [] if recipe.window else [self._digests.known(Path(file.path)) for file in recipe.files]
         known = [digest for digest in digests if digest is not None]
         if len(known) < len(digests):
@@ -71,7 +71,7 @@ class Cache:
         return found if is_whole(found) else None
 
     def make(self, recipe: Recipe, tell: Tell, workers: int) -> Path:
-        """A recipe's cache, built where there is none. See `data.tokenized.parallel.build`.
+        """Return a recipe's cache, built if there is none. See `data.tokenized.parallel.build`.
 
         Raises:
             DataError: a file or a record is wrong, a file changed meanwhile, the disk is full.
@@ -136,7 +136,7 @@ class Cache:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a cache is there, and nobody has found it damaged."""
+    """Test whether a cache is there and not known to be damaged."""
     with suppress(OSError, ValueError, KeyError, TypeError, DataError):
         meta, count = read_meta(folder), len(SampleFile(folder / SAMPLES))
         noted = sum(tally["samples"] for _, _, tally in meta["tallies"])
@@ -145,6 +145,6 @@ def is_whole(folder: Path) -> bool:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """What the builder wrote about the samples."""
+    """Read what the builder wrote about the samples."""
     meta: dict[str, Any] = json.loads(read_regular(folder / META))
     return meta

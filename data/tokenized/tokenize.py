@@ -1,7 +1,7 @@
-"""Records to token ids and labels.
+"""Turn records into token ids and labels.
 
-A record's whole text is tokenized at once, exactly as a server would tokenize it, and a token bears loss when it holds
-a supervised character. (Some prompts end with a blank that the tokenizer joins with the first word of the answer; the
+A record's whole text is tokenized at once, exactly as a server would tokenize it, and a token is trained when it holds
+a trained character. (Some prompts end with a blank that the tokenizer joins with the first word of the answer; the
 word has to be learnt.) Labels are aligned with the input ids (not shifted).
 
 Cost: `encode_many` gives a whole chunk to the tokenizer's own batch encoding, which is where the time goes, and asks
@@ -47,14 +47,14 @@ AnyRecord = Record | dict[str, Any]  # parsed, or its JSON object
 
 
 class Tokens(NamedTuple):
-    """One tokenized record, in the form that many of them are made and kept in."""
+    """Hold one tokenized record in its compact form."""
 
     ids: list[int]
-    loss: list[tuple[int, int]]  # ranges [begin, end) of tokens that bear loss, in order, none empty
+    loss: list[tuple[int, int]]  # ranges [begin, end) of trained tokens, in order, none empty
     notes: dict[str, str] = {}  # see `RenderedText`; nobody changes it
 
     def sample(self) -> Sample:
-        """With a label for each token."""
+        """Make a sample with a label for each token."""
         labels = [IGNORED] * len(self.ids)
         for begin, end in self.loss:
             labels[begin:end] = self.ids[begin:end]
@@ -62,7 +62,7 @@ class Tokens(NamedTuple):
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a model folder: transformers' own, or Pipetune's where that is remote code.
+    """Load the tokenizer in a model folder: transformers' own, or Pipetune's where that is remote code.
 
     No code from the folder is run.
 
@@ -102,7 +102,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _published(folder: str | Path) -> PreTrainedTokenizerBase:
-    """What transformers makes of the folder."""
+    """Load the folder's tokenizer with transformers."""
     if not any(found for pattern in VOCABULARIES for found in Path(folder).glob(pattern)):
         # transformers makes an empty one for some families
         raise DataError(f"{folder}: no usable tokenizer: expected one of the files {', '.join(VOCABULARIES)}")
@@ -138,7 +138,7 @@ def encode(
 
 
 def encode_tokens(record: AnyRecord, tokenizer: PreTrainedTokenizerBase, prompt_format: AnyPrompts = None) -> Tokens:
-    """`encode` without a limit on the length, in the form that samples are kept in."""
+    """Encode a record without a limit on its length, in the compact form."""
     (tokens,) = encode_many([record], tokenizer, prompt_format)
     if isinstance(tokens, DataError):
         raise tokens
@@ -148,7 +148,7 @@ def encode_tokens(record: AnyRecord, tokenizer: PreTrainedTokenizerBase, prompt_
 def encode_many(
     records: Sequence[AnyRecord], tokenizer: PreTrainedTokenizerBase, prompt_format: AnyPrompts = None
 ) -> list[Tokens | DataError]:
-    """`encode_tokens` for many records at once, in their order; what is wrong with a record stands in its place.
+    """Encode many records at once, in order; a bad record's error takes its place.
 
     Raises:
         DataError: the format cannot be used with this tokenizer, whatever the record.
@@ -174,7 +174,7 @@ def encode_many(
 
 
 class Writer:
-    """Writes records in one format."""
+    """Write records in one format."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompts: Prompts) -> None:
         self._tokenizer = tokenizer
@@ -183,7 +183,7 @@ class Writer:
         self._template: Callable[[bool], ChatTemplate] = cache(partial(chat_template, tokenizer, prompts))
 
     def write(self, record: Record) -> tuple[RenderedText, list[int]]:
-        """A record's text with its loss, and the ids that go before it.
+        """Write a record's text with its trained spans, and the ids that go before it.
 
         A chat template writes its own beginning of sequence; elsewhere the tokenizer's goes first, as in pretraining.
 
@@ -207,7 +207,7 @@ class Writer:
         return written, self.beginning if self._plain else []
 
     def ask(self, said: Sequence[Said], tools: list[JSON]) -> tuple[str, list[int]]:
-        """The text up to where the answer to the last message begins, and the ids that go before it."""
+        """Write the prompt for the answer to the last message, and the ids that go before it."""
         if self._plain:
             end = end_of_sequence(self._tokenizer.eos_token)
             return write_plain(said, tools, end, open_end=True).text, self.beginning
@@ -215,7 +215,7 @@ class Writer:
 
     @cached_property
     def beginning(self) -> list[int]:
-        """The ids that the tokenizer itself puts before a text, often one <s>, often none."""
+        """Return the ids that the tokenizer puts before a text, often one <s>, often none."""
         bare: list[int] = self._tokenizer("a", add_special_tokens=False)["input_ids"]
         dressed: list[int] = self._tokenizer("a")["input_ids"]
         starts = range(len(dressed) - len(bare) + 1)
@@ -228,7 +228,7 @@ def encode_question(
     prompt_format: AnyPrompts = None,
     tools: list[JSON] | None = None,
 ) -> list[int]:
-    """The token ids that a model is asked with: the dialogue up to where the answer to its last message begins.
+    """Encode the prompt: the dialogue up to where the answer to its last message begins.
 
     Args:
         tools: what the answer may call.
@@ -244,7 +244,7 @@ def encode_question(
 
 
 def encode_beginning(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The token ids that a model is asked with to go on with a text: those of a record of pretrain that begins so.
+    """Encode a text to continue, like the beginning of a pretrain record.
 
     Raises:
         DataError: there are none, or it is no text.
