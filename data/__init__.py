@@ -1,4 +1,4 @@
-"""What a sample is: records, prompts, token ids and labels, global batches. `data.encode` makes one of a record."""
+"""Turn records into prompts, token ids and labels, and global batches. `data.encode` makes one of a record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one exception that a bad data file or record raises.
+"""Define the one exception that a bad data file or record raises.
 
 Its text is a single line for the person whose data it is: which file, which record, which field, what was expected.
 """
@@ -7,7 +7,7 @@ from common.terminal import safe_line
 
 
 class DataError(ValueError):
-    """A data file or a record cannot be used as it is. Each argument is a line; several are for several bad records."""
+    """Report an unusable data file or record. Each argument is a line; several are for several bad records."""
 
     def __str__(self) -> str:
         return "\n".join(safe_line(str(line)) for line in self.args)

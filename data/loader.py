@@ -1,8 +1,8 @@
-"""Global batches: which samples a step trains on, and how they are spread over rows, micro-batches and replicas.
+"""Cut samples into global batches, spread over rows, micro-batches and replicas.
 
 The order is a pure function of (seed, epoch, position), so a run with other processes sees the same samples at the same
 step. A micro-batch has a fixed number of rows, each of one sample or, packed, of several, one after the other; position
-ids restart at 0 with each, by which the model keeps them apart. The loss does not depend on who sits beside whom
+ids restart at 0 with each, by which the model keeps them apart. The loss does not depend on which samples share a row
 (`models.loss`), so a batch's samples are sorted and packed freely: `batch` packs each global batch, `dataset` the whole
 shuffled epoch, in which case a global batch is made of rows. A micro-batch is padded to its own longest row. The rows
 are dealt out by length, so that the replicas work on equal lengths at the same time.
@@ -33,31 +33,31 @@ Rows = list[list[int]]  # sample numbers by row
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """What one optimizer step trains on."""
+    """Hold what one optimizer step trains on."""
 
     # For each replica, its micro-batches, each a list of rows; as many for every replica.
     micro_batches: list[list[Rows]]
     lengths: list[int]  # of the samples, over all replicas
     tokens: int  # tokens without padding, over all replicas
-    supervised: int  # how many of them bear loss: the denominator of the loss
+    supervised: int  # how many of them are trained: the denominator of the loss
 
     @property
     def n_micro_batches(self) -> int:
-        """Micro-batches per replica."""
+        """Count the micro-batches per replica."""
         return len(self.micro_batches[0])
 
     @property
     def samples(self) -> list[int]:
-        """The numbers of all samples."""
+        """List the numbers of all samples."""
         return [number for replica in self.micro_batches for rows in replica for row in rows for number in row]
 
 
 class Loader:
-    """Cuts a shuffled set of samples into global batches and these into tensors.
+    """Cut a shuffled set of samples into global batches and these into tensors.
 
     Args:
         data: the tokenized records.
-        batch_size: samples in a global batch; rows with `packing` dataset.
+        batch_size: samples in a global batch; packed sequences with `packing` dataset.
         micro_batch_size: rows in a micro-batch.
         replicas: data-parallel size.
         seed: of the shuffling.
@@ -106,22 +106,22 @@ class Loader:
 
     @property
     def rows_per_epoch(self) -> int:
-        """How many rows a packed epoch has: as many in each, since the lengths are the same."""
+        """Count an epoch's packed sequences: the same in each, since the lengths are."""
         return len(self._groups)
 
     def epoch(self, step: int) -> int:
-        """In which a step is; both are counted from 0."""
+        """Return the epoch of a step; both are counted from 0."""
         return step // self.steps_per_epoch
 
     def batch(self, step: int) -> GlobalBatch:
-        """The global batch of a step, counted from 0 over all epochs."""
+        """Return the global batch of a step, counted from 0 over all epochs."""
         first = step % self.steps_per_epoch * self.batch_size
         self._load(self.epoch(step))
         groups = self._groups[first : first + self.batch_size]
         return self.batch_of(groups.tolist()) if isinstance(groups, numpy.ndarray) else self._spread(groups)
 
     def batch_of(self, chosen: Sequence[int]) -> GlobalBatch:
-        """A global batch of these samples."""
+        """Make a global batch of these samples."""
         if not self.packing:
             return self._spread([[number] for number in chosen])
         lengths = self.data.lengths[numpy.asarray(chosen)].tolist()
@@ -133,7 +133,7 @@ class Loader:
         """A replica's micro-batches: `((input_ids, position_ids), (labels, scale, share))`; [B, S] int64 and [] fp32.
 
         DeepSpeed averages the micro-batches' losses over micro-batches and replicas, so each one's token sum is scaled
-        by their number over the supervised tokens of the global batch. `share` does the same for losses that are no sum
+        by their number over the trained tokens of the global batch. `share` does the same for losses that are no sum
         over tokens: it is the micro-batch's part of the global batch's tokens, times the number of micro-batches.
         """
         n_losses = batch.n_micro_batches * self.replicas
@@ -145,7 +145,7 @@ class Loader:
             yield (input_ids, position_ids), (labels, scale, share)
 
     def shapes(self, batch: GlobalBatch, replica: int) -> list[tuple[int, int]]:
-        """Rows and length of a replica's micro-batches, known without making them."""
+        """Return rows and length of a replica's micro-batches without making them."""
         return [self._shape(rows) for rows in batch.micro_batches[replica]]
 
     def layouts(self, batch: GlobalBatch, replica: int) -> list[tuple[Rows, int]]:
@@ -156,7 +156,7 @@ class Loader:
         ]
 
     def efficiency(self, batches: int = 64) -> float:
-        """The share of tokens that are no padding, in the first batches of the first epoch."""
+        """Measure the share of tokens that are no padding, in the first batches of the first epoch."""
         kept = total = 0
         for step in range(min(batches, self.steps_per_epoch)):
             batch = self.batch(step)
@@ -166,7 +166,7 @@ class Loader:
         return kept / total
 
     def _count_steps(self, drop_last: bool) -> int:
-        """Of an epoch."""
+        """Count the steps of an epoch."""
         self._load(0)
         whole, rest = divmod(len(self._groups), self.batch_size)
         steps = whole + (1 if rest and not drop_last else 0)
@@ -205,7 +205,7 @@ class Loader:
         return int(self.data.lengths[row].sum()) if row else 0
 
     def _shape(self, rows: Rows) -> tuple[int, int]:
-        """Of a micro-batch."""
+        """Return the shape of a micro-batch."""
         longest = max((self._tokens(row) for row in rows), default=0)
         return max(len(rows), 1), max(-(-longest // self._pad_multiple), 1) * self._pad_multiple
 
@@ -235,7 +235,7 @@ class Loader:
             self._groups = self._rows(epoch) if self.packing == "dataset" else self._order(epoch)
 
     def _order(self, epoch: int) -> NDArray[Any]:
-        """The shuffled samples of an epoch."""
+        """Shuffle the samples of an epoch."""
         count, numbers = len(self.data.lengths), self._numbers
         order = numpy.arange(count, dtype=self._kind) if numbers is None else numbers.copy()
         self._generator(epoch).shuffle(order)  # in place
@@ -245,7 +245,7 @@ class Loader:
         return numpy.random.Generator(numpy.random.PCG64([self.seed, epoch]))
 
     def _rows(self, epoch: int) -> Rows:
-        """The rows of a packed epoch, shuffled; the shuffling before decides which of equal length go together."""
+        """Pack an epoch and shuffle it; the earlier shuffling decides which of equal length go together."""
         order = self._order(epoch)
         packed = best_fit(self.data.lengths[order].tolist(), self.row_length)
         return [order[packed[row]].tolist() for row in self._generator(epoch).permutation(len(packed))]

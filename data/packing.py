@@ -1,4 +1,4 @@
-"""Packing: several samples in one row, so that a micro-batch holds words instead of padding.
+"""Pack several samples into one sequence, so that a micro-batch holds words instead of padding.
 
 The mean instruction has 150 tokens where the limit is 2,048. `best_fit` puts samples into as few rows as it can: the
 longest first, each into the fullest row that still has room (best-fit decreasing; at most 11/9 of the optimum, for real
@@ -20,7 +20,7 @@ ROUNDED = 64  # a chosen length is a multiple, which kernels like
 
 
 def best_fit(lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Rows of at most `limit` tokens in total; each a list of positions in `lengths`, longest first.
+    """Pack into sequences of at most `limit` tokens, each a list of positions in `lengths`, longest first.
 
     Raises:
         ValueError: a length is above the limit.
@@ -48,7 +48,7 @@ def best_fit(lengths: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def level(lengths: Sequence[int], limit: int, multiple: int, least: int = 0) -> list[list[int]]:
-    """As few rows of at most `limit` tokens as a multiple of `multiple` allows, of about equal length.
+    """Pack into the fewest rows (a multiple of `multiple`), of about equal length up to `limit` tokens.
 
     There are at least `least` rows.
 
@@ -71,7 +71,7 @@ def level(lengths: Sequence[int], limit: int, multiple: int, least: int = 0) -> 
 def choose_row_length(
     mean: float, longest: int, limit: int, batch_size: int, micro_batch_size: int, replicas: int, stages: int
 ) -> int:
-    """A length of rows by which a step has enough micro-batches to keep a pipeline busy.
+    """Choose a packed length that gives a step enough micro-batches to keep a pipeline busy.
 
     Args:
         mean, longest: of the samples, in tokens.

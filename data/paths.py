@@ -1,4 +1,4 @@
-"""What a path that somebody wrote leads to: a home folder, a small file that is read whole."""
+"""Expand home folders in paths, and read small files whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_BYTES = 2**20  # far above any config or chat template
 
 
 def expanded(path: str | Path) -> Path:
-    """A path with `~` and `~user` replaced.
+    """Replace `~` and `~user` in a path.
 
     Raises:
         DataError: nobody knows where that is.
@@ -24,12 +24,12 @@ def expanded(path: str | Path) -> Path:
 
 
 def with_home(path: str) -> str:
-    """The same as text; any other path stays as it was written."""
+    """Expand a path given as text; one without `~` stays as it was written."""
     return str(expanded(path)) if path.startswith("~") else path
 
 
 def read_small(path: str | Path) -> bytes:
-    """The bytes of a regular file; a pipe or a device might never end.
+    """Read a regular file's bytes; a pipe or a device might never end.
 
     Raises:
         OSError: it cannot be read, is no regular file, or is larger than `MOST_BYTES`.

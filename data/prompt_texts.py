@@ -1,4 +1,4 @@
-"""Every text that Pipetune itself puts in: the plain format's, and what stands for what a template does not know.
+"""Define every text that Pipetune adds: the plain format's, and those for unsupported template features.
 
 demo.py asks with the same ones, so that a model is asked exactly as it was trained.
 """

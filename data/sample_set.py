@@ -1,4 +1,4 @@
-"""Tokenized samples as a loader sees them, wherever they are kept."""
+"""Define tokenized samples as a loader sees them, wherever they are kept."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ IGNORED = -100  # the label of a token that is not trained, as in transformers a
 
 
 class Sample(TypedDict):
-    """One tokenized record; both lists have the same length."""
+    """Hold one tokenized record; both lists have the same length."""
 
     input_ids: list[int]
     labels: list[int]
 
 
 class SampleSet(Protocol):
-    """Samples, and what is known of each without reading it."""
+    """Describe samples, and what is known of each without reading it."""
 
     @property
     def samples(self) -> Sequence[Sample]: ...
@@ -35,7 +35,7 @@ class SampleSet(Protocol):
 
 @dataclass(frozen=True)
 class InMemory:
-    """Samples that somebody made without files: a benchmark or a test."""
+    """Hold samples made without files, for a benchmark or a test."""
 
     samples: Sequence[Sample]
 

@@ -1,4 +1,4 @@
-"""The plain format: the well-known instruction prompt, for tokenizers without a chat template.
+"""Write the plain format, an instruction prompt for tokenizers without a chat template.
 
 It knows questions and answers only. System messages, tools and their calls are said in the words of
 `data.chat.prompts`; what follows the last answer is left out. Each answer is followed by the end of sequence.
@@ -15,7 +15,7 @@ from data.chat.rendered import RenderedText, Span, join
 
 
 def write_plain(said: Sequence[Said], tools: list[JSON], end: str, open_end: bool = False) -> RenderedText:
-    """A dialogue as text.
+    """Write a dialogue as text.
 
     Args:
         end: the end of sequence.

@@ -1,4 +1,4 @@
-"""How records are asked to be written: the config's keys for prompts.
+"""Define the config's keys for prompts: how records are written.
 
 A record is written by a chat template (`data.chat.chat_template`), the tokenizer's own or one from a file, or in the
 plain format (`data.chat.plain`, the well-known instruction prompt). demo.py asks through the same functions, so that a
@@ -41,7 +41,7 @@ def check_prompt_format(value: str) -> str:
 
 
 def template_in_file(path: str) -> str:
-    """The text of a user's chat template. It runs in the sandbox that transformers runs templates in.
+    """Read a user's chat template. It runs in the sandbox that transformers runs templates in.
 
     Raises:
         DataError: see `check_prompt_format`.
@@ -102,16 +102,16 @@ PromptFormat = Annotated[str, AfterValidator(_validate)]
 
 @dataclass(frozen=True)
 class Prompts:
-    """The config's keys for prompts."""
+    """Hold the config's keys for prompts."""
 
     # The tokenizer's chat template when it ships one, else plain, where absent.
     prompt_format: PromptFormat | None = None
     # What the template gets beside the messages, such as `enable_thinking`.
     template_args: dict[str, Any] = field(default_factory=dict)
-    # What becomes of what a template does not take: said in another way, or the record is refused. Where absent, system
+    # What to do about unsupported template features: rewrite them, or refuse the record. Where absent, system
     # messages, and roles that do not alternate, are rewritten; tools and thoughts are refused.
     template_fallback: Fallback | None = None
-    # Which tokens bear loss: all of the assistant's messages, those after the last question, or all.
+    # Which tokens are trained: all of the assistant's messages, those after the last question, or all.
     mask: Mask = "assistant"
 
 

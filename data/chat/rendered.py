@@ -1,4 +1,4 @@
-"""A whole sample as text, and which of its characters bear loss."""
+"""Define a whole sample as text, and which of its characters are trained."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ Range = tuple[int, int]  # of characters, [begin, end)
 
 
 class Span(NamedTuple):
-    """A piece of text; `supervised` pieces bear loss."""
+    """Hold a piece of text; `supervised` pieces are trained."""
 
     text: str
     supervised: bool
 
 
 class RenderedText(NamedTuple):
-    """A sample as text."""
+    """Hold a sample as text."""
 
     text: str
-    loss: list[Range]  # the ranges that bear loss, in order, none empty, none touching the next
+    loss: list[Range]  # the trained ranges, in order, none empty, none touching the next
     # What a person has to know of how it was written, each with an example of it.
     notes: dict[str, str] = {}  # nobody changes it
 
 
 def join(spans: Iterable[Span]) -> RenderedText:
-    """Pieces of text put together."""
+    """Join pieces of text."""
     loss: list[Range] = []
     texts = []
     place = 0
@@ -38,7 +38,7 @@ def join(spans: Iterable[Span]) -> RenderedText:
 
 
 def without(whole: Range, holes: Sequence[Range]) -> list[Range]:
-    """What is left of a range."""
+    """Return what is left of a range."""
     left = []
     begin, end = whole
     for hole in holes:
@@ -48,7 +48,7 @@ def without(whole: Range, holes: Sequence[Range]) -> list[Range]:
 
 
 def joined(ranges: Iterable[Range]) -> list[Range]:
-    """In order; those that touch are one."""
+    """Sort ranges and merge those that touch."""
     done: list[Range] = []
     for begin, end in sorted(ranges):
         if done and begin <= done[-1][1]:

@@ -1,4 +1,4 @@
-"""Running chat templates, which anybody may have written: in transformers' sandbox, with limited time and memory.
+"""Run untrusted chat templates in transformers' sandbox, with limited time and memory.
 
 The sandbox keeps a template from files and from Python's insides, but not from looping for ever. So while templates are
 rendered a thread looks once a second which rendering is still the same one, and after `LIMIT` looks ends it by an
@@ -46,14 +46,14 @@ T = TypeVar("T")
 
 
 class SlowTemplate(Exception):
-    """A template does not come to its end. No record's fault, so nobody takes it for one and tries the next."""
+    """Report a template that timed out; not a record's fault, so the next record is not tried."""
 
     def __init__(self) -> None:
         super().__init__(f"the chat template is still at one dialogue after {LIMIT * INTERVAL:.0f} seconds")
 
 
 class LargeTemplate(SlowTemplate):
-    """A template makes far more than it was given."""
+    """Report a template that makes far more than it was given."""
 
     def __init__(self) -> None:
         Exception.__init__(
@@ -63,7 +63,7 @@ class LargeTemplate(SlowTemplate):
 
 
 class _Watch:
-    """Ends what takes too long, by an exception that comes at any place in its thread, also on the way out."""
+    """End what takes too long, by an exception that comes at any place in its thread, also on the way out."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -157,7 +157,7 @@ def _environment() -> Environment:
 
 
 class _Pieces(list[str]):
-    """What a template writes, piece by piece."""
+    """Collect what a template writes, piece by piece."""
 
     size = 0
 
@@ -250,7 +250,7 @@ def _held(name: str, subject: Any, /, *others: Any, **named: Any) -> tuple[Any, 
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose results are measured."""
+    """Wrap a filter to measure its results."""
     first = int(hasattr(function, "jinja_pass_arg"))  # Jinja's own argument stands before the value
 
     @wraps(function)
@@ -278,11 +278,11 @@ def _product(_: object, operator: str, left: Any, right: Any) -> Any:
 
 @lru_cache
 def compiled(text: str) -> Template:
-    """A template ready to be rendered.
+    """Compile a template.
 
     Raises:
         jinja2.TemplateSyntaxError: it is damaged.
-        SlowTemplate: it does not come to its end.
+        SlowTemplate: it timed out.
     """
     template = _watch.call(_environment().from_string, text)
     # Jinja copies them at every rendering, which takes three times as long as the rendering while they are a ChainMap.
@@ -291,10 +291,10 @@ def compiled(text: str) -> Template:
 
 
 def render(text: str, **names: Any) -> str:
-    """What a template writes.
+    """Render a template.
 
     Raises:
-        SlowTemplate: it does not come to its end, or makes far more than it is given.
+        SlowTemplate: it timed out, or makes far more than it is given.
         Exception: whatever the template raises.
     """
     template = compiled(text)
@@ -303,7 +303,7 @@ def render(text: str, **names: Any) -> str:
 
 
 def generated_spans(text: str, **names: Any) -> list[tuple[int, int]]:
-    """The ranges of characters that a template marks as generated; raises as `render` does."""
+    """Find the ranges of characters that a template marks as generated; raises as `render` does."""
     template = compiled(text)
     environment: Any = template.environment
     blocks = _Pieces()

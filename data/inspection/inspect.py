@@ -1,6 +1,6 @@
-"""Showing samples as the model gets them: supervised tokens in colour, or between marks where there is none.
+"""Show samples as the model gets them: trained tokens in colour, or between marks without colour.
 
-The text is put together from the tokens themselves, so what is coloured is what bears loss, token by token.
+The text is put together from the tokens themselves, so the coloured text is exactly the trained tokens.
 
 `write_page` makes one HTML page that can be shared, with each token's boundaries, and its id on hover. The page holds
 everything it needs. It runs no script, loads nothing, and follows the reader's light or dark setting. What the samples
@@ -77,7 +77,7 @@ LONGEST_CHARACTER = 4  # bytes, and so tokens
 
 
 class Piece(NamedTuple):
-    """The fewest tokens that hold whole characters, most often one."""
+    """Hold the fewest tokens that make whole characters, most often one."""
 
     text: str
     ids: tuple[int, ...]
@@ -86,7 +86,7 @@ class Piece(NamedTuple):
 
 
 def summary(number: int, sample: Sample) -> str:
-    """A line that counts a sample's tokens."""
+    """Count a sample's tokens in one line."""
     supervised = sum(int(label != IGNORED) for label in sample["labels"])
     length = len(sample["input_ids"])
     return f"sample {number}: {length} tokens, {supervised} supervised ({supervised / length:.0%})"
@@ -117,10 +117,10 @@ def show_tools(tokenizer: PreTrainedTokenizerBase, prompts: Prompts, console: Co
 
 
 def coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase, marked: bool = False) -> Text:
-    """The sample's text, of a long one the beginning and the end.
+    """Return a sample's text; a long one is cut to its beginning and end.
 
     Args:
-        marked: what is supervised stands between marks, too.
+        marked: put trained text between marks, too.
     """
     text = Text()
     begin, end = MARKS if marked else ("", "")
@@ -139,7 +139,7 @@ def _without_colour(console: Console) -> bool:
 
 
 def pieces(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
-    """A sample cut into its tokens, each with the text that it adds to what stands before it."""
+    """Cut a sample into its tokens, each with the text that it adds."""
     added = tokenizer.added_tokens_decoder
     special = {number for number, token in added.items() if token.special} | set(tokenizer.all_special_ids)
     done: list[Piece] = []
@@ -188,7 +188,7 @@ def _token(piece: Piece) -> str:
     tag = "b" if piece.supervised else "i"
     ids = " ".join(map(str, piece.ids))
     kind = ' class="s"' if piece.special else ""
-    # The end of a line is shown, or nobody would see whether it bears loss; a line feed at the beginning of <pre>
+    # The end of a line is shown, or nobody would see whether it is trained; a line feed at the beginning of <pre>
     # would be dropped, this one stands in a tag.
     text = escape(piece.text).replace("\r", "␍").replace("\n", "↵\n")
     return f'<{tag}{kind} title="{ids}">{text}</{tag}>'

@@ -1,4 +1,4 @@
-"""What a person wants to know about the data before a run begins, and what they would act on.
+"""Summarise the data before a run, with warnings to act on.
 
 `table` counts per file and type of record, `facts` and `packing` sum up, `warnings` says what is probably not as it was
 meant, `report` all of it. It is known from the cache; only looking for records that are both trained and evaluated on
@@ -28,7 +28,7 @@ COLUMNS = ("file", "type", "records", "samples", "tokens", "supervised", "cut", 
 
 
 def table(dataset: Dataset) -> str:
-    """What became of the records of each file and type, the largest first: lines for a log of any width."""
+    """Count the records of each file and type, the largest first, as log lines of any width."""
     groups = sorted(dataset.tallies.items(), key=lambda group: -group[1].tokens)
     rows = [COLUMNS, *((safe_line(Path(file).name), kind, *_numbers(tally)) for (file, kind), tally in groups[:ROWS])]
     if len(groups) > ROWS:
@@ -43,7 +43,7 @@ def table(dataset: Dataset) -> str:
 
 
 def facts(dataset: Dataset, max_seq_len: int, what: str = "an epoch") -> list[str]:
-    """Lines about the set as a whole.
+    """Describe the whole set in lines.
 
     Args:
         what: the set is.
@@ -68,7 +68,7 @@ def facts(dataset: Dataset, max_seq_len: int, what: str = "an epoch") -> list[st
 
 
 def warnings(dataset: Dataset, max_seq_len: int) -> list[str]:
-    """What is worth a look before hours are spent on it."""
+    """Warn of what is worth a look before hours of training."""
     total, n = dataset.total, len(dataset.samples)
     supervised = total.supervised / max(total.tokens, 1)
     found = []
@@ -106,7 +106,7 @@ def warnings(dataset: Dataset, max_seq_len: int) -> list[str]:
 
 
 def overlap(dataset: Dataset, evaluation_set: Dataset) -> list[str]:
-    """A warning where records are both trained and evaluated on."""
+    """Warn if records are both trained and evaluated on."""
     common = int(numpy.isin(evaluation_set.digests, dataset.digests).sum())
     if not common:
         return []
@@ -131,7 +131,7 @@ def report(
     log: Console,
     what: str = "an epoch",
 ) -> None:
-    """Say what a run is about to train on, and draw the lengths into its folder.
+    """Log what a run is about to train on, and draw the lengths into its folder.
 
     Args:
         what: the dataset is: an epoch, or a window of a stream.
@@ -175,7 +175,7 @@ def draw_lengths(dataset: Dataset, max_seq_len: int, path: Path) -> Path:
 
 
 def packing(loader: Loader, samples: int) -> list[str]:
-    """Lines about how samples share rows."""
+    """Describe in lines how samples are packed."""
     kept = f"; {loader.efficiency():.1%} of the tokens are no padding" if loader.steps_per_epoch else ""
     if not loader.packing:
         return [f"packing: off, each sample has a row of its own{kept}"]

@@ -1,1 +1,1 @@
-"""Sets that are tokenized while a run trains on them, a window at a time."""
+"""Tokenize a data set while a run trains on it, a window at a time."""

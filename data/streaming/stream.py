@@ -1,4 +1,4 @@
-"""A set of records that is tokenized while a run trains on it, because all of it would not fit on the disk.
+"""Tokenize a data set while a run trains on it, because all of it would not fit on the disk.
 
 Windows (`data.streaming.windows`) follow each other without a gap, over the ends of epochs too, and the samples of each
 are shuffled. A position in the stream is the number of samples before it; which sample stands there is a pure function
@@ -34,7 +34,7 @@ SHARE = 0.5  # of the stream's bytes that a window takes
 
 @dataclass
 class _Held:
-    """A window that can be read; its samples have the numbers from `first` on, and `order` shuffles them."""
+    """Hold a readable window; its samples have the numbers from `first` on, and `order` shuffles them."""
 
     first: int
     dataset: Dataset
@@ -42,7 +42,7 @@ class _Held:
 
 
 class Stream:
-    """Samples by number, of the windows that the last `take` and the one before it needed."""
+    """Read samples by number, from the windows of the last two calls of `take`."""
 
     def __init__(self, windows: Windows, seed: int) -> None:
         self.windows = windows  # where each begins, and what was made of them
@@ -50,7 +50,7 @@ class Stream:
         # The position where the run ends, in one process of each host: this one makes windows before they are needed,
         # and removes old ones. 0 in the others.
         self.until = 0
-        # What a `data.tokenized.dataset.SampleSet` has: the samples, their tokens, and how many of them bear loss.
+        # What a `data.tokenized.dataset.SampleSet` has: the samples, their tokens, and how many of them are trained.
         self.samples: Any = _Column(self, "samples")
         self.lengths: Any = _Column(self, "lengths")
         self.supervised: Any = _Column(self, "supervised")
@@ -65,11 +65,11 @@ class Stream:
         self._ends = numpy.cumsum([each.samples for each in self.windows.made], dtype=numpy.int64).tolist()
 
     def __len__(self) -> int:
-        """How many samples were made so far."""
+        """Count the samples made so far."""
         return self._ends[-1] if self._ends else 0
 
     def take(self, begin: int, count: int) -> list[int]:
-        """The numbers of the samples at some positions.
+        """Return the numbers of the samples at some positions.
 
         Raises:
             DataError: a file or a record is wrong, a file has changed, or a whole epoch gives no sample.
@@ -97,27 +97,27 @@ class Stream:
 
     @property
     def shown(self) -> Dataset | None:
-        """The first of the windows that are held."""
+        """Return the first of the windows that are held."""
         return self._held[min(self._held)].dataset if self._held else None
 
     def epoch(self, position: int) -> int:
-        """Of the sample at a position that was taken, from 0."""
+        """Return the epoch (from 0) of the sample at a position that was taken."""
         return self.windows.begin(bisect_right(self._ends, position)).epoch
 
     def origin(self, number: int) -> str:
-        """Where a sample comes from, for a person."""
+        """Name a sample's source file and record."""
         dataset, place = self.find(number)
         return dataset.origin(place)
 
     def fingerprint(self) -> str:
-        """A digest of the files' sizes, the tokenizer, the prompts and the limit.
+        """Digest the files' sizes, the tokenizer, the prompts and the limit.
 
         The tokens are not in it; those of a window are compared where it is made once more.
         """
         return self.windows.asked
 
     def find(self, number: int) -> tuple[Dataset, int]:
-        """The window that holds a sample, and the sample's place there."""
+        """Find the window that holds a sample, and the sample's place there."""
         held = self._held[bisect_right(self._ends, number)]
         return held.dataset, number - held.first
 
@@ -135,7 +135,7 @@ class Stream:
             self._held[number] = _Held(first, dataset, generator.permutation(len(dataset)))
 
     def _let_go(self, position: int) -> None:
-        """Hold no longer what ends before a position."""
+        """Release windows that end before a position."""
         for number in [number for number in self._held if self._ends[number] <= position]:
             del self._held[number]
 
@@ -153,7 +153,7 @@ class Stream:
 
 
 class _Column:
-    """Looks up what each window knows of its samples, by the samples' numbers."""
+    """Look up a value of each sample in its window, by the sample's number."""
 
     def __init__(self, stream: Stream, name: str) -> None:
         self._stream = stream
@@ -173,7 +173,7 @@ class _Column:
 
 
 class StreamLoader(Loader):
-    """Cuts a stream into global batches, all of them full, as it has no end.
+    """Cut an endless stream into global batches, all of them full.
 
     How many an epoch has is not known. A batch's tensors can be made until the one after the next is cut.
     """
@@ -182,11 +182,11 @@ class StreamLoader(Loader):
     knows_lengths = False
 
     def batch(self, step: int) -> GlobalBatch:
-        """The global batch of a step, counted from 0."""
+        """Return the global batch of a step, counted from 0."""
         return self.batch_of(self.data.take(step * self.batch_size, self.batch_size))
 
     def epoch(self, step: int) -> int:
-        """In which a step that was cut begins, counted from 0."""
+        """Return the epoch (from 0) in which a step that was cut begins."""
         return self.data.epoch(step * self.batch_size)
 
     def _count_steps(self, drop_last: bool) -> int:
@@ -206,7 +206,7 @@ def open_stream(
     seed: int = 0,
     log: Console | None = None,
 ) -> Stream:
-    """A stream of records; nothing is tokenized yet. See `data.tokenized.dataset.load_dataset`.
+    """Open a stream of records; nothing is tokenized yet. See `data.tokenized.dataset.load_dataset`.
 
     Args:
         gigabytes: that samples may take on the disk at any time.

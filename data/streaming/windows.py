@@ -1,4 +1,4 @@
-"""The windows of a streamed set: where each begins, and its samples, tokenized when they are wanted.
+"""Find and tokenize the windows of a streamed set on demand.
 
 An epoch's files stand in an order of its own, and their records are tokenized in that order by the same machinery as
 any set (`data.tokenized`). A window ends with the chunk of records by which its samples reach a number of bytes, or
@@ -29,7 +29,7 @@ POLL = 1.0  # seconds between two looks at a window that is being made
 
 
 class Place(NamedTuple):
-    """Where a window begins: a file of an epoch's order, and how many of its records come before."""
+    """Locate a window's start: a file of an epoch's order, and its records before the start."""
 
     epoch: int
     file: int
@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What is kept of a window."""
+    """Hold what is kept of a window."""
 
     samples: int
     end: Place  # where the next one begins
@@ -45,13 +45,13 @@ class Made(NamedTuple):
 
 
 class Windows:
-    """The windows of all epochs, counted from 0.
+    """Manage the windows of all epochs, counted from 0.
 
     Args:
         recipe: of all records.
         n_bytes: of a window's samples.
         folder: for the samples of this run and no other.
-        log: told whom this process waits for.
+        log: gets a line that says whom this process waits for.
 
     Raises:
         DataError: a file is missing.
@@ -69,11 +69,11 @@ class Windows:
         self._ahead: dict[int, Future[Path]] = {}
 
     def begin(self, number: int) -> Place:
-        """Where a window begins; the one before it was made."""
+        """Return where a window begins; the one before it must be made."""
         return self.made[number - 1].end if number else Place(0, 0, 0)
 
     def open(self, number: int, waiting: Callable[[], object]) -> Dataset:
-        """The samples of a window, which may be none; the one before it was made.
+        """Open the samples of a window (maybe none); the one before it must be made.
 
         Args:
             waiting: called every second until they are there.
@@ -115,7 +115,7 @@ class Windows:
         return dataset
 
     def make(self, number: int) -> None:
-        """Begin to make a window whose predecessor was made, and go on; `open` will wait for it."""
+        """Start making a window in the background (its predecessor is made); `open` waits for it."""
         if number not in self._ahead:
             recipe, quiet = self._recipe_of(number), Console(quiet=True)
             self._ahead[number] = _begun(lambda: open_cache(recipe, self._folder, quiet, progress=False))
@@ -125,7 +125,7 @@ class Windows:
         Cache(self._folder).keep([self._recipe_of(number) for number in numbers])
 
     def peek(self) -> Dataset:
-        """The samples of the first records, which are no window."""
+        """Return samples of the first records, which are no window."""
         recipe = self._recipe_of(0, n_bytes=1)
         return Dataset(open_cache(recipe, self._folder, self._log), [file.path for file in recipe.files])
 
@@ -139,7 +139,7 @@ class Windows:
 
 
 def _begun(work: Callable[[], Path]) -> Future[Path]:
-    """Something that is done while the main thread goes on, and is given up when the process ends."""
+    """Run a function in the background; it is abandoned when the process ends."""
     job: Future[Path] = Future()
 
     def run() -> None:

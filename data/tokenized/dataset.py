@@ -155,7 +155,7 @@ def load_dataset(
         tokenizer: folder of the tokenizer.
         seed: by which a mixture draws.
         cache_dir: where tokenized data lie; see `data.tokenized.store.default_folder`.
-        log: called with the name of whom this process waits for.
+        log: gets a line that says whom this process waits for.
 
     Raises:
         DataError: a file or a record is wrong, or no trained token is left.

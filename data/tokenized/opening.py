@@ -42,7 +42,7 @@ def open_cache(recipe: Recipe, folder: Path, log: Console, progress: bool = True
 
     Args:
         folder: of all tokenized data.
-        log: called with the name of whom this process waits for.
+        log: gets a line that says whom this process waits for.
         progress: show a bar on a terminal, in the one process that builds.
 
     Raises:

@@ -27,7 +27,7 @@ TEMPLATE = (
 
 
 def build(path: Path, _: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer, its special tokens, and its template where it has the pieces of one."""
+    """Build the tokenizer, its special tokens, and its template where it has the pieces of one."""
     proto = read_model(path)
     names = [piece.piece for piece in proto.pieces]
     roles = names[195:197]

@@ -38,7 +38,7 @@ PUBLISHED = {
 
 
 def build(path: Path, _: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer, its special tokens and its template; `DataError` where the vocabulary is damaged."""
+    """Build the tokenizer, its special tokens and its template; `DataError` where the vocabulary is damaged."""
     proto = read_model(path)
     names = [piece.piece if piece.type in (NORMAL, BYTE) else piece.piece + MARK for piece in proto.pieces]
     names += [name + MARK for name in COMMANDS]

@@ -17,7 +17,7 @@ from data.errors import DataError
 
 
 def build(path: Path, settings: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer, its special tokens, and its template where it has ChatML's tokens."""
+    """Build the tokenizer, its special tokens, and its template where it has ChatML's tokens."""
     proto = read_model(path)
     added = stated_tokens(path, settings)
     names = [added[number].content if number in added else piece.piece for number, piece in enumerate(proto.pieces)]

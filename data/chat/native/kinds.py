@@ -1,4 +1,4 @@
-"""The folders whose tokenizers are built here, and the export of these.
+"""Build tokenizers of folders with remote code, and export them.
 
 Each kind ships a vocabulary and a tokenizer class of its own that must never run (and mostly no longer can). It is
 rebuilt as a `tokenizers` BPE with the ids of the original, which tells where its tokens lie in the text.
@@ -25,7 +25,7 @@ Settings = dict[str, Any]
 
 
 class Kind(NamedTuple):
-    """The tokenizers of one `model_type`."""
+    """Describe the tokenizers of one `model_type`."""
 
     vocabulary: str  # the file that they are made of
     # Makes one of that file and tokenizer_config.json, with its special tokens and its template as published.
@@ -47,7 +47,7 @@ KINDS |= dict.fromkeys(("qwen", "QWenTokenizer"), Kind("qwen.tiktoken", qwen.bui
 
 
 def native_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
-    """The tokenizer of a folder of these kinds; None for any other, and where there is a tokenizer.json.
+    """Build the tokenizer of a folder of these kinds; None for others and with a tokenizer.json.
 
     Raises:
         DataError: the folder's vocabulary is missing or damaged, or does not fit what tokenizer_config.json says.
@@ -123,7 +123,7 @@ def older_template(folder: Path) -> str | None:
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The ids that end an answer: the end of sequence, ChatML's, and the roles that a ChatGLM3 hands over to."""
+    """List the ids that end an answer: the end of sequence, ChatML's, and the roles that a ChatGLM3 hands over to."""
     names = ("eos_token_id", "im_end_token_id", "user_token_id", "observation_token_id")
     return {number for name in names if (number := getattr(tokenizer, name, None)) is not None}
 

@@ -17,7 +17,7 @@ from data.errors import DataError
 
 
 def build(path: Path, settings: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer with the folder's added tokens, and its special tokens."""
+    """Build the tokenizer with the folder's added tokens, and its special tokens."""
     proto = read_model(path)
     prefix, stated = proto.normalizer_spec.add_dummy_prefix, settings.get("add_prefix_space")
     if stated not in (None, prefix):

@@ -1,4 +1,4 @@
-"""A sentencepiece BPE model as a `tokenizers` BPE with the same ids.
+"""Convert a sentencepiece BPE model to a `tokenizers` BPE with the same ids.
 
 - sentencepiece merges the neighbours whose joint piece has the best score, so every way to cut a piece into two pieces
   becomes a merge, ranked by the score of the whole;
@@ -65,7 +65,7 @@ def expected_ids(path: Path) -> Iterator[tuple[str, list[int]]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A settings file's object; empty where there is no file.
+    """Read a settings file's object; empty if there is no file.
 
     Raises:
         DataError: it is damaged.
@@ -92,7 +92,7 @@ def stated_tokens(path: Path, settings: dict[str, Any], **changes: bool) -> dict
 
 
 def read_model(path: Path) -> ModelProto:
-    """The model; `DataError` where it is damaged or of another kind, `OSError` where the file cannot be read."""
+    """Read the model; `DataError` where it is damaged or of another kind, `OSError` where the file cannot be read."""
     proto = ModelProto()
     try:
         proto.ParseFromString(path.read_bytes())
@@ -140,7 +140,7 @@ def bpe(proto: ModelProto, names: list[str], bare: Sequence[str] = (), dropped: 
 
 
 def _merges(proto: ModelProto) -> list[tuple[str, str]]:
-    """Every cut of a piece into two pieces, best score of the whole first."""
+    """List every cut of a piece into two pieces, best score of the whole first."""
     pieces = {piece.piece: piece.score for piece in proto.pieces if piece.type == NORMAL}
     merges = []
     for whole in sorted(pieces, key=lambda piece: -pieces[piece]):

@@ -28,7 +28,7 @@ SYSTEM = (
 
 
 def build(path: Path, settings: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer, its special tokens and its template."""
+    """Build the tokenizer, its special tokens and its template."""
     if more := settings.get("extra_vocab_file"):
         raise DataError(f"{path}: extra_vocab_file ({more}) is not read; expected a tokenizer.json")
     ranks = _read_ranks(path)
