@@ -130,7 +130,7 @@ class Loader:
         return self._spread([[chosen[position] for position in row] for row in rows])
 
     def tensors(self, batch: GlobalBatch, replica: int) -> Iterator[MicroBatch]:
-        """A replica's micro-batches: `((input_ids, position_ids), (labels, scale, share))`; [B, S] int64 and [] fp32.
+        """Make micro-batches: `((input_ids, position_ids), (labels, scale, share))`; [B, S] int64 and [] fp32.
 
         DeepSpeed averages the micro-batches' losses over micro-batches and replicas, so each one's token sum is scaled
         by their number over the trained tokens of the global batch. `share` does the same for losses that are no sum

@@ -1,7 +1,7 @@
 """Define the layouts of published data sets and convert each to records.
 
-A layout is a pydantic model of one object. Its required fields tell it from the others (`data.records.formats`); what
-it does not know is judged by `data.records.fields`. Where one object holds several samples (all questions on an
+A layout is a pydantic model of one object. Its required fields tell it from the others (`data.records.formats`);
+`data.records.fields` judges the fields it does not know. Where one object holds several samples (all questions on an
 article, all instances of an instruction) it becomes several records.
 """
 

@@ -4,7 +4,7 @@ Records are read here, one after the other, handed to workers in chunks, and wri
 chunks for each worker are under way, so memory does not grow with the data. Workers are forked once the tokenizer is
 loaded, so they share it.
 
-A bad record stops the tokenizing but not the reading: the rest is only checked, and all bad records are told at once.
+A bad record stops the tokenizing, not the reading: the rest is checked and all bad records are reported together.
 """
 
 from __future__ import annotations
