@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 PARENT_DEATH_SIGNAL = 1  # Linux's PR_SET_PDEATHSIG
@@ -17,6 +18,16 @@ def together() -> Callable[[], None]:
     return partial(end_with_parent, os.getpid())
 
 
+@contextmanager
+def without_sigterm() -> Iterator[None]:
+    """Hold SIGTERM back while a child is forked: what its handler raises would be lost in the hooks of the fork."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def end_with_parent(parent: int) -> None:
     """Have the kernel kill this process once the thread that started it has ended.
 
@@ -25,5 +36,6 @@ def end_with_parent(parent: int) -> None:
             gives somebody else's.
     """
     _libc.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # see `without_sigterm`
     if os.getppid() != parent:
         os._exit(1)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from common.parent import together
+from common.parent import together, without_sigterm
 from training.errors import RunRefused
 from training.metrics.reporter import METRICS_FILE, read_metrics
 from training.proof.recorder import HELD, HOLD
@@ -49,7 +49,7 @@ class Launch:
     def __init__(self, start: Start) -> None:
         self._start, self._output = start, start.notes / "output"
         words = [sys.executable, start.script, "--config", str(start.config), "--record", str(start.notes)]
-        with open(self._output, "ab") as output:
+        with open(self._output, "ab") as output, without_sigterm():
             start_alone = partial(subprocess.Popen, words, stdin=subprocess.DEVNULL, start_new_session=True)
             self._process = start_alone(stdout=output, stderr=subprocess.STDOUT, preexec_fn=together())
 
