@@ -101,7 +101,7 @@ class Task(ABC):
         """Check that every host has the same weights to begin with; all ranks call it together."""
 
     def begin(self, job: Job) -> None:  # noqa: B027
-        """Prepare the samples of the first step."""
+        """Prepare this process, and the samples of the first step."""
 
     def close(self) -> None:  # noqa: B027
         """Release what `begin` started."""

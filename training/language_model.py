@@ -110,8 +110,7 @@ class LanguageModel(Task):
         check_model(self.model_folder, weights=job.progress.checkpoint is None and not job.config.from_scratch)
 
     def divide(self, config: TrainConfig) -> Division:
-        parts = config.parts_for(self.n_layers) or even_parts(self.n_layers, config.chunks)
-        return Division(config.topology(parts if self.in_stages else []), config.recomputed(self.spec.n_blocks))
+        return split_as_configured(config, self.spec, self.in_stages)
 
     def begin(self, job: Job) -> None:
         set_threads(job.place.local_size, self.spec.config.hidden_size)
@@ -147,6 +146,15 @@ class LanguageModel(Task):
         return f", {self.loader.steps_per_epoch} an epoch"
 
 
-def even_parts(n_layers: int, chunks: int) -> list[int]:
-    """Layers per chunk, as equal as can be; the first chunks have one more."""
-    return [n_layers // chunks + (chunk < n_layers % chunks) for chunk in range(chunks)]
+def split_as_configured(config: TrainConfig, spec: ModelSpec, in_stages: bool) -> Division:
+    """Divide a model without a planner: `parts: auto` is an even split, and with `use_grad_ckpt: auto` all recompute.
+
+    Raises:
+        ConfigError: the config and the model do not fit each other.
+    """
+    size, rest = divmod(spec.n_layers, config.chunks)
+    parts = config.parts_for(spec.n_layers) or [size + (chunk < rest) for chunk in range(config.chunks)]
+    report = ["gradient checkpointing: auto, all blocks, as it is not known how ZeRO divides the memory"]
+    unplanned = config.use_grad_ckpt == "auto" and not in_stages
+    topology = config.topology(parts if in_stages else [])
+    return Division(topology, config.recomputed(spec.n_blocks), tuple(report if unplanned else []))

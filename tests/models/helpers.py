@@ -126,6 +126,13 @@ def change_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) 
     write_weights(folder, files, indexed)
 
 
+def fill_biases(weights: dict[str, Tensor]) -> None:
+    """Give the biases values; a new model's are zero."""
+    for name, tensor in weights.items():
+        if name.endswith(".bias"):
+            tensor.normal_(std=0.3)
+
+
 def change_config(folder: Path, **changes: object) -> None:
     """Set fields of config.json."""
     (folder / "config.json").write_text(json.dumps(read_config(folder) | changes))

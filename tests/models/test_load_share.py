@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from models import load_model
 from models.generation import Request, generate_many
 from tests.launching import torchrun
 from tests.models.cases import CASES, Case
-from tests.models.helpers import change_weights, random_ids
+from tests.models.helpers import change_weights, fill_biases, random_ids
 
 Make = Callable[..., Path]
 
@@ -30,20 +29,13 @@ REFUSED = {
 }
 
 
-def add_biases(weights: dict[str, Tensor]) -> None:
-    """A new model's biases are zero."""
-    for name, tensor in weights.items():
-        if name.endswith(".bias"):
-            tensor.normal_(std=0.3)
-
-
 @pytest.fixture(scope="module")
 def outcomes(make_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory, asked: set[str]) -> dict[str, Any]:
     """By name of a case, its folder and what each of two ranks did."""
     cases = {name: case for name, case in (SHARED | REFUSED).items() if name in asked}
     folders = {name: make_checkpoint(case[0], **case[1] | WIDE) for name, case in cases.items()}
     if "llama-biases" in folders:
-        change_weights(folders["llama-biases"], add_biases)
+        change_weights(folders["llama-biases"], fill_biases)
     path = tmp_path_factory.mktemp("together") / "cases.json"
     path.write_text(
         json.dumps([{"folder": str(folder), "prompts": PROMPTS, "count": NEW} for folder in folders.values()])

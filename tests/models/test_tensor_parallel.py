@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
 from models.api import read_spec
 from models.tensor_parallel import obstacle
 from tests.closeness import assert_near, bound
 from tests.launching import torchrun
 from tests.models.cases import CASES, EXPERTS, Case
-from tests.models.helpers import change_weights
+from tests.models.helpers import change_weights, fill_biases
 
 Make = Callable[..., Path]
 
@@ -74,13 +73,6 @@ OFTEN = (
     *("baichuan2-13b", "uneven-bloom", "uneven-grouped", "own-loss", "phi3", "qwen3", "gemma2", "bf16", "recomputed"),
 )
 FULLY_CUT = ("bloom", "llama-untied", "baichuan2-7b", "chatglm3", "mixtral")
-
-
-def fill_biases(weights: dict[str, Tensor]) -> None:
-    """A new model's biases are zero."""
-    for name, tensor in weights.items():
-        if name.endswith(".bias"):
-            tensor.normal_(std=0.3)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from training.checkpoint.folder import CheckpointRecord
 from training.config.keys import TrainConfig
 from training.distributed.processes import gather
 from training.job import Job
-from training.language_model import LanguageModel
+from training.language_model import LanguageModel, split_as_configured
 from training.metrics.devices import Device, this_device
 from training.plan.inputs import MEASURED_FILE, Basis, Workload
 from training.plan.plan import Plan
@@ -65,19 +65,12 @@ def divide(
     Raises:
         ConfigError: the config and the model do not fit each other.
     """
-    parts = config.parts_for(spec.n_layers)
-    automatic = config.use_grad_ckpt == "auto"
-    if in_stages and (automatic or parts is None):
+    if in_stages and (config.use_grad_ckpt == "auto" or config.parts_for(spec.n_layers) is None):
         device = min(gather(this_device()), key=lambda device: device.memory or math.inf)
         chosen = gather(choose(config, spec, device, loader, saved) if torch.distributed.get_rank() == 0 else None)[0]
         assert chosen is not None
         return chosen
-    report = ["gradient checkpointing: auto, all blocks, as it is not known how ZeRO divides the memory"]
-    return Division(
-        config.topology(parts if in_stages and parts else []),
-        config.recomputed(spec.n_blocks),
-        tuple(report if automatic else []),
-    )
+    return split_as_configured(config, spec, in_stages)
 
 
 def choose(

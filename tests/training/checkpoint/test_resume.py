@@ -20,6 +20,7 @@ from models.conversion.to_huggingface import pp_to_hg
 from tests.conftest import FAQ
 from tests.launching import Launch, error_lines, metrics, start_deepspeed, topology, write_config
 from tests.training.checkpoint.test_folder import flip
+from training.checkpoint.deepspeed_files import read_mapped
 from training.checkpoint.folder import CheckpointRecord
 from training.plan.inputs import MEASURED_FILE
 
@@ -187,7 +188,8 @@ def resummed(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Ten
         return [walk(each) for each in value] if isinstance(value, list) else value
 
     path, about = folder / name, folder / "checkpoint.json"
-    torch.save(walk(torch.load(path, weights_only=False)), path)
+    torch.save(walk(read_mapped(path)), changed := path.with_suffix(".changed"))
+    changed.replace(path)  # only now, as the old file is mapped
     fields = json.loads(about.read_text())
     fields["files"][name] = {"size": path.stat().st_size, "crc32": zlib.crc32(path.read_bytes())}
     record = CheckpointRecord.model_validate(fields)
