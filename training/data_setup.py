@@ -23,6 +23,8 @@ from data.tokenized.dataset import Dataset, load_dataset
 from data.tokenized.tokenize import load_tokenizer
 from models.block_options import FP8_MULTIPLE
 from models.config_json import stop_ids
+from models.spec import ModelSpec
+from training.config.deepspeed_config import router_loss_weight
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 
@@ -97,6 +99,16 @@ def hold_out(data: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
     drawn = numpy.random.default_rng(seed).choice(len(digests), count, replace=False)
     trained = numpy.flatnonzero(~numpy.isin(data.digests, digests[drawn]))
     return data.select(trained), data.select(numpy.sort(first[drawn]))
+
+
+def training_loader(data: SampleSet, config: TrainConfig, spec: ModelSpec, kind: type[Loader] = Loader) -> Loader:
+    """Make the global batches that a run of this model trains on.
+
+    Raises:
+        ConfigError: as `build_loader`, or a weight for a router loss that the model does not have.
+    """
+    router_loss = router_loss_weight(config, spec) > 0
+    return build_loader(data, config, config.dataloader_drop_last, router_loss=router_loss, kind=kind)
 
 
 def build_loader(

@@ -23,10 +23,9 @@ from training.config.deepspeed_config import (
     check_fp8,
     check_shared_rows,
     check_tensor,
-    router_loss_weight,
 )
 from training.config.keys import TrainConfig
-from training.data_setup import RecordReader, build_loader
+from training.data_setup import RecordReader, build_loader, training_loader
 from training.distributed.disk import Disk
 from training.distributed.processes import set_threads
 from training.engine.trainer import Trainer
@@ -78,10 +77,7 @@ class LanguageModel(Task):
         reader = RecordReader(config, folder, log)
         self.dataset, held_out = self._sets(config, reader)
         self.held_out = held_out
-        router_loss = router_loss_weight(config, spec) > 0
-        self.loader = build_loader(
-            self.dataset, config, config.dataloader_drop_last, None, router_loss, self.loader_kind
-        )
+        self.loader = training_loader(self.dataset, config, spec, self.loader_kind)
         self.evaluation = None
         if held_out is not None:
             numbers = {kind: numpy.flatnonzero(held_out.of_type(kind)) for kind in held_out.types}

@@ -22,11 +22,11 @@ from tqdm import tqdm
 from data.tokenized.dataset import Dataset
 from models.spec import ModelSpec
 from training.config.contradictions import PARAMETERS, contradictions, of_optimizer
-from training.config.deepspeed_config import check_shared_rows, check_tensor, router_loss_weight
+from training.config.deepspeed_config import check_shared_rows, check_tensor
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
 from training.config.sections import OptimizerOffload
-from training.data_setup import build_loader
+from training.data_setup import training_loader
 from training.errors import ConfigError
 from training.plan.costs import layer_times
 from training.plan.inputs import Basis, Workload
@@ -47,9 +47,7 @@ def feed_of(dataset: Dataset, spec: ModelSpec) -> Feed:
     """Measure the workload of these records with any config."""
 
     def feed(config: TrainConfig) -> Workload:
-        router_loss = router_loss_weight(config, spec) > 0
-        loader = build_loader(dataset, config, config.dataloader_drop_last, router_loss=router_loss)
-        return Workload.measured(loader, config)
+        return Workload.measured(training_loader(dataset, config, spec), config)
 
     return feed
 

@@ -27,7 +27,7 @@ from models.checkpoint.source import open_source
 from models.router import router_loss, top_k
 from training.config.deepspeed_config import router_loss_weight, training_dtype
 from training.config.keys import TrainConfig
-from training.data_setup import build_loader
+from training.data_setup import training_loader
 from training.errors import ConfigError
 
 
@@ -56,8 +56,7 @@ class Reference:
         spec.config._experts_implementation = "eager"
         self._config, self._samples = config, samples
         self._router_weight = router_loss_weight(config, spec)
-        drop_last, router_loss = config.dataloader_drop_last, self._router_weight > 0
-        self._loader = build_loader(InMemory(samples), config, drop_last, router_loss=router_loss)
+        self._loader = training_loader(InMemory(samples), config, spec)
         self._model = CausalLM(spec, open_source(folder, spec), training_dtype(config), torch.device("cpu")).float()
         self._weights = {name.removeprefix("layers."): weight for name, weight in self._model.named_parameters()}
         self.fixed = {name.removeprefix("layers."): buffer for name, buffer in self._model.named_buffers()}

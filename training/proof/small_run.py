@@ -20,9 +20,8 @@ from models.checkpoint.side_files import copy_files
 from models.checkpoint.tensor_files import save_state_dict
 from models.derived.shrink import is_dropout, shrunk_fields
 from models.spec import ModelSpec
-from training.config.deepspeed_config import router_loss_weight
 from training.config.keys import TrainConfig
-from training.data_setup import RecordReader, build_loader
+from training.data_setup import RecordReader, training_loader
 from training.proof.launches import Start
 from training.proof.shrink_config import DATA, EVALUATION, LENGTH, MODEL, small_config, small_depth, small_topology
 from training.streamed import stream_of
@@ -101,8 +100,7 @@ def _read_samples(
     else:
         data, held_out = reader.read_sets()
     check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), data)
-    router_loss = router_loss_weight(config, spec) > 0
-    loader = build_loader(data, config, config.dataloader_drop_last, router_loss=router_loss)
+    loader = training_loader(data, config, spec)
     count = math.ceil(BATCHES * small.train_batch_size)
     chosen: dict[int, None] = {}
     for step in range(loader.steps_per_epoch):
