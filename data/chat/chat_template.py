@@ -66,6 +66,7 @@ SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 CONTROL = re.compile(r"\s*(<[|｜][^<>|｜]{1,40}[|｜]>|<\w*(?:end|eot|eos|eom|turn)\w*>|</s>)")
 MARK = re.compile(r"<[|｜][^<>|｜\s]{1,40}[|｜]?>|<[^<>|｜\s/]{1,40}[|｜]>")  # such as <|call>, <call|> and <|call|>
 FORMS = [Form(parts, text, none) for none in (False, True) for text in (False, True) for parts in (False, True)]
+MOST_TEMPLATES = 100  # kept for a tokenizer: records may bring arguments of their own
 EXAMPLE = 200  # characters of a rewritten dialogue
 
 _templates: WeakKeyDictionary[PreTrainedTokenizerBase, dict[Any, ChatTemplate]] = WeakKeyDictionary()
@@ -97,6 +98,8 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, prompts: Prompts, tools: b
     settings = json.dumps(prompts.template_args, sort_keys=True, default=str), prompts.template_fallback
     key = (text, tokenizer.eos_token, len(tokenizer), *settings)
     if key not in known:
+        if len(known) >= MOST_TEMPLATES:
+            known.clear()
         known[key] = ChatTemplate(tokenizer, text, prompts)
     return known[key]
 

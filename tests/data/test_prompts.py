@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.chat_template import NEEDS_TOOLS, NEW_IDS, NO_TOKEN
+from data.chat.chat_template import MOST_TEMPLATES, NEEDS_TOOLS, NEW_IDS, NO_TOKEN
 from data.chat.prompts import Mask, Prompts, Truncate
 from data.chat.template_check import NO_THOUGHTS, OTHER_ANSWER, OTHER_PROMPT
 from data.errors import DataError
@@ -17,7 +17,7 @@ from data.inspection.summary import warnings
 from data.sample_set import Sample
 from data.tokenized.columns import OLDEST
 from data.tokenized.dataset import Dataset, load_dataset
-from data.tokenized.tokenize import JOINED, Tokens, encode_many, encode_tokens
+from data.tokenized.tokenize import JOINED, NO_TEMPLATE, Tokens, encode_many, encode_tokens
 from tests.data.helpers import chat, rendered, runs_of, supervised, whole_text
 from tests.data.template_styles import CHATGLM3, DEEPSEEK, GEMMA, LLAMA31, MISTRAL, QWEN3, QWEN25, SMOLLM2, Style
 
@@ -89,6 +89,19 @@ def test_arguments_go_to_the_template(tokenizer: PreTrainedTokenizerBase) -> Non
     silent = tokens_of(chat(TALK), tokenizer, Prompts(template_args={"enable_thinking": False}))
     assert OTHER_PROMPT in silent.notes and "served '" in silent.notes[OTHER_PROMPT]
     assert not plain.notes
+
+
+def test_a_records_own_arguments_go_to_the_template_over_the_configs(tokenizer: PreTrainedTokenizerBase) -> None:
+    ARGUED.put_on(tokenizer)
+    own = {"messages": TALK, "chat_template_kwargs": {"language": "zh"}}
+    prompts = Prompts(template_args={"language": "fr"})
+    zh, fr, again = (tokens_of(record, tokenizer, prompts) for record in (own, {"messages": TALK}, own))
+    for tokens, language in ((zh, "zh"), (fr, "fr"), (again, "zh")):
+        written = str(tokenizer.apply_chat_template(TALK, tokenize=False, language=language))
+        assert whole_text(runs_of(tokens.sample(), tokenizer)) == written
+    assert NO_TEMPLATE in tokens_of(own, tokenizer, Prompts("plain")).notes
+    many = [own | {"chat_template_kwargs": {"language": str(number)}} for number in range(MOST_TEMPLATES + 5)]
+    assert all(isinstance(each, Tokens) for each in encode_many(many, tokenizer))
 
 
 @pytest.mark.parametrize("prompt_format", ["plain", "chat_template"])

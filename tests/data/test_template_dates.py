@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from data.chat import chat_template
 from data.chat.chat_template import DATED
-from data.chat.prompts import Prompts, TemplateArguments
+from data.chat.prompts import Prompts
+from data.records.fields import TemplateArguments
 from data.tokenized.tokenize import Tokens, encode_many
 from tests.data.helpers import RECORDS, chat
 from tests.data.template_styles import SMOLLM2
