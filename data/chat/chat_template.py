@@ -52,6 +52,10 @@ IN_PIECES = (
     "the chat template writes {tokens}, no tokens of this tokenizer, so that they are trained in pieces; expected a "
     "tokenizer that has them (added_tokens), or the template of this one"
 )
+UNPLACED = (
+    "the chat template changes the words of an answer, or what stands before it is not how a server's prompt ends; use "
+    "prompt_format: plain"
+)
 NEEDS_TOOLS = "the chat template is for dialogues with tools; expected some"
 NO_TOKEN = "the chat template ends an answer with {token}, which is no token of this tokenizer"
 NO_FORM = "the chat template writes calls in a form that cannot be read back; expected names and JSON objects"
@@ -274,7 +278,7 @@ class ChatTemplate:
                         self._frames.clear()
                     self._frames[key] = frame_of(whole, turns, notes)
                 return turns, notes
-        raise DataError(CHANGED)
+        raise DataError(UNPLACED)
 
     def _turns_by_marks(
         self, said: Sequence[Said], tools: list[JSON], text: str, markers: Markers, everybody: bool

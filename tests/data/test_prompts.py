@@ -189,6 +189,45 @@ def test_calls_come_in_the_form_that_a_template_expects(
     assert found == ["<call>look\n" + ('{"up": "it"}' if text else "up=it") + END, "D" + END]
 
 
+CALLED_AT_ONCE = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}"
+    "{% elif m.role == 'tool' %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}"
+    "{% else %}{{ m.content or '  ' }}{% for c in m.tool_calls %}{{ '<|call|>' + c.function.name }}"
+    "{{ ' up=' + c.function.arguments.up }}{% endfor %}{{ '<|im_end|>' }}{% endif %}{% endfor %}"
+)
+
+
+def test_calls_alone_are_trained_though_a_prompt_ends_with_other_white_space(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """As in vLLM's template for DeepSeek-V3; Command R+ ends every text with an order that no dialogue has."""
+    tokenizer.add_tokens(["<|call|>"], special_tokens=True)
+    tokenizer.chat_template = CALLED_AT_ONCE + "{{ '\n' }}"
+    assert learnt(chat(CALLING), tokenizer, Prompts()) == [f"<|call|>look up=it{END}", f"D{END}"]
+    tokenizer.chat_template = CALLED_AT_ONCE + "{{ '<|im_start|>Call now.<|im_end|>' }}"
+    with pytest.raises(DataError, match="what stands before it is not how a server's prompt ends"):
+        encode_tokens(chat(CALLING), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("written", "answer", "line"),
+    [
+        ("m.content | replace('\n\n', '\n')", "<think>\nHm.\n</think>\n\nSo.", "changes the words of an answer; use"),
+        ("m.content", "", r"leaves out an answer \(message 2\)"),
+    ],
+    ids=["Falcon: lines", "Nemotron Nano 2: an empty answer"],
+)
+def test_what_a_template_cannot_write_of_an_answer_is_refused(
+    written: str, answer: str, line: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages if m.content %}{{ '<|im_start|>' + m.role + '\n' + " + written + " + '<|im_end|>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    with pytest.raises(DataError, match=line):
+        encode_tokens(chat([TALK[0], {"role": "assistant", "content": answer}]), tokenizer)
+
+
 def test_a_template_may_expect_the_words_in_parts(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% for part in m.content %}"
