@@ -19,7 +19,6 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from data.errors import DataError
-from data.records.record import parse_record
 from models.api import read_spec
 from models.conversion.to_pipeline import hg_to_pp
 from models.errors import CheckpointError
@@ -31,6 +30,7 @@ from quickstart.job import Job, ask, training_arguments
 from quickstart.own import learning_rate
 from quickstart.questions import ASKED, LONGEST, OF_A_TEXT, Question, question_of, sample_of, shipped
 from tests.conftest import FAQ, ROOT
+from tests.data.helpers import parse_record
 from tests.environments import give_up
 from tests.launching import metrics, run
 from training.errors import ConfigError

@@ -1,7 +1,7 @@
 """Define the chat-API dialogue: messages with roles, tools and tool calls.
 
-It is the form that every other dialogue format is turned into (`data.records.formats`); a message may be written as
-OpenAI, ShareGPT or one of their relatives does. The assistant's messages are trained, tool calls included.
+Every other dialogue format is turned into it (`data.records.formats`); a message may be written as OpenAI, ShareGPT or
+one of their relatives does. The assistant's messages are trained, tool calls included.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import from_json
 
-from data.records.fields import SWITCHES, TemplateArguments, from_text, left_over
+from data.records.fields import SWITCHES, TemplateArguments, check_grades, from_text, unused_fields
 
 ROLES = {
     **dict.fromkeys(["system", "developer"], "system"),
@@ -30,8 +30,7 @@ SPELLINGS: dict[str, Sequence[str]] = {
     "content": ("value", "text", "refusal"),
     "reasoning_content": ("reasoning", "thinking"),
 }
-PARTS = frozenset({"thinking", "tool_use", "tool_result"})  # Anthropic's, beside texts
-ORDER = {"thinking": 0, "tool_result": 1, "tool_use": 3}  # of the parts of a message; texts are 2
+PARTS = {"thinking": 0, "tool_result": 1, "tool_use": 3}  # Anthropic's, in their order; texts are 2
 TEXTS = (None, "text", "input_text", "output_text")  # types of parts
 
 
@@ -56,7 +55,7 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """Hold one message; refuse unknown fields, or note them in the validation context (a set of names)."""
+    """Hold one message; refuse fields that matter, and note unused ones in the validation context (a set of names)."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""  # what is said; absent where an assistant only calls tools
@@ -68,15 +67,14 @@ class Message(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _written_otherwise(cls, message: Any, info: ValidationInfo) -> Any:
+    def _respell(cls, message: Any, info: ValidationInfo) -> Any:
         if not isinstance(message, dict):
             return message
         if info.context is not None and message.get("name") and message.get("role") in ("user", "assistant", "system"):
             info.context.add("messages.name")
-        as_here = message.keys() <= cls.model_fields.keys() and None not in message.values()
-        if as_here and message.get("content") and message.get("role") not in CALLS:
+        spelled_so = message.keys() <= cls.model_fields.keys() and None not in message.values()
+        if spelled_so and message.get("content") and message.get("role") not in CALLS:
             return message
-        written = message
         message = {name: value for name, value in message.items() if value is not None}
         for name, others in SPELLINGS.items():
             for other in others:
@@ -86,10 +84,9 @@ class Message(BaseModel):
             raise ValueError("role: missing")
         _take_calls(message)
         _take_switches(message)
-        _note(info, "messages", {name: message[name] for name in message.keys() - cls.model_fields.keys()})
+        _check_unused(info, "messages", {name: message[name] for name in message.keys() - cls.model_fields.keys()})
         if not message.keys() & {"content", "tool_calls", "reasoning_content"}:
-            empty = next((name for name in ("content", *SPELLINGS["content"]) if name in written), None)
-            raise ValueError(f"{empty}: expected a text, found null" if empty else "content: missing")
+            raise ValueError("content: expected a text, found none")
         return message
 
     @field_validator("role", mode="before")
@@ -109,19 +106,21 @@ class Message(BaseModel):
             if info.data.get("role") == "tool":
                 return json.dumps(content, ensure_ascii=False)
             content = [content]
-        if not isinstance(content, list):
-            return content
-        if info.data.get("role") == "assistant":  # of OpenAI: why the model does not answer, which is its answer
-            content = [_refusal_as_text(part) for part in content]
-        for part in content:
-            if not (isinstance(part, dict) and part.get("type") in TEXTS and isinstance(part.get("text"), str)):
-                kind = part.get("type") if isinstance(part, dict) else None
-                found = f", found one of type {kind!r:.40}" if kind not in TEXTS else ""
-                raise ValueError(f"expected a text or a list of parts with a text each{found}")
-            if switched := next(iter(SWITCHES & part.keys()), None):
-                raise ValueError(f"{switched}: one part cannot bear loss and another not; expected it of the message")
-            _note(info, "messages.content", {name: part[name] for name in part.keys() - {"type", "text"}})
-        return "".join(part["text"] for part in content)
+        return "".join(_text_of(part, info) for part in content) if isinstance(content, list) else content
+
+
+def _text_of(part: Any, info: ValidationInfo) -> str:
+    """Return a part's text; a model's refusal to answer (OpenAI) is its answer."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    named = "refusal" if kind == "refusal" and info.data.get("role") == "assistant" else "text"
+    known = kind in TEXTS or named == "refusal"
+    if not (isinstance(part, dict) and known and isinstance(part.get(named), str)):
+        found = "" if known else f", found one of type {kind!r:.40}"
+        raise ValueError(f"expected a text or a list of parts with a text each{found}")
+    if switched := next(iter(SWITCHES & part.keys()), None):
+        raise ValueError(f"{switched}: parts of one message cannot be trained apart; expected it of the message")
+    _check_unused(info, "messages.content", {name: part[name] for name in part.keys() - {"type", named}})
+    return str(part[named])
 
 
 class Chat(BaseModel):
@@ -144,10 +143,8 @@ class Chat(BaseModel):
     @field_validator("tools", mode="before")
     @classmethod
     def _schemas(cls, tools: Any) -> Any:
-        tools = None if tools == "" else from_text(tools, "a list")
-        if not isinstance(tools, list):
-            return [] if tools is None else tools  # pydantic says what is wrong
-        return [_without_nulls(_as_tool(tool)) for tool in tools]
+        tools = from_text(tools, "a list") if tools else []
+        return [_without_nulls(_as_tool(tool)) for tool in tools] if isinstance(tools, list) else tools
 
     @model_validator(mode="after")
     def _check(self) -> Chat:
@@ -164,7 +161,7 @@ class Chat(BaseModel):
                 name = "tool_calls" if message.tool_calls else "reasoning_content"
                 raise ValueError(f"messages[{place}].{name}: expected it of the assistant alone, not of {message.role}")
         if not any(message.role == "assistant" and message.weight for message in self.messages):
-            raise ValueError("messages: expected at least one of the assistant, found none that bears loss")
+            raise ValueError("messages: expected at least one of the assistant, found none that is trained")
         return self
 
 
@@ -174,48 +171,42 @@ def split_parts(messages: list[Any]) -> list[Any]:
     Each result becomes a message of the tool; what else a user says there follows.
 
     Raises:
-        ValueError: a part is incomplete, or parts stand in an order that messages cannot keep.
+        ValueError: a thought is no text, or parts stand in an order that messages cannot keep.
     """
     made: list[Any] = []
     for place, message in enumerate(messages):
-        content = message.get("content") if isinstance(message, dict) else None
-        parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-        kinds = [str(part.get("type")) for part in parts]
-        if not PARTS & {*kinds} or len(parts) < len(content or ()):
+        parts = message.get("content") if isinstance(message, dict) else None
+        known = isinstance(parts, list) and all(isinstance(part, dict) for part in parts)
+        kinds = [str(part.get("type")) for part in parts] if known and parts else []
+        if not parts or not PARTS.keys() & {*kinds}:
             made.append(message)
             continue
-        if kinds != sorted(kinds, key=lambda kind: ORDER.get(kind, 2)):
+        if kinds != sorted(kinds, key=lambda kind: PARTS.get(kind, 2)):
             order = "tool_result, text" if "tool_result" in kinds else "thinking, text, tool_use"
             raise ValueError(f"parts of message {place}: expected {order} in this order, found {', '.join(kinds)}")
+        thoughts, results, uses = ([part for part in parts if part.get("type") == kind] for kind in PARTS)
+        if not all(isinstance(part.get("thinking"), str) for part in thoughts):
+            raise ValueError(f"parts of message {place}: thinking: expected a text")
+        said = {
+            "reasoning_content": "".join(part["thinking"] for part in thoughts),
+            "content": [part for part in parts if part.get("type") not in PARTS],
+            "tool_calls": [
+                {"id": part.get("id"), "function": {"name": part.get("name"), "arguments": part.get("input")}}
+                for part in uses
+            ],
+        }
         rest = {name: value for name, value in message.items() if name != "content"}
-        for part in (part for part in parts if part.get("type") == "tool_result"):
+        for part in results:
             result = {"content": part.get("content") or "", "tool_call_id": part.get("tool_use_id")}
-            failed = {"is_error": True} if part.get("is_error") else {}  # named as unused
-            made.append({**rest, "role": "tool", **result, **failed})
-        uses = [part for part in parts if part.get("type") == "tool_use"]
-        functions = [{"name": part.get("name"), "arguments": part.get("input")} for part in uses]
-        said: dict[str, Any] = {}
-        if thoughts := [part.get("thinking") for part in parts if part.get("type") == "thinking"]:
-            if not all(isinstance(thought, str) for thought in thoughts):
-                raise ValueError(f"parts of message {place}: thinking: expected a text")
-            said["reasoning_content"] = "".join(map(str, thoughts))
-        if texts := [part for part, kind in zip(parts, kinds, strict=True) if kind not in PARTS]:
-            said["content"] = texts
-        if uses:
-            calls = zip(uses, functions, strict=True)
-            said["tool_calls"] = [{"id": part.get("id"), "function": function} for part, function in calls]
-        if said:
-            made.append(rest | said)
+            made.append(rest | result | {"role": "tool", "is_error": part.get("is_error") or None})
+        made += [rest | {name: value for name, value in said.items() if value}] if any(said.values()) else []
     return made
 
 
-def _refusal_as_text(part: Any) -> Any:
-    return {"text": part.get("refusal")} if isinstance(part, dict) and part.get("type") == "refusal" else part
-
-
-def _note(info: ValidationInfo, where: str, extra: dict[str, Any]) -> None:
+def _check_unused(info: ValidationInfo, where: str, extra: dict[str, Any]) -> None:
     """Refuse the fields that matter, and note the others."""
-    unused = left_over(extra, lambda: "")
+    check_grades(extra)
+    unused = unused_fields(extra, lambda: "")
     if info.context is not None:
         info.context.update(f"{where}.{name}" for name in unused)
 
@@ -244,7 +235,7 @@ def _take_switches(message: dict[str, Any]) -> None:
         if switch not in (0, 1):
             raise ValueError(f"{name}: expected true or false, found {switch!r}")
         if switch and name != "loss" and ROLES.get(str(message["role"]).lower()) != "assistant":
-            raise ValueError(f"{name}: expected false, as only an assistant's messages bear loss")
+            raise ValueError(f"{name}: expected false, as only an assistant's messages are trained")
         message["weight"] = min(int(switch), message.get("weight", 1))
 
 

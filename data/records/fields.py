@@ -27,6 +27,7 @@ ANSWERS = frozenset(
     "answer answers completion completions conversation conversations generation id ids index input is label message "
     "messages model non not output outputs response responses score tag text".split()
 )
+NO_PLACE = "{name}: the record's format has no place for it"
 PAIRED = re.compile(r"(?:response|answer|output|completion|generation|conversation|messages?)_?[ab012]")
 BAD = ("bad", "negative", "rejected", "dislike", "thumbs_down", "undesirable")  # what a grade says, or a number below 0
 MEDIA = frozenset("image images audio audios video videos objects bbox bboxes image_path image_paths".split())
@@ -87,28 +88,27 @@ def check_grades(fields: Mapping[str, Any]) -> None:
     Raises:
         ValueError: fields grade or pair answers.
     """
-    there = [name for name, value in fields.items() if value not in EMPTY]
-    words = {name: set(re.sub(r"(?<=[a-z])(?=[A-Z])|[\W\d_]+", " ", name).lower().split()) for name in there}
-    found = [name for name in there if words[name] & GRADES and words[name] <= GRADES | ANSWERS]
-    found = [
-        name for name in found if not (words[name] & {"positive", "negative"} and type(fields[name]) in (int, float))
-    ]
-    if len(pairs := [name for name in there if PAIRED.fullmatch(name.lower())]) > 1:
-        found += pairs
-    found += [name for name in there if name == "label" and isinstance(fields[name], bool)]
-    for name in {"rating", "feedback", "label"} & {*there}:
-        value = fields[name]
-        bad = value.lower() in BAD if isinstance(value, str) else isinstance(value, (int, float)) and value < 0
-        found += [name] * bad
-    for name in there:
-        first = fields[name][0] if isinstance(fields[name], list) else None
-        if isinstance(first, dict) and first.keys() & {"score", "rating", "rank", "overall_score"}:
-            found += [name] * (not first.keys() & {"role", "from"})
-    if found:
-        raise ValueError(f"preference data (fields {', '.join(dict.fromkeys(found))}): {ALONE}")
+    there = {name: value for name, value in fields.items() if value not in EMPTY}
+    found = [name for name, value in there.items() if _grades(name, value)]
+    pairs = [name for name in there if PAIRED.fullmatch(name.lower())]
+    if found or len(pairs) > 1:
+        names = found + [name for name in pairs if len(pairs) > 1]
+        raise ValueError(f"preference data (fields {', '.join(names)}): {ALONE}")
 
 
-def left_over(extra: Mapping[str, Any] | None, texts: Callable[[], str]) -> list[str]:
+def _grades(name: str, value: Any) -> bool:
+    """Test whether a field grades answers, by its name or by what it holds."""
+    words = set(re.sub(r"(?<=[a-z])(?=[A-Z])|[\W\d_]+", " ", name).lower().split())
+    if words & GRADES and words <= GRADES | ANSWERS:
+        return not (words & {"positive", "negative"} and type(value) in (int, float))  # else a share of such words
+    if name in ("rating", "feedback", "label"):
+        low = isinstance(value, (int, float)) and value < 0
+        return low or (name == "label" and isinstance(value, bool)) or (isinstance(value, str) and value.lower() in BAD)
+    first = value[0] if isinstance(value, list) and isinstance(value[0], dict) else {}
+    return bool(first.keys() & {"score", "rating", "rank", "overall_score"}) and not first.keys() & {"role", "from"}
+
+
+def unused_fields(extra: Mapping[str, Any], texts: Callable[[], str]) -> list[str]:
     """Return the unused fields worth reporting.
 
     Args:
@@ -119,31 +119,26 @@ def left_over(extra: Mapping[str, Any] | None, texts: Callable[[], str]) -> list
         ValueError: a field matters; the text begins with its name.
     """
     unused = []
-    check_grades(extra or {})
-    for name, value in (extra or {}).items():
+    for name, value in extra.items():
         if value in EMPTY or name in QUIET:
             continue
         if name in MEDIA:
             raise ValueError(f"{name}: expected records without it, as Pipetune trains on text alone")
         idle = name in SWITCHES and value in (1, True)
         if name in MATTERS and not idle and not (isinstance(value, str) and value.strip() in texts()):
-            raise ValueError(
-                f"{name}: the record's format has no place for it; expected it left out, or given one by columns"
-            )
+            raise ValueError(f"{NO_PLACE.format(name=name)}; expected it left out, or given one by columns")
         unused.append(name)
     return unused
 
 
-def check_left_over(extra: Mapping[str, Any], columns: Mapping[str, str]) -> None:
-    """Check left-over fields when the user set columns: only named columns and bad-answer marks count.
+def check_columns(extra: Mapping[str, Any], columns: Mapping[str, str]) -> None:
+    """Check unused fields where the user set columns: only the named ones and marks of bad answers matter.
 
     Raises:
-        ValueError: as `left_over`.
+        ValueError: as `unused_fields`.
     """
     for name, value in extra.items():
         if name in ("label", "kto_tag") and value is False:
             raise ValueError(f"preference data (fields {name}): {ALONE}")
         if name in columns and value not in EMPTY:
-            raise ValueError(
-                f"{name}: the record's format has no place for it; expected no column {columns[name]} for it"
-            )
+            raise ValueError(f"{NO_PLACE.format(name=name)}; expected no column {columns[name]} for it")

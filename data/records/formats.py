@@ -7,7 +7,7 @@ declared in `data.records.layouts`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,9 +16,9 @@ from pydantic import AliasChoices, BaseModel, ValidationError
 from data.errors import DataError
 from data.records import layouts
 from data.records.chat import SPELLINGS, Chat
-from data.records.fields import check_grades, check_left_over, left_over
+from data.records.fields import check_columns, check_grades, unused_fields
 from data.records.layouts import Layout
-from data.records.record import KINDS, Record, explain, json_type, parse_record, shown
+from data.records.record import KINDS, Record, explain, json_type
 
 Names = Mapping[str, str]  # what a file calls our fields
 
@@ -39,55 +39,47 @@ class Converted(NamedTuple):
     columns: list[str]  # which of the names that columns gives it has
 
 
-class Format(NamedTuple):
-    """Describe how to recognise and convert a layout."""
+class Format:
+    """Describe how to recognise a layout."""
 
-    fields: tuple[tuple[str, ...], ...]  # what tells it; of each group one field has to be there
-    known: tuple[tuple[str, ...], ...]  # all that it takes: the first one of each group that is there
-    # Raises DataError or pydantic's ValidationError; notes which fields of its messages were not used.
-    convert: Callable[[dict[str, Any], set[str]], list[Record]]
+    def __init__(self, layout: type[BaseModel]) -> None:
+        self.layout = layout
+        fields = layout.model_fields.items()
+        self.fields = {name: _names(name, field.validation_alias) for name, field in fields}  # what each may be called
+        self.required = [self.fields[name] for name, field in fields if field.is_required()]  # what it is known by
 
-    def extra(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields it does not use."""
-        return {name: raw[name] for name in _untaken(self.known, tuple(raw))}
+    def unknown(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields it does not use; of several names for one field it uses the first."""
+        used = {next((name for name in names if name in raw), None) for names in self.fields.values()}
+        return {name: value for name, value in raw.items() if name not in used}
 
     def __str__(self) -> str:
-        return ", ".join("|".join(group) for group in self.fields)
-
-
-def _format(layout: type[Layout]) -> Format:
-    fields = layout.model_fields.items()
-    known = {name: _names(name, field.validation_alias) for name, field in fields}
-    required = tuple(known[name] for name, field in fields if field.is_required())
-    return Format(
-        required, tuple(known.values()), lambda raw, unused: layout.model_validate(raw, context=unused).records()
-    )
+        return ", ".join("|".join(names) for names in self.required)
 
 
 def _names(name: str, alias: Any) -> tuple[str, ...]:
     return tuple(map(str, alias.choices)) if isinstance(alias, AliasChoices) else (name,)
 
 
-PIPETUNE = Format((("type",),), (("type",),), lambda raw, _: [parse_record(raw)])
-OWN = {kind: PIPETUNE._replace(known=tuple((name,) for name in model.model_fields)) for kind, model in KINDS.items()}
+OWN = {kind: Format(model) for kind, model in KINDS.items()}  # known by their `type`
 FORMATS: dict[str, Format] = {
-    "pipetune": PIPETUNE,
-    "openai": _format(layouts.OpenAI),
-    "sharegpt": _format(layouts.ShareGPT),
-    "function_calls": _format(layouts.FunctionCalls),
-    "squad": _format(layouts.SquadArticle),
-    "squad_paragraph": _format(layouts.SquadParagraph),
-    "squad_row": _format(layouts.SquadRow),
-    "self_instruct": _format(layouts.SelfInstruct),
-    "alpaca": _format(layouts.Alpaca),
-    "prompt_completion": _format(layouts.PromptCompletion),
-    "question_answer": _format(layouts.QuestionAnswer),
-    "segments": _format(layouts.ReadySegments),
-    "tokens": _format(layouts.ReadyTokens),
-    "text": _format(layouts.Text),
+    "openai": Format(layouts.OpenAI),
+    "sharegpt": Format(layouts.ShareGPT),
+    "function_calls": Format(layouts.FunctionCalls),
+    "squad": Format(layouts.SquadArticle),
+    "squad_paragraph": Format(layouts.SquadParagraph),
+    "squad_row": Format(layouts.SquadRow),
+    "self_instruct": Format(layouts.SelfInstruct),
+    "alpaca": Format(layouts.Alpaca),
+    "prompt_completion": Format(layouts.PromptCompletion),
+    "question_answer": Format(layouts.QuestionAnswer),
+    "segments": Format(layouts.ReadySegments),
+    "tokens": Format(layouts.ReadyTokens),
+    "text": Format(layouts.Text),
 }
+FORMAT_NAMES = ("pipetune", *FORMATS)
 # What `columns` may name: the fields of all formats, and the parts of messages.
-COLUMNS = {name for known in [*FORMATS.values(), *OWN.values()] for group in known.known for name in group}
+COLUMNS = {name for each in [*FORMATS.values(), *OWN.values()] for names in each.fields.values() for name in names}
 COLUMNS |= {*PARTS}
 
 
@@ -95,7 +87,7 @@ def convert(raw: Any, format_name: str | None = None, columns: Names | None = No
     """Convert one object of any known layout into records.
 
     Args:
-        format_name: of `FORMATS`; recognised by the fields where absent.
+        format_name: of `FORMAT_NAMES`; recognised by the fields where absent.
         columns: what the object calls the fields; then it is up to the user which of the others are not used.
 
     Raises:
@@ -104,27 +96,21 @@ def convert(raw: Any, format_name: str | None = None, columns: Names | None = No
     """
     if not isinstance(raw, dict):
         raise DataError(f"expected an object, found {json_type(raw)}")
-    if not columns:
-        try:
-            check_grades(raw)
-        except ValueError as error:
-            raise DataError(str(error)) from None
     named, mapped, parts = _renamed(raw, columns or {})
     there = {name: value for name, value in named.items() if value is not None}
-    found = _find(there, named, format_name)
     try:
-        inside: set[str] = set()
-        records, extra = found.convert(there, inside), found.extra(there)
+        if not columns:
+            check_grades(raw)
+        found = _find(there, named, format_name)
+        extra = found.unknown(there)
+        inside: set[str] = set()  # fields of messages that are not used
+        made = found.layout.model_validate(there, context=inside)
+        records: list[Record] = made.records() if isinstance(made, Layout) else [made]  # type: ignore[list-item]
         if columns:
-            check_left_over(extra, mapped)
+            check_columns(extra, mapped)
             unused = [name for name in raw if (name in extra or name in mapped) and name not in mapped.values()]
         else:
-            dialogues = [name for name in DIALOGUES if there.get(name) and isinstance(there[name], list)]
-            if len(dialogues) > 1 and extra.keys() & {*dialogues}:
-                raise DataError(f"fields {' and '.join(dialogues)}: expected one dialogue, or columns that name it")
-            reworded = [name for name in extra if name in REWORDED and _ends_with_answer(records)]
-            asked = {name: value for name, value in extra.items() if name not in reworded}
-            unused = left_over(asked, lambda: "\n".join(_texts(records))) + reworded
+            unused = _unused(there, extra, records)
         return Converted(records, unused + sorted(inside), [*mapped.values(), *parts.values()])
     except ValidationError as error:
         if len(raw) > 1 and all(map(_is_column, raw.values())):
@@ -134,14 +120,21 @@ def convert(raw: Any, format_name: str | None = None, columns: Names | None = No
             raise DataError(f"field {first['loc'][0]}: expected a value, found null") from None
         theirs = {name: [other] for name, other in (columns or {}).items()}
         raise DataError(explain(error, raw, SPELLINGS | theirs)) from None
+    except DataError:
+        raise
     except ValueError as error:
-        if isinstance(error, DataError):
-            raise
         raise DataError(f"{'' if str(error).startswith('preference') else 'field '}{error}") from None
 
 
-def _ends_with_answer(records: list[Record]) -> bool:
-    return all(isinstance(record, Chat) and record.messages[-1].role == "assistant" for record in records)
+def _unused(there: Mapping[str, Any], extra: Mapping[str, Any], records: list[Record]) -> list[str]:
+    """Return the unused fields worth reporting; refuse those that matter."""
+    dialogues = [name for name in DIALOGUES if there.get(name) and isinstance(there[name], list)]
+    if len(dialogues) > 1 and extra.keys() & {*dialogues}:
+        raise DataError(f"fields {' and '.join(dialogues)}: expected one dialogue, or columns that name it")
+    answered = all(isinstance(record, Chat) and record.messages[-1].role == "assistant" for record in records)
+    reworded = [name for name in extra if name in REWORDED and answered]
+    asked = {name: value for name, value in extra.items() if name not in reworded}
+    return unused_fields(asked, lambda: "\n".join(_texts(records))) + reworded
 
 
 def _is_column(value: Any) -> bool:
@@ -149,34 +142,27 @@ def _is_column(value: Any) -> bool:
 
 
 @lru_cache
-def _untaken(known: tuple[tuple[str, ...], ...], fields: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the object's fields that a format does not use."""
-    taken = {next((name for name in group if name in fields), None) for group in known}
-    return tuple(name for name in fields if name not in taken)
-
-
-@lru_cache
 def _by_fields(fields: tuple[str, ...]) -> Format | None:
     """Find the first format that fits these fields (cached: a file's records mostly share them)."""
-    others = (known for known in FORMATS.values() if known is not PIPETUNE)
-    return next((known for known in others if all(set(group) & set(fields) for group in known.fields)), None)
+    fitting = (each for each in FORMATS.values() if all({*names} & {*fields} for names in each.required))
+    return next(fitting, None)
 
 
 def _find(there: dict[str, Any], named: dict[str, Any], format_name: str | None) -> Format:
     kind = there.get("type")
     if format_name in (None, "pipetune") and isinstance(kind, str) and kind in OWN:
         return OWN[kind]
-    if format_name is not None:
+    if format_name in FORMATS:
         return FORMATS[format_name]
-    if known := _by_fields(tuple(there)) or _by_fields(tuple(named)):
+    if format_name is None and (known := _by_fields(tuple(there)) or _by_fields(tuple(named))):
         return known
-    if kind is not None:
-        return PIPETUNE  # its complaint lists the types
-    names = [shown(name) for name in list(named)[:FIELDS_SHOWN]] + ["..."] * (len(named) > FIELDS_SHOWN)
+    if kind is not None or format_name:
+        raise DataError(f"field type: expected one of {', '.join(OWN)}, found {kind!r:.60}")
+    names = [f"{name!r:.60}" for name in list(named)[:FIELDS_SHOWN]] + ["..."] * (len(named) > FIELDS_SHOWN)
     formats = "; ".join(f"{name} ({known})" for name, known in FORMATS.items())
     raise DataError(
         f"no known format has the fields {', '.join(names) or '(none)'}; expected columns that name them, or those of "
-        f"one of: {formats}"
+        f"one of: pipetune (type); {formats}"
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, field_validator
 
 from data.prompt_texts import CHAT_CONTEXT, CHAT_INPUT, REFERENCE_TITLE
 from data.records.chat import Chat, Message, split_parts
@@ -27,7 +27,6 @@ def _number_as_text(answer: Any) -> Any:
     return str(answer) if type(answer) is int else answer  # how a fraction is to be written, nobody can tell
 
 
-SystemText = Annotated[str, BeforeValidator(_joined)]
 AnswerText = Annotated[str, BeforeValidator(_number_as_text)]
 
 
@@ -42,7 +41,7 @@ class Layout(BaseModel):
 class Dialogue(Layout):
     """Hold what may come before a dialogue, or beside it."""
 
-    system: SystemText | None = Field(  # who the model is to be
+    system: Annotated[str, BeforeValidator(_joined)] | None = Field(  # who the model is to be
         None, validation_alias=AliasChoices("system", "system_prompt")
     )
     tools: Any = Field(None, validation_alias=AliasChoices("tools", "functions"))  # what an answer may call
@@ -102,28 +101,22 @@ class FunctionCalls(Layout):
         return [Chat(messages=[_message("user", self.query), answer], tools=self.tools)]
 
 
-class SquadAnswer(BaseModel):
-    text: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bare(cls, answer: Any) -> Any:
-        return {"text": answer} if isinstance(answer, str) else answer
-
-
 class SquadQuestion(BaseModel):
     question: str = Field(min_length=1, validation_alias=AliasChoices("question", "query_text"))
-    answers: list[SquadAnswer] = Field(fail_fast=True)
+    answers: list[str] = Field(fail_fast=True)  # the first is trained; there is none where the text has none (SQuAD 2)
 
     @field_validator("answers", mode="before")
     @classmethod
-    def _from_columns(cls, answers: Any) -> Any:
-        """A table holds one list of texts where the original file has a list of answers."""
-        return answers["text"] if isinstance(answers, dict) and isinstance(answers.get("text"), list) else answers
+    def _texts(cls, answers: Any) -> Any:
+        """A file holds a list of objects, a table an object of lists, CMRC a list of texts."""
+        if isinstance(answers, dict):
+            return answers.get("text", answers)
+        objects = isinstance(answers, list) and all(isinstance(each, dict) and "text" in each for each in answers)
+        return [each["text"] for each in answers] if objects else answers
 
     def rounds(self) -> list[tuple[str, str]]:
-        """Return the question and its first answer, empty if the text has none (SQuAD 2)."""
-        return [("ask", self.question), ("ans", self.answers[0].text if self.answers else "")]
+        """Return the question and its answer."""
+        return [("ask", self.question), ("ans", self.answers[0] if self.answers else "")]
 
 
 class SquadParagraph(Layout):
@@ -184,12 +177,11 @@ class Asked(Dialogue):
             raise ValueError(f"expected the thoughts of the answer, found {reasoning!r}")
         return reasoning
 
-    def alone(self) -> bool:
-        """Return whether nothing comes before."""
-        return not (self.system or self.history or self.tools or self.reasoning or self.chat_template_kwargs)
-
-    def answered(self, ask: str, answer: str) -> Chat:
-        """Return the dialogue that ends with this question and answer."""
+    def record(self, ask: str, more: str | None, answer: str) -> Record:
+        """Return the question and its answer: an instruction where nothing comes before them."""
+        if not (self.system or self.history or self.tools or self.reasoning or self.chat_template_kwargs):
+            return _instruct(ask, more, answer)
+        ask = CHAT_INPUT.format(ask=ask, input=more) if more else ask
         return self.after_history([_message("user", ask), _message("assistant", answer)])
 
     def after_history(self, messages: list[Message]) -> Chat:
@@ -208,17 +200,11 @@ class Alpaca(Asked):
     input: str | None = Field(None, validation_alias=AliasChoices("input", "context"))
     output: AnswerText = Field(validation_alias=AliasChoices("output", "response"))
 
-    @model_validator(mode="after")
-    def _asked(self) -> Alpaca:
+    def records(self) -> list[Record]:
         if not self.instruction and not self.input:
             raise ValueError("instruction: expected a question here or in input, found both empty")
-        return self
-
-    def records(self) -> list[Record]:
         ask, more = (self.instruction, self.input) if self.instruction else (self.input or "", None)
-        if self.alone():
-            return [_instruct(ask, more, self.output)]
-        return [self.answered(CHAT_INPUT.format(ask=ask, input=more) if more else ask, self.output)]
+        return [self.record(ask, more, self.output)]
 
 
 class PromptCompletion(Asked):
@@ -246,8 +232,7 @@ class PromptCompletion(Asked):
         both = [*self.prompt, *self.completion]
         words_alone = all(each.model_fields_set <= {"role", "content"} for each in both)
         if words_alone and [each.role for each in both] == ["user", "assistant"]:
-            ask, answer = self.prompt[0].content, self.completion[0].content
-            return [_instruct(ask, None, answer) if self.alone() else self.answered(ask, answer)]
+            return [self.record(both[0].content, None, both[1].content)]
         asked = [each.model_copy(update={"weight": 0}) for each in self.prompt]
         return [self.after_history(asked + self.completion)]
 
@@ -262,12 +247,11 @@ class QuestionAnswer(Asked):
     )
 
     def records(self) -> list[Record]:
-        if not self.alone():
-            text = CHAT_CONTEXT.format(title=REFERENCE_TITLE, text=self.context) if self.context else ""
-            return [self.answered(text + self.question, self.answer)]
-        if self.context:
+        text = CHAT_CONTEXT.format(title=REFERENCE_TITLE, text=self.context) if self.context else ""
+        record = self.record(text + self.question, None, self.answer)
+        if self.context and isinstance(record, Instruct):
             return [_ref_qa(self.context, [("ask", self.question), ("ans", self.answer)])]
-        return [_instruct(self.question, None, self.answer)]
+        return [record]
 
 
 class ReadySegments(Layout):
@@ -276,7 +260,7 @@ class ReadySegments(Layout):
     segments: Any
 
     def records(self) -> list[Record]:
-        return [Segments.model_validate(dict(self))]
+        return [Segments(segments=self.segments)]
 
 
 class ReadyTokens(Layout):
@@ -292,16 +276,10 @@ class ReadyTokens(Layout):
     )
     position_ids: list[int] | None = Field(None, fail_fast=True)
 
-    @field_validator("position_ids")
-    @classmethod
-    def _one_document(cls, places: list[int] | None) -> list[int] | None:
-        if places is not None and places != list(range(len(places))):
-            raise ValueError("expected one document a record, counted from 0, as Pipetune packs by itself")
-        return places
-
     def records(self) -> list[Record]:
-        given = {"input_ids": self.input_ids, "labels": self.labels, "attention_mask": self.attention_mask}
-        record = Tokenized.model_validate(given)
+        if self.position_ids is not None and self.position_ids != list(range(len(self.position_ids))):
+            raise ValueError("position_ids: expected one document, counted from 0, as Pipetune packs by itself")
+        record = Tokenized(input_ids=self.input_ids, labels=self.labels, attention_mask=self.attention_mask)
         if self.loss_mask is None:
             return [record]
         labels = record.labels or record.input_ids
@@ -318,14 +296,9 @@ class Text(Layout):
     text: str = Field(min_length=1)
     role: Any = Field(None, validation_alias=AliasChoices("role", "parent_id"))
 
-    @field_validator("role")
-    @classmethod
-    def _no_message(cls, role: Any) -> Any:
-        if role:
-            raise ValueError("expected whole dialogues, as messages in one record, found one message of a dialogue")
-        return role
-
     def records(self) -> list[Record]:
+        if self.role:
+            raise ValueError("role: expected whole dialogues, each in one record, found one message of a dialogue")
         return [Pretrain(type="pretrain", text=self.text)]
 
 
@@ -334,7 +307,7 @@ def _message(role: str, content: Any) -> Message:
 
 
 def _instruct(ask: str, more: str | None, answer: str) -> Instruct:
-    return Instruct.model_validate({"type": "instruct", "instruct": ask, "input": more or None, "output": answer})
+    return Instruct(type="instruct", instruct=ask, input=more or None, output=answer)
 
 
 def _ref_qa(reference: str, rounds: list[tuple[str, str]]) -> RefQA:

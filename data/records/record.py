@@ -1,9 +1,7 @@
-"""Define Pipetune's five kinds of record and two ready-made ones.
+"""Define Pipetune's five kinds of record and two ready-made ones, checked with pydantic.
 
-Kinds may be mixed. Every record is checked before
-anything is trained, and what is wrong is said in one line with the field and what was expected; `data.records.reading`
-adds the file and the record's number. Other layouts are turned into these kinds, or into a `Chat`, by
-`data.records.formats`.
+What is wrong is said in one line with the field and what was expected; `data.records.reading` adds the file and the
+record's number. Other layouts are turned into these kinds, or into a `Chat`, by `data.records.formats`.
 """
 
 from __future__ import annotations
@@ -25,12 +23,9 @@ from pydantic import (
     model_validator,
 )
 
-from data.errors import DataError
 from data.records.chat import Chat
 from data.records.fields import from_text
 from data.sample_set import IGNORED
-
-NAMED = r"\w+: "  # how a complaint about a field begins
 
 
 class Pretrain(BaseModel):
@@ -70,38 +65,29 @@ class ApiAnswer(BaseModel):
     ans: str
 
 
-Ask = tuple[Literal["ask"], str]
-Ans = tuple[Literal["ans"], str]
-AnsApi = tuple[Literal["ans-api"], ApiAnswer]
-Round = Annotated[  # the role decides, so that a complaint is about the right one
-    Annotated[Ask, Tag("ask")] | Annotated[Ans, Tag("ans")] | Annotated[AnsApi, Tag("ans-api")],
-    Discriminator(lambda entry: entry[0]),
-]
+Said = tuple[Literal["ask", "ans"], str]
+AnsweredByTools = tuple[Literal["ans-api"], ApiAnswer]
+
+
+def _kind_of_round(entry: Any) -> str:
+    return "ans-api" if isinstance(entry, (list, tuple)) and "ans-api" in entry[:1] else "said"
 
 
 class _Dialogue(BaseModel):
-    rounds: list[Round] = Field(min_length=1, fail_fast=True)
+    rounds: Sequence[tuple[str, str | ApiAnswer]]  # at least one of them an answer
 
-    @field_validator("rounds", mode="before")
-    @classmethod
-    def _check_rounds(cls, rounds: Any) -> Any:
-        roles = ("ask", "ans", "ans-api") if cls is ConverHasApi else ("ask", "ans")
-        if not isinstance(rounds, list):
-            return rounds  # pydantic says what is wrong
-        for number, entry in enumerate(rounds):
-            if not isinstance(entry, (list, tuple)) or len(entry) != 2:
-                raise ValueError(f"rounds[{number}]: expected a pair of role and text")
-            if entry[0] not in roles:
-                raise ValueError(f"rounds[{number}][0]: expected one of {', '.join(roles)}, found {shown(entry[0])}")
-        if rounds and not any(entry[0] != "ask" for entry in rounds):
+    @model_validator(mode="after")
+    def _check_answers(self) -> _Dialogue:
+        if all(role == "ask" for role, _ in self.rounds):
             raise ValueError("rounds: expected at least one answer, found asks only")
-        return rounds
+        return self
 
 
 class Conversation(_Dialogue):
     """Hold several rounds; every answer is trained."""
 
     type: Literal["conversation"]
+    rounds: list[Said] = Field(min_length=1, fail_fast=True)
 
 
 class ConverHasApi(_Dialogue):
@@ -109,6 +95,12 @@ class ConverHasApi(_Dialogue):
 
     type: Literal["conver_has_api"]
     api_desc: str
+    rounds: list[  # the role decides, so that a complaint is about the right one
+        Annotated[
+            Annotated[Said, Tag("said")] | Annotated[AnsweredByTools, Tag("ans-api")],
+            Discriminator(_kind_of_round),
+        ]
+    ] = Field(min_length=1, fail_fast=True)
 
     @field_validator("api_desc", mode="before")
     @classmethod
@@ -121,6 +113,7 @@ class RefQA(_Dialogue):
 
     type: Literal["ref_qa"]
     reference: str
+    rounds: list[Said] = Field(min_length=1, fail_fast=True)
 
 
 class Segment(BaseModel):
@@ -137,7 +130,7 @@ class Segments(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Segments:
         if not any(segment.label and segment.text for segment in self.segments):
-            raise ValueError("segments: expected a label with at least one, found none that bears loss")
+            raise ValueError("segments: expected a label with at least one, found none that is trained")
         return self
 
 
@@ -180,25 +173,6 @@ def type_of(record: Record) -> str:
     return record.type
 
 
-def parse_record(raw: Any) -> Record:
-    """Parse one record from its JSON object.
-
-    Raises:
-        DataError: an unknown type, a missing field or a value of the wrong type; the text names the field.
-    """
-    if not isinstance(raw, dict):
-        raise DataError(f"expected an object with a type, found {json_type(raw)}")
-    kind = raw.get("type")
-    if kind is None:
-        raise DataError(f"field type: missing; expected one of {', '.join(KINDS)}")
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise DataError(f"field type: expected one of {', '.join(KINDS)}, found {shown(kind)}")
-    try:
-        return KINDS[kind].model_validate(raw)
-    except ValidationError as error:
-        raise DataError(explain(error)) from None
-
-
 def explain(error: ValidationError, raw: Any = None, names: Mapping[str, Sequence[str]] = {}) -> str:
     """Write pydantic's first complaint as one line: `field rounds[2][1]: what was expected`.
 
@@ -207,7 +181,7 @@ def explain(error: ValidationError, raw: Any = None, names: Mapping[str, Sequenc
         names: what an object may call a field.
     """
     first = error.errors()[0]
-    steps: list[Any] = [step for step in first["loc"] if step not in ("ask", "ans", "ans-api")]
+    steps: list[Any] = [step for step in first["loc"] if step not in ("said", "ans-api")]
     for number, step in enumerate(steps):
         if isinstance(raw, dict) and step not in raw:
             steps[number] = next((name for name in names.get(step, ()) if name in raw), step)
@@ -220,18 +194,11 @@ def explain(error: ValidationError, raw: Any = None, names: Mapping[str, Sequenc
         return f"field {place}: expected an object, found {json_type(first['input'])}"
     if first["type"] == "value_error":
         reason = str(first["ctx"]["error"])
-        if not place or reason.startswith("rounds"):
-            return f"field {reason}"
-        return f"field {place}{'.' if re.match(NAMED, reason) else ': '}{reason}"
+        of_part = "." if place and re.match(r"\w+: ", reason) else ": " if place else ""
+        return f"field {place}{of_part}{reason}"
     found = f", found {json_type(first['input'])}" if first["type"].endswith("_type") else ""
     reason = first["msg"].replace("Input should be a valid ", "expected a ").replace("Input should be ", "expected ")
     return f"field {place}: {reason}{found}"
-
-
-def shown(value: Any) -> str:
-    """Format a value for a complaint, cut if it is long."""
-    text = repr(value) if isinstance(value, (str, int, float, bool, type(None))) else json_type(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def json_type(value: Any) -> str:

@@ -20,11 +20,12 @@ from lion_pytorch import Lion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from data.errors import DataError
-from data.records.formats import FORMATS
-from data.records.record import KINDS, parse_record
+from data.records.formats import FORMAT_NAMES
+from data.records.record import KINDS
 from data.records.sources import DATA_SUFFIXES
 from models.architectures import FAMILIES
 from tests.conftest import ROOT
+from tests.data.helpers import parse_record
 from tests.data.program import (
     OPTION,
     config_keys,
@@ -180,7 +181,7 @@ def record_types(texts: Texts) -> Iterator[str]:
                 yield f"{counted[0]}: {listed}, but there are {[*KINDS]}"
             later = re.findall(r"\b[a-z_]+\b", "".join(re.split("[;；]", text)[1:])) if "openai" in text else []
             for name in set(later) & {"openai", "sharegpt", "alpaca", "squad"}:
-                if name not in FORMATS:
+                if name not in FORMAT_NAMES:
                     yield f"{name}: no such format"
 
 

@@ -10,19 +10,30 @@ import pytest
 from data.errors import DataError
 from data.records.chat import Chat
 from data.records.formats import convert
-from data.records.record import Instruct, Pretrain, Record, RefQA, Segment, Segments, Tokenized
+from data.records.record import Instruct, Pretrain, Record, RefQA, Segments, Tokenized
+
+JSON = dict[str, Any]
 
 CALL = {"name": "weather", "arguments": {"city": "Wien"}}
+CALL_AS_TEXT = CALL | {"arguments": '{"city": "Wien"}'}
 TOOL = {"name": "weather", "parameters": {"type": "object"}}
 FRAMED = {"type": "function", "function": TOOL}
-USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+SYSTEM, USER, ANSWER = ({"role": r, "content": c} for r, c in (("system", "s"), ("user", "q"), ("assistant", "a")))
+CALLING = {"role": "assistant", "tool_calls": [{"function": CALL}]}
+CALLING_TWICE = {"role": "assistant", "tool_calls": [{"function": CALL}] * 2}
+RESULT = {"role": "tool", "content": "rain"}
+
+
+def sent(by: str, value: Any) -> JSON:
+    """A message as ShareGPT writes it."""
+    return {"from": by, "value": value}
 
 
 def instruct(ask: str, answer: str, more: str | None = None) -> Instruct:
     return Instruct(type="instruct", instruct=ask, input=more, output=answer)
 
 
-def chat(*messages: dict[str, Any], **more: Any) -> Chat:
+def chat(*messages: JSON, **more: Any) -> Chat:
     return Chat.model_validate({"messages": list(messages), **more})
 
 
@@ -32,18 +43,20 @@ def ref_qa(reference: str, *texts: str) -> RefQA:
 
 
 def refusal(raw: Any, format_name: str | None = None, columns: dict[str, str] | None = None) -> str:
+    """The line with which an object is refused."""
     with pytest.raises(DataError) as caught:
         convert(raw, format_name, columns)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-CASES: dict[str, list[tuple[dict[str, Any], list[Record]]]] = {
+# By format: an object and its records.
+CASES: dict[str, list[tuple[JSON, list[Record]]]] = {
     "pipetune": [({"type": "pretrain", "text": "t"}, [Pretrain(type="pretrain", text="t")])],
     "openai": [
         ({"messages": [USER, ANSWER]}, [chat(USER, ANSWER)]),
-        ({"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, [chat(USER, ANSWER)]),
-        ({"messages": [USER, ANSWER], "system": "s"}, [chat({"role": "system", "content": "s"}, USER, ANSWER)]),
+        ({"messages": [sent("human", "q"), sent("gpt", "a")]}, [chat(USER, ANSWER)]),
+        ({"messages": [USER, ANSWER], "system": "s"}, [chat(SYSTEM, USER, ANSWER)]),
         (
             {"messages": [USER, ANSWER | {"thinking": "t", "loss": True}, USER, ANSWER | {"training": 0}]},
             [chat(USER, ANSWER | {"reasoning_content": "t"}, USER, ANSWER | {"weight": 0})],
@@ -52,20 +65,11 @@ CASES: dict[str, list[tuple[dict[str, Any], list[Record]]]] = {
         (
             {
                 "messages": [
-                    {
-                        "role": "developer",
-                        "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind"}],
-                    },
-                    {"role": "user", "content": "q", "name": "Ada"},
-                    {
-                        "role": "assistant",
-                        "content": None,
-                        "tool_calls": [
-                            {"id": "1", "type": "function", "function": CALL | {"arguments": '{"city": "Wien"}'}}
-                        ],
-                    },
-                    {"role": "tool", "content": "rain", "tool_call_id": "1"},
-                    {"role": "assistant", "content": "wet", "weight": 0},
+                    {"role": "developer", "content": [{"type": "text", "text": "s"}, {"type": "text", "text": ""}]},
+                    USER | {"name": "Ada"},
+                    {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": CALL_AS_TEXT}]},
+                    RESULT | {"tool_call_id": "1"},
+                    ANSWER | {"weight": 0},
                     ANSWER,
                 ],
                 "tools": [FRAMED],
@@ -73,11 +77,11 @@ CASES: dict[str, list[tuple[dict[str, Any], list[Record]]]] = {
             },
             [
                 chat(
-                    {"role": "system", "content": "Be kind"},
-                    {"role": "user", "content": "q", "name": "Ada"},
-                    {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": CALL}]},
-                    {"role": "tool", "content": "rain", "tool_call_id": "1"},
-                    {"role": "assistant", "content": "wet", "weight": 0},
+                    SYSTEM,
+                    USER | {"name": "Ada"},
+                    {"role": "assistant", "tool_calls": [{"id": "1", "function": CALL}]},
+                    RESULT | {"tool_call_id": "1"},
+                    ANSWER | {"weight": 0},
                     ANSWER,
                     tools=[FRAMED],
                 )
@@ -87,65 +91,52 @@ CASES: dict[str, list[tuple[dict[str, Any], list[Record]]]] = {
             {
                 "messages": [
                     USER,
-                    {"role": "assistant", "content": None, "function_call": CALL | {"arguments": '{"city": "Wien"}'}},
+                    {"role": "assistant", "content": None, "function_call": CALL_AS_TEXT},
                     {"role": "function", "name": "weather", "content": "rain"},
                 ],
                 "functions": [TOOL],
             },
-            [
-                chat(
-                    USER,
-                    {"role": "assistant", "tool_calls": [{"function": CALL}]},
-                    {"role": "tool", "name": "weather", "content": "rain"},
-                    tools=[FRAMED],
-                )
-            ],
+            [chat(USER, CALLING, RESULT | {"name": "weather"}, tools=[FRAMED])],
         ),
     ],
     "function_calls": [
         (
             {"query": "q", "answers": json.dumps([CALL]), "tools": json.dumps([TOOL]), "id": 1},
-            [chat(USER, {"role": "assistant", "tool_calls": [{"function": CALL}]}, tools=[FRAMED])],
+            [chat(USER, CALLING, tools=[FRAMED])],
         ),
-        (
-            {"query": "q", "answers": [CALL, CALL], "tools": [FRAMED]},
-            [chat(USER, {"role": "assistant", "tool_calls": [{"function": CALL}] * 2}, tools=[FRAMED])],
-        ),
+        ({"query": "q", "answers": [CALL, CALL], "tools": [FRAMED]}, [chat(USER, CALLING_TWICE, tools=[FRAMED])]),
     ],
     "sharegpt": [
         (
-            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "system": "s", "id": 1},
-            [chat({"role": "system", "content": "s"}, USER, ANSWER)],
+            {"conversations": [sent("human", "q"), sent("gpt", "a")], "system": "s", "id": 1},
+            [chat(SYSTEM, USER, ANSWER)],
         ),
         ({"conversations": [USER, ANSWER], "tools": ""}, [chat(USER, ANSWER)]),
         (
-            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "train": False}, ANSWER]},
+            {"conversations": [sent("human", "q"), sent("gpt", "a") | {"train": False}, ANSWER]},
             [chat(USER, ANSWER | {"weight": 0}, ANSWER)],
         ),
         (
             {
                 "conversations": [
-                    {"from": "system", "value": "s"},
-                    {"from": "human", "value": "q"},
-                    {"from": "function_call", "value": json.dumps(CALL)},
-                    {"from": "observation", "value": {"rain": True}},
-                    {"from": "function_call", "value": [CALL, CALL | {"arguments": "{}"}]},
-                    {"from": "observation", "value": "[]"},
-                    {"from": "gpt", "value": "a"},
+                    sent("system", "s"),
+                    sent("human", "q"),
+                    sent("function_call", json.dumps(CALL)),
+                    sent("observation", {"rain": True}),
+                    sent("tool_call", [CALL, CALL_AS_TEXT]),
+                    sent("observation", "[]"),
+                    sent("gpt", "a"),
                 ],
                 "tools": json.dumps([TOOL]),
             },
             [
                 chat(
-                    {"role": "system", "content": "s"},
+                    SYSTEM,
                     USER,
-                    {"role": "assistant", "tool_calls": [{"function": CALL}]},
-                    {"role": "tool", "content": '{"rain": true}'},
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"function": CALL}, {"function": {"name": "weather", "arguments": {}}}],
-                    },
-                    {"role": "tool", "content": "[]"},
+                    CALLING,
+                    RESULT | {"content": '{"rain": true}'},
+                    CALLING_TWICE,
+                    RESULT | {"content": "[]"},
                     ANSWER,
                     tools=[FRAMED],
                 )
@@ -172,11 +163,7 @@ CASES: dict[str, list[tuple[dict[str, Any], list[Record]]]] = {
     ],
     "squad_paragraph": [
         (  # CMRC 2018
-            {
-                "context_id": "1",
-                "context_text": "c",
-                "qas": [{"query_id": "1", "query_text": "q", "answers": ["a", "b"]}],
-            },
+            {"context_id": "1", "context_text": "c", "qas": [{"query_text": "q", "answers": ["a", "b"]}]},
             [ref_qa("c", "q", "a")],
         )
     ],
@@ -196,57 +183,50 @@ CASES: dict[str, list[tuple[dict[str, Any], list[Record]]]] = {
     "alpaca": [
         ({"instruction": "i", "input": "", "output": "o", "text": "i o"}, [instruct("i", "o")]),
         ({"instruction": "i", "input": "x", "output": "o", "type": "maths"}, [instruct("i", "o", "x")]),
-        ({"instruction": "", "input": "x", "output": "o"}, [instruct("x", "o")]),
+        ({"instruction": "", "input": "x", "output": 2}, [instruct("x", "2")]),
         ({"instruction": "i", "output": "o", "history": [], "system": None}, [instruct("i", "o")]),
         ({"instruction": "i", "context": "x", "response": "o", "category": "qa"}, [instruct("i", "o", "x")]),  # Dolly
         (
-            {"instruction": "i", "input": "x", "output": "o", "system": "s", "history": [["q", "a"]]},
-            [
-                chat(
-                    {"role": "system", "content": "s"},
-                    USER,
-                    ANSWER,
-                    {"role": "user", "content": "i\n\nx"},
-                    {"role": "assistant", "content": "o"},
-                )
-            ],
+            {"instruction": "q", "input": "x", "output": "a", "system": "s", "history": [["q", "a"]]},
+            [chat(SYSTEM, USER, ANSWER, USER | {"content": "q\n\nx"}, ANSWER)],
         ),
+        ({"instruction": "q", "output": "a", "reasoning": "t"}, [chat(USER, ANSWER | {"reasoning_content": "t"})]),
     ],
     "prompt_completion": [
-        ({"prompt": "q", "completion": "a"}, [instruct("q", "a")]),
-        ({"prompt": "q", "response": "a"}, [instruct("q", "a")]),
-        ({"prompt": "q", "generation": "a"}, [instruct("q", "a")]),
-        (
-            {"prompt": "q", "completion": "a", "system": "s"},
-            [chat({"role": "system", "content": "s"}, USER, ANSWER)],
+        *(
+            ({ask: "q", answer: "a"}, [instruct("q", "a")])
+            for ask, answer in (("prompt", "completion"), ("prompt", "response"), ("prompt", "generation"))
         ),
+        *(({"input": "q", answer: -7}, [instruct("q", "-7")]) for answer in ("output", "target", "content")),
+        ({"prompt": "q", "completion": "a", "system": "s"}, [chat(SYSTEM, USER, ANSWER)]),
         ({"prompt": [USER], "completion": [ANSWER]}, [instruct("q", "a")]),
         (
             {"prompt": [USER, ANSWER, USER], "completion": [ANSWER], "tools": [FRAMED]},
             [chat(USER | {"weight": 0}, ANSWER | {"weight": 0}, USER | {"weight": 0}, ANSWER, tools=[FRAMED])],
         ),
+        (
+            {"input": [USER], "target": "a", "thinking": "t"},
+            [chat(USER, ANSWER | {"reasoning_content": "t"})],
+        ),
     ],
     "question_answer": [
-        ({"question": "q", "answer": "a"}, [instruct("q", "a")]),
+        ({"question": "q", "answer": 0}, [instruct("q", "0")]),
         ({"query": "q", "response": "a"}, [instruct("q", "a")]),
         ({"question": "q", "answer": "a", "passage": "c"}, [ref_qa("c", "q", "a")]),
-        (
-            {"query": "q", "response": "a", "history": [["r", "b"]]},
-            [chat({"role": "user", "content": "r"}, {"role": "assistant", "content": "b"}, USER, ANSWER)],
-        ),
+        ({"query": "q", "response": "a", "history": [["q", "a"]]}, [chat(USER, ANSWER, USER, ANSWER)]),
         (
             {"question": "q", "answer": "a", "article": "c", "system": "s"},
-            [chat({"role": "system", "content": "s"}, {"role": "user", "content": "Reference:\nc\n\nq"}, ANSWER)],
+            [chat(SYSTEM, USER | {"content": "Reference:\nc\n\nq"}, ANSWER)],
         ),
         (
-            {"system_prompt": "s", "question": "q", "response": "a"},
-            [chat({"role": "system", "content": "s"}, USER, ANSWER)],
+            {"system_prompt": "s", "question": "q", "cot": "t", "response": "a"},
+            [chat(SYSTEM, USER, ANSWER | {"reasoning_content": "t"})],
         ),
     ],
     "segments": [
         (
             {"segments": [{"label": False, "text": "<s>q\n"}, {"label": True, "text": "a</s>"}]},
-            [Segments(segments=[Segment(text="<s>q\n", label=False), Segment(text="a</s>", label=True)])],
+            [Segments.model_validate({"segments": [{"text": "<s>q\n", "label": 0}, {"text": "a</s>", "label": 1}]})],
         )
     ],
     "tokens": [

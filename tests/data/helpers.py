@@ -14,9 +14,10 @@ from data.chat.messages import said_in
 from data.chat.prompts import PromptFormat, Prompts
 from data.errors import DataError
 from data.records.chat import Chat
+from data.records.formats import convert
 from data.records.raw_records import read_file
 from data.records.reading import BadRecords, OnBadRecord, origin, parse
-from data.records.record import Pretrain, Record, Segments, Tokenized, parse_record
+from data.records.record import Pretrain, Record, Segments, Tokenized
 from data.records.sources import Source, files_of
 from data.sample_set import Sample
 from data.tokenized.tokenize import encode, encode_question, encode_tokens
@@ -68,6 +69,11 @@ RECORDS: dict[str, dict[str, Any]] = {
         "rounds": [["ask", "How many?"], ["ans", "One."], ["ask", "And AdamW?"], ["ans", "两个。"]],
     },
 }
+
+
+def parse_record(raw: dict[str, Any]) -> Record:
+    (record,) = convert(raw).records
+    return record
 
 
 def read(

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 import convert_model
 from data.chat.prompts import CHAT_TEMPLATE
-from data.records.formats import COLUMNS, FORMATS
+from data.records.formats import COLUMNS, FORMAT_NAMES
 from data.records.record import KINDS
 from models.checkpoint.layout import LATEST, MANIFEST, layer_file
 from tests.conftest import ROOT
@@ -82,7 +82,9 @@ def known_names() -> frozenset[str]:
     of_steps = [field.name for field in dataclasses.fields(StepMetrics)]
     with patch.object(sys, "argv", ["convert_model.py", "--help"]):
         converting = re.findall(r"\w+", printed_by(convert_model.parse_arguments))
-    return frozenset([*config_keys(), *KINDS, *of_records, *COLUMNS, *FORMATS, *parameters, *of_steps, *converting])
+    return frozenset(
+        [*config_keys(), *KINDS, *of_records, *COLUMNS, *FORMAT_NAMES, *parameters, *of_steps, *converting]
+    )
 
 
 @cache

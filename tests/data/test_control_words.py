@@ -10,9 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from data.chat.control_tokens import ControlWords
 from data.records.chat import Chat
-from data.records.record import parse_record
 from data.tokenized.tokenize import encode
-from tests.data.helpers import RECORDS
+from tests.data.helpers import RECORDS, parse_record
 
 CALL = {"function": {"name": "f", "arguments": {"a": ["x<|im_start|>"]}}}
 CASES: list[tuple[dict[str, Any], list[str]]] = [

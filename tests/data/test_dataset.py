@@ -16,14 +16,13 @@ from transformers import PreTrainedTokenizerBase
 from data.errors import DataError
 from data.inspection import summary
 from data.inspection.summary import draw_lengths
-from data.records.record import parse_record
 from data.records.sources import Source
 from data.sample_set import Sample, supervised_count
 from data.tokenized.dataset import Dataset, load_dataset
 from data.tokenized.parallel import has_empty_answer
 from data.tokenized.tokenize import encode, encode_tokens, load_tokenizer
 from tests.conftest import CHATML, save_tokenizer
-from tests.data.helpers import RECORDS
+from tests.data.helpers import RECORDS, parse_record
 from training.config.keys import TrainConfig
 from training.data_setup import build_loader
 

@@ -2,274 +2,78 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, ValidationError
 from transformers import PreTrainedTokenizerBase
 
-from data.records import layouts
-from data.records.chat import Chat
-from data.records.formats import FORMATS, convert
-from data.records.record import Record, RefQA
+from data.records.formats import FORMAT_NAMES, FORMATS, convert
+from data.records.raw_records import read_file
+from data.records.reading import parse
+from data.records.record import Record
 from data.tokenized.tokenize import encode_many
-from tests.data.format_cases import ANSWER, CALL, CASES, TOOL, USER, chat, instruct, ref_qa, refusal
-from tests.data.helpers import RECORDS, REWRITING
+from tests.data.format_cases import (
+    ANSWER,
+    CALL,
+    CALLING,
+    CASES,
+    JSON,
+    RESULT,
+    SYSTEM,
+    TOOL,
+    USER,
+    chat,
+    instruct,
+    ref_qa,
+    refusal,
+    sent,
+)
+from tests.data.helpers import ACTION, RECORDS, REWRITING, parse_record
 
-# Anthropic's parts of messages.
+# Parts of messages: Anthropic's, and a model's refusal.
 THOUGHT = {"type": "thinking", "thinking": "hm", "signature": "x"}
 WORDS = {"type": "text", "text": "a"}
 USE = {"type": "tool_use", "id": "1", "name": CALL["name"], "input": CALL["arguments"]}
-RESULT = {"type": "tool_result", "tool_use_id": "1", "content": [{"text": "18"}]}
+GIVEN = {"type": "tool_result", "tool_use_id": "1", "content": [{"text": "rain"}]}
 NO = {"type": "refusal", "refusal": "I can't."}
 THINKING = ANSWER | {"reasoning_content": "hm"}
-CALLING = {"role": "assistant", "tool_calls": [{"id": "1", "function": CALL}]}
-RETURNED = {"role": "tool", "content": "18", "tool_call_id": "1"}
+USING = {"role": "assistant", "tool_calls": [{"id": "1", "function": CALL}]}
+USED = RESULT | {"tool_call_id": "1"}
+NO_TEXT = "expected a text or a list of parts with a text each"
+ROUNDS = [["ask", "q"], ["ans", "a"]]
 
 
-def said(role: str, *parts: dict[str, Any]) -> dict[str, Any]:
+def said(role: str, *parts: JSON) -> JSON:
     return {"role": role, "content": list(parts)}
 
 
 def test_every_format_is_tested() -> None:
-    assert set(CASES) == set(FORMATS)
+    assert set(CASES) == set(FORMAT_NAMES)
 
 
 @pytest.mark.parametrize(
     ("name", "raw", "expected"), [(name, *case) for name, cases in CASES.items() for case in cases]
 )
-def test_a_layout_is_recognised_and_converted(name: str, raw: dict[str, Any], expected: list[Record]) -> None:
+def test_a_layout_is_recognised_converted_and_encoded(
+    name: str, raw: JSON, expected: list[Record], tokenizer: PreTrainedTokenizerBase
+) -> None:
     assert convert(raw).records == expected
     assert convert(raw, name).records == expected
-
-
-@pytest.mark.parametrize(("raw", "records"), [case for cases in CASES.values() for case in cases])
-def test_an_object_of_any_layout_can_be_encoded(
-    raw: dict[str, Any], records: list[Record], tokenizer: PreTrainedTokenizerBase
-) -> None:
     (given,) = encode_many([raw], tokenizer, REWRITING)
-    if len(records) == 1:
-        (expected,) = encode_many(records, tokenizer, REWRITING)
-        assert str(given) == str(expected)
+    if len(expected) == 1:
+        assert str([given]) == str(encode_many(expected, tokenizer, REWRITING))
     else:
-        assert str(given) == f"expected an object that makes one record, found one that makes {len(records)}"
+        assert str(given) == f"expected an object that makes one record, found one that makes {len(expected)}"
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_pipetunes_own_types_are_recognised(name: str) -> None:
-    (record,), unused, _ = convert(RECORDS[name])
+def test_pipetunes_own_types_are_recognised_and_unknown_fields_are_left_alone(name: str) -> None:
+    (record,), unused, _ = convert(RECORDS[name] | {"id": 7, "source": None})
     assert not unused
     assert record.type == RECORDS[name]["type"]
-
-
-def test_format_decides_where_fields_of_several_are_there() -> None:
-    both: dict[str, Any] = {"question": "q", "answer": "b", "context": "c", "answers": ["b"]}
-    assert convert(both).records == [ref_qa("c", "q", "b")]
-    assert convert(both | {"answers": []}, "question_answer").records == [ref_qa("c", "q", "b")]
-    assert refusal(both | {"answer": "other"}).startswith("field answer: the record's format has no place for it")
-
-
-def test_a_record_of_no_layout_is_refused_with_its_fields_and_the_formats() -> None:
-    line = refusal({"id": 1, "one": "a", "other": "b"})
-    assert line.startswith("no known format has the fields 'id', 'one', 'other'; expected columns that ")
-    for name, known in FORMATS.items():
-        assert f"{name} ({known})" in line
-    assert "alpaca (instruction, output|response)" in line
-    assert "no known format has the fields (none); " in refusal({})
-    many = refusal({"x" * 1000 + str(number): 0 for number in range(1000)})
-    assert "..." in many
-    assert len(many) < 2000
-
-
-@pytest.mark.parametrize(
-    ("raw", "reason"),
-    [
-        (None, "expected an object, found null"),
-        ([], "expected an object, found a list"),
-        ({"type": "alpaca"}, "field type: expected one of pretrain, instruct, conversation, conver_has_api, ref_qa, "),
-        ({"type": "x" * 10_000}, "field type: expected one of "),
-        ({"messages": "q"}, "field messages: expected a list, found a string"),
-        ({"messages": []}, "field messages: List should have at least 1 item"),
-        ({"messages": [None]}, "field messages[0]: expected an object, found null"),
-        ({"messages": [USER, {"role": "robot", "content": "a"}]}, "field messages[1].role: expected one of system, "),
-        ({"messages": [{"content": "a"}]}, "field messages[0].role: missing"),
-        ({"messages": [USER | {"content": 3}]}, "field messages[0].content: expected a string, found a number"),
-        (
-            {"messages": [USER | {"content": [{"type": "image_url"}]}]},
-            "field messages[0].content: expected a text or a ",
-        ),
-        ({"messages": [USER]}, "field messages: expected at least one of the assistant, found none that bears loss"),
-        (
-            {"messages": [ANSWER | {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-            "field messages[0].tool_calls[0].function.arguments: expected an object or a JSON string of one",
-        ),
-        ({"messages": [ANSWER | {"tool_calls": 1}]}, "field messages[0].tool_calls: expected a list, found a number"),
-        ({"messages": [ANSWER], "tools": "[{"}, "field tools: expected a list or a JSON string of one"),
-        ({"messages": [ANSWER], "tools": {"name": "f"}}, "field tools: expected a list, found an object"),
-        ({"messages": [ANSWER], "tools": [1]}, "field tools[0]: expected a dictionary, found a number"),
-        (
-            {"conversations": [{"from": "robot", "value": "a"}]},
-            "field conversations[0].from: expected one of system, ",
-        ),
-        ({"conversations": [{"from": "gpt"}]}, "field conversations[0].content: missing"),
-        (
-            {"conversations": [{"from": "gpt", "value": 5}]},
-            "field conversations[0].value: expected a string, found a n",
-        ),
-        (
-            {"conversations": [{"from": "human", "value": "q"}]},
-            "field messages: expected at least one of the assistant",
-        ),
-        *(
-            (
-                {"conversations": [{"from": "function_call", "value": value}]},
-                "field conversations[0]: the function_call",
-            )
-            for value in ("weather()", "3", '{"name": "f", "arguments": [1]}', "{}", "[" * 9999, '[{"name": 1}]')
-        ),
-        ({"paragraphs": [{"context": "c", "qas": []}]}, "field paragraphs[0].qas: List should have at least 1 item"),
-        (
-            {"paragraphs": [{"context": "c", "qas": [{"question": "q", "answers": [{"answer": "a"}]}]}]},
-            "field paragraphs[0].qas[0].answers[0].text: missing",
-        ),
-        (
-            {"context": "c", "question": "q", "answers": {"text": [1]}},
-            "field answers[0]: expected an object, found",
-        ),
-        ({"instruction": "i", "instances": [{"input": "x"}]}, "field instances[0].output: missing"),
-        ({"instruction": "i", "output": ["o"]}, "field output: expected a string, found a list"),
-        (
-            {"instruction": "", "output": "o"},
-            "field instruction: expected a question here or in input, found both empty",
-        ),
-        ({"instruction": "i", "output": "o", "history": [["q"]]}, "field history[0][1]: missing"),
-        ({"prompt": 3, "completion": "a"}, "field prompt: expected a list, found a number"),
-        ({"prompt": "", "completion": "a"}, "field instruct: String should have at least 1 character"),
-        ({"question": "q", "answer": 4.2}, "field answer: expected a string, found a number"),
-        ({"question": "q", "answer": True}, "field answer: expected a string, found true or false"),
-        *(
-            (raw, "a table written column by column; expected one object for each record")
-            for raw in (
-                {"instruction": ["i", "j"], "output": ["o", "p"]},
-                {"instruction": {"0": "i"}, "output": {"0": "o"}},
-                {"prompt": {"0": "i", "1": "j"}, "completion": {"0": "o", "1": "p"}},
-                {"question": ["i"], "answer": ["o"], "id": ["1"]},
-            )
-        ),
-        ({"messages": [USER], "tools": []}, "field messages: expected at least one of the assistant"),
-        ({"instruction": ["i"], "output": "o"}, "field instruction: expected a string, found a list"),
-        ({"conversations": ["q"]}, "field messages: expected at least one of the assistant"),
-        ({"conversations": ["q", {"from": "gpt", "value": "a"}]}, "field conversations[0]: expected an object"),
-        ({"conversations": [{"input": "q"}]}, "field conversations[0].role: missing"),
-        ({"messages": [USER, ANSWER], "system": [{"image": "i"}]}, "field system"),
-        *(
-            (
-                {"messages": [USER, ANSWER], "chat_template_kwargs": given},
-                f"field chat_template_kwargs: expected {line}",
-            )
-            for given, line in (
-                ({"a": 1, "tools": []}, "others than tools, which Pipetune gives"),
-                ({"add_generation_prompt": True}, "others than add_generation_prompt, which Pipetune gives"),
-                ([1], "a dictionary, found a list"),
-                ("low", "an object or a JSON string of one"),
-            )
-        ),
-        (
-            {"text": "t", "chat_template_kwargs": {"a": 1}},
-            "field chat_template_kwargs: the record's format has no place",
-        ),
-        ({"messages": [USER, ANSWER | {"refusal": "no"}]}, "field messages[1].refusal: the record's format has no "),
-        (
-            {"messages": [said("user", NO), ANSWER]},
-            "field messages[0].content: expected a text or a list of parts with a text each, found one of type 'refus",
-        ),
-        (
-            {"messages": [USER, said("assistant", {"type": "refusal"})]},
-            "field messages[1].content: expected a text or a list of parts with a text each",
-        ),
-        (
-            {"conversations": [USER, ANSWER], "messages": [USER, ANSWER], "rounds": [["ask", "q"]]},
-            "fields messages and conversations and rounds: expected one dialogue, or columns that name it",
-        ),
-        (
-            {"messages": [USER, said("assistant", USE, WORDS)]},
-            "field messages: parts of message 1: expected thinking, text, tool_use in this order, found tool_use, text",
-        ),
-        (
-            {"messages": [USER, said("assistant", {"type": "thinking"}, WORDS)]},
-            "field messages: parts of message 1: thinking: expected a text",
-        ),
-        (
-            {"messages": [USER, said("assistant", USE), said("user", WORDS, RESULT), ANSWER]},
-            "field messages: parts of message 2: expected tool_result, text in this order, found text, tool_result",
-        ),
-        (
-            {"messages": [USER, said("assistant", USE), said("user", RESULT) | {"mask": 1}, ANSWER]},
-            "field messages[2].mask: the record's format has no place for it",
-        ),
-        ({"messages": [USER, ANSWER, USER], "answer": "b"}, "field answer: the record's format has no place for it"),
-        ({"query": "q", "answers": "[]", "tools": []}, "field answers: expected at least one call, found none"),
-        ({"query": "q", "answers": "sunny", "tools": []}, "field answers: expected a list of calls with name and arg"),
-        ({"query": "q", "answers": [{"city": "Wien"}], "tools": []}, "field answers: expected a list of calls"),
-        ({"text": ""}, "field text: String should have at least 1 character"),
-        ({"text": float("nan")}, "field text: expected a string, found a number"),
-        ({"instruction": "i", "output": None}, "field output: expected a value, found null"),
-        ({"messages": [USER, {"role": "assistant", "content": None}]}, "field messages[1].content: expected a text, f"),
-        ({"conversations": [{"from": "gpt", "value": None}]}, "field conversations[0].value: expected a text, found n"),
-        ({"messages": [USER | {"train": True}, ANSWER]}, "field messages[0].train: expected false, as only an assista"),
-        ({"messages": [USER, ANSWER | {"loss": "no"}]}, "field messages[1].loss: expected true or false, found 'no'"),
-        (
-            {"messages": [USER, ANSWER | {"content": [{"type": "text", "text": "a", "train": False}]}]},
-            "field messages[1].content.train: one part cannot bear loss and another not",
-        ),
-        ({"segments": [{"text": "t", "label": False}]}, "field segments: expected a label with at least one"),
-        ({"segments": [{"text": "t"}]}, "field segments[0].label: missing"),
-        ({"input_ids": [1, 2], "labels": [2]}, "field labels: expected 2, one for each of input_ids, found 1"),
-        ({"input_ids": [1, 2], "labels": [2, -100]}, "field labels[0]: expected 1, as in input_ids, or -100, found 2"),
-        ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "field attention_mask[1]: expected 1"),
-        ({"input_ids": [1, -2]}, "field input_ids[1]: expected "),
-    ],
-)
-def test_what_is_wrong_is_named_with_its_field(raw: Any, reason: str) -> None:
-    line = refusal(raw)
-    assert line.startswith(reason)
-    assert len(line) < 400
-
-
-def test_a_forced_format_names_the_field_that_it_misses() -> None:
-    assert refusal({"text": "t"}, "alpaca") == "field instruction: missing"
-    assert refusal({"instruction": "i"}, "alpaca") == "field output: missing"
-    assert refusal({"text": "t"}, "pipetune").startswith("field type: missing")
-
-
-@pytest.mark.parametrize(
-    ("model", "field"),
-    [
-        (Chat, "messages"),
-        (Chat, "tools"),
-        (layouts.ShareGPT, "conversations"),
-        (layouts.SquadArticle, "paragraphs"),
-        (layouts.SelfInstruct, "instances"),
-        (RefQA, "rounds"),
-    ],
-)
-def test_a_million_wrong_entries_are_one_complaint(model: type[BaseModel], field: str) -> None:
-    """pydantic would keep a note of each of them."""
-    fields: dict[str, Any] = {"type": "ref_qa", "reference": "r", "instruction": "i", "messages": [ANSWER]}
-    entries: list[Any] = [["ask", 1], ["ans", 2], ["ans", 3]] if field == "rounds" else [1] * 1_000_000
-    if model is Chat:
-        fields["type"] = "chat"
-    with pytest.raises(ValidationError) as caught:
-        model.model_validate(fields | {field: entries})
-    assert caught.value.error_count() == 1
-
-
-def test_a_complaint_names_the_field_as_columns_does() -> None:
-    columns = {"question": "Frage", "answer": "Antwort"}
-    assert refusal({"Frage": "q", "Antwort": ["a"]}, columns=columns).startswith("field Antwort: expected a string")
-
-
-SYSTEM = {"role": "system", "content": "Be kind"}
+    assert record == parse_record(RECORDS[name])
 
 
 @pytest.mark.parametrize(
@@ -278,8 +82,39 @@ SYSTEM = {"role": "system", "content": "Be kind"}
         ({"conversations": ["q", "a"]}, chat(USER, ANSWER)),
         ({"conversations": '["q", "a", "q", "a"]'}, chat(USER, ANSWER, USER, ANSWER)),
         ({"conversation": [{"input": "q", "output": "a"}] * 2}, chat(USER, ANSWER, USER, ANSWER)),
-        ({"messages": [USER, ANSWER], "system": [{"text": "Be "}, {"text": "kind"}]}, chat(SYSTEM, USER, ANSWER)),
-        ({"instruction": "q", "output": "a", "system": [{"text": "Be kind"}]}, chat(SYSTEM, USER, ANSWER)),
+        ({"conversations": json.dumps([sent("User", "q"), {"role": "Chatbot", "text": "a"}])}, chat(USER, ANSWER)),
+        ({"messages": [USER, ANSWER], "system": [{"text": "s"}, {"text": ""}]}, chat(SYSTEM, USER, ANSWER)),
+        ({"instruction": "q", "output": "a", "system": [{"text": "s"}]}, chat(SYSTEM, USER, ANSWER)),
+        # null is as good as absent
+        (
+            {
+                "messages": [
+                    each | dict.fromkeys(("weight", "tool_calls", "name", "reasoning_content", "train"))
+                    for each in (USER, ANSWER)
+                ]
+            },
+            chat(USER, ANSWER),
+        ),
+        *(
+            ({"messages": [USER | {"content": content}, ANSWER]}, chat(USER, ANSWER))
+            for text in [{"type": "text", "text": "q"}]
+            for content in (text, {"text": "q"}, [text], [text | {"image": None}], [{"type": None, "text": "q"}])
+        ),
+        # what a tool gives back, and what an assistant says in words and calls
+        (
+            {"messages": [USER, CALLING, RESULT | {"content": {"rain": True}}, ANSWER]},
+            chat(USER, CALLING, RESULT | {"content": '{"rain": true}'}, ANSWER),
+        ),
+        *(
+            ({"messages": [USER, {who: "tool_call", what: json.dumps(CALL)}, ANSWER]}, chat(USER, CALLING, ANSWER))
+            for who, what in (("role", "content"), ("from", "value"))
+        ),
+        *(
+            ({"prompt": prompt, "completion": [answer]}, chat(USER | {"weight": 0}, answer))
+            for answer in (ANSWER | {"thinking": "t"}, ANSWER | {"tool_calls": [{"function": CALL}]})
+            for prompt in ("q", [USER])
+        ),
+        # what the chat template gets
         *(
             ({"messages": [USER, ANSWER], "chat_template_kwargs": given}, chat(USER, ANSWER))
             for given in ({}, {"thinking": None}, "", "{}")
@@ -287,45 +122,242 @@ SYSTEM = {"role": "system", "content": "Be kind"}
         *(
             (raw | {"chat_template_kwargs": given}, chat(USER, ANSWER, chat_template_kwargs={"thinking": False}))
             for given in ({"thinking": False, "budget": None}, '{"thinking": false}')
-            for raw in (
-                {"conversations": [USER, ANSWER]},
-                {"prompt": "q", "completion": "a"},
-                {"question": "q", "answer": "a"},
-            )
+            for raw in ({"conversations": [USER, ANSWER]}, {"prompt": "q", "completion": "a"})
         ),
+        # parts
         ({"messages": [USER, said("assistant", WORDS, NO)]}, chat(USER, ANSWER | {"content": "aI can't."})),
         ({"messages": [USER, {"role": "assistant", "content": None, "refusal": "a"}]}, chat(USER, ANSWER)),
-        ({"instruction": "q", "output": 2}, instruct("q", "2")),
-        ({"question": "q", "answer": 0}, instruct("q", "0")),
-        ({"prompt": "q", "completion": -7}, instruct("q", "-7")),
         ({"messages": [USER, said("assistant", THOUGHT, WORDS)]}, chat(USER, THINKING)),
-        ({"conversations": [USER, said("assistant", USE)]}, chat(USER, CALLING)),
+        ({"conversations": [USER, said("assistant", USE)]}, chat(USER, USING)),
         (
-            {"messages": [USER, said("assistant", WORDS, USE), said("user", RESULT), ANSWER], "tools": [TOOL]},
-            chat(USER, CALLING | {"content": "a"}, RETURNED, ANSWER, tools=[TOOL]),
+            {"messages": [USER, said("assistant", WORDS, USE), said("user", GIVEN), ANSWER], "tools": [TOOL]},
+            chat(USER, USING | {"content": "a"}, USED, ANSWER, tools=[TOOL]),
         ),
         (
-            {"messages": [USER, said("assistant", USE) | {"weight": 0}, said("user", RESULT, WORDS), ANSWER]},
-            chat(USER, CALLING | {"weight": 0}, RETURNED, USER | {"content": "a"}, ANSWER),
+            {"messages": [USER, said("assistant", USE) | {"weight": 0}, said("user", GIVEN, WORDS), ANSWER]},
+            chat(USER, USING | {"weight": 0}, USED, USER | {"content": "a"}, ANSWER),
         ),
+        (RECORDS["api_param as a string"], parse_record(RECORDS["api_param as a string"])),
     ],
 )
-def test_what_can_mean_one_thing_alone_is_read(raw: dict[str, Any], expected: Record) -> None:
+def test_what_can_mean_one_thing_alone_is_read(raw: JSON, expected: Record) -> None:
     assert convert(raw).records == [expected]
 
 
-@pytest.mark.parametrize(
-    ("raw", "unused"),
-    [
-        ({"messages": [USER, ANSWER], "answer": "b", "problem": "p"}, ["problem", "answer"]),
-        ({"conversations": [USER, ANSWER], "output": "b"}, ["output"]),
-        ({"messages": [USER, ANSWER], "reference": "r", "completion": "c"}, ["reference", "completion"]),
+def test_format_decides_where_fields_of_several_are_there() -> None:
+    both: JSON = {"question": "q", "answer": "b", "context": "c", "answers": ["b"]}
+    assert convert(both).records == [ref_qa("c", "q", "b")]
+    assert convert(both | {"answers": []}, "question_answer").records == [ref_qa("c", "q", "b")]
+    assert refusal(both | {"answer": "other"}).startswith("field answer: the record's format has no place for it")
+
+
+def test_a_record_of_no_layout_is_refused_with_its_fields_and_the_formats() -> None:
+    line = refusal({"id": 1, "one": "a", "other": "b"})
+    assert line.startswith("no known format has the fields 'id', 'one', 'other'; expected columns that ")
+    assert all(f"{name} ({known})" in line for name, known in FORMATS.items())
+    assert "pipetune (type); " in line and "alpaca (instruction, output|response)" in line
+    assert "no known format has the fields (none); " in refusal({})
+    many = refusal({"x" * 1000 + str(number): 0 for number in range(1000)})
+    assert "..." in many and len(many) < 2000
+
+
+def conversation(*rounds: Any) -> JSON:
+    return {"type": "conversation", "rounds": list(rounds)}
+
+
+def with_action(**changes: Any) -> JSON:
+    """A tool-using record whose one call is changed; `None` leaves the field out."""
+    action = {name: value for name, value in (ACTION | changes).items() if value is not None}
+    rounds = [["ask", "q"], ["ans-api", {"actions": [action], "ans": "a"}]]
+    return {"type": "conver_has_api", "api_desc": "d", "rounds": rounds}
+
+
+# By the beginning of the line that refuses them.
+REFUSED: dict[str, list[Any]] = {
+    # Pipetune's own types
+    "expected an object, found null": [None],
+    "expected an object, found a list": [[]],
+    "field type: expected one of pretrain, instruct, conversation, conver_has_api, ref_qa, found": [
+        {"type": "alpaca"},
+        {"type": 5},
+        {"type": "x" * 10_000},
     ],
-)
-def test_the_answer_in_other_words_beside_a_dialogue_is_named_as_unused(raw: dict[str, Any], unused: list[str]) -> None:
-    assert convert(raw) == ([chat(USER, ANSWER)], unused, [])
+    "field text: missing": [{"type": "pretrain"}],
+    "field text: String should have at least 1 character": [{"type": "pretrain", "text": ""}, {"text": ""}],
+    "field text: expected a string": [{"type": "pretrain", "text": "\ud800"}, {"text": float("nan")}],
+    "field output: missing": [{"type": "instruct", "instruct": "a"}],
+    "field output: expected a value, found null": [
+        {"type": "instruct", "instruct": "a", "output": None},
+        {"instruction": "i", "output": None},
+    ],
+    "field input: expected a string, found an object": [
+        {"type": "instruct", "instruct": "a", "output": "b", "input": {}}
+    ],
+    "field rounds: missing": [{"type": "conversation"}, {"type": "ref_qa", "reference": "r"}],
+    "field rounds: expected a list, found an object": [{"type": "conversation", "rounds": {"ask": "q"}}],
+    "field rounds: List should have at least 1 item": [conversation()],
+    "field rounds[0][1]: missing": [conversation(["ask"])],
+    "field rounds[0]: expected a tuple, found": [conversation("ab"), with_action() | {"rounds": [1]}],
+    "field rounds[0][0]: expected 'ask' or 'ans'": [conversation(["user", "q"])],
+    "field rounds[2][0]: expected 'ask' or 'ans'": [conversation(*ROUNDS, ["ans-api", {}])],
+    "field rounds: expected at least one answer, found asks only": [
+        conversation(["ask", "q"], ["ask", "r"]),
+        {"type": "ref_qa", "reference": "r", "rounds": ROUNDS[:1]},
+    ],
+    "field rounds[0][1]: expected a string, found a number": [conversation(["ask", 3], ["ans", "a"])],
+    "field reference: missing": [{"type": "ref_qa", "rounds": ROUNDS}],
+    "field api_desc: missing": [{"type": "conver_has_api", "rounds": ROUNDS}],
+    "field rounds[1][1]: expected an object": [with_action() | {"rounds": [ROUNDS[0], ["ans-api", "a"]]}],
+    "field rounds[1][1].actions[0].inner_thought: missing": [with_action(inner_thought=None)],
+    "field rounds[1][1].actions[0].api_name: expected a string, found a number": [with_action(api_name=7)],
+    "field rounds[1][1].actions[0].api_param: expected ": [with_action(api_param=each) for each in ([1], "{b", "[1]")],
+    # messages
+    "field messages: expected a list, found a string": [{"messages": "q"}],
+    "field messages: List should have at least 1 item": [{"messages": []}],
+    "field messages[0]: expected an object, found null": [{"messages": [None]}],
+    "field messages[1].role: expected one of system, ": [{"messages": [USER, {"role": "robot", "content": "a"}]}],
+    "field messages[0].role: missing": [{"messages": [{"content": "a"}]}],
+    "field messages[0].content: expected a string, found a number": [{"messages": [USER | {"content": 3}]}],
+    "field messages[1].content: expected a text, found none": [{"messages": [USER, ANSWER | {"content": None}]}],
+    f"field messages[0].content: {NO_TEXT}": [
+        {"messages": [USER | {"content": content}, ANSWER]}
+        for content in (
+            [{"type": "image_url"}],
+            [WORDS, {"type": "image_url", "text": "", "image_url": {"url": "u"}}],
+            [{"type": "image", "text": ""}],
+            {"answer": 5},
+            [NO],
+        )
+    ],
+    "field messages[0].content.image: expected records without it": [
+        {"messages": [said("user", WORDS | {"image": "a.png"}), ANSWER]}
+    ],
+    f"field messages[1].content: {NO_TEXT}": [{"messages": [USER, said("assistant", {"type": "refusal"})]}],
+    "field messages: expected at least one of the assistant, found none that is trained": [
+        {"messages": [USER], "tools": []},
+        {"conversations": [sent("human", "q")]},
+        {"conversations": ["q"]},
+        {"prompt": [USER], "completion": [ANSWER | {"weight": 0}]},
+    ],
+    "field messages[0].tool_calls[0].function.arguments: expected an object or a JSON string of one": [
+        {"messages": [ANSWER | {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}
+    ],
+    "field messages[0].tool_calls: expected a list, found a number": [{"messages": [ANSWER | {"tool_calls": 1}]}],
+    "field messages[1].reasoning_content: expected it of the assistant alone, not of user": [
+        {"messages": [ANSWER, USER | {"reasoning_content": "t"}, ANSWER]}
+    ],
+    "field messages[1].tool_calls: expected it of the assistant alone, not of user": [
+        {"messages": [ANSWER, USER | {"tool_calls": [{"function": CALL}]}, ANSWER]}
+    ],
+    "field messages[0].train: expected false, as only an assista": [{"messages": [USER | {"train": True}, ANSWER]}],
+    "field messages[1].loss: expected true or false, found 'no'": [{"messages": [USER, ANSWER | {"loss": "no"}]}],
+    "field messages[1].content.train: parts of one message cannot be trained apart": [
+        {"messages": [USER, said("assistant", WORDS | {"train": False})]}
+    ],
+    "field tools: expected a list or a JSON string of one": [{"messages": [ANSWER], "tools": "[{"}],
+    "field tools: expected a list, found an object": [{"messages": [ANSWER], "tools": {"name": "f"}}],
+    "field tools[0]: expected a dictionary, found a number": [{"messages": [ANSWER], "tools": [1]}],
+    "field chat_template_kwargs: expected others than tools, which Pipetune gives": [
+        {"messages": [USER, ANSWER], "chat_template_kwargs": {"a": 1, "tools": []}}
+    ],
+    "field chat_template_kwargs: expected a dictionary, found a list": [
+        {"messages": [USER, ANSWER], "chat_template_kwargs": [1]}
+    ],
+    "field chat_template_kwargs: expected an object or a JSON string of one": [
+        {"prompt": "q", "completion": "a", "chat_template_kwargs": "low"}
+    ],
+    "field conversations[0].from: expected one of system, ": [{"conversations": [sent("robot", "a")]}],
+    "field conversations[0].value: expected a string, found a number": [{"conversations": [sent("gpt", 5)]}],
+    "field conversations[0]: expected an object": [{"conversations": ["q", sent("gpt", "a")]}],
+    "field conversations[0].role: missing": [{"conversations": [{"input": "q"}]}],
+    "field conversations[0]: the function_call is not JSON": [
+        {"conversations": [sent("function_call", value)]}
+        for value in ("weather()", "3", '{"name": "f", "arguments": [1]}', "{}", "[" * 9999, '[{"name": 1}]')
+    ],
+    "field messages: parts of message 1: expected thinking, text, tool_use in this order, found tool_use, text": [
+        {"messages": [USER, said("assistant", USE, WORDS)]}
+    ],
+    "field messages: parts of message 1: thinking: expected a text": [
+        {"messages": [USER, said("assistant", {"type": "thinking"}, WORDS)]}
+    ],
+    "field messages: parts of message 2: expected tool_result, text in this order, found text, tool_result": [
+        {"messages": [USER, said("assistant", USE), said("user", WORDS, GIVEN), ANSWER]}
+    ],
+    "fields messages and conversations and rounds: expected one dialogue, or columns that name it": [
+        {"conversations": [USER, ANSWER], "messages": [USER, ANSWER], "rounds": ROUNDS}
+    ],
+    # other layouts
+    "field paragraphs[0].qas: List should have at least 1 item": [{"paragraphs": [{"context": "c", "qas": []}]}],
+    "field paragraphs[0].qas[0].answers[0]: expected a string, found an object": [
+        {"paragraphs": [{"context": "c", "qas": [{"question": "q", "answers": [{"answer": "a"}]}]}]}
+    ],
+    "field answers[0]: expected a string": [{"context": "c", "question": "q", "answers": {"text": [1]}}],
+    "field answers: expected at least one call, found none": [{"query": "q", "answers": "[]", "tools": []}],
+    "field answers: expected a list of calls with name and arguments": [
+        {"query": "q", "answers": answers, "tools": []} for answers in ("sunny", [{"city": "Wien"}])
+    ],
+    "field instances[0].output: missing": [{"instruction": "i", "instances": [{"input": "x"}]}],
+    "field output: expected a string, found a list": [{"instruction": "i", "output": ["o"]}],
+    "field instruction: expected a string, found a list": [{"instruction": ["i"], "output": "o"}],
+    "field instruction: expected a question here or in input, found both empty": [{"instruction": "", "output": "o"}],
+    "field history[0][1]: missing": [{"instruction": "i", "output": "o", "history": [["q"]]}],
+    "field prompt: expected a list, found a number": [{"prompt": 3, "completion": "a"}],
+    "field instruct: String should have at least 1 character": [{"prompt": "", "completion": "a"}],
+    "field answer: expected a string, found a number": [{"question": "q", "answer": 4.2}],
+    "field answer: expected a string, found true or false": [{"question": "q", "answer": True}],
+    "field reasoning: expected the thoughts of the answer, found 'on'": [
+        {"question": "q", "answer": "a", "reasoning": "on"}
+    ],
+    "field role: expected whole dialogues": [{"text": "t", "role": "prompter", "parent_id": None}],
+    "a table written column by column; expected one object for each record": [
+        {"instruction": ["i", "j"], "output": ["o", "p"]},
+        {"prompt": {"0": "i", "1": "j"}, "completion": {"0": "o", "1": "p"}},
+    ],
+    "field system": [{"messages": [USER, ANSWER], "system": [{"image": "i"}]}],
+    "field segments: expected a label with at least one": [{"segments": [{"text": "t", "label": False}]}],
+    "field segments[0].label: missing": [{"segments": [{"text": "t"}]}],
+    "field labels: expected 2, one for each of input_ids, found 1": [{"input_ids": [1, 2], "labels": [2]}],
+    "field labels[0]: expected 1, as in input_ids, or -100, found 2": [{"input_ids": [1, 2], "labels": [2, -100]}],
+    "field attention_mask[1]: expected 1": [{"input_ids": [1, 2], "attention_mask": [1, 0]}],
+    "field input_ids[1]: expected ": [{"input_ids": [1, -2]}],
+}
 
 
-def test_a_result_that_is_an_error_is_named_as_unused() -> None:
-    turns = [USER, said("assistant", USE), said("user", RESULT | {"is_error": True}), ANSWER]
-    assert convert({"messages": turns}) == ([chat(USER, CALLING, RETURNED, ANSWER)], ["messages.is_error"], [])
+@pytest.mark.parametrize(("line", "raw"), [(line, raw) for line, raws in REFUSED.items() for raw in raws])
+def test_what_is_wrong_is_named_with_its_field(line: str, raw: Any) -> None:
+    found = refusal(raw)
+    assert found.startswith(line)
+    assert len(found) < 400
+
+
+def test_a_line_names_the_field_that_a_forced_format_misses_and_as_columns_does() -> None:
+    assert refusal({"text": "t"}, "alpaca") == "field instruction: missing"
+    assert refusal({"text": "t"}, "pipetune").startswith("field type: expected one of")
+    columns = {"question": "Frage", "answer": "Antwort"}
+    assert refusal({"Frage": "q", "Antwort": ["a"]}, columns=columns).startswith("field Antwort: expected a string")
+
+
+@pytest.mark.parametrize("field", ["messages", "tools", "conversations", "paragraphs", "instances", "input_ids"])
+def test_a_million_wrong_entries_are_refused_at_the_first(field: str) -> None:
+    """pydantic would keep a note of each of them."""
+    raw = {"messages": [ANSWER]} if field == "tools" else {"instruction": "i"} if field == "instances" else {}
+    assert refusal(raw | {field: [None] * 1_000_000}).startswith(f"field {field}[0]")
+
+
+def test_nulls_that_a_table_put_into_calls_are_left_out_and_declared_ones_stay(shared: Path) -> None:
+    properties = {"city": {"type": "string"}, "unit": {"type": ["string", "null"], "default": None}, "other": None}
+    tool = {"name": "f", "parameters": {"type": "object", "properties": properties, "required": None}}
+    arguments = {"city": "Lima", "unit": None, "other": None}
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    record = parse_record({"messages": [USER, call], "tools": [tool]})
+    del properties["other"], arguments["other"], tool["parameters"]["required"]  # type: ignore[attr-defined]
+    assert record.model_dump() == chat(USER, call, tools=[{"type": "function", "function": tool}]).model_dump()
+    folder = shared / "cases" / "reports" / "struct-nulls"
+    table, lines = (
+        [parse(raw).records for raw in read_file(folder / name)] for name in ("structs.parquet", "structs_nulls.jsonl")
+    )
+    assert table == lines
+
+
+def test_columns_of_other_names_make_no_difference_to_a_record() -> None:
+    assert convert({"q": "q", "a": "a"}, columns={"prompt": "q", "completion": "a"}).records == [instruct("q", "a")]

@@ -24,7 +24,6 @@ from pyarrow import parquet
 
 from data.errors import DataError
 from data.records.files import GZIP, MARKS, ZSTD
-from data.records.formats import FORMATS
 from data.records.json_values import REST_IS_LOST
 from data.records.raw_records import PARQUET, RawRecord
 from data.records.reading import LONGEST_LINE, SHOWN, parse

@@ -12,9 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from data.chat.prompts import PromptFormat
 from data.errors import DataError
-from data.records.record import parse_record
 from data.tokenized.tokenize import encode, encode_beginning
-from tests.data.helpers import RECORDS, Runs, question_ids, runs, supervised_texts, text_of
+from tests.data.helpers import RECORDS, Runs, parse_record, question_ids, runs, supervised_texts, text_of
 
 END = "<|im_end|>"
 HEADER = "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"

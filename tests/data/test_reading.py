@@ -16,10 +16,10 @@ from data.errors import DataError
 from data.records.chat import Chat
 from data.records.raw_records import read_file
 from data.records.reading import SHOWN, parse
-from data.records.record import Instruct, Pretrain, Record, RefQA, parse_record
+from data.records.record import Instruct, Pretrain, Record, RefQA
 from data.records.sources import Source, as_sources
 from tests.conftest import FAQ
-from tests.data.helpers import read
+from tests.data.helpers import parse_record, read
 
 
 def skip(*paths: Path | Source) -> tuple[list[tuple[tuple[Path, int], Record]], list[str]]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from data.records.formats import FORMATS, convert
+from data.records.formats import FORMAT_NAMES, convert
 from tests.docs.pages import PAGES, Block, blocks, text_of
 from training.config.keys import TrainConfig
 from training.config.reference import BEGIN, CHINESE, END, PAGE, translated, written
@@ -62,7 +62,7 @@ def test_a_record_is_taken(block: Block) -> None:
 
 def test_every_format_of_records_is_told() -> None:
     page = text_of("docs/data.md")
-    assert [name for name in FORMATS if f"| `{name}` |" not in page] == []
+    assert [name for name in FORMAT_NAMES if f"| `{name}` |" not in page] == []
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.place)

@@ -25,8 +25,9 @@ from data.chat.prompts import Prompts
 from data.errors import DataError
 from data.records.raw_records import read_file
 from data.records.reading import parse
-from data.records.record import Record, parse_record
+from data.records.record import Record
 from data.tokenized.tokenize import encode, load_tokenizer
+from tests.data.helpers import parse_record
 from tests.data.template_styles import STYLES, Style
 from training.demo.chat import schemas_in
 
