@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from common.terminal import safe_line
+from common.terminal import safe_line, typed_name
 from training.errors import exit_with_one_line
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # torch's names
@@ -77,8 +77,8 @@ def run(arguments: argparse.Namespace) -> None:
         download(arguments.model_name, Path(arguments.save_path))
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Convert or download model checkpoints.")
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=typed_name(), description="Convert or download model checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     to_pipeline = commands.add_parser("hg_to_pp", help="HuggingFace folder -> pipeline layout")
     to_huggingface = commands.add_parser("pp_to_hg", help="pipeline layout or a run's checkpoint -> HuggingFace folder")
@@ -121,7 +121,11 @@ def parse_arguments() -> argparse.Namespace:
     fetch = commands.add_parser("download", help="fetch a model from the HuggingFace hub")
     fetch.add_argument("--model-name", required=True, help="such as HuggingFaceTB/SmolLM2-135M-Instruct")
     fetch.add_argument("--save-path", required=True, help="folder to write")
-    return parser.parse_args()
+    return parser
+
+
+def parse_arguments() -> argparse.Namespace:
+    return make_parser().parse_args()
 
 
 def file_size(text: str) -> int:

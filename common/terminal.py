@@ -11,12 +11,14 @@ Cost: a search by a regular expression, 0.1 microseconds for a line that has not
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 LONGEST = 4000  # characters of a line
+TYPED = "PIPETUNE_COMMAND"  # the words that the user typed, such as "pipetune plan", where they are not a script's name
 
 # C0 without tab and line feed, DEL, C1, bidirectional marks, embeddings, overrides and isolates, line and paragraph
 # separators, lone surrogates, invisible operators and annotations, the byte order mark, tags.
@@ -46,6 +48,11 @@ def is_safe_line(text: str) -> bool:
 def reason_of(error: BaseException) -> str:
     """What a system's or a library's error says, on one line of at most 160 characters."""
     return " ".join(str(getattr(error, "strerror", None) or error).split())[:160]
+
+
+def typed_name() -> str | None:
+    """Return the command that a usage line should name; none for the script's own name."""
+    return os.environ.get(TYPED)
 
 
 class LiveDisplay(Protocol):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common import early_signals
+from common.terminal import typed_name
 from models.checkpoint.layout import resolve
 from training.config.keys import ALIASES, TrainConfig
 from training.distributed import processes
@@ -29,13 +30,13 @@ if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor
 
 
-def parse_arguments(description: str, in_stages: bool = True) -> argparse.Namespace:
-    """Parse the command line; without a pipeline, hide the options that need one."""
+def make_parser(description: str = "", in_stages: bool = True) -> argparse.ArgumentParser:
+    """Make the parser; without a pipeline, hide the options that need one."""
 
     def staged(text: str) -> str:
         return text if in_stages else argparse.SUPPRESS
 
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(prog=typed_name(), description=description)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--config", help="YAML file of the run")
     which.add_argument("--auto", action="store_true", help=staged("choose a config for --model and --data, and train"))
@@ -61,6 +62,12 @@ def parse_arguments(description: str, in_stages: bool = True) -> argparse.Namesp
     parser.add_argument("--record", metavar="FOLDER", help=argparse.SUPPRESS)  # where ranks of a proof record steps
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="override keys of the config")
+    return parser
+
+
+def parse_arguments(description: str, in_stages: bool = True) -> argparse.Namespace:
+    """Parse the command line and check that its options go together."""
+    parser = make_parser(description, in_stages)
     arguments = parser.parse_intermixed_args()
     if arguments.data:  # has swallowed the overrides behind it
         arguments.overrides += filter(_is_override, arguments.data)
