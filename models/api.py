@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi, snapshot_download
@@ -30,14 +31,14 @@ from models.tensor_parallel import TensorShare, obstacle
 SIDE_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "README.md"]
 
 
-def read_spec(folder: Path) -> ModelSpec:
-    """Read `folder`/config.json and prove its family against transformers.
+def read_spec(folder: Path, content: dict[str, Any] | None = None) -> ModelSpec:
+    """Read `folder`/config.json, or take its content, and prove its family against transformers.
 
     Raises:
         CheckpointError: no such file, not JSON, no `model_type`, or values that transformers refuses.
     """
     path = folder / "config.json"
-    raw, part = model_fields(path)
+    raw, part = model_fields(path, content)
     whole = raw["model_type"] if part["model_type"] != raw["model_type"] else None
     try:
         family = declared_family(part)
@@ -87,12 +88,7 @@ def load_share(
 ) -> CausalLM:
     """Load this process's shard of every layer, for tensor parallelism.
 
-    All processes of the group call it and then ask the same: they see the same logits, so they choose the same tokens.
-
-    Raises:
-        CheckpointError: see `load_model`; or the processes cannot share the layers.
-
-    All processes must ask the same: they see the same logits and so choose the same tokens.
+    All processes of the group call it. All processes must ask the same: they see the same logits and so choose the same tokens.
 
     Raises:
         CheckpointError: see `load_model`; or the processes cannot share the layers.

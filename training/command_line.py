@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from common import early_signals
 from common.terminal import typed_name
 from models.checkpoint.layout import resolve
+from models.shapes import shape_of
 from training.config.keys import ALIASES, TrainConfig
 from training.distributed import processes
 from training.distributed.processes import Place
@@ -145,7 +146,7 @@ def run_entry_point(
             raise ConfigError("--prove: proves pipelines; expected train_ds.py")
         if arguments.prove and place is not None:
             raise ConfigError("--prove: starts processes of its own, on this machine; expected python train_ds.py")
-        if place is None and not hosts:
+        if place is None and not hosts and not (arguments.plan and shape_of(config.model_path)):
             resolve(config.model_path)
         if arguments.plan and plan:
             if place is None or place.rank == 0:
