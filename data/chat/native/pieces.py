@@ -55,7 +55,7 @@ def expected_ids(path: Path) -> Iterator[tuple[str, list[int]]]:
         proto = ModelProto.FromString(path.read_bytes())
         model = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
         pieces = [piece.piece.replace("▁", " ") for piece in proto.pieces if piece.type == NORMAL]
-    except (DecodeError, OSError, RuntimeError):
+    except (DecodeError, OSError, RuntimeError, ValueError):
         pieces = []
     if not pieces:
         raise DataError(f"{path}: sentencepiece cannot read it; fetch it again, or add the model's tokenizer.json")
