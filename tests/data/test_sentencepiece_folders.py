@@ -200,6 +200,16 @@ def test_a_prefix_that_the_model_has_otherwise_is_refused(tmp_path: Path, prefix
     load_tokenizer(folder)
 
 
+GEMMA: dict[str, Any] = {"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3, "add_dummy_prefix": False}
+GEMMA |= {"pad_piece": "<pad>", "eos_piece": "<eos>", "bos_piece": "<bos>"}
+GEMMA |= {"user_defined_symbols": ["\n\n", "▁▁", "▁▁▁▁"]}
+
+
+def test_a_vocabulary_of_another_class_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="begins with <pad>, <eos>, <bos>, and the class .* with <unk>, <s>, </s>; "):
+        load_tokenizer(folder_of(tmp_path, None, **GEMMA))
+
+
 @pytest.mark.parametrize(
     "settings",
     [None, {}, {"add_bos_token": True}],
@@ -207,17 +217,7 @@ def test_a_prefix_that_the_model_has_otherwise_is_refused(tmp_path: Path, prefix
 def test_a_folder_of_gemmas_kind_has_the_models_ids_or_is_refused(
     tmp_path: Path, settings: dict[str, Any] | None
 ) -> None:
-    ids = {"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3}
-    names = {"pad_piece": "<pad>", "eos_piece": "<eos>", "bos_piece": "<bos>"}
-    runs = {"user_defined_symbols": ["\n\n", "▁▁", "▁▁▁▁"]}
-    folder = folder_of(
-        tmp_path,
-        settings and {"tokenizer_class": "GemmaTokenizer"} | settings,
-        add_dummy_prefix=False,
-        **ids,
-        **names,
-        **runs,
-    )
+    folder = folder_of(tmp_path, settings and {"tokenizer_class": "GemmaTokenizer"} | settings, **GEMMA)
     (folder / "config.json").write_text(json.dumps({"model_type": "gemma"}))
     model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     try:
