@@ -18,10 +18,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.architectures import declared_family
 from models.causal_lm import CausalLM
-from models.checkpoint.layout import TEMPLATES, resolve
-from models.checkpoint.source import open_source
+from models.checkpoint.layout import TEMPLATES, has_huggingface_weights, resolve
+from models.checkpoint.source import HuggingFaceSource, open_source
 from models.config_json import model_fields, reason_of
 from models.derived import proven
+from models.derived.outline import Underivable
 from models.errors import CheckpointError
 from models.process_groups import Peers
 from models.router import experts_implementation
@@ -46,6 +47,10 @@ def read_spec(folder: Path, content: dict[str, Any] | None = None) -> ModelSpec:
         config = CONFIG_MAPPING[fields["model_type"]].from_dict(deepcopy(fields))  # which it changes
         if not (family and family.translate):  # else transformers has nothing to compare with
             family = proven(config, fields, family, whole)
+    except Underivable as error:
+        if family and has_huggingface_weights(folder):  # config.json may name the class of another model
+            HuggingFaceSource(folder, ModelSpec(family, config, raw, fields))
+        raise CheckpointError(f"{path}: {error}") from None
     except Exception as error:  # transformers raises many kinds for a config that makes no sense
         raise CheckpointError(f"{path}: {reason_of(error, part)}") from None
     config._experts_implementation = experts_implementation()
