@@ -48,7 +48,9 @@ def make_parser(description: str = "", in_stages: bool = True) -> argparse.Argum
     parser.add_argument("--hostfile", metavar="FILE", help="train on several machines: lines such as node1 slots=8")
     parser.add_argument("--include", default="", metavar="node1@node2:0,1", help="use only these of the hostfile")
     parser.add_argument("--exclude", default="", metavar="node1@node2:0,1", help="use all but these of the hostfile")
-    parser.add_argument("--inspect", type=_count, metavar="N", help="print the first N samples and exit")
+    parser.add_argument(
+        "--inspect", type=_count, metavar="N", help="print N samples and one of each other type, and exit"
+    )
     parser.add_argument("--html", metavar="FILE", help="with --inspect: write them as a page instead")
     parser.add_argument("--plan", action="store_true", help=staged("predict the run's time and memory, and exit"))
     known = f"with --plan or --dry-run: plan for these devices instead of this machine's; known: {', '.join(KNOWN)}"
@@ -201,10 +203,10 @@ def _refuse_launcher(option: str, place: Place | None) -> None:
 
 
 def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:
-    """Print the first samples as they are trained on, or write them as a page."""
+    """Print samples as they are trained on, the first ones and one of each type of record, or write them as a page."""
     from common.log import Log
     from data.inspection import summary
-    from data.inspection.inspect import show_samples, show_tools, write_page
+    from data.inspection.inspect import choose_samples, show_samples, write_page
     from models.api import read_spec
     from training.data_setup import RecordReader
     from training.streamed import stream_of
@@ -217,11 +219,10 @@ def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:
     console.print(summary.table(dataset), highlight=False)
     warnings = [f"warning: {each}" for each in summary.warnings(dataset, config.max_seq_len)]
     console.print("\n".join([*summary.facts(dataset, config.max_seq_len), *warnings]), highlight=False)
-    samples = dataset.samples[:count]
+    numbers = choose_samples(dataset, count)
+    samples = [dataset.samples[number] for number in numbers]
     if html:
         write_page(samples, reader.tokenizer, html, title=f"Samples of {Path(config.save_path).name}")
         console.print(f"{len(samples)} samples in {html}")
     else:
-        show_samples(samples, reader.tokenizer, console, [dataset.origin(number) for number in range(len(samples))])
-        if dataset.total.tools:
-            show_tools(reader.tokenizer, reader.prompts, console)
+        show_samples(samples, reader.tokenizer, console, list(map(dataset.origin, numbers)))

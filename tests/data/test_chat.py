@@ -208,7 +208,7 @@ def test_what_cannot_be_masked_is_refused_in_its_place(tokenizer: PreTrainedToke
     assert not isinstance(first, DataError) and not isinstance(third, DataError)
     assert first.sample() == encode_tokens(records[0], tokenizer).sample()
     assert third.sample() == encode_tokens(RECORDS["instruct"], tokenizer).sample()
-    assert "changes the words of an answer; use prompt_format: plain" in str(second)
+    assert "changes the words of an answer, or what stands before it" in str(second)
     with pytest.raises(DataError, match="changes the words"):
         encode_tokens(records[1], tokenizer)
 

@@ -10,9 +10,10 @@ from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from data.chat.chat_template import NEEDS_TOOLS
-from data.chat.prompts import Mask, Prompts, TemplateArguments
+from data.chat.prompts import Mask, Prompts
 from data.chat.template_check import NO_THOUGHTS, OTHER_ANSWER, OTHER_PROMPT
 from data.errors import DataError
+from data.records.fields import TemplateArguments
 from data.tokenized.tokenize import Tokens, encode_many, encode_tokens
 from tests.data.helpers import chat, rendered, runs_of, supervised, whole_text
 from tests.data.template_styles import CHATGLM3, DEEPSEEK, GEMMA, LLAMA31, QWEN3, QWEN25, SMOLLM2, Style
@@ -100,6 +101,19 @@ def test_arguments_go_to_the_template(tokenizer: PreTrainedTokenizerBase) -> Non
     assert not plain.notes
 
 
+def test_a_records_own_arguments_go_to_the_template_over_the_configs(tokenizer: PreTrainedTokenizerBase) -> None:
+    ARGUED.put_on(tokenizer)
+    own = {"messages": TALK, "chat_template_kwargs": {"language": "zh"}}
+    prompts = Prompts(template_args={"language": "fr"})
+    zh, fr, again = (tokens_of(record, tokenizer, prompts) for record in (own, {"messages": TALK}, own))
+    for tokens, language in ((zh, "zh"), (fr, "fr"), (again, "zh")):
+        written = str(tokenizer.apply_chat_template(TALK, tokenize=False, language=language))
+        assert whole_text(runs_of(tokens.sample(), tokenizer)) == written
+    assert NO_TEMPLATE in tokens_of(own, tokenizer, Prompts("plain")).notes
+    many = [own | {"chat_template_kwargs": {"language": str(number)}} for number in range(MOST_TEMPLATES + 5)]
+    assert all(isinstance(each, Tokens) for each in encode_many(many, tokenizer))
+
+
 @pytest.mark.parametrize("prompt_format", ["plain", "chat_template"])
 @pytest.mark.parametrize(
     ("mask", "expected"), [("assistant", ["B", "D"]), ("last_turn", ["D"]), ("all", ["A", "B", "C", "D"])]
@@ -176,6 +190,45 @@ def test_calls_come_in_the_form_that_a_template_expects(
     )
     found = learnt(chat(CALLING), tokenizer, Prompts())
     assert found == ["<call>look\n" + ('{"up": "it"}' if text else "up=it") + END, "D" + END]
+
+
+CALLED_AT_ONCE = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}"
+    "{% elif m.role == 'tool' %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}"
+    "{% else %}{{ m.content or '  ' }}{% for c in m.tool_calls %}{{ '<|call|>' + c.function.name }}"
+    "{{ ' up=' + c.function.arguments.up }}{% endfor %}{{ '<|im_end|>' }}{% endif %}{% endfor %}"
+)
+
+
+def test_calls_alone_are_trained_though_a_prompt_ends_with_other_white_space(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """As in vLLM's template for DeepSeek-V3; Command R+ ends every text with an order that no dialogue has."""
+    tokenizer.add_tokens(["<|call|>"], special_tokens=True)
+    tokenizer.chat_template = CALLED_AT_ONCE + "{{ '\n' }}"
+    assert learnt(chat(CALLING), tokenizer, Prompts()) == [f"<|call|>look up=it{END}", f"D{END}"]
+    tokenizer.chat_template = CALLED_AT_ONCE + "{{ '<|im_start|>Call now.<|im_end|>' }}"
+    with pytest.raises(DataError, match="what stands before it is not how a server's prompt ends"):
+        encode_tokens(chat(CALLING), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("written", "answer", "line"),
+    [
+        ("m.content | replace('\n\n', '\n')", "<think>\nHm.\n</think>\n\nSo.", "changes the words of an answer; use"),
+        ("m.content", "", r"leaves out an answer \(message 2\)"),
+    ],
+    ids=["Falcon: lines", "Nemotron Nano 2: an empty answer"],
+)
+def test_what_a_template_cannot_write_of_an_answer_is_refused(
+    written: str, answer: str, line: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages if m.content %}{{ '<|im_start|>' + m.role + '\n' + " + written + " + '<|im_end|>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    with pytest.raises(DataError, match=line):
+        encode_tokens(chat([TALK[0], {"role": "assistant", "content": answer}]), tokenizer)
 
 
 def test_a_template_may_expect_the_words_in_parts(tokenizer: PreTrainedTokenizerBase) -> None:

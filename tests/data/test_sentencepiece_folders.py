@@ -188,7 +188,7 @@ def test_every_layout_has_the_published_ids_or_is_refused(tmp_path: Path, name: 
 def test_a_vocabulary_of_another_class_is_named(tmp_path: Path) -> None:
     options = {"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3, "add_dummy_prefix": False}
     names = {"pad_piece": "<pad>", "eos_piece": "<eos>", "bos_piece": "<bos>"}
-    with pytest.raises(DataError, match="begins with <pad>, <eos>, <bos>, and the class .* with <unk>, <s>, </s>; "):
+    with pytest.raises(DataError, match=r"begins with <pad>, <eos>, <bos>, and the class .* with <unk>, <s>, </s>; "):
         load_tokenizer(folder_of(tmp_path, None, "\n\n", "▁▁", "▁▁▁▁", **options, **names))
 
 

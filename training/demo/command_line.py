@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 from common.terminal import safe_line, safe_text, typed_name
-from data.chat.prompts import PLAIN, Prompts, TemplateArguments, check_prompt_format
+from data.chat.prompts import PLAIN, Prompts, check_prompt_format
 from data.errors import DataError
+from data.records.fields import TemplateArguments
 from training.errors import ConfigError
 
 if TYPE_CHECKING:
