@@ -30,6 +30,10 @@ from training.metrics.devices import KNOWN, parse_devices
 if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor
 
+# Options that mean nothing without another one.
+NEEDED = {"dry_run": "auto", "include": "hostfile", "exclude": "hostfile", "html": "inspect", "search": "plan"}
+NEEDED |= {"calibrate": "plan", "links": "plan", "per_host": "links"}
+
 
 def make_parser(description: str = "", in_stages: bool = True) -> argparse.ArgumentParser:
     """Make the parser; without a pipeline, hide the options that need one."""
@@ -75,24 +79,19 @@ def parse_arguments(description: str, in_stages: bool = True) -> argparse.Namesp
     if arguments.data:  # has swallowed the overrides behind it
         arguments.overrides += filter(_is_override, arguments.data)
         arguments.data = [word for word in arguments.data if not _is_override(word)]
-    if sum(map(bool, (arguments.inspect, arguments.plan, arguments.prove, arguments.check))) > 1:
-        parser.error("--inspect, --plan, --prove and --check: expected one of them")
+    actions = "--inspect, --plan, --prove and --check"
+    acts = sum(map(bool, (arguments.inspect, arguments.plan, arguments.prove, arguments.check)))
+    if acts > 1:
+        parser.error(f"{actions}: expected one of them")
     if {bool(arguments.model), bool(arguments.data), bool(arguments.save)} != {arguments.auto}:
         parser.error("--auto, --model, --data and --save: expected all of them, or --config")
-    if arguments.dry_run and not arguments.auto:
-        parser.error("--dry-run needs --auto")
-    if arguments.auto and (arguments.inspect or arguments.plan or arguments.prove or arguments.check):
-        parser.error("--inspect, --plan, --prove and --check need --config")
-    if (arguments.include or arguments.exclude) and not arguments.hostfile:
-        parser.error("--include and --exclude need --hostfile")
-    if arguments.html and not arguments.inspect:
-        parser.error("--html needs --inspect N")
-    if (arguments.search or arguments.calibrate or arguments.links) and not arguments.plan:
-        parser.error("--search, --calibrate and --links need --plan")
-    if arguments.per_host is not None and not arguments.links:
-        parser.error("--per-host needs --links")
+    if arguments.auto and acts:
+        parser.error(f"{actions} need --config")
     if arguments.devices and not (arguments.plan or arguments.dry_run):
         parser.error("--devices needs --plan or --dry-run")
+    for option, needed in NEEDED.items():
+        if getattr(arguments, option) and not getattr(arguments, needed):
+            parser.error(f"--{option.replace('_', '-')} needs --{needed}")
     return arguments
 
 

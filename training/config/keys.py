@@ -22,6 +22,7 @@ from training.config.sections import (
     FP16,
     DataPath,
     DataTypes,
+    NewPathText,
     Optimizer,
     PathText,
     Ports,
@@ -61,7 +62,7 @@ class TrainConfig(Section):
     """The records to train on: a file, a folder, a glob, or a list of them; an entry may be an object with the keys of
     docs/configuration.md#entries-of-data_path."""
 
-    save_path: PathText
+    save_path: NewPathText
     """The folder of the run: config.yml, metrics.jsonl, checkpoints. It is made where it does not exist."""
 
     from_scratch: bool = False

@@ -93,7 +93,8 @@ def suggest(name: object, known: Iterable[str], section: str = "") -> str:
 
 
 # `~` becomes the home folder, as no shell expands it in a file.
-PathText = Annotated[str, Field(min_length=1), AfterValidator(with_home)]
+PathText = Annotated[str, AfterValidator(with_home)]
+NewPathText = Annotated[str, Field(min_length=1), AfterValidator(with_home)]
 
 
 def _as_list(value: Any) -> Any:
