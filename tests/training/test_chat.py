@@ -26,9 +26,8 @@ from data.tokenized.tokenize import encode, load_tokenizer
 from models.conversion.to_pipeline import hg_to_pp
 from models.generation import GREEDY, Request, generate_many
 from tests.conftest import save_original
-from tests.data.published_tokenizers import CLASSES, Published
+from tests.data.published_tokenizers import CLASSES, Published, flat
 from tests.data.template_styles import STYLES
-from tests.data.test_native_tokenizers import Kit, flat
 from training.demo.chat import Chat
 from training.demo.command_line import converse
 from training.demo.speaker import Answer, Speaker, Wishes
@@ -39,10 +38,10 @@ Make = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]
 Ids = Callable[[list[dict[str, str]]], list[int]]  # of messages, up to where the answer to the last one begins
 
-# By tokenizer: the model_type, what its size asks of the model, and the token that an answer follows.
-PUBLISHED: dict[str, tuple[str, dict[str, Any], int]] = {
-    "chatglm3": ("chatglm", {"padded_vocab_size": 65_024}, 64_796),
-    "baichuan2": ("baichuan", {"vocab_size": 125_696}, 196),
+# By tokenizer: the model_type, and what its size asks of the model.
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "chatglm3": ("chatglm", {"padded_vocab_size": 65_024}),
+    "baichuan2": ("baichuan", {"vocab_size": 125_696}),
 }
 
 
@@ -100,10 +99,10 @@ def rendered(request: pytest.FixtureRequest, make_checkpoint: Make, tmp_path: Pa
     """A model, and the ids of a whole dialogue: as transformers renders it, or the classes that transformers lacks."""
     wide: dict[str, Any] = {"initializer_range": 0.3, "tie_word_embeddings": False}
     if request.param in PUBLISHED:
-        model_type, sizes, asking = PUBLISHED[request.param]
-        kit = Kit(request.param, request.getfixturevalue("shared"), tmp_path)
+        model_type, sizes = PUBLISHED[request.param]
+        published = Published(request.param, tmp_path)
         save_original(tmp_path, model_type, {}, **wide, **sizes)
-        return tmp_path, lambda messages: [*flat(kit.chat(messages))[0], asking]
+        return tmp_path, lambda messages: [*flat(published.chat(messages))["input_ids"], *published.asked()]
     if request.param in CLASSES:
         published = Published(request.param, tmp_path)
         save_original(tmp_path, request.param, {}, **wide, vocab_size=len(published.tokenizer))

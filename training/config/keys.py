@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 from annotated_types import Predicate
 from pydantic import Field, PositiveInt, model_validator
 
-from data.chat.prompts import Fallback, Mask, PromptFormat, TemplateArguments, Truncate
+from data.chat.prompts import Fallback, Mask, PromptFormat, Truncate
 from data.packing import Packing
+from data.records.fields import TemplateArguments
 from data.records.reading import OnBadRecord
 from training.config.contradictions import contradictions
 from training.config.model_topo import ModelTopo

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from common.terminal import safe_line, safe_text
-from data.chat.prompts import PLAIN, Prompts, TemplateArguments, check_prompt_format
+from common.terminal import safe_line, safe_text, typed_name
+from data.chat.prompts import PLAIN, Prompts, check_prompt_format
 from data.errors import DataError
+from data.records.fields import TemplateArguments
 from training.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,11 +71,15 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Talk to a model in either layout.")
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=typed_name(), description="Talk to a model in either layout.")
     for name, (keys, said) in OPTIONS.items():
         parser.add_argument(name, help=said, **keys)
-    return parser.parse_args()
+    return parser
+
+
+def parse_arguments() -> argparse.Namespace:
+    return make_parser().parse_args()
 
 
 def open_demo(arguments: argparse.Namespace, place: Place | None) -> None:

@@ -34,7 +34,7 @@ class StopRequest:
 
     Attributes:
         signal: the signal's number; None as long as nobody wants to stop.
-        preempted: whether one of `preemption` came.
+        preempted: whether one of `preemption` received.
     """
 
     def __init__(self, preemption: Sequence[str] = ()) -> None:
@@ -47,9 +47,9 @@ class StopRequest:
             signal.signal(number, self._take)
         for number in preempts:
             signal.signal(number, self._take_preemption)
-            if number in early_signals.came:
+            if number in early_signals.received:
                 self._take_preemption(number, None)
-        early_signals.came.clear()  # a later run in this process has its own
+        early_signals.received.clear()  # a later run in this process has its own
 
     @property
     def exit_code(self) -> int:

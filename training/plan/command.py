@@ -23,6 +23,7 @@ from models.api import read_spec
 from models.checkpoint.layout import resolve
 from models.checkpoint.publish import writing
 from models.errors import CheckpointError
+from models.shapes import shape_of
 from models.spec import ModelSpec
 from training.config.deepspeed_config import check_device, check_fp8, check_shared_rows, check_tensor
 from training.config.gpu import check_gpu, check_numbers
@@ -51,8 +52,11 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
         ConfigError, CheckpointError: config, model or devices are unusable.
     """
     log = Log(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-    folder = resolve(config.model_path)
-    spec = read_spec(folder)
+    shape = shape_of(config.model_path)
+    folder = Path(config.model_path) if shape else resolve(config.model_path)
+    spec = read_spec(folder, shape[1] if shape else None)
+    if shape:
+        log.print(f"model_path: {folder}: not found; planned by the known shape of {shape[0]}, with full rows")
     check_device(config)
     count, device = parse_devices(arguments.devices) if arguments.devices else (None, this_device())
     if arguments.devices:
@@ -69,7 +73,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     if not arguments.search:
         check_tensor(config, spec)
         check_shared_rows(config, spec)
-    workload, feed = _feed(config, spec, folder, log)
+    workload, feed = (Workload.assumed(config), Workload.assumed) if shape else _feed(config, spec, folder, log)
     if arguments.calibrate:
         if arguments.devices and not torch.cuda.is_available():
             raise ConfigError("--calibrate: this machine has no GPU to measure; expected no --devices")
