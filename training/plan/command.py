@@ -25,10 +25,10 @@ from models.checkpoint.publish import writing
 from models.errors import CheckpointError
 from models.shapes import shape_of
 from models.spec import ModelSpec
-from training.config.deepspeed_config import check_device, check_fp8, check_shared_rows, check_tensor
+from training.config.deepspeed_config import check_device, check_fp8, check_sharing
+from training.config.deepspeed_keys import describe_ignored_keys
 from training.config.gpu import check_gpu, check_numbers
 from training.config.keys import TrainConfig
-from training.config.passed_on import unheeded
 from training.data_setup import RecordReader
 from training.distributed.links import FILE as LINKS_FILE
 from training.errors import ConfigError
@@ -71,8 +71,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
         fabric = Fabric.named(arguments.links, device, arguments.per_host or PER_HOST)
         config = config.model_copy(update={"model_topo": fabric.placed(config.model_topo)})
     if not arguments.search:
-        check_tensor(config, spec)
-        check_shared_rows(config, spec)
+        check_sharing(config, spec)
     workload, feed = (Workload.assumed(config), Workload.assumed) if shape else _feed(config, spec, folder, log)
     if arguments.calibrate:
         if arguments.devices and not torch.cuda.is_available():
@@ -85,7 +84,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     processes = count or config.model_topo.processes
     where = f"{processes} x {device.name}" if device.memory else f"{processes} processes on a {device.name}"
     log.print(f"model: {spec.family.name}, {spec.n_layers} layers; {where}")
-    for line in [*ignored, *unheeded(config, plan=True)]:
+    for line in [*ignored, *describe_ignored_keys(config, plan=True)]:
         log.print(line)
     if arguments.search:
         best = search(basis, processes, feed)
