@@ -93,7 +93,7 @@ def load_share(
 ) -> CausalLM:
     """Load this process's shard of every layer, for tensor parallelism.
 
-    All processes of the group call it. All processes must ask the same: they see the same logits and so choose the same tokens.
+    All processes of the group call it and must then ask the same: they see the same logits and so choose the same tokens.
 
     Raises:
         CheckpointError: see `load_model`; or the processes cannot share the layers.

@@ -199,7 +199,12 @@ def test_an_export_loads_everywhere_with_the_same_ids(published: Published, tmp_
 
 def test_the_folders_settings_count(published: Published, tmp_path: Path) -> None:
     end = {"internlm2": "<|im_end|>", "qwen": "<|im_end|>"}.get(published.family, "<unk>")
-    changes = {"eos_token": {"content": end}, "pad_token": None, "chat_template": "{{ 'a' }}", "add_bos_token": True}
+    changes: dict[str, Any] = {
+        "eos_token": {"content": end},
+        "pad_token": None,
+        "chat_template": "{{ 'a' }}",
+        "add_bos_token": True,
+    }
     folder = Published(published.family, tmp_path, **changes).folder
     tokenizer, fixed = load_tokenizer(folder), published.family == "chatglm3"  # whose template no folder can write
     assert tokenizer.pad_token == published.tokenizer.pad_token

@@ -9,12 +9,12 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.chat_template import NEEDS_TOOLS
+from data.chat.chat_template import MOST_TEMPLATES, NEEDS_TOOLS
 from data.chat.prompts import Mask, Prompts
 from data.chat.template_check import NO_THOUGHTS, OTHER_ANSWER, OTHER_PROMPT
 from data.errors import DataError
 from data.records.fields import TemplateArguments
-from data.tokenized.tokenize import Tokens, encode_many, encode_tokens
+from data.tokenized.tokenize import NO_TEMPLATE, Tokens, encode_many, encode_tokens
 from tests.data.helpers import chat, rendered, runs_of, supervised, whole_text
 from tests.data.template_styles import CHATGLM3, DEEPSEEK, GEMMA, LLAMA31, QWEN3, QWEN25, SMOLLM2, Style
 
@@ -105,11 +105,11 @@ def test_a_records_own_arguments_go_to_the_template_over_the_configs(tokenizer: 
     ARGUED.put_on(tokenizer)
     own = {"messages": TALK, "chat_template_kwargs": {"language": "zh"}}
     prompts = Prompts(template_args={"language": "fr"})
-    zh, fr, again = (tokens_of(record, tokenizer, prompts) for record in (own, {"messages": TALK}, own))
+    zh, fr, again = (encode_tokens(record, tokenizer, prompts) for record in (own, {"messages": TALK}, own))
     for tokens, language in ((zh, "zh"), (fr, "fr"), (again, "zh")):
         written = str(tokenizer.apply_chat_template(TALK, tokenize=False, language=language))
         assert whole_text(runs_of(tokens.sample(), tokenizer)) == written
-    assert NO_TEMPLATE in tokens_of(own, tokenizer, Prompts("plain")).notes
+    assert NO_TEMPLATE in encode_tokens(own, tokenizer, Prompts("plain")).notes
     many = [own | {"chat_template_kwargs": {"language": str(number)}} for number in range(MOST_TEMPLATES + 5)]
     assert all(isinstance(each, Tokens) for each in encode_many(many, tokenizer))
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -54,9 +55,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     log = Log(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     shape = shape_of(config.model_path)
     folder = Path(config.model_path) if shape else resolve(config.model_path)
-    spec = read_spec(folder, shape[1] if shape else None)
-    if shape:
-        log.print(f"model_path: {folder}: not found; planned by the known shape of {shape[0]}, with full rows")
+    spec = _read_spec(folder, shape, log)
     check_device(config)
     count, device = parse_devices(arguments.devices) if arguments.devices else (None, this_device())
     if arguments.devices:
@@ -99,6 +98,14 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     if not plan.fits:
         log.print(advice_table(advise(basis), plan))
         sys.exit(DOES_NOT_FIT)
+
+
+def _read_spec(folder: Path, shape: tuple[str, dict[str, Any]] | None, log: Console) -> ModelSpec:
+    """Read the model's config.json, or take the known shape."""
+    if shape is None:
+        return read_spec(folder)
+    log.print(f"model_path: {folder}: not found; planned by the known shape of {shape[0]}, with full rows")
+    return read_spec(folder, shape[1])
 
 
 def show(plan: Plan, log: Console) -> None:
