@@ -121,7 +121,7 @@ class _OptimizerNumbers(BaseModel):
     weight_decay: Number = 0.0
     momentum: Number = 0.0
     betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.0, 0.0]
-    eps: Annotated[Number | list[Number], expected("a number of at least 0, or two for Adafactor")] = 0.0
+    eps: Annotated[Number | list[Number | None], expected("a number of at least 0, or two for Adafactor")] = 0.0
 
 
 class Optimizer(Section):
