@@ -20,6 +20,7 @@ from models.checkpoint.tensor_files import MappedFile, SafetensorsFile, TensorIn
 from models.checkpoint.tensor_io import in_parallel, write_behind
 from models.config_json import QUANTIZATION, TIED
 from models.errors import CheckpointError
+from models.family import HEAD_WEIGHT
 from models.spec import ModelSpec
 from models.weight_map import Binding, reshape_rows
 
@@ -110,7 +111,7 @@ class HuggingFaceSource:
             pieces = reshape_rows([self.read(name) for name in binding.disk], wanted, binding.groups)
             state |= dict(zip(binding.names, pieces, strict=True))
         if layer == self.weight_map.head_layer and self.spec.tied:
-            self._check_repeated_head(state[self.spec.family.tie.head])
+            self._check_repeated_head(state[HEAD_WEIGHT])
         self._release()
         return {name: state[name] for name in shapes}
 

@@ -99,7 +99,7 @@ class Checkpointer:
         engine = self.trainer.engine
         engine.checkpoint_engine = self._files = CheckpointFiles(background=self.config.save_async)
         engine._copy_recovery_script = lambda *_: None  # pp_to_hg replaces DeepSpeed's scripts
-        own, disk = (self.trainer.stage, self.trainer.sharing.tensor.rank), self.disk
+        own, disk = (self.trainer.stage, self.trainer.groups.tensor.rank), self.disk
         held = gather(own)
         if own not in [held[rank] for rank in disk.ranks[: disk.number]]:
             engine.save_non_zero_checkpoint = True  # files that a stage's replicas share are written once per disk

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from models import tensor_parallel as tensor
 from models.block_options import fp8_obstacle
-from models.process_groups import Peers
+from models.process_groups import RankGroup
 from models.spec import ModelSpec, key_heads
 from training.config.deepspeed_keys import IDLE
 from training.config.keys import TrainConfig
@@ -90,7 +90,7 @@ def check_sharing(config: TrainConfig, spec: ModelSpec) -> None:
             f"model_topo.sequence: in {name} tokens meet elsewhere than in attention (linear attention, or an indexer "
             "that chooses keys); expected 1"
         )
-    parts = (Peers(topo.tensor, rank).part(keys) for rank in range(topo.tensor))  # with their queries
+    parts = (RankGroup(topo.tensor, rank).part(keys) for rank in range(topo.tensor))  # with their queries
     held = {len(range(keys)[part]) * int(spec.config.num_attention_heads) // keys for part in parts}
     for heads in (heads for heads in held if heads % topo.sequence):
         where = " in a process that shares its layers" if topo.tensor > 1 else ""

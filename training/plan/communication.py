@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy
 
-from models.process_groups import Peers
+from models.process_groups import RankGroup
 from models.spec import ModelSpec, key_heads
 from models.tensor_parallel import plan_of
 from training.config.deepspeed_config import training_dtype
@@ -212,7 +212,7 @@ def layer_messages(basis: Basis, layer: int) -> tuple[Messages, Messages]:
     forward, backward = Messages(), Messages()
     if topo.sequence > 1 and is_block:
         all_heads, all_keys = int(spec.config.num_attention_heads), key_heads(spec.config)
-        own = len(range(all_keys)[Peers(topo.tensor).part(all_keys)])
+        own = len(range(all_keys)[RankGroup(topo.tensor).part(all_keys)])
         heads, keys = own * all_heads // all_keys, math.lcm(own, topo.sequence)
         width = vars(spec.config).get("head_dim") or spec.config.hidden_size // all_heads
         exchanged = Messages(exchanged=[tokens * width * itemsize * count for count in (heads, keys, keys, heads)])

@@ -24,6 +24,7 @@ import torch
 
 from models.attention.positions import SLIDING, attention_kind
 from models.costs import LayerCase, LayerWork, Operation, product, work_of
+from models.family import HEAD_WEIGHT
 from models.lean_loss import chunk_tokens
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
@@ -214,7 +215,7 @@ def _passes(basis: Basis, layer: int, device: Device) -> tuple[Spent, Spent]:
     forward, backward = roofline.pass_of(counted.forward), roofline.pass_of(counted.backward)
     if layer == spec.n_layers - 1:
         forward += Spent(loss=sum(roofline.seconds(each) for each in loss_work(basis, dtype, device)))
-        head = basis.shapes(layer)[spec.family.tie.head].numel()
+        head = basis.shapes(layer)[HEAD_WEIGHT].numel()
         backward += Spent(loss=head * HEAD_GRADIENT / device.bandwidth)
     return forward, backward
 
@@ -249,7 +250,7 @@ def _with_casts(operations: Iterable[Operation], compiled: bool) -> Iterator[Ope
 def loss_work(basis: Basis, dtype: torch.dtype, device: Device) -> list[Operation]:
     """Return the kernels of a micro-batch's loss and its gradients, chunk by chunk (`models.lean_loss`)."""
     work, itemsize = basis.share, dtype.itemsize
-    words, hidden = basis.shapes(basis.spec.n_layers - 1)[basis.spec.family.tie.head]
+    words, hidden = basis.shapes(basis.spec.n_layers - 1)[HEAD_WEIGHT]
     tokens = work.micro_tokens * work.supervised
     chunks = max(1, math.ceil(tokens / chunk_tokens(words, not device.reserves)))
     rows = max(1, math.ceil(tokens / chunks))

@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from models.costs import LayerCase, Saved, saved_by
+from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from models.lean_loss import CPU_CHUNK, GPU_CHUNK
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
@@ -177,7 +178,7 @@ class MemoryModel:
         states = self._states
         held = sum(self._weights[end] - self._weights[begin] for begin, end in ranges)
         if self._tied and {0, self._head} <= {layer for b, e in ranges for layer in (b, e - 1)}:
-            held -= self._basis.shapes(0)[self._spec.family.tie.embedding].numel()  # both ends are one parameter
+            held -= self._basis.shapes(0)[EMBEDDING_WEIGHT].numel()  # both ends are one parameter
         of_ranges = [self._of_range(*each) for each in ranges]
         kept = [number for whole, waiting, _, _ in of_ranges for number in (whole, waiting)]
         activations = int(self._moments[rank].dot(kept).max())
@@ -275,7 +276,7 @@ class MemoryModel:
     @cached_property
     def _loss(self) -> int:
         """Temporary bytes of the loss, beside the normalised hidden states."""
-        shape = self._basis.shapes(self._head)[self._spec.family.tie.head]
+        shape = self._basis.shapes(self._head)[HEAD_WEIGHT]
         tokens = int(self._tokens * self._basis.workload.supervised)
         chunk = min(GPU_CHUNK if self._device.reserves else CPU_CHUNK, 4 * tokens * shape[0])
         copies = 1.0 + (0.5 if self._itemsize == 2 else 0.0)  # with their gradient in 16 bits

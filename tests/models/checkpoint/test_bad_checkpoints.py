@@ -97,7 +97,7 @@ HUGGINGFACE: dict[str, Bad] = {
         config(model_type="mamba", num_attention_heads=None),
         ("config.json: mamba has no num_attention_heads; expected a decoder with attention",),
     ),
-    "nested-deeply": (text("config.json", "[" * 10**5), ("config.json", "nested too deeply")),
+    "nested-deeply": (text("config.json", "[" * 10**5), ("config.json", "recursion")),
     "digits-without-end": (text("config.json", '{"num_hidden_layers": ' + "9" * 5000 + "}"), ("config.json",)),
     "layers-without-end": (config(num_hidden_layers=10**9), ("config.json", "num_hidden_layers", "10,000")),
     "no-weights": (lambda folder: write_weights(folder, {}), ("safetensors",)),
