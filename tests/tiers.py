@@ -30,7 +30,6 @@ KEPT: dict[str, str] = {
     "tests/test_quickstart.py": r"^(?!.*words[012])",
     "tests/training/any_model/test_exactness.py": r"mixed-2x1\]|perceptron-2x1\]",
     "tests/training/auto/test_auto.py": r"^(?!test_(words_that_follow|only_the_pipelines|what_is_given_up|long_texts))",
-    "tests/training/checkpoint/test_damage.py": NOTHING,
     "tests/training/checkpoint/test_exporting.py": r"^(?!.*zero-3)",
     "tests/training/checkpoint/test_local_disks.py": r"^test_[^\[]*$",
     "tests/training/checkpoint/test_resharding.py": r"something_else",

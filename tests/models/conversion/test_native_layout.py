@@ -129,16 +129,6 @@ def test_native_folder_is_a_checkpoint_like_any_other(name: str, make_checkpoint
     assert contents(tmp_path / "native-of-native") == contents(native)
 
 
-def test_native_export_takes_dtype_and_shard_size(make_checkpoint: Make, tmp_path: Path) -> None:
-    options = ExportOptions(layout="native", dtype=torch.bfloat16, max_shard_bytes=60_000, verify=True)
-    native = exported(original(make_checkpoint, "baichuan2-7b"), tmp_path, options)
-    files = read_weights(native)
-    assert all(len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 60_000 for tensors in files.values())
-    assert len(files) > 3
-    assert read_config(native)["torch_dtype"] == "bfloat16"
-    assert logits_of(native, random_ids(1, 8), "LlamaForCausalLM").dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("name", ["llama-tied", "mixtral"])
 def test_families_of_transformers_are_native_already(name: str, make_checkpoint: Make, tmp_path: Path) -> None:
     folder = make_checkpoint(CASES[name].model_type, {"max_shard_size": "100KB"}, **CASES[name].changes)
