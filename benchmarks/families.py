@@ -48,7 +48,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "minimax_m2": {"rotary_dim": 64},
     "minimax_m3_vl_text": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
 }
-RELEASE = transformers.__version__.rpartition(".")[0]
+VERSION = transformers.__version__
+RELEASE = VERSION.rpartition(".")[0]
 REFUSED, USUAL = "refused", "no limits"
 HEADER = "| | `model_type` |\n|---|---|\n"
 
@@ -131,7 +132,7 @@ def written(verdicts: list[Verdict], before: str) -> str:
     """Make the generated part of docs/models.md; what `before` says of other releases stays."""
     summaries, known = read(before)
     held = sum(each.proof is not None for each in verdicts)
-    versions = f"transformers {transformers.__version__} and torch {torch.__version__.partition('+')[0]}"
+    versions = f"transformers {VERSION} and torch {torch.__version__.partition('+')[0]}"
     summaries[RELEASE] = f"With {versions}, {held} of the {len(verdicts)} architectures hold.\n"
     for each in verdicts:
         traits, releases = known.get(each.model_type, (REFUSED, set()))
