@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi, snapshot_download
@@ -17,10 +18,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.architectures import declared_family
 from models.causal_lm import CausalLM
-from models.checkpoint.layout import TEMPLATES, resolve
-from models.checkpoint.source import open_source
+from models.checkpoint.layout import TEMPLATES, has_huggingface_weights, resolve
+from models.checkpoint.source import HuggingFaceSource, open_source
 from models.config_json import model_fields, reason_of
 from models.derived import proven
+from models.derived.outline import Underivable
 from models.errors import CheckpointError
 from models.process_groups import Peers
 from models.router import experts_implementation
@@ -30,14 +32,14 @@ from models.tensor_parallel import TensorShare, obstacle
 SIDE_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "README.md"]
 
 
-def read_spec(folder: Path) -> ModelSpec:
-    """Read `folder`/config.json and prove its family against transformers.
+def read_spec(folder: Path, content: dict[str, Any] | None = None) -> ModelSpec:
+    """Read `folder`/config.json, or take its content, and prove its family against transformers.
 
     Raises:
         CheckpointError: no such file, not JSON, no `model_type`, or values that transformers refuses.
     """
     path = folder / "config.json"
-    raw, part = model_fields(path)
+    raw, part = model_fields(path, content)
     whole = raw["model_type"] if part["model_type"] != raw["model_type"] else None
     try:
         family = declared_family(part)
@@ -45,6 +47,10 @@ def read_spec(folder: Path) -> ModelSpec:
         config = CONFIG_MAPPING[fields["model_type"]].from_dict(deepcopy(fields))  # which it changes
         if not (family and family.translate):  # else transformers has nothing to compare with
             family = proven(config, fields, family, whole)
+    except Underivable as error:
+        if family and has_huggingface_weights(folder):  # config.json may name the class of another model
+            HuggingFaceSource(folder, ModelSpec(family, config, raw, fields))
+        raise CheckpointError(f"{path}: {error}") from None
     except Exception as error:  # transformers raises many kinds for a config that makes no sense
         raise CheckpointError(f"{path}: {reason_of(error, part)}") from None
     config._experts_implementation = experts_implementation()
@@ -87,12 +93,7 @@ def load_share(
 ) -> CausalLM:
     """Load this process's shard of every layer, for tensor parallelism.
 
-    All processes of the group call it and then ask the same: they see the same logits, so they choose the same tokens.
-
-    Raises:
-        CheckpointError: see `load_model`; or the processes cannot share the layers.
-
-    All processes must ask the same: they see the same logits and so choose the same tokens.
+    All processes of the group call it and must then ask the same: they see the same logits and choose the same tokens.
 
     Raises:
         CheckpointError: see `load_model`; or the processes cannot share the layers.

@@ -37,14 +37,14 @@ QUANTIZATION = "quantization_config"  # of weights that are read as what they st
 MOST_BYTES = 2**24  # of a config.json
 
 
-def model_fields(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read config.json: all of it, and the part that describes the decoder.
+def model_fields(path: Path, raw: dict[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read config.json, or take its content: all of it, and the part that describes the decoder.
 
     Raises:
         CheckpointError: no such file, no JSON, no `model_type`, sizes that no model has, or none of transformers'
             decoders.
     """
-    raw = read_json(path)
+    raw = read_json(path) if raw is None else raw
     if not isinstance(raw.get("model_type"), str):
         raise CheckpointError(f'{path}: no model_type; expected a name such as "llama"')
     part, text = raw, raw.get(TEXT)

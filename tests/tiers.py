@@ -62,7 +62,7 @@ KEPT: dict[str, str] = {
     "tests/common/test_lease.py": r"^(?!test_of_many_starts)",
     "tests/models/test_fp8.py": r"^(?!test_torchao_tells)",
     "tests/training/engine/test_timings.py": r"^(?!test_all_ranks_learn)",
-    "tests/training/test_stages.py": r"^(?!.*phi3-long)",
+    "tests/training/demo/test_stages.py": r"^(?!.*phi3-long)",
     "tests/training/checkpoint/test_background.py": NOTHING,
     "tests/training/engine/test_optimizer_step.py": NOTHING,
 }

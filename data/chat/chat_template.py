@@ -52,6 +52,10 @@ IN_PIECES = (
     "the chat template writes {tokens}, no tokens of this tokenizer, so that they are trained in pieces; expected a "
     "tokenizer that has them (added_tokens), or the template of this one"
 )
+UNPLACED = (
+    "the chat template changes the words of an answer, or what stands before it is not how a server's prompt ends; use "
+    "prompt_format: plain"
+)
 NEEDS_TOOLS = "the chat template is for dialogues with tools; expected some"
 NO_TOKEN = "the chat template ends an answer with {token}, which is no token of this tokenizer"
 NO_FORM = "the chat template writes calls in a form that cannot be read back; expected names and JSON objects"
@@ -66,6 +70,7 @@ SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 CONTROL = re.compile(r"\s*(<[|｜][^<>|｜]{1,40}[|｜]>|<\w*(?:end|eot|eos|eom|turn)\w*>|</s>)")
 MARK = re.compile(r"<[|｜][^<>|｜\s]{1,40}[|｜]?>|<[^<>|｜\s/]{1,40}[|｜]>")  # such as <|call>, <call|> and <|call|>
 FORMS = [Form(parts, text, none) for none in (False, True) for text in (False, True) for parts in (False, True)]
+MOST_TEMPLATES = 100  # kept for a tokenizer: records may bring arguments of their own
 EXAMPLE = 200  # characters of a rewritten dialogue
 
 _templates: WeakKeyDictionary[PreTrainedTokenizerBase, dict[Any, ChatTemplate]] = WeakKeyDictionary()
@@ -97,6 +102,8 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, prompts: Prompts, tools: b
     settings = json.dumps(prompts.template_args, sort_keys=True, default=str), prompts.template_fallback
     key = (text, tokenizer.eos_token, len(tokenizer), *settings)
     if key not in known:
+        if len(known) >= MOST_TEMPLATES:
+            known.clear()
         known[key] = ChatTemplate(tokenizer, text, prompts)
     return known[key]
 
@@ -271,7 +278,7 @@ class ChatTemplate:
                         self._frames.clear()
                     self._frames[key] = frame_of(whole, turns, notes)
                 return turns, notes
-        raise DataError(CHANGED)
+        raise DataError(UNPLACED)
 
     def _turns_by_marks(
         self, said: Sequence[Said], tools: list[JSON], text: str, markers: Markers, everybody: bool

@@ -187,11 +187,12 @@ class TurnFinder:
         if prompt is None or at is None or unasked is None or not prompt.text.startswith(unasked.text):
             raise Unplaceable
         agreed = agreement(prompt.text[at:], between)
-        if agreed < len(unasked.text) - at:
+        added = prompt.text[len(unasked.text) :]
+        # White space at the end of a whole text may be other than in its middle (DeepSeek-V3), unless a prompt goes on.
+        if agreed < len(unasked.text if added.strip() else unasked.text.rstrip()) - at:
             raise Unplaceable
         if words:
             return words.edge
-        added = prompt.text[len(unasked.text) :]
         if not gap.first and added.strip() and agreed < len(unasked.text) - at + (self._vocabulary.leading(added) or 1):
             raise refusal("an answer", len(before))  # there is nothing of what an answer begins with
         tokens = self._vocabulary.any.finditer(between)

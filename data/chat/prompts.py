@@ -7,7 +7,6 @@ model is asked exactly as it was trained.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 CHAT_TEMPLATE, PLAIN = "chat_template", "plain"
 Fallback = Literal["rewrite", "refuse"]
 Mask = Literal["assistant", "last_turn", "all"]
-GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
 Truncate = Literal["turns", "oldest", "refuse"]
 
 
@@ -80,22 +78,6 @@ def _validate(value: str) -> str:
         ) from None
 
 
-def _check_arguments(value: dict[str, Any]) -> dict[str, Any]:
-    if taken := sorted(value.keys() & GIVEN):
-        raise PydanticCustomError("taken", "expected others than {name}, which Pipetune gives", {"name": taken[0]})
-    return {name: _as_json(name, each) for name, each in value.items()}
-
-
-def _as_json(name: str, value: Any) -> Any:
-    """A value as the cache's key knows it; YAML makes a date of 2024-07-26, which a template is to write like that."""
-    try:
-        return json.loads(json.dumps(value, default=lambda date: date.isoformat(), allow_nan=False))
-    except (AttributeError, TypeError, ValueError):
-        raise PydanticCustomError("no_json", "{name}: expected a value of JSON or a date", {"name": name}) from None
-
-
-# What a template gets beside the messages; pydantic checks it.
-TemplateArguments = Annotated[dict[str, Any], AfterValidator(_check_arguments)]
 # chat_template, plain, or the path of a Jinja file; pydantic checks it.
 PromptFormat = Annotated[str, AfterValidator(_validate)]
 

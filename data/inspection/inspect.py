@@ -20,26 +20,12 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from common.terminal import safe_text
-from data.chat.prompts import Prompts
 from data.errors import DataError
-from data.records.chat import Chat
 from data.sample_set import IGNORED, Sample
-from data.tokenized.tokenize import encode_tokens
+from data.tokenized.dataset import Dataset
 
 MARKS = "\u27e6", "\u27e7"  # white square brackets
-_CALL = {"id": "call00001", "function": {"name": "weather", "arguments": {"city": "Lima"}}}
-_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WITH_TOOLS = Chat.model_validate(
-    {
-        "tools": [{"name": "weather", "description": "The weather of today.", "parameters": _SCHEMA}],
-        "messages": [
-            {"role": "user", "content": "Is it warm in Lima?"},
-            {"role": "assistant", "content": "I look it up.", "tool_calls": [_CALL]},
-            {"role": "tool", "content": "18 degrees", "tool_call_id": "call00001"},
-            {"role": "assistant", "content": "It is mild."},
-        ],
-    }
-)
+TURN_ENDS = "\u2502"  # a vertical line
 PAGE = """<!DOCTYPE html>
 <html>
 <head>
@@ -85,6 +71,12 @@ class Piece(NamedTuple):
     special: bool  # a control token of the model, not text
 
 
+def choose_samples(dataset: Dataset, count: int) -> list[int]:
+    """Choose the first samples, and the first one of each type of record that these do not hold."""
+    first = {int(dataset.of_type(name).argmax()) for name in dataset.types}
+    return sorted(first | {*range(min(count, len(dataset)))})
+
+
 def summary(number: int, sample: Sample) -> str:
     """Count a sample's tokens in one line."""
     supervised = sum(int(label != IGNORED) for label in sample["labels"])
@@ -102,18 +94,8 @@ def show_samples(
             console.print(origin, highlight=False, soft_wrap=True)
         console.print(coloured(sample, tokenizer, _without_colour(console)), soft_wrap=True)
     begin, end = MARKS if _without_colour(console) else ("", "")
-    console.rule(Text.assemble((f"{begin}supervised{end}", SUPERVISED_STYLE), ": bears loss; the rest is context"))
-
-
-def show_tools(tokenizer: PreTrainedTokenizerBase, prompts: Prompts, console: Console) -> None:
-    """Print a short dialogue with a tool as the prompts' format writes it, or why it does not."""
-    console.rule("how a call of a tool is written")
-    try:
-        sample = encode_tokens(WITH_TOOLS, tokenizer, prompts).sample()
-    except DataError as error:
-        console.print(f"not at all: {error}", highlight=False, soft_wrap=True)
-        return
-    console.print(coloured(sample, tokenizer, _without_colour(console)), soft_wrap=True)
+    legend = f": bears loss; the rest is context; {TURN_ENDS} a turn ends"
+    console.rule(Text.assemble((f"{begin}supervised{end}", SUPERVISED_STYLE), legend))
 
 
 def coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase, marked: bool = False) -> Text:
@@ -124,7 +106,7 @@ def coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase, marked: bool = 
     """
     text = Text()
     begin, end = MARKS if marked else ("", "")
-    whole = pieces(sample, tokenizer)
+    whole = _with_turn_ends(pieces(sample, tokenizer))
     if middle := whole[SHOWN:-SHOWN]:
         count = sum(len(piece.ids) for piece in middle)
         whole[SHOWN:-SHOWN] = [Piece(f"\n[... {count:,} tokens are not shown ...]\n", (), False, False)]
@@ -132,6 +114,14 @@ def coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase, marked: bool = 
         words = safe_text("".join(piece.text for piece in run))
         text.append(f"{begin}{words}{end}" if supervised else words, style=SUPERVISED_STYLE if supervised else "")
     return text
+
+
+def _with_turn_ends(whole: Sequence[Piece]) -> list[Piece]:
+    """Put a line behind each control token that ends a turn: the last one of any trained run, wherever it stands."""
+    runs = [list(run) for trained, run in groupby(whole, key=lambda piece: piece.supervised) if trained]
+    ends = {next((piece.ids for piece in reversed(run) if piece.special), None) for run in runs}
+    border = Piece(TURN_ENDS, (), False, False)
+    return [each for piece in whole for each in ((piece, border) if piece.ids in ends else (piece,))]
 
 
 def _without_colour(console: Console) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import from_json
 
-from data.records.fields import SWITCHES, from_text, left_over
+from data.records.fields import SWITCHES, TemplateArguments, from_text, left_over
 
 ROLES = {
     **dict.fromkeys(["system", "developer"], "system"),
@@ -27,7 +27,7 @@ CALLS = ("function_call", "tool_call")  # what such a sender says is a JSON obje
 # Other names of a message's fields.
 SPELLINGS: dict[str, Sequence[str]] = {
     "role": ("from",),
-    "content": ("value", "text"),
+    "content": ("value", "text", "refusal"),
     "reasoning_content": ("reasoning", "thinking"),
 }
 PARTS = frozenset({"thinking", "tool_use", "tool_result"})  # Anthropic's, beside texts
@@ -111,6 +111,8 @@ class Message(BaseModel):
             content = [content]
         if not isinstance(content, list):
             return content
+        if info.data.get("role") == "assistant":  # of OpenAI: why the model does not answer, which is its answer
+            content = [_refusal_as_text(part) for part in content]
         for part in content:
             if not (isinstance(part, dict) and part.get("type") in TEXTS and isinstance(part.get("text"), str)):
                 kind = part.get("type") if isinstance(part, dict) else None
@@ -130,6 +132,14 @@ class Chat(BaseModel):
     # What the assistant may call, as OpenAI writes it: `{"type": "function", "function": {name, ...}}` with a JSON
     # schema of the parameters. A bare function, `{name, ...}`, is put into that frame.
     tools: list[dict[str, Any]] = Field(default_factory=list, fail_fast=True)
+    # What the chat template gets beside them, such as `enable_thinking`, over the config's template_args.
+    chat_template_kwargs: TemplateArguments = {}
+
+    @field_validator("chat_template_kwargs", mode="before")
+    @classmethod
+    def _arguments(cls, given: Any) -> Any:
+        given = from_text(given, "an object") if given else {}
+        return {name: each for name, each in given.items() if each is not None} if isinstance(given, dict) else given
 
     @field_validator("tools", mode="before")
     @classmethod
@@ -197,6 +207,10 @@ def split_parts(messages: list[Any]) -> list[Any]:
         if said:
             made.append(rest | said)
     return made
+
+
+def _refusal_as_text(part: Any) -> Any:
+    return {"text": part.get("refusal")} if isinstance(part, dict) and part.get("type") == "refusal" else part
 
 
 def _note(info: ValidationInfo, where: str, extra: dict[str, Any]) -> None:

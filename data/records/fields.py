@@ -7,12 +7,15 @@ passed over, and the rest are named once in the report.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic_core import from_json
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError, from_json
 
+GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}  # to a chat template, by Pipetune
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 ALONE = "Pipetune trains good answers only; expected the good ones alone, as prompt and completion"
 # A field grades an answer if it has one of the first words, and nothing but the second beside them.
@@ -30,7 +33,8 @@ MEDIA = frozenset("image images audio audios video videos objects bbox bboxes im
 # 1 and true say what is done anyway.
 SWITCHES = frozenset("weight train training trainable loss loss_weight loss_scale".split())
 MATTERS = SWITCHES | frozenset(
-    "answer answers article assistant_mask assistant_masks background choices completion completion_mask "
+    "answer answers article assistant_mask assistant_masks background chat_template_kwargs choices completion "
+    "completion_mask "
     "context contexts conversation conversations cot dialogue document documents functions generation history "
     "input inputs instruction instructions knowledge label labels loss_mask mask masked messages options "
     "output outputs passage passages position_ids prompt query question reasoning reasoning_content reasoning_details "
@@ -42,6 +46,24 @@ QUIET = frozenset(
     "category created_at date dataset domain file hash id idx index lang language license meta metadata model name "
     "n_tokens number origin score source split tags task timestamp title topic type url uuid version".split()
 )
+
+
+def _check_arguments(value: dict[str, Any]) -> dict[str, Any]:
+    if taken := sorted(value.keys() & GIVEN):
+        raise PydanticCustomError("taken", "expected others than {name}, which Pipetune gives", {"name": taken[0]})
+    return {name: _as_json(name, each) for name, each in value.items()}
+
+
+def _as_json(name: str, value: Any) -> Any:
+    """Make the value that the cache's key holds; YAML reads 2024-07-26 as a date, and a template has to write it so."""
+    try:
+        return json.loads(json.dumps(value, default=lambda date: date.isoformat(), allow_nan=False))
+    except (AttributeError, TypeError, ValueError):
+        raise PydanticCustomError("no_json", "{name}: expected a value of JSON or a date", {"name": name}) from None
+
+
+# What a chat template gets beside the messages; pydantic checks it.
+TemplateArguments = Annotated[dict[str, Any], AfterValidator(_check_arguments)]
 
 
 def from_text(value: Any, expected: str) -> Any:
@@ -103,10 +125,6 @@ def left_over(extra: Mapping[str, Any] | None, texts: Callable[[], str]) -> list
             continue
         if name in MEDIA:
             raise ValueError(f"{name}: expected records without it, as Pipetune trains on text alone")
-        if name == "chat_template_kwargs":
-            raise ValueError(
-                f"{name}: expected template_args in the config, for all records, and none of a record's own"
-            )
         idle = name in SWITCHES and value in (1, True)
         if name in MATTERS and not idle and not (isinstance(value, str) and value.strip() in texts()):
             raise ValueError(

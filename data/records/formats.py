@@ -26,6 +26,7 @@ FIELDS_SHOWN = 12
 SPEAKERS = ("user", "assistant", "system", "tool")
 PARTS = ("role", "content", *SPEAKERS)  # what columns may name of messages
 LISTS = ("messages", "conversations", "conversation")  # of messages
+DIALOGUES = (*LISTS, "dialogue", "rounds")  # fields that may hold the dialogue
 # Beside a dialogue that ends with an answer: the same answer in other words (OpenR1-Math), not trained.
 REWORDED = frozenset("answer answers completion output reference response responses target".split())
 
@@ -118,6 +119,9 @@ def convert(raw: Any, format_name: str | None = None, columns: Names | None = No
             check_left_over(extra, mapped)
             unused = [name for name in raw if (name in extra or name in mapped) and name not in mapped.values()]
         else:
+            dialogues = [name for name in DIALOGUES if there.get(name) and isinstance(there[name], list)]
+            if len(dialogues) > 1 and extra.keys() & {*dialogues}:
+                raise DataError(f"fields {' and '.join(dialogues)}: expected one dialogue, or columns that name it")
             reworded = [name for name in extra if name in REWORDED and _ends_with_answer(records)]
             asked = {name: value for name, value in extra.items() if name not in reworded}
             unused = left_over(asked, lambda: "\n".join(_texts(records))) + reworded

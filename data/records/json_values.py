@@ -28,13 +28,13 @@ WHITE_SPACE = re.compile(r"[ \t\r\n]*")
 DECODER = json.JSONDecoder(strict=False, parse_int=len, parse_float=len, parse_constant=len)
 
 
-def split(stream: BinaryIO, in_list: bool, wrapped: bool = False) -> Iterator[tuple[int, bytes | str]]:
+def split(stream: BinaryIO, in_list: bool, wrapped: str = "") -> Iterator[tuple[int, bytes | str]]:
     """Yield a stream's records, numbered from 1: the bytes of the JSON, or a complaint if it is broken.
 
     Args:
         stream: of a list, from behind its opening bracket.
         in_list: whether commas separate the records and a closing bracket ends them.
-        wrapped: whether something may follow the bracket: the list is the field of an object.
+        wrapped: the field of an object that holds the list, whose other fields may follow.
     """
     buffer = _Buffer(stream)
     number = 0
@@ -60,7 +60,7 @@ def split(stream: BinaryIO, in_list: bool, wrapped: bool = False) -> Iterator[tu
         yield number, f"{complaint}; {REST_IS_LOST}"
 
 
-def _behind(buffer: _Buffer, wrapped: bool) -> str:
+def _behind(buffer: _Buffer, wrapped: str) -> str:
     """Check what follows the list, whose end is next; return the complaint."""
     following = buffer.move(buffer.at + 1)
     if wrapped and following == "}":
@@ -72,7 +72,7 @@ def _behind(buffer: _Buffer, wrapped: bool) -> str:
             return broken
         for name, value in DECODER.raw_decode(buffer.text)[0].items():
             if isinstance(value, list) and any(isinstance(each, dict) for each in value):
-                return f"field '{name}' holds records, too; expected one list of records in a file"
+                return f"the fields '{wrapped}' and '{name}' hold records; expected one list of records in a file"
         following = buffer.move(end)
     return "not JSON: something follows the end of the list" if following else ""
 

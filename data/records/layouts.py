@@ -39,7 +39,22 @@ class Layout(BaseModel):
         raise NotImplementedError
 
 
-class OpenAI(Layout):
+class Dialogue(Layout):
+    """Hold what may come before a dialogue, or beside it."""
+
+    system: SystemText | None = Field(  # who the model is to be
+        None, validation_alias=AliasChoices("system", "system_prompt")
+    )
+    tools: Any = Field(None, validation_alias=AliasChoices("tools", "functions"))  # what an answer may call
+    chat_template_kwargs: Any = None
+
+    def chat(self, messages: list[Message]) -> Chat:
+        """Return the whole dialogue."""
+        system = [_message("system", self.system)] if self.system else []
+        return Chat(messages=system + messages, tools=self.tools, chat_template_kwargs=self.chat_template_kwargs)
+
+
+class OpenAI(Dialogue):
     """`messages` of the OpenAI chat API, with `tools` (or the older `functions`) and calls of them."""
 
     messages: list[Message] = Field(min_length=1, fail_fast=True)
@@ -58,11 +73,8 @@ class OpenAI(Layout):
             return split_parts(messages)
         return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(messages)]
 
-    system: SystemText | None = Field(None, validation_alias=AliasChoices("system", "system_prompt"))
-    tools: Any = Field(None, validation_alias=AliasChoices("tools", "functions"))
-
     def records(self) -> list[Record]:
-        return [Chat(messages=_system(self.system) + self.messages, tools=self.tools)]
+        return [self.chat(self.messages)]
 
 
 class ShareGPT(OpenAI):
@@ -157,14 +169,10 @@ class SelfInstruct(Layout):
         return [_instruct(self.instruction, instance.input, instance.output) for instance in self.instances]
 
 
-class Asked(Layout):
+class Asked(Dialogue):
     """One question and its answer, and what may come before them."""
 
-    system: SystemText | None = Field(
-        None, validation_alias=AliasChoices("system", "system_prompt")
-    )  # who the model is to be
     history: list[tuple[str, str]] | None = Field(None, fail_fast=True)  # earlier pairs of question and answer
-    tools: Any = Field(None, validation_alias=AliasChoices("tools", "functions"))  # what the answer might have called
     reasoning: str | None = Field(  # what was thought before the answer
         None, validation_alias=AliasChoices("reasoning_content", "reasoning", "thinking", "thought", "cot")
     )
@@ -178,15 +186,19 @@ class Asked(Layout):
 
     def alone(self) -> bool:
         """Return whether nothing comes before."""
-        return not (self.system or self.history or self.tools or self.reasoning)
+        return not (self.system or self.history or self.tools or self.reasoning or self.chat_template_kwargs)
 
-    def chat(self, ask: str, answer: str) -> Chat:
-        """Return the whole dialogue."""
+    def answered(self, ask: str, answer: str) -> Chat:
+        """Return the dialogue that ends with this question and answer."""
+        return self.after_history([_message("user", ask), _message("assistant", answer)])
+
+    def after_history(self, messages: list[Message]) -> Chat:
+        """Return the dialogue that ends with these messages."""
+        if self.reasoning:
+            messages[-1].reasoning_content = self.reasoning
         roles = ("user", "assistant")
-        pairs = [*(self.history or []), (ask, answer)]
-        turns = [_message(role, text) for pair in pairs for role, text in zip(roles, pair, strict=True)]
-        turns[-1].reasoning_content = self.reasoning
-        return Chat(messages=_system(self.system) + turns, tools=self.tools)
+        before = [_message(*turn) for pair in self.history or [] for turn in zip(roles, pair, strict=True)]
+        return self.chat(before + messages)
 
 
 class Alpaca(Asked):
@@ -206,7 +218,7 @@ class Alpaca(Asked):
         ask, more = (self.instruction, self.input) if self.instruction else (self.input or "", None)
         if self.alone():
             return [_instruct(ask, more, self.output)]
-        return [self.chat(CHAT_INPUT.format(ask=ask, input=more) if more else ask, self.output)]
+        return [self.answered(CHAT_INPUT.format(ask=ask, input=more) if more else ask, self.output)]
 
 
 class PromptCompletion(Asked):
@@ -235,12 +247,9 @@ class PromptCompletion(Asked):
         words_alone = all(each.model_fields_set <= {"role", "content"} for each in both)
         if words_alone and [each.role for each in both] == ["user", "assistant"]:
             ask, answer = self.prompt[0].content, self.completion[0].content
-            return [_instruct(ask, None, answer) if self.alone() else self.chat(ask, answer)]
+            return [_instruct(ask, None, answer) if self.alone() else self.answered(ask, answer)]
         asked = [each.model_copy(update={"weight": 0}) for each in self.prompt]
-        if self.reasoning:
-            both[-1].reasoning_content = self.reasoning
-        before = self.chat("", "").messages[:-2]
-        return [Chat(messages=before + asked + self.completion, tools=self.tools)]
+        return [self.after_history(asked + self.completion)]
 
 
 class QuestionAnswer(Asked):
@@ -255,7 +264,7 @@ class QuestionAnswer(Asked):
     def records(self) -> list[Record]:
         if not self.alone():
             text = CHAT_CONTEXT.format(title=REFERENCE_TITLE, text=self.context) if self.context else ""
-            return [self.chat(text + self.question, self.answer)]
+            return [self.answered(text + self.question, self.answer)]
         if self.context:
             return [_ref_qa(self.context, [("ask", self.question), ("ans", self.answer)])]
         return [_instruct(self.question, None, self.answer)]
@@ -322,10 +331,6 @@ class Text(Layout):
 
 def _message(role: str, content: Any) -> Message:
     return Message.model_validate({"role": role, "content": content})
-
-
-def _system(text: str | None) -> list[Message]:
-    return [_message("system", text)] if text else []
 
 
 def _instruct(ask: str, more: str | None, answer: str) -> Instruct:

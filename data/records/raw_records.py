@@ -88,51 +88,51 @@ def _read_text(
             if complete or not stream.raw.damage:  # half a text looks like a whole one
                 yield _line(number, "text", line)
     else:
-        layout, skipped = _layout_of(head, ended, suffix)
+        layout, skipped, wrapped = _layout_of(head, ended, suffix)
         if layout == "lines":
             for number, line, _ in _lines(stream):
                 yield _line(number, "json", line)
         else:
             stream.read(skipped)
-            for number, value in split(stream, in_list=layout != "objects", wrapped=layout == "wrapped"):
+            for number, value in split(stream, layout == "list", wrapped):
                 yield RawRecord(number, "json" if isinstance(value, bytes) else "damage", value)
 
 
-def _layout_of(head: bytes, ended: bool, suffix: str) -> tuple[Literal["lines", "list", "objects", "wrapped"], int]:
-    """Detect a JSON file's form from its beginning and count the bytes before its first record."""
+def _layout_of(head: bytes, ended: bool, suffix: str) -> tuple[Literal["lines", "list", "objects"], int, str]:
+    """Detect a JSON file's form from its beginning, the bytes before its first record, and the field that holds it."""
     content = head.lstrip()
     first, line_break, rest = content.partition(b"\n")
     state = _completeness(first.decode("utf-8", "replace").rstrip(), cut=not (line_break or ended))
     more_lines = bool(rest.strip()) or not ended
     named_lines = suffix in LINE_SUFFIXES
     if state == "whole" and more_lines:
-        return "lines", 0
+        return "lines", 0, ""
     if content.startswith(b"[") and not (state == "broken" and named_lines):
-        return "list", head.index(b"[") + 1
+        return "list", head.index(b"[") + 1, ""
     if (wrapped := _wrapped(head)) and not (state == "cut" and named_lines):
-        return "wrapped", wrapped
+        return "list", *wrapped
     if state in ("open", "several"):
-        return "objects", 0
+        return "objects", 0, ""
     if state == "broken" and not named_lines:
         second, line_break, _ = rest.lstrip().partition(b"\n")
         if _completeness(second.decode("utf-8", "replace").rstrip(), cut=not (line_break or ended)) != "whole":
-            return "list", 0  # as likely as anything; its records are found wherever they are
-    return "lines", 0
+            return "list", 0, ""  # as likely as anything; its records are found wherever they are
+    return "lines", 0, ""
 
 
-def _wrapped(head: bytes) -> int:
-    """Find the list of records in a file that is one object; return where the first one begins, 0 if there is none."""
+def _wrapped(head: bytes) -> tuple[int, str] | None:
+    """Find the list of records in a file that is one object: where the first one begins, and the list's field."""
     text = head.decode("latin-1")  # a character for each byte
     at = text.find("{") + 1
     while at and (name := WRAPPER.match(text, at)):
         if text[name.end() : name.end() + 1] == "[" and name[1] in WRAPPED_IN:
-            return name.end() + 1
+            return name.end() + 1, name[1]
         try:
             at = DECODER.raw_decode(text, name.end())[1]
         except (ValueError, RecursionError):
-            return 0
+            return None
         at = text.find(",", at) + 1 if text[at:].lstrip().startswith(",") else 0
-    return 0
+    return None
 
 
 def _completeness(line: str, cut: bool) -> Literal["whole", "several", "open", "cut", "broken"]:

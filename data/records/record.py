@@ -168,7 +168,16 @@ KINDS: dict[str, type[Pretrain | Instruct | Conversation | ConverHasApi | RefQA]
     "conver_has_api": ConverHasApi,
     "ref_qa": RefQA,
 }
-TYPES = (*KINDS, "chat", "segments", "tokenized")  # of all records
+TYPES = (*KINDS, "chat", "reasoning_chat", "tool_chat", "segments", "tokenized")  # as which records are counted
+
+
+def type_of(record: Record) -> str:
+    """Return the type that a record is counted as: what a chat trains besides words tells it from others."""
+    if isinstance(record, Chat) and any(message.tool_calls for message in record.messages):
+        return "tool_chat"
+    if isinstance(record, Chat) and any(message.reasoning_content for message in record.messages):
+        return "reasoning_chat"
+    return record.type
 
 
 def parse_record(raw: Any) -> Record:

@@ -65,7 +65,6 @@ class Tally:
     silent: int = 0  # records that were left out because nothing of them is trained
     empty: int = 0  # records with an empty answer
     control: int = 0  # records with the name of a control token in somebody's words
-    tools: int = 0  # records with tools
     longest: int = 0  # the length of the longest record before it was cut
 
     def __add__(self, other: Tally) -> Tally:
@@ -82,7 +81,6 @@ class Encoded(NamedTuple):
     empty: bool  # whether an answer of it is empty
     control: bool  # whether the name of a control token stands in its words
     tokens: Tokens  # whole
-    tools: bool = False  # whether it has tools
 
 
 Tallies = dict[tuple[int, str], Tally]  # what became of the records, by file and type
@@ -147,7 +145,6 @@ def as_columns(encoded: Sequence[Encoded], limit: int) -> tuple[pyarrow.RecordBa
         tally.records += 1
         tally.empty += each.empty
         tally.control += each.control
-        tally.tools += each.tools
         tally.longest = max(tally.longest, len(each.tokens.ids))
         loud = 0
         for ids, runs in _cut(each, limit, tally):

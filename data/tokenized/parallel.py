@@ -33,7 +33,7 @@ from data.errors import DataError
 from data.records.chat import Chat
 from data.records.raw_records import RawRecord, read_file
 from data.records.reading import BadRecords, origin, parse
-from data.records.record import Instruct, Pretrain, Record, Segments, Tokenized
+from data.records.record import Instruct, Pretrain, Record, Segments, Tokenized, type_of
 from data.tokenized.columns import Encoded, Tallies, Tally, as_columns, fit
 from data.tokenized.recipe import Recipe
 from data.tokenized.sample_file import SampleFile, SampleWriter
@@ -115,12 +115,12 @@ class Encoder:
                 answer.bad.append(self._complaint(file, raw, error))
                 continue
             control = self._control_words.possible(raw.value) and bool(self._control_words.found(record))
-            empty, tools = has_empty_answer(record), isinstance(record, Chat) and bool(record.tools)
             possible = not isinstance(raw.value, bytes) or PLACEHOLDER_HINT.search(raw.value)
             if possible and (found := next(filter(None, map(PLACEHOLDER.search, words_of(record))), None)):
                 place = f"{found.group()} in {origin(recipe.files[file].path, raw.number)}"
                 tokens = tokens._replace(notes=tokens.notes | {IN_WORDS: place})
-            encoded.append(Encoded(file, raw.number, record.type, empty, control, tokens, tools))
+            empty = has_empty_answer(record)
+            encoded.append(Encoded(file, raw.number, type_of(record), empty, control, tokens))
         notes = [note for each in encoded for note in each.tokens.notes.items()]
         answer.notes.update(note for note, _ in notes)
         answer.examples = dict(reversed(notes))

@@ -10,9 +10,11 @@ the encoding only for the tokens at the ends of each range.
 
 from __future__ import annotations
 
+import json
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, cached_property, partial
 from itertools import pairwise
 from pathlib import Path
@@ -39,6 +41,7 @@ from data.records.record import Pretrain, Record, Segments, Tokenized
 from data.sample_set import IGNORED, Sample
 
 JOINED = "one token holds the end of a prompt and the beginning of its answer, so that a server sends others"
+NO_TEMPLATE = "chat_template_kwargs are not used, as prompt_format: plain has no template"
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json")
 
 READ = {".json", ".jinja", ".model", ".tiktoken", ".txt"}  # suffixes of files that make a tokenizer
@@ -197,9 +200,13 @@ class Writer:
             return join([Span(segment.text, segment.label) for segment in record.segments]), []
         assert not isinstance(record, Tokenized)  # which has no text
         said = with_mask(said_in(record), self._prompts.mask)
-        tools = record.tools if isinstance(record, Chat) else []
+        tools, own = (record.tools, record.chat_template_kwargs) if isinstance(record, Chat) else ([], {})
         if self._plain:
             written = write_plain(said, tools, end_of_sequence(self._tokenizer.eos_token))
+            written = written._replace(notes=written.notes | {NO_TEMPLATE: json.dumps(own)}) if own else written
+        elif own:
+            prompts = replace(self._prompts, template_args=self._prompts.template_args | own)
+            written = chat_template(self._tokenizer, prompts, bool(tools)).write(said, tools)
         else:
             written = self._template(bool(tools)).write(said, tools)
         if self._prompts.mask == "all":

@@ -22,8 +22,8 @@ def instruct(ask: str, answer: str, more: str | None = None) -> Instruct:
     return Instruct(type="instruct", instruct=ask, input=more, output=answer)
 
 
-def chat(*messages: dict[str, Any], tools: Any = None) -> Chat:
-    return Chat.model_validate({"messages": list(messages), "tools": tools})
+def chat(*messages: dict[str, Any], **more: Any) -> Chat:
+    return Chat.model_validate({"messages": list(messages), **more})
 
 
 def ref_qa(reference: str, *texts: str) -> RefQA:

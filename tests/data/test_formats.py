@@ -21,6 +21,7 @@ THOUGHT = {"type": "thinking", "thinking": "hm", "signature": "x"}
 WORDS = {"type": "text", "text": "a"}
 USE = {"type": "tool_use", "id": "1", "name": CALL["name"], "input": CALL["arguments"]}
 RESULT = {"type": "tool_result", "tool_use_id": "1", "content": [{"text": "18"}]}
+NO = {"type": "refusal", "refusal": "I can't."}
 THINKING = ANSWER | {"reasoning_content": "hm"}
 CALLING = {"role": "assistant", "tool_calls": [{"id": "1", "function": CALL}]}
 RETURNED = {"role": "tool", "content": "18", "tool_call_id": "1"}
@@ -161,9 +162,34 @@ def test_a_record_of_no_layout_is_refused_with_its_fields_and_the_formats() -> N
         ({"conversations": ["q", {"from": "gpt", "value": "a"}]}, "field conversations[0]: expected an object"),
         ({"conversations": [{"input": "q"}]}, "field conversations[0].role: missing"),
         ({"messages": [USER, ANSWER], "system": [{"image": "i"}]}, "field system"),
+        *(
+            (
+                {"messages": [USER, ANSWER], "chat_template_kwargs": given},
+                f"field chat_template_kwargs: expected {line}",
+            )
+            for given, line in (
+                ({"a": 1, "tools": []}, "others than tools, which Pipetune gives"),
+                ({"add_generation_prompt": True}, "others than add_generation_prompt, which Pipetune gives"),
+                ([1], "a dictionary, found a list"),
+                ("low", "an object or a JSON string of one"),
+            )
+        ),
         (
-            {"messages": [USER, ANSWER], "chat_template_kwargs": {"enable_thinking": False}},
-            "field chat_template_kwargs: expected template_args in the config",
+            {"text": "t", "chat_template_kwargs": {"a": 1}},
+            "field chat_template_kwargs: the record's format has no place",
+        ),
+        ({"messages": [USER, ANSWER | {"refusal": "no"}]}, "field messages[1].refusal: the record's format has no "),
+        (
+            {"messages": [said("user", NO), ANSWER]},
+            "field messages[0].content: expected a text or a list of parts with a text each, found one of type 'refus",
+        ),
+        (
+            {"messages": [USER, said("assistant", {"type": "refusal"})]},
+            "field messages[1].content: expected a text or a list of parts with a text each",
+        ),
+        (
+            {"conversations": [USER, ANSWER], "messages": [USER, ANSWER], "rounds": [["ask", "q"]]},
+            "fields messages and conversations and rounds: expected one dialogue, or columns that name it",
         ),
         (
             {"messages": [USER, said("assistant", USE, WORDS)]},
@@ -254,7 +280,21 @@ SYSTEM = {"role": "system", "content": "Be kind"}
         ({"conversation": [{"input": "q", "output": "a"}] * 2}, chat(USER, ANSWER, USER, ANSWER)),
         ({"messages": [USER, ANSWER], "system": [{"text": "Be "}, {"text": "kind"}]}, chat(SYSTEM, USER, ANSWER)),
         ({"instruction": "q", "output": "a", "system": [{"text": "Be kind"}]}, chat(SYSTEM, USER, ANSWER)),
-        ({"messages": [USER, ANSWER], "chat_template_kwargs": {}}, chat(USER, ANSWER)),
+        *(
+            ({"messages": [USER, ANSWER], "chat_template_kwargs": given}, chat(USER, ANSWER))
+            for given in ({}, {"thinking": None}, "", "{}")
+        ),
+        *(
+            (raw | {"chat_template_kwargs": given}, chat(USER, ANSWER, chat_template_kwargs={"thinking": False}))
+            for given in ({"thinking": False, "budget": None}, '{"thinking": false}')
+            for raw in (
+                {"conversations": [USER, ANSWER]},
+                {"prompt": "q", "completion": "a"},
+                {"question": "q", "answer": "a"},
+            )
+        ),
+        ({"messages": [USER, said("assistant", WORDS, NO)]}, chat(USER, ANSWER | {"content": "aI can't."})),
+        ({"messages": [USER, {"role": "assistant", "content": None, "refusal": "a"}]}, chat(USER, ANSWER)),
         ({"instruction": "q", "output": 2}, instruct("q", "2")),
         ({"question": "q", "answer": 0}, instruct("q", "0")),
         ({"prompt": "q", "completion": -7}, instruct("q", "-7")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 from io import StringIO
@@ -13,13 +14,21 @@ import pytest
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.prompts import PromptFormat, Prompts
+from data.chat.prompts import PromptFormat
 from data.errors import DataError
-from data.inspection.inspect import MARKS, SUPERVISED_STYLE, coloured, show_samples, show_tools, write_page
+from data.inspection.inspect import (
+    MARKS,
+    SUPERVISED_STYLE,
+    TURN_ENDS,
+    choose_samples,
+    coloured,
+    show_samples,
+    write_page,
+)
 from data.sample_set import Sample
 from data.tokenized.tokenize import encode
+from tests.data.caches import Load
 from tests.data.helpers import RECORDS, runs, runs_of
-from tests.data.template_styles import QWEN25, SMOLLM2
 
 STYLED = re.compile(r"\x1b\[1;32m(.*?)\x1b\[0m")
 
@@ -37,7 +46,7 @@ def test_supervised_text_is_styled_and_the_rest_is_not(
 ) -> None:
     text = coloured(encode(RECORDS[name], tokenizer, 10_000, prompt_format), tokenizer)
     expected = runs(RECORDS[name], tokenizer, prompt_format)
-    assert text.plain == "".join(part for _, part in expected)
+    assert text.plain.replace(TURN_ENDS, "") == "".join(part for _, part in expected)
     styled = [text.plain[span.start : span.end] for span in text.spans if span.style == SUPERVISED_STYLE]
     assert styled == [part for supervised, part in expected if supervised]
     assert len(text.spans) == len(styled)
@@ -57,11 +66,27 @@ def test_what_is_supervised_shows_without_colour_too(tokenizer: PreTrainedTokeni
     assert found == ["One.<|im_end|>", "两个。<|im_end|>", "supervised"]
 
 
-def test_a_call_of_a_tool_is_shown_as_the_template_writes_it(tokenizer: PreTrainedTokenizerBase) -> None:
-    for style, expected in ((QWEN25, '{"name": "weather", "arguments": {"city": "Lima"}}'), (SMOLLM2, "not at all: ")):
-        printed = StringIO()
-        show_tools(style.put_on(tokenizer), Prompts(), Console(file=printed, width=200))
-        assert expected in printed.getvalue()
+def test_a_line_stands_where_turns_end(tokenizer: PreTrainedTokenizerBase) -> None:
+    shown = coloured(encode(RECORDS["conversation"], tokenizer, 10_000), tokenizer).plain
+    whole = "".join(text for _, text in runs(RECORDS["conversation"], tokenizer))
+    assert whole.count("<|im_end|>") == 4
+    assert shown == whole.replace("<|im_end|>", "<|im_end|>" + TURN_ENDS)
+    plain = coloured(encode(RECORDS["conversation"], tokenizer, 10_000, "plain"), tokenizer).plain
+    assert plain.count(TURN_ENDS) == plain.count("<|im_end|>" + TURN_ENDS) == 2
+
+
+def test_one_sample_of_each_type_of_record_is_shown_behind_the_first(tmp_path: Path, load: Load) -> None:
+    user: dict[str, Any] = {"role": "user", "content": "q"}
+    answer: dict[str, Any] = {"role": "assistant", "content": "a"}
+    calls: list[Any] = [{"function": {"name": "f", "arguments": {}}}]
+    records: list[dict[str, Any]] = [{"text": f"number {number}"} for number in range(4)]
+    records += [{"messages": [user, answer]}, {"messages": [user, answer | {"tool_calls": calls}, answer]}]
+    records += [{"messages": [user, answer | {"thinking": "t"}]}, {"question": "q", "answer": "a"}] * 2
+    (tmp_path / "a.json").write_text(json.dumps(records))
+    dataset = load(str(tmp_path / "a.json"))
+    assert dataset.types == ["chat", "instruct", "pretrain", "reasoning_chat", "tool_chat"]
+    assert choose_samples(dataset, 2) == [0, 1, 4, 5, 6, 7]
+    assert choose_samples(dataset, 100) == list(range(10))
 
 
 def test_each_sample_is_counted(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -96,7 +121,7 @@ def test_a_long_sample_is_shortened_in_its_middle(
     printed = recorded([sample], tokenizer, styles=False)
     assert (f"\n[... {left_out:,} tokens are not shown ...]\n" in printed) == bool(left_out)
     assert ("not shown" in printed) == bool(left_out)
-    shown = coloured(sample, tokenizer).plain
+    shown = coloured(sample, tokenizer).plain.replace(TURN_ENDS, "")
     whole = tokenizer.decode(ids)
     assert shown[:50] == whole[:50] and shown[-50:] == whole[-50:]
     assert sum(len(numbers.split()) for _, numbers, _ in Page(page_of([sample], tokenizer, tmp_path)).tokens) == length

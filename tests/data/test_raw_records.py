@@ -288,7 +288,10 @@ def test_a_list_that_is_cut_off_keeps_its_whole_records(tmp_path: Path) -> None:
     [
         ("}", ""),
         (', "version": {"data": [1]}}', ""),
-        (', "test": [{"text": "b"}]}', "field 'test' holds records, too; expected one list of records in a file"),
+        (
+            ', "test": [{"text": "b"}]}',
+            "the fields 'data' and 'test' hold records; expected one list of records in a file",
+        ),
         ('}, {"text": "b"}]}', "not JSON: something follows the end of the list"),
         (
             ', {"text": "b"}]}',

@@ -32,7 +32,7 @@ from rich.console import Console
 
 from common.whole_files import sync
 from models.checkpoint.layout import LATEST
-from models.checkpoint.publish import workplace, writing
+from models.checkpoint.publish import hidden_folder, writing
 from training.checkpoint.deepspeed_files import CheckpointFiles
 from training.checkpoint.folder import BEST, Best, CheckpointRecord, FileRecord, set_aside, step_folder
 from training.checkpoint.resharding import slices_of
@@ -183,7 +183,7 @@ class Checkpointer:
             with agreed(), writing(folder):
                 if self.disk.keeps:
                     sweep_partial(self.save_path)
-                    place = hidden.enter_context(workplace(folder))
+                    place = hidden.enter_context(hidden_folder(folder))
             new = gather(place)[self.disk.ranks[0]]
             assert new is not None
             engine.save_checkpoint(str(new.parent), tag=new.name, client_state=names, save_latest=False)

@@ -28,6 +28,7 @@ from training.distributed.groups import among_members
 from training.distributed.processes import agreed
 from training.engine.clipping import clip_in_update
 from training.engine.gradient_sums import sum_without_copies
+from training.errors import ConfigError
 from training.optimizer.optimizers import build_optimizer
 from training.topology import Division
 
@@ -84,8 +85,11 @@ def wrap_in_engine(model: nn.Module, config: TrainConfig, tied_names: tuple[str,
     with agreed():
         trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
         optimizer = build_optimizer(config, trained, tied_names)
-    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the memory in use four times
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config))
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the memory in use four times
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config))
+    except (AssertionError, NotImplementedError, ValueError) as error:  # keys that do not fit each other or the device
+        raise ConfigError(f"DeepSpeed refuses its keys: {error}") from None
     sum_without_copies(engine.optimizer)
     clip_in_update(engine.optimizer)
     if config.model_topo.replicas == 1:  # DeepSpeed would copy the gradients, round sums to 16 bits, and copy them back

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -24,11 +25,12 @@ from models.api import read_spec
 from models.checkpoint.layout import resolve
 from models.checkpoint.publish import writing
 from models.errors import CheckpointError
+from models.shapes import shape_of
 from models.spec import ModelSpec
-from training.config.deepspeed_config import check_device, check_fp8, check_shared_rows, check_tensor
+from training.config.deepspeed_config import check_device, check_fp8, check_sharing
+from training.config.deepspeed_keys import describe_ignored_keys
 from training.config.gpu import check_gpu, check_numbers
 from training.config.keys import TrainConfig
-from training.config.passed_on import unheeded
 from training.data_setup import RecordReader
 from training.distributed.links import FILE as LINKS_FILE
 from training.errors import ConfigError
@@ -53,8 +55,9 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
         ConfigError, CheckpointError: config, model or devices are unusable.
     """
     log = Log(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-    folder = resolve(config.model_path)
-    spec = read_spec(folder)
+    shape = shape_of(config.model_path)
+    folder = Path(config.model_path) if shape else resolve(config.model_path)
+    spec = _read_spec(folder, shape, log)
     check_device(config)
     count, device = parse_devices(arguments.devices) if arguments.devices else (None, this_device())
     if arguments.devices:
@@ -69,9 +72,8 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
         fabric = Fabric.named(arguments.links, device, arguments.per_host or PER_HOST)
         config = config.model_copy(update={"model_topo": fabric.placed(config.model_topo)})
     if not arguments.search:
-        check_tensor(config, spec)
-        check_shared_rows(config, spec)
-    workload, feed = _feed(config, spec, folder, log)
+        check_sharing(config, spec)
+    workload, feed = (Workload.assumed(config), Workload.assumed) if shape else _feed(config, spec, folder, log)
     if arguments.calibrate:
         if arguments.devices and not torch.cuda.is_available():
             raise ConfigError("--calibrate: this machine has no GPU to measure; expected no --devices")
@@ -83,7 +85,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     processes = count or config.model_topo.processes
     where = f"{processes} x {device.name}" if device.memory else f"{processes} processes on a {device.name}"
     log.print(f"model: {spec.family.name}, {spec.n_layers} layers; {where}")
-    for line in [*ignored, *unheeded(config, plan=True)]:
+    for line in [*ignored, *describe_ignored_keys(config, plan=True)]:
         log.print(line)
     if arguments.search:
         best = search(basis, processes, feed)
@@ -98,6 +100,14 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     if not plan.fits:
         log.print(advice_table(advise(basis), plan))
         sys.exit(DOES_NOT_FIT)
+
+
+def _read_spec(folder: Path, shape: tuple[str, dict[str, Any]] | None, log: Console) -> ModelSpec:
+    """Read the model's config.json, or take the known shape."""
+    if shape is None:
+        return read_spec(folder)
+    log.print(f"model_path: {folder}: not found; planned by the known shape of {shape[0]}, with full rows")
+    return read_spec(folder, shape[1])
 
 
 def show(plan: Plan, log: Console) -> None:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from data.tokenized.dataset import Dataset
 from models.spec import ModelSpec
 from training.config.contradictions import PARAMETERS, contradictions, of_optimizer
-from training.config.deepspeed_config import check_shared_rows, check_tensor
+from training.config.deepspeed_config import check_sharing
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
 from training.config.sections import OptimizerOffload
@@ -140,8 +140,7 @@ def _grid(topo: ModelTopo, stages: int, replicas: int, tensor: int, sequence: in
 def _can_share(basis: Basis) -> bool:
     """Whether the model allows the config's tensor and sequence parallelism."""
     try:
-        check_tensor(basis.config, basis.spec)
-        check_shared_rows(basis.config, basis.spec)
+        check_sharing(basis.config, basis.spec)
     except ConfigError:
         return False
     return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,8 +17,7 @@ from data.tokenized.tokenize import load_tokenizer
 from models import load_model
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from models.conversion.to_pipeline import hg_to_pp
-from tests.data.published_tokenizers import END_TOKENS as SMALL_END_TOKENS
-from tests.data.published_tokenizers import Published
+from tests.data.published_tokenizers import END_TOKENS, Published
 from tests.models.cases import CASES
 from tests.models.command_line import convert, refusal
 from tests.models.helpers import (
@@ -43,9 +41,7 @@ CLASSES = {  # by case
     "internlm2": "LlamaForCausalLM",
     "qwen": "Qwen2ForCausalLM",
 }
-TOKENIZERS = {"chatglm3": "ChatGLMTokenizer", "baichuan2": "BaichuanTokenizer"}
 CASE_OF = {"chatglm3": "chatglm3", "baichuan2": "baichuan2-7b", "baichuan": "baichuan-7b"}  # else as the family
-END_TOKENS = SMALL_END_TOKENS | {"chatglm3": [2, 64795, 64797], "baichuan2": [2]}  # </s>, <|user|>, <|observation|>
 CODE = "raise SystemExit('remote code was run')"
 NATIVE = ExportOptions(layout="native", add_tokenizer=export_tokenizer)
 TEXTS = ["", " Hello,  world!\n\n", "philosophy <|user|> [gMASK]sop </s>", "雪 🤗 <reserved_106> 8 GPUs\t三台", "▁a"]
@@ -167,15 +163,7 @@ def published(request: pytest.FixtureRequest, make_checkpoint: Make) -> tuple[st
     folder = original(make_checkpoint, CASE_OF.get(family, family))
     for name in ("tokenizer.json", "chat_template.jinja"):
         (folder / name).unlink()
-    if family not in TOKENIZERS:
-        Published(family, folder)
-        return family, folder
-    vocabularies = request.getfixturevalue("shared") / "golden" / "tokenizers"
-    shutil.copy(vocabularies / family / "tokenizer.model", folder)
-    module = f"tokenization_{family}"
-    stated = {"tokenizer_class": TOKENIZERS[family], "auto_map": {"AutoTokenizer": [f"{module}.X", None]}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(stated))
-    (folder / f"{module}.py").write_text(CODE)
+    Published(family, folder)
     return family, folder
 
 

@@ -227,6 +227,13 @@ def test_dropout_outside_of_blocks_is_refused(model_type: str, name: str, tmp_pa
             assert read_spec(tmp_path).config.attention_dropout == 0.1
 
 
+def test_dropout_that_only_the_defaults_have_leaves_the_proof_exact(tmp_path: Path) -> None:
+    """transformers gives Seed-OSS a dropout of 0.1 where config.json has none."""
+    fields = {name: value for name, value in config_of("seed_oss")[1].items() if "dropout" not in name}
+    (tmp_path / "config.json").write_text(json.dumps(fields, default=str))
+    assert read_spec(tmp_path).config.attention_dropout == 0.1
+
+
 def test_masks_of_an_unknown_kind_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_small(tmp_path / "model", "smollm3")
     monkeypatch.delitem(outline.MASKS, "create_causal_mask")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.log import Log
-from models.checkpoint.publish import workplace
+from models.checkpoint.publish import hidden_folder
 from tests.accidents import killed_at
 from tests.training.checkpoint.test_folder import flip, whole
 from training.checkpoint.finding import find_checkpoint
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("group")
 
 
 def begin_save(save_path: Path) -> None:
-    with workplace(step_folder(save_path, 20)) as new:
+    with hidden_folder(step_folder(save_path, 20)) as new:
         whole(new, 20)
 
 

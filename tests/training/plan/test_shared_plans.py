@@ -13,7 +13,7 @@ import pytest
 from benchmarks.scale import LLAMA, RUNS, Run, basis_of
 from models.spec import ModelSpec
 from tests.training.plan.helpers import config_of, spec_of
-from training.config.deepspeed_config import check_shared_rows, check_tensor
+from training.config.deepspeed_config import check_sharing
 from training.config.model_topo import ModelTopo
 from training.errors import ConfigError
 from training.metrics.devices import parse_devices
@@ -141,8 +141,7 @@ def test_what_a_search_proposes_is_what_a_run_would_take(tmp_path: Path) -> None
     assert {each.tensor for each in grids} == {1, 2, 3} and {each.sequence for each in grids} == {1, 2, 3, 6}
     assert all((each.experts == "spread") == (each.tensor > 1) for each in grids)
     for each in grids:
-        check_tensor(asked.config.model_copy(update={"model_topo": each}), spec)
-        check_shared_rows(asked.config.model_copy(update={"model_topo": each}), spec)
+        check_sharing(asked.config.model_copy(update={"model_topo": each}), spec)
         assert ModelTopo.model_validate(each.model_dump()) == each
 
 
