@@ -94,8 +94,9 @@ def explain_out_of_memory(config: TrainConfig, spec: ModelSpec, stage: int, load
             if torch.cuda.is_available():
                 total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
                 where = f"the {total / GIGA:.1f} GB of {torch.cuda.get_device_name()}"
-            had = f"stage {stage} had at most {_gb(peak_memory())} of {where}, and asked for {_gb(size)}"
-            raise ConfigError(f"out of memory: {had}{_planned(config, spec, stage, loader)}") from error
+            peak = f"out of memory: stage {stage} had at most {_gb(peak_memory())} of {where}"
+            line = f"{peak}, and asked for {_gb(size)}"
+            raise ConfigError(line + _planned(config, spec, stage, loader)) from error
         raise
 
 
