@@ -84,11 +84,11 @@ def test_a_process_has_its_part(size: int, spec: ModelSpec, tmp_path: Path) -> N
 
 def test_the_links_that_messages_take_follow_from_the_order_of_axes() -> None:
     wanted = topo(4, 2, 8)
-    assert LINKS.sharing_layers(wanted).hosts == 1 and LINKS.replicas(wanted).hosts == 2
+    assert LINKS.group(wanted.sharing("layers")).hosts == 1 and LINKS.group(wanted.along("data")).hosts == 2
     assert LINKS.to_next(wanted) == [KNOWN["ib400"]] * 3
     turned = ModelTopo.model_validate({"process_topology": {"axes": ["model", "data", "pipe"], "dims": [8, 2, 4]}})
-    assert LINKS.sharing_layers(turned).hosts == 8 and LINKS.to_next(turned) == [KNOWN["nvlink4"]] * 3
-    inside, across = LINKS.sharing_layers(wanted), LINKS.sharing_layers(turned)
+    assert LINKS.group(turned.sharing("layers")).hosts == 8 and LINKS.to_next(turned) == [KNOWN["nvlink4"]] * 3
+    inside, across = LINKS.group(wanted.sharing("layers")), LINKS.group(turned.sharing("layers"))
     assert across.all_reduce(1e9) > 5 * inside.all_reduce(1e9) > 0
     assert inside.all_reduce(1e9) == pytest.approx(
         2 * (7 / 8 * 1e9 / KNOWN["nvlink4"].bandwidth + 7 * inside.inside.latency)
@@ -121,7 +121,7 @@ def test_the_search_proposes_what_holds_large_models(run: Run) -> None:
     for plan in best:
         wanted = plan.basis.config.model_topo
         assert wanted.stages * wanted.replicas * wanted.tensor == run.gpus
-        assert LINKS.sharing_layers(wanted).hosts == 1
+        assert LINKS.group(wanted.sharing("layers")).hosts == 1
         assert wanted.sequence == 1  # rows of 4,096 tokens are not long
     assert any(plan.basis.config.model_topo.tensor > 1 for plan in best)
 
